@@ -1,0 +1,335 @@
+"""Every error this project raises: one tree, stable codes, a hint, and what was left behind.
+
+The ``code`` of an error is the same in the command line's JSON, in exit statuses, in REST replies and in events, and it never
+changes its meaning.  ``hint`` says what the reader can do.  ``left`` says in what state things were left, because the
+first question of somebody who sees a failed checkpoint is "is my work still there?".
+
+Errors of the outside (CRIU, the CUDA driver, the kernel) are mapped to these classes inside ``engine/``, by class and number;
+nothing above it reads foreign error texts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class GpuCkptError(Exception):
+    """Base of all errors of this project.
+
+    Parameters
+    ----------
+    message:
+        What happened, in one sentence that a notebook user understands.
+    hint:
+        What to do about it; the class's own hint by default.
+    left:
+        What is left behind: "the kernel is running", "the image is kept as ...".
+    details:
+        Further facts for programs (pids, paths, bytes); must be JSON-serialisable.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    exit_status: ClassVar[int] = 70
+    default_hint: ClassVar[str] = "Please report this with the log of the server."
+
+    def __init__(self, message: str, *, hint: str | None = None, left: str = "", **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.left = left
+        self.details = details
+
+    def __str__(self) -> str:
+        parts = [f"[{self.code}] {self.message}"]
+        if self.left:
+            parts.append(f"Left behind: {self.left}.")
+        if self.hint:
+            parts.append(f"Hint: {self.hint}")
+        return " ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The error as JSON-serialisable data, the same in REST, events and ``--json``."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "left": self.left,
+            "details": self.details,
+        }
+
+
+# -- the host cannot do it --------------------------------------------------------------------------------------------
+
+
+class HostError(GpuCkptError):
+    """This host lacks something; ``jupyter gpu-ckpt doctor`` names the command that mends it."""
+
+    code = "HOST_UNFIT"
+    exit_status = 69
+    default_hint = "Run `jupyter gpu-ckpt doctor`: it names what is missing and the command that mends it."
+
+
+class CriuMissing(HostError):
+    """No CRIU of a version that works was found."""
+
+    code = "CRIU_MISSING"
+    default_hint = "Run `jupyter gpu-ckpt install-criu`; it needs no root."
+
+
+class CapsuleError(HostError):
+    """The namespaces of a capsule could not be made, or its init does not answer."""
+
+    code = "CAPSULE_FAILED"
+
+
+class CapsuleGone(CapsuleError):
+    """The capsule ended, and every process in it."""
+
+    code = "CAPSULE_GONE"
+    default_hint = "The kernel died; restart it, or restore its last image."
+
+
+# -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
+
+
+class PreflightError(GpuCkptError):
+    """The kernel cannot be checkpointed at this moment; it runs on untouched."""
+
+    code = "NOT_NOW"
+    exit_status = 75
+    default_hint = "The kernel runs on; try again later."
+
+
+class KernelBusy(PreflightError):
+    """Requests are still being worked on after the drain deadline."""
+
+    code = "KERNEL_BUSY"
+    default_hint = "Wait for the running cell, or interrupt it, and try again."
+
+
+class ChildProcesses(PreflightError):
+    """The kernel has living child processes that cannot travel with it."""
+
+    code = "CHILD_PROCESSES"
+    default_hint = "End them (close pools, DataLoader workers, background commands) and try again."
+
+
+class DebuggerAttached(PreflightError):
+    """The kernel's debugger is in use; its adapter lives outside the process tree."""
+
+    code = "DEBUGGER_ATTACHED"
+    default_hint = "Turn the debugger off and restart the kernel, or finish debugging first."
+
+
+class DeviceHeld(PreflightError):
+    """The process holds a GPU device file that is not CUDA's (NVML, graphics) and cannot be saved."""
+
+    code = "DEVICE_HELD"
+    default_hint = "Close it (for NVML: pynvml.nvmlShutdown()) and try again."
+
+
+class UnsupportedCuda(PreflightError):
+    """The CUDA state is of a kind the driver cannot suspend (managed memory, IPC, MIG, MPS)."""
+
+    code = "CUDA_UNSUPPORTED"
+    default_hint = "Free managed (UVM) memory and CUDA IPC handles; MIG and MPS are not supported by this driver."
+
+
+class NoSpace(PreflightError):
+    """The image would not fit on the disk, or the disk filled while it was written."""
+
+    code = "NO_SPACE"
+    default_hint = "Free disk space, or set another image directory."
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+class StateError(GpuCkptError):
+    """The request makes no sense in the kernel's present state."""
+
+    code = "WRONG_STATE"
+    exit_status = 65
+    default_hint = "Look at the kernel's state first."
+
+
+class KernelLost(GpuCkptError):
+    """The kernel's process is gone and no image of it exists."""
+
+    code = "KERNEL_LOST"
+    default_hint = "Restart the kernel."
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+class CudaError(GpuCkptError):
+    """The CUDA driver refused a suspend or resume."""
+
+    code = "CUDA_FAILED"
+    exit_status = 71
+    default_hint = "The driver's own words are in the details."
+
+
+class CudaUnavailable(CudaError):
+    """The driver, or the Python bindings for it, cannot checkpoint processes on this host."""
+
+    code = "CUDA_UNAVAILABLE"
+    default_hint = "Install the extra: pip install 'jupyter_gpu_ckpt[gpu]'; the driver must be 580 or newer."
+
+
+class CudaTimeout(CudaError):
+    """The driver did not stop the process's CUDA work before the deadline."""
+
+    code = "CUDA_TIMEOUT"
+    default_hint = "A kernel on the GPU is still running; wait for it and try again."
+
+
+class GpuFull(CudaError):
+    """Too little free memory on the GPU to bring the kernel back; it was not tried."""
+
+    code = "GPU_FULL"
+    exit_status = 75
+    default_hint = "Nothing is lost. Free memory on the GPU (checkpoint another kernel) and run a cell again."
+
+
+class HelperGone(CudaError):
+    """The helper process that talks to the CUDA driver ended in the middle of a call."""
+
+    code = "HELPER_GONE"
+    default_hint = "It is started afresh by the next call; try again."
+
+
+# -- CRIU -------------------------------------------------------------------------------------------------------------
+
+
+class CriuError(GpuCkptError):
+    """CRIU failed for a reason that has no class of its own; its last errors are in the details."""
+
+    code = "CRIU_FAILED"
+    exit_status = 71
+    default_hint = "The last lines of CRIU's log are in the details."
+
+
+class CriuTimeout(CriuError):
+    """CRIU did not finish before its deadline."""
+
+    code = "CRIU_TIMEOUT"
+    default_hint = "Raise the deadline if the kernel holds very much memory."
+
+
+class CriuKilled(CriuError):
+    """CRIU was ended by a signal."""
+
+    code = "CRIU_KILLED"
+    default_hint = "Was the host out of memory? Try again."
+
+
+class ChangedFile(CriuError):
+    """A file the kernel holds open or mapped was changed while the kernel was away."""
+
+    code = "FILE_CHANGED"
+    default_hint = "Put the file back as it was when the kernel was checkpointed, then try again."
+
+
+class MissingFile(CriuError):
+    """A file the kernel holds open or mapped is not there any more."""
+
+    code = "FILE_MISSING"
+    default_hint = "Put the file back, then try again."
+
+
+class PortTaken(CriuError):
+    """A TCP port the kernel listened on is used by another process now."""
+
+    code = "PORT_TAKEN"
+    default_hint = "End the process that uses the port, then try again."
+
+
+class PidTaken(CriuError):
+    """A process id the kernel needs is in use."""
+
+    code = "PID_TAKEN"
+
+
+class DeletedMapping(CriuError):
+    """The kernel maps a file that was deleted and cannot be saved without root."""
+
+    code = "DELETED_MAPPING"
+    default_hint = "Close what uses it (shared memory, memory-mapped temporary files) and try again."
+
+
+class UnsupportedSocket(CriuError):
+    """The kernel holds a socket of a kind that cannot be saved."""
+
+    code = "SOCKET_UNSUPPORTED"
+    default_hint = "Close the connection and try again."
+
+
+class UnsupportedFile(CriuError):
+    """The kernel holds a file of a kind that cannot be saved (device, pseudo file, foreign mount)."""
+
+    code = "FILE_UNSUPPORTED"
+    default_hint = "Close the file and try again."
+
+
+# -- images -----------------------------------------------------------------------------------------------------------
+
+
+class ImageError(GpuCkptError):
+    """The image cannot be used."""
+
+    code = "IMAGE_UNUSABLE"
+    exit_status = 66
+    default_hint = "`jupyter gpu-ckpt list` shows the images there are."
+
+
+class ImageNotFound(ImageError):
+    """There is no such image."""
+
+    code = "IMAGE_NOT_FOUND"
+
+
+class ImageBusy(ImageError):
+    """The image is being used by another process."""
+
+    code = "IMAGE_BUSY"
+    default_hint = "Wait until the restore of this image has ended."
+
+
+class ImageFormat(ImageError):
+    """The manifest is damaged, or of a version this release does not know."""
+
+    code = "IMAGE_FORMAT"
+    default_hint = "A newer release may read it."
+
+
+class StoreUnwritable(ImageError):
+    """The image directory cannot be written."""
+
+    code = "STORE_UNWRITABLE"
+    exit_status = 73
+    default_hint = "Check the directory's owner, mode and mount, or set another image directory."
+
+
+# -- the gate and the agent -------------------------------------------------------------------------------------------
+
+
+class GateError(GpuCkptError):
+    """The gate between the clients and the kernel could not do its work."""
+
+    code = "GATE_FAILED"
+
+
+class KernelSilent(GateError):
+    """The kernel did not answer before the deadline."""
+
+    code = "KERNEL_SILENT"
+    default_hint = "Interrupt or restart the kernel."
+
+
+class AgentError(GateError):
+    """The agent inside the kernel failed, or is not there."""
+
+    code = "AGENT_FAILED"
+    default_hint = "The kernel runs on; details carry the kernel-side message."

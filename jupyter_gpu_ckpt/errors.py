@@ -142,6 +142,13 @@ class NoSpace(PreflightError):
     default_hint = "Free disk space, or set another image directory."
 
 
+class NoMemory(PreflightError):
+    """The host has too little free memory to take over what the GPU holds."""
+
+    code = "NO_MEMORY"
+    default_hint = "Suspending needs as much free host memory as the kernel holds on the GPU: free some, or checkpoint another kernel."
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +158,14 @@ class StateError(GpuCkptError):
     code = "WRONG_STATE"
     exit_status = 65
     default_hint = "Look at the kernel's state first."
+
+
+class BadRequest(GpuCkptError):
+    """The request itself is malformed."""
+
+    code = "BAD_REQUEST"
+    exit_status = 64
+    default_hint = "Correct the request."
 
 
 class KernelLost(GpuCkptError):

@@ -1,0 +1,182 @@
+"""``jupyter gpu-ckpt``: doctor, demo, list, inspect, rm, install-criu.
+
+Every command takes ``--json`` and then prints one JSON document.  Exit statuses are those of `errors`; 0 means done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .errors import GpuCkptError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # These two have options of their own, and must run where the package's dependencies are not installed yet.
+    if arguments[:1] == ["install-criu"]:
+        from .engine import criu_install
+
+        return criu_install.main(arguments[1:])
+    if arguments[:1] == ["doctor"]:
+        from . import doctor
+
+        return doctor.main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        command: Callable[[argparse.Namespace], int] = options.command
+        return command(options)
+    except GpuCkptError as error:
+        print(json.dumps({"error": error.as_dict()}) if options.json else str(error), file=sys.stderr)
+        return error.exit_status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jupyter gpu-ckpt", description="Checkpoint Jupyter kernels with CUDA state.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, help: str, command: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.add_argument("--json", action="store_true", help="print one JSON document")
+        sub.add_argument("--image-dir", type=Path, help="directory of the images")
+        sub.set_defaults(command=command)
+        return sub
+
+    add("doctor", "Can this host checkpoint kernels, and if not, what mends it?", _elsewhere)
+    add("install-criu", "Find a fitting CRIU or install one.", _elsewhere)
+    listing = add("list", "Kernels of this user on this host, and images.", _list)
+    listing.add_argument("--runtime-base", type=Path, help="directory of the kernels' sockets")
+    inspect = add("inspect", "Everything the manifest of an image says.", _inspect)
+    inspect.add_argument("image")
+    remove = add("rm", "Delete images.", _rm)
+    remove.add_argument("image", nargs="+")
+    remove.add_argument("--force", action="store_true", help="also the only copy of a sleeping kernel")
+    demo = add("demo", "Run a notebook with a checkpoint in its middle and compare every value.", _demo)
+    demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
+    demo.add_argument("--kernel", default="python3", help="kernelspec to use (default: %(default)s)")
+    return parser
+
+
+def _elsewhere(options: argparse.Namespace) -> int:
+    raise AssertionError(f"dispatched in main: {options}")
+
+
+def _image_dir(options: argparse.Namespace) -> Path:
+    from .kernel.places import default_image_dir
+
+    directory: Path | None = options.image_dir
+    return directory or default_image_dir()
+
+
+def _list(options: argparse.Namespace) -> int:
+    from .image.store import Store
+    from .kernel.places import default_runtime_base
+    from .kernel.registry import kernels
+
+    images = [
+        {
+            "id": image.id,
+            "path": str(image.path),
+            "bytes": image.manifest.bytes,
+            "created": image.manifest.created,
+            "kernel_id": image.manifest.kernel_id,
+            "kernel_name": image.manifest.kernel_name,
+            "hostname": image.manifest.hostname,
+            "device_bytes": sum(image.manifest.device_bytes.values()),
+        }
+        for image in Store(_image_dir(options)).images()
+    ]
+    records = kernels(options.runtime_base or default_runtime_base())
+    if options.json:
+        print(json.dumps({"kernels": records, "images": images}))
+        return 0
+    print(f"{'KERNEL':38} {'STATE':13} {'PID':>8}  IMAGE")
+    for record in records:
+        state = record["state"] if record["owned"] else "abandoned"
+        print(f"{record['kernel_id']:38} {state:13} {record['pid'] or '-':>8}  {record['image'] or '-'}")
+    print(f"\n{'IMAGE':32} {'SIZE':>10} {'ON GPU':>10} {'AGE':>8}  KERNEL")
+    for image in images:
+        age = time.time() - float(str(image["created"]))
+        print(
+            f"{image['id']:32} {size(image['bytes']):>10} {size(image['device_bytes']):>10} {duration(age):>8}  "
+            f"{image['kernel_id']}"
+        )
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .image.store import Store
+
+    image = Store(_image_dir(options)).get(options.image)
+    facts: dict[str, Any] = {"path": str(image.path), "bytes": image.manifest.bytes, **dataclasses.asdict(image.manifest)}
+    if options.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            print(f"{name}:")
+            for key, entry in value.items():
+                print(f"  {key:28} {json.dumps(entry)}")
+        else:
+            print(f"{name:30} {value}")
+    return 0
+
+
+def _rm(options: argparse.Namespace) -> int:
+    from .errors import ImageBusy
+    from .image.store import Store
+    from .kernel.places import default_runtime_base
+    from .kernel.registry import kernels
+
+    store = Store(_image_dir(options))
+    sleeping = {record["image"]: record for record in kernels(default_runtime_base()) if record["owned"]}
+    images = [store.get(id) for id in options.image]  # all of them exist, or none is deleted
+    for image in images:
+        if image.id in sleeping and not options.force:
+            raise ImageBusy(
+                f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}, which sleeps.",
+                hint="Run a cell in its notebook to wake it, or use --force to lose it.",
+            )
+    freed = {image.id: store.remove(image) for image in images}
+    if options.json:
+        print(json.dumps({"removed": freed}))
+    else:
+        for id, count in freed.items():
+            print(f"removed {id}, {size(count)}")
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from . import demo
+
+    return demo.run(options.notebook, kernel_name=options.kernel, image_dir=_image_dir(options), as_json=options.json)
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: ``3 h``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""``jupyter gpu-ckpt demo``: a notebook, a checkpoint in its middle, and a comparison of every value.
+
+The cell tagged ``checkpoint`` divides the notebook.  The cells tagged ``fingerprint``, one in each half, must print the same.
+Nothing here touches the kernel but an ordinary client; the second half wakes it by its first message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from .errors import BadRequest, GpuCkptError, KernelLost
+from .kernel.provisioner import GpuCkptProvisioner
+from .preflight import read_process
+from .trace import Recorder, StepEvent
+
+
+def quickstart() -> Path:
+    """The quickstart notebook: of this checkout, or as the wheel installed it."""
+    from jupyter_core.paths import jupyter_path
+
+    places = [Path(__file__).resolve().parents[1] / "notebooks", *map(Path, jupyter_path("gpu-ckpt", "notebooks"))]
+    for place in places:
+        if (place / "quickstart.ipynb").is_file():
+            return place / "quickstart.ipynb"
+    raise BadRequest("The quickstart notebook is not installed.", hint="Name a notebook.")
+
+
+def run(notebook: Path | None, *, kernel_name: str, image_dir: Path, as_json: bool) -> int:
+    """Run the demo; 0 when every value survived.  Raises `GpuCkptError` when the kernel could not leave or come back."""
+    logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
+    path = notebook or quickstart()
+    try:
+        cells = json.loads(path.read_text())["cells"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadRequest(f"{path} is not a notebook: {error}.") from error
+    tags = [cell.get("metadata", {}).get("tags", []) for cell in cells]
+    if not any("checkpoint" in tag for tag in tags):
+        raise BadRequest("No cell of the notebook is tagged `checkpoint`.", hint="Tag the cell that divides it.")
+    facts = asyncio.run(_Demo(cells, kernel_name, image_dir, None if as_json else sys.stdout).run())
+    if as_json:
+        print(json.dumps(facts))
+    return 0 if facts["intact"] else 1
+
+
+class _Demo:
+    def __init__(self, cells: list[dict[str, Any]], kernel_name: str, image_dir: Path, out: TextIO | None) -> None:
+        self.cells = cells
+        self.kernel_name = kernel_name
+        self.image_dir = image_dir
+        self.out = out
+        self.fingerprints: list[str] = []
+        self.failed: list[str] = []
+        self.client: Any = None
+
+    def say(self, text: str = "") -> None:
+        if self.out is not None:
+            print(text, file=self.out, flush=True)
+
+    async def run(self) -> dict[str, Any]:
+        from jupyter_client.manager import AsyncKernelManager
+        from jupyter_client.provisioning import KernelProvisionerFactory
+        from traitlets.config import Config
+
+        config = Config()
+        config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+        config.GpuCkptProvisioner.image_dir = str(self.image_dir)
+        KernelProvisionerFactory.instance(config=config)
+        manager = AsyncKernelManager(kernel_name=self.kernel_name, config=config)
+        await manager.start_kernel()
+        try:
+            provisioner = manager.provisioner
+            if not isinstance(provisioner, GpuCkptProvisioner):
+                raise BadRequest(f"The kernelspec {self.kernel_name!r} names a provisioner of its own.")
+            self.client = manager.client()
+            self.client.start_channels()
+            await self.client.wait_for_ready(timeout=60)
+            return await self._cycle(provisioner)
+        finally:
+            if self.client is not None:
+                self.client.stop_channels()
+            await manager.shutdown_kernel()
+
+    async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
+        middle = next(i for i, cell in enumerate(self.cells) if "checkpoint" in _tags(cell))
+        self.say("First half\n----------")
+        await self._execute(self.cells[:middle])
+        lifecycle = provisioner.lifecycle
+        processes = lifecycle.capsule.processes() if lifecycle and lifecycle.capsule else []
+        on_gpu = _gpu_bytes(provisioner, processes)
+
+        steps = Recorder()
+        provisioner.sinks.append(steps)
+        image = await provisioner.checkpoint()
+        leaving, steps.events[:] = steps.completed(), []
+        left = [pid for pid in processes if read_process(pid)]
+        still_on_gpu = _gpu_bytes(provisioner, processes)
+        self.say("\nCheckpoint\n----------")
+        self._table(leaving)
+        self.say(f"\nprocesses: {len(processes)} before, {len(left)} now; on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
+        self.say(f"image {image.id}: {_mib(image.manifest.bytes)} in {len(image.manifest.files)} files")
+        if left or still_on_gpu:
+            raise KernelLost("Something of the kernel is still there after the checkpoint.", pids=left)
+
+        self.say("\nSecond half, on the same connection\n-----------------------------------")
+        await self._execute(self.cells[middle:])
+        await provisioner.restore()  # returns when the wake that is under way has tidied up
+        returning = steps.completed()
+        self.say("\nWake\n----")
+        self._table(returning)
+        same = len(self.fingerprints) == 2 and self.fingerprints[0] == self.fingerprints[1]
+        intact = same and not self.failed
+        self.say("\nEvery value is intact." if intact else f"\nNOT INTACT: {self.failed or 'the fingerprints differ'}")
+        return {
+            "intact": intact,
+            "failed": self.failed,
+            "fingerprints": self.fingerprints,
+            "image_bytes": image.manifest.bytes,
+            "device_bytes": on_gpu,
+            "checkpoint": [_row(event) for event in leaving],
+            "restore": [_row(event) for event in returning],
+            "uid": os.geteuid(),
+        }
+
+    async def _execute(self, cells: list[dict[str, Any]]) -> None:
+        for cell in cells:
+            if cell["cell_type"] != "code":
+                continue
+            printed: list[str] = []
+
+            def collect(message: dict[str, Any], printed: list[str] = printed) -> None:
+                content = message["content"]
+                if message["msg_type"] == "stream" and content["name"] == "stdout":
+                    printed.append(content["text"])
+
+            source = "".join(cell["source"])
+            reply = await self.client.execute_interactive(source, timeout=300, output_hook=collect, allow_stdin=False)
+            text = "".join(printed)
+            for line in text.splitlines():
+                self.say(f"  {line}")
+            if "fingerprint" in _tags(cell):
+                self.fingerprints.append(text)
+            if reply["content"]["status"] != "ok":
+                self.failed.append(f"{reply['content'].get('ename')}: {reply['content'].get('evalue')}")
+                self.say(f"  FAILED {self.failed[-1]}")
+
+    def _table(self, events: list[StepEvent]) -> None:
+        self.say(f"  {'step':16} {'seconds':>9} {'MiB':>10} {'GB/s':>7}")
+        for event in events:
+            seconds, count = event.seconds or 0.0, event.bytes
+            rate = f"{count / seconds / 1e9:7.2f}" if count and seconds else ""
+            self.say(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}")
+        self.say(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
+
+
+def _tags(cell: dict[str, Any]) -> list[str]:
+    tags: list[str] = cell.get("metadata", {}).get("tags", [])
+    return tags
+
+
+def _row(event: StepEvent) -> dict[str, Any]:
+    return {"step": event.step, "seconds": event.seconds, "bytes": event.bytes}
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _gpu_bytes(provisioner: GpuCkptProvisioner, pids: list[int]) -> int:
+    """Device memory NVML ascribes to ``pids``, in bytes; 0 on a host without NVIDIA driver or bindings."""
+    lifecycle = provisioner.lifecycle
+    if lifecycle is None:
+        return 0
+    gpus = lifecycle.engine.gpus
+    try:
+        return sum(gpus.processes(gpu.uuid).get(pid) or 0 for gpu in gpus.list() for pid in pids)
+    except GpuCkptError:
+        return 0

@@ -1,0 +1,362 @@
+"""A capsule: the user, pid, mount and time namespaces one kernel lives in, and a connection to its init.
+
+The namespaces make a kernel relocatable (its pids are free wherever it is restored, its monotonic clock goes on) and
+rootless (in a user namespace that maps the caller's own uid CRIU has the rights it needs, over the caller's own processes
+only).  When the caller is root there is no user namespace, and nothing else differs.
+
+A capsule ends with its owner: when the connection breaks, its init exits, and the kernel of Linux ends every process of a
+pid namespace whose init has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CapsuleError, CapsuleGone
+
+#: Deadline of a request that the init answers at once, in seconds.
+ANSWER = 10.0
+_INIT = Path(__file__).with_name("capsule_init.py")
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Readings of CLOCK_MONOTONIC and CLOCK_BOOTTIME in nanoseconds."""
+
+    monotonic: int
+    boottime: int
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """The clocks of the caller's own time namespace."""
+        return cls(time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+    def __sub__(self, other: Clocks) -> Clocks:
+        return Clocks(self.monotonic - other.monotonic, self.boottime - other.boottime)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds."""
+
+    status: int
+    timed_out: bool
+    seconds: float
+
+
+def first_pid() -> int:
+    """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it."""
+    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+    return min(pid_max // 4, 100_000)
+
+
+class Capsule:
+    """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock, `poll` never waits for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._outer: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._pidfd = -1
+        self._status: int | None = None
+        self.inner_pid = 0
+        self.host_pid = 0
+        self.pipes: list[int] = []
+
+    # -- life
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        *,
+        offsets: Clocks = Clocks(0, 0),  # noqa: B008 - frozen
+        stdout: int | Any = None,
+        stderr: int | Any = None,
+    ) -> Capsule:
+        """Make the namespaces and wait for their init.
+
+        Parameters
+        ----------
+        directory:
+            Existing 0700 directory; holds the init's socket.
+        offsets:
+            What to add to the host's clocks inside: `Clocks` of the dump minus `Clocks` now, zero for a new kernel.
+        stdout, stderr:
+            Where the kernel's raw output goes, as for `subprocess.Popen`; the caller's own by default.
+
+        Raises `CapsuleError`; nothing is left behind then.
+        """
+        capsule = cls(directory)
+        with contextlib.suppress(FileNotFoundError):
+            (directory / "capsule.sock").unlink()
+        report, reported = os.pipe()
+        options = {
+            "directory": str(directory),
+            "monotonic_ns": offsets.monotonic,
+            "boottime_ns": offsets.boottime,
+            "report": reported,
+        }
+        try:
+            capsule._outer = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_INIT), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[reported],
+                start_new_session=True,
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"},
+            )
+        except OSError as error:
+            os.close(report)
+            raise CapsuleError(f"The capsule's init could not be started: {error}") from error
+        finally:
+            os.close(reported)
+        try:
+            capsule._hear_report(report)
+            capsule._connect()
+        except BaseException:
+            capsule.close()
+            raise
+        return capsule
+
+    def _hear_report(self, report: int) -> None:
+        with open(report, "rb") as file:
+            if not select.select([file], [], [], ANSWER)[0]:
+                raise CapsuleError("The capsule's init did not report in time.")
+            text = file.read()
+        if not text:
+            raise CapsuleError("The capsule's init ended before it reported; its stderr says why.")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise CapsuleError(f"The {answer['at']} of the capsule could not be made: {answer['error']}", **answer)
+
+    @classmethod
+    def attach(cls, directory: Path) -> Capsule:
+        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`."""
+        capsule = cls(directory)
+        capsule._connect()
+        reply, _ = capsule._ask({"verb": "status"})
+        if reply["kernel"] and reply["status"] is None:
+            capsule.adopt(reply["kernel"])
+        return capsule
+
+    def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        directory = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.settimeout(ANSWER)
+            connection.connect(f"/proc/self/fd/{directory}/capsule.sock")
+        except OSError as error:
+            connection.close()
+            raise CapsuleGone(f"The capsule does not answer: {error}") from error
+        finally:
+            os.close(directory)
+        self._socket = connection
+
+    def outlive(self, outlive: bool = True) -> None:
+        """Let the capsule (and the kernel in it) go on when its owner's connection breaks, or not."""
+        self._ask({"verb": "outlive", "outlive": outlive})
+
+    def abandon(self) -> None:
+        """Let go of the connection and of nothing else: a capsule that may outlive its owner goes on."""
+        with self._closing, self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
+            self._outer = None
+
+    def close(self) -> None:
+        """End every process of the capsule, now.  Idempotent; afterwards nothing of it is left.
+
+        May be called while another thread waits for an answer: that request then fails with `CapsuleGone`.
+        """
+        with self._closing:
+            if self._outer is not None:
+                self._end(self._outer)
+                self._outer = None
+            if self._pidfd >= 0:
+                self.wait(ANSWER)
+                os.close(self._pidfd)
+                self._pidfd = -1
+            with self._lock:
+                if self._socket is not None:
+                    self._socket.close()
+                    self._socket = None
+            with contextlib.suppress(FileNotFoundError):
+                (self.directory / "capsule.sock").unlink()
+
+    @staticmethod
+    def _end(outer: subprocess.Popen[bytes]) -> None:
+        # The outer process ignores polite signals; its only child is PID 1, whose end is the namespace's end.
+        for pid in _children(outer.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            outer.wait(ANSWER)
+        except subprocess.TimeoutExpired:
+            outer.kill()
+            outer.wait(ANSWER)
+        for stream in (outer.stdout, outer.stderr):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> Capsule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests
+
+    def _ask(self, request: Mapping[str, Any], timeout: float = ANSWER) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            if self._socket is None:
+                raise CapsuleGone("The capsule was closed.")
+            try:
+                self._socket.settimeout(timeout)
+                self._socket.send(json.dumps(request).encode())
+                packet, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
+            except TimeoutError as error:
+                raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
+            except OSError as error:
+                raise CapsuleGone(f"The capsule ended: {error}") from error
+        if not packet:
+            raise CapsuleGone("The capsule ended.")
+        reply = json.loads(packet)
+        if "error" in reply:
+            raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
+        return reply, fds
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
+        self._take_kernel(
+            *self._ask(
+                {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
+            )
+        )
+
+    def adopt(self, pid: int) -> None:
+        """Take the process that CRIU restored under the inner ``pid`` as this capsule's kernel."""
+        self._take_kernel(*self._ask({"verb": "adopt", "pid": pid}))
+
+    def _take_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
+        self.inner_pid = reply["pid"]
+        self.pipes = reply["pipes"]
+        self._pidfd = fds[0]
+        # A pidfd names the process without a race; its fdinfo shows the pid in the namespace of our /proc.
+        for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                self.host_pid = int(line.split()[1])
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        output: Path,
+        timeout: float,
+        env: Mapping[str, str],
+        inherit_pipes: bool = False,
+    ) -> Ran:
+        """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
+
+        ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.
+        """
+        request = {
+            "verb": "run",
+            "argv": list(argv),
+            "env": dict(env),
+            "cwd": str(cwd),
+            "timeout": timeout,
+            "output": str(output),
+            "inherit_pipes": inherit_pipes,
+        }
+        reply, _ = self._ask(request, timeout + ANSWER)
+        return Ran(reply["status"], reply["timed_out"], reply["seconds"])
+
+    def clocks(self) -> Clocks:
+        """The clocks as the kernel in the capsule reads them."""
+        reply, _ = self._ask({"verb": "clocks"})
+        return Clocks(reply["monotonic"], reply["boottime"])
+
+    # -- the kernel process
+
+    def poll(self) -> int | None:
+        """The kernel's exit status, None while it lives.  Never blocks; -9 when the whole capsule was ended."""
+        if self._status is not None or self._pidfd < 0:
+            return self._status
+        if not select.select([self._pidfd], [], [], 0)[0]:
+            return None
+        self._status = -signal.SIGKILL
+        with contextlib.suppress(CapsuleError):
+            reply, _ = self._ask({"verb": "status"})
+            if reply["status"] is not None:
+                self._status = reply["status"]
+        return self._status
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the kernel's end; its exit status, or None when it still lives after ``timeout`` seconds."""
+        if self._pidfd >= 0:
+            select.select([self._pidfd], [], [], timeout)
+        return self.poll()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the kernel's process group, as jupyter_client does for a local kernel."""
+        if self.poll() is not None or not self.host_pid:
+            return
+        try:
+            os.killpg(self.host_pid, number)
+        except OSError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.host_pid, number)
+
+    def processes(self) -> list[int]:
+        """Host pids of the kernel and all its descendants."""
+        found, fresh = [], [self.host_pid] if self.host_pid else []
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in _children(pid)]
+        return found
+
+    def companions(self) -> list[int]:
+        """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
+        if self._outer is None:
+            return [pid for pid in self.processes() if pid != self.host_pid]
+        found: list[int] = []
+        fresh = [child for init in _children(self._outer.pid) for child in _children(init)]
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in _children(pid)]
+        return [pid for pid in found if pid != self.host_pid]
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads of ``pid`` (``/proc/PID/task/TID/children``)."""
+    children: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                children += map(int, (task / "children").read_text().split())
+    return children

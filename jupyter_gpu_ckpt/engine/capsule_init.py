@@ -1,0 +1,364 @@
+"""PID 1 of a capsule: makes the namespaces, starts the kernel and CRIU, reaps, forwards the kernel's raw output.
+
+Run as a script (``python -I -S capsule_init.py '<json>'``) by `capsule.Capsule`; never imported by the server.  It uses the
+standard library only and opens nothing it does not need: whatever the kernel inherits from here must be restorable.
+
+The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet, answers in order:
+
+``spawn``   start the kernel                        -> ``{"pid", "pipes"}`` and a pidfd
+``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds"}``
+``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
+``status``  exit status of the kernel               -> ``{"status": int | null}``
+``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
+``outlive`` keep running when the owner goes        -> ``{}``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from jupyter_gpu_ckpt.engine import syscalls  # noqa: E402
+
+PACKET = 1 << 20
+#: How long a capsule without an owner waits for one, in seconds.
+PATIENCE = 15.0
+
+
+def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
+    """Leave the host's namespaces; the next child is PID 1 of the new ones.
+
+    The uid is kept: only the caller's own uid and gid are mapped, each to itself.  The clock offsets must be written
+    before the first process enters the time namespace, hence before that child is made.
+    """
+    if user:
+        uid, gid = os.getuid(), os.getgid()
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
+    with open("/proc/self/timens_offsets", "w") as file:
+        for clock, nanoseconds in (("monotonic", monotonic_ns), ("boottime", boottime_ns)):
+            seconds, rest = divmod(nanoseconds, 1_000_000_000)
+            file.write(f"{clock} {seconds} {rest}\n")
+
+
+def mount_proc() -> None:
+    """A ``/proc`` that shows the capsule's processes.
+
+    Mounts of the host still arrive (slave), so that an automounted home works; none goes back.
+    """
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+class Pipe:
+    """A pipe between the kernel's raw stdout or stderr and ours.
+
+    ``inode`` names the pipe in CRIU's images: on restore CRIU is told to put our new pipe in the place of the old one.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.reader, False)
+        self.inode = os.fstat(self.writer).st_ino
+
+    def forward(self) -> bool:
+        """Copy what is there; False at the end.  Output nobody takes (owner's pipe closed) is dropped, never blocks."""
+        try:
+            data = os.read(self.reader, 65536)
+        except BlockingIOError:
+            return True
+        with contextlib.suppress(OSError):
+            os.write(self.target, data)
+        return bool(data)
+
+
+class Init:
+    """The event loop of PID 1."""
+
+    def __init__(self, listener: socket.socket, rootless: bool) -> None:
+        self.listener = listener
+        self.rootless = rootless
+        self.owner: socket.socket | None = None
+        self.outlive = False
+        self.kernel = 0
+        self.kernel_status: int | None = None
+        self.job: dict[str, Any] | None = None
+        self.selector = selectors.DefaultSelector()
+        self.deadline = time.monotonic() + PATIENCE
+        self.pipes: list[Pipe] = []
+        for target in (1, 2):
+            pipe = Pipe(target)
+            self.pipes.append(pipe)
+            self.selector.register(pipe.reader, selectors.EVENT_READ, pipe)
+        waker, wakeup = socket.socketpair()
+        for end in (waker, wakeup):
+            end.setblocking(False)
+        self.waker = waker
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        self._wakeup = wakeup
+        self.selector.register(waker, selectors.EVENT_READ, "child")
+        self.selector.register(listener, selectors.EVENT_READ, "connect")
+
+    # -- the loop
+
+    def serve(self) -> int:
+        """Until the owner has gone (and we may not outlive it), or nobody came."""
+        while True:
+            wait = 1.0
+            if self.job:
+                wait = min(wait, max(0.0, self.job["deadline"] - time.monotonic()))
+            for key, _ in self.selector.select(wait):
+                if key.data == "connect":
+                    self.connect()
+                elif key.data == "child":
+                    with contextlib.suppress(BlockingIOError):
+                        self.waker.recv(4096)
+                elif key.data == "owner":
+                    if not self.hear():
+                        self.drop_owner()
+                elif isinstance(key.data, Pipe) and not key.data.forward():
+                    self.selector.unregister(key.data.reader)
+            self.reap()
+            if self.job and time.monotonic() >= self.job["deadline"] and not self.job["timed_out"]:
+                self.job["timed_out"] = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.job["pid"], signal.SIGKILL)
+            if self.owner is None and time.monotonic() >= self.deadline:
+                if not self.outlive or self.kernel_status is not None:
+                    return 0
+
+    def connect(self) -> None:
+        connection, _ = self.listener.accept()
+        if self.owner is not None:
+            connection.close()
+            return
+        self.owner = connection
+        self.selector.register(connection, selectors.EVENT_READ, "owner")
+
+    def drop_owner(self) -> None:
+        if self.owner is not None:
+            self.selector.unregister(self.owner)
+            self.owner.close()
+        self.owner = None
+        self.deadline = time.monotonic()
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self.kernel:
+                self.kernel_status = code
+            elif self.job and pid == self.job["pid"]:
+                job, self.job = self.job, None
+                self.answer(
+                    {"status": code, "timed_out": job["timed_out"], "seconds": time.monotonic() - job["began"]}
+                )
+
+    # -- requests
+
+    def hear(self) -> bool:
+        assert self.owner is not None
+        try:
+            packet = self.owner.recv(PACKET)
+        except OSError:
+            return False
+        if not packet:
+            return False
+        request = json.loads(packet)
+        try:
+            getattr(self, "do_" + request.pop("verb"))(**request)
+        except Exception as error:
+            self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
+        return True
+
+    def answer(self, reply: dict[str, Any], *fds: int) -> None:
+        if self.owner is None:
+            return
+        try:
+            socket.send_fds(self.owner, [json.dumps(reply).encode()], list(fds))
+        except OSError:
+            self.drop_owner()
+
+    def do_spawn(self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int) -> None:
+        if self.kernel:
+            raise RuntimeError("this capsule has a kernel already")
+        # The kernel's pid and thread ids start high, so that CRIU's own processes take low ones and never the kernel's.
+        with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+            file.write(str(first_pid - 1))
+        self.kernel = self.fork(argv, env, cwd, capable=False, stdio=[pipe.writer for pipe in self.pipes])
+        self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
+
+    def do_run(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str,
+        timeout: float,
+        output: str,
+        inherit_pipes: bool = False,
+    ) -> None:
+        if self.job:
+            raise RuntimeError("a program is running already")
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            extra = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
+            pid = self.fork(argv, env, cwd, capable=True, stdio=[log, log], extra=extra)
+        finally:
+            os.close(log)
+        began = time.monotonic()
+        self.job = {"pid": pid, "began": began, "deadline": began + timeout, "timed_out": False}
+
+    def do_adopt(self, pid: int) -> None:
+        os.kill(pid, 0)
+        self.kernel = pid
+        self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
+
+    def do_status(self) -> None:
+        self.answer({"status": self.kernel_status, "kernel": self.kernel})
+
+    def do_clocks(self) -> None:
+        self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})
+
+    def do_outlive(self, outlive: bool) -> None:
+        self.outlive = outlive
+        self.answer({})
+
+    def answer_kernel(self, reply: dict[str, Any]) -> None:
+        """Name the kernel by pid and pidfd; from here on only the kernel holds the writing ends of its pipes."""
+        for pipe in self.pipes:
+            os.close(pipe.writer)
+            pipe.writer = -1
+        pidfd = os.pidfd_open(self.kernel)
+        self.answer({"pid": self.kernel, **reply}, pidfd)
+        os.close(pidfd)
+
+    def fork(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str | None,
+        *,
+        capable: bool,
+        stdio: list[int],
+        extra: list[int] | None = None,
+    ) -> int:
+        """Start a program as the leader of its own session with fds 0-2 (and ``extra`` from 3 on) and no other."""
+        failure, report = os.pipe2(os.O_CLOEXEC)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.become(argv, env, cwd, capable, [os.open("/dev/null", os.O_RDONLY), *stdio, *(extra or [])], report)
+            except BaseException as error:
+                os.write(report, f"{type(error).__name__}: {error}".encode())
+                os._exit(127)
+        os.close(report)
+        with open(failure, "rb") as file:
+            text = file.read().decode(errors="replace")
+        if text:
+            os.waitpid(pid, 0)
+            raise OSError(f"{argv[0]}: {text}")
+        return pid
+
+    def become(
+        self, argv: list[str], env: dict[str, str], cwd: str | None, capable: bool, fds: list[int], report: int
+    ) -> None:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        if self.rootless:
+            if capable:
+                syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
+            else:
+                syscalls.clear_ambient()
+        # Two moves, so that no target number is overwritten before it was copied.  Everything else is close-on-exec.
+        floor = len(fds) + 1
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in [*fds, report]]
+        for number, fd in enumerate(moved[:-1]):
+            os.dup2(fd, number)
+        if cwd:
+            os.chdir(cwd)
+        try:
+            os.execvpe(argv[0], argv, env)  # noqa: S606 - an argument list, never a shell line
+        except OSError as error:
+            os.write(moved[-1], f"{type(error).__name__}: {error}".encode())
+            os._exit(127)
+
+
+def close_inherited(keep: int) -> None:
+    """No descriptor of the owner but 0-2 (and the one we report on) enters the capsule."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def main(argument: str) -> int:
+    """Make the capsule; the outcome goes to the descriptor ``report`` as one JSON object."""
+    options = json.loads(argument)
+    report = options["report"]
+    close_inherited(report)
+    os.set_inheritable(report, False)
+    rootless = os.geteuid() != 0
+    at = "namespaces"
+    try:
+        directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
+        enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
+        pid = os.fork()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        if pid:
+            os.close(directory)
+            os.close(report)
+            return wait_for_init(pid)
+        at = "init"
+        os.setsid()
+        syscalls.set_name("gpu-ckpt-init")
+        mount_proc()
+        # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"/proc/self/fd/{directory}/capsule.sock")
+        listener.listen(4)
+        os.close(directory)
+        os.chdir("/")
+        init = Init(listener, rootless)
+    except OSError as error:
+        os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
+        return 1
+    os.write(report, b"{}")
+    os.close(report)
+    return init.serve()
+
+
+def wait_for_init(pid: int) -> int:
+    """The outer process is there for its owner to wait for; PID 1 is its child, in the new namespaces."""
+    null = os.open("/dev/null", os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    syscalls.set_name("gpu-ckpt-outer")
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) & 0xFF
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

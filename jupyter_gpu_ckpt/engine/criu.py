@@ -1,0 +1,190 @@
+"""CRIU's two verbs, run inside a capsule: `Criu.dump` and `Criu.restore`.
+
+No policy and no hidden retries.  The option table is fixed and printable; every call has a deadline; CRIU's log is read
+here, and only here, to turn a failure into an error class with a cause a notebook user understands.
+
+CRIU runs without its CUDA plugin: the plugin can fail silently and let a dump "succeed" without the device state.  CUDA
+state is suspended before the dump (`engine.cuda`), so for CRIU the process is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import (
+    ChangedFile,
+    CriuError,
+    CriuKilled,
+    CriuTimeout,
+    DeletedMapping,
+    MissingFile,
+    NoSpace,
+    PidTaken,
+    PortTaken,
+    UnsupportedFile,
+    UnsupportedSocket,
+)
+from .capsule import Capsule, Ran
+
+#: Options of both verbs, and why.  A dump and its restore must agree on them.
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("--no-default-config",),  # an administrator's criu.conf must not change what an image means
+    ("--shell-job",),  # the session leader's terminal, if any, lies outside
+    ("--file-locks",),  # SQLite and others hold them
+    ("--link-remap",),  # open files that were deleted but have another name
+    ("--ghost-limit", "1G"),  # open files that were deleted for good travel in the image up to this size
+    ("--tcp-close",),  # connections to the outside come back closed, as after a long sleep
+    ("--network-lock", "skip"),  # there is nothing to lock: those connections are closed
+    ("-v2",),  # errors and warnings
+)
+
+#: CRIU needs no more of the environment; a user's LD_PRELOAD must not reach it.
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A line of CRIU's log that names a cause: the pattern (group 1: the culprit), the class, the sentence for the user."""
+
+    pattern: re.Pattern[str]
+    error: type[CriuError | NoSpace]
+    sentence: str
+
+
+def _cause(pattern: str, error: type[CriuError | NoSpace], sentence: str) -> _Cause:
+    return _Cause(re.compile(pattern), error, sentence)
+
+
+# In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c (release 4.2).
+_CAUSES = (
+    _cause(r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
+    _cause(r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
+    _cause(r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
+    _cause(r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
+    _cause(r"Can't open mapped \[(.*?)(?: \(deleted\))?\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
+    _cause(r"Can't dump ghost file (\S+)", UnsupportedFile, "{0} was deleted while open, and is too big for an image."),
+    _cause(
+        r"Can't bind inet socket \(id \d+\): Address already in use()",
+        PortTaken,
+        "A TCP or UDP port the kernel had open is used by another process now.",
+    ),
+    _cause(r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
+    _cause(
+        r"(?:Can't dump half of stream unix connection|External socket is used|name-less external socket)"
+        r"(?:.*?name: (\S+))?",
+        UnsupportedSocket,
+        "The kernel is connected to a process outside through a unix socket ({0}).",
+    ),
+    _cause(
+        r"Unsupported (?:proto|type|socket family)\D*(\d+)",
+        UnsupportedSocket,
+        "The kernel holds a socket of a kind that cannot be saved (number {0}).",
+    ),
+    _cause(r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)", UnsupportedFile, "An open file cannot be saved: {0}."),
+    _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
+    _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
+)
+
+
+class Criu:
+    """Runs one CRIU binary inside capsules.
+
+    Parameters
+    ----------
+    argv:
+        How to start CRIU: a path, or a loader with its arguments and a path (`criu_install.find`).
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.argv = tuple(argv)
+
+    def _run(
+        self,
+        verb: str,
+        capsule: Capsule,
+        directory: Path,
+        timeout: float,
+        options: Sequence[str],
+        inherit_pipes: bool = False,
+    ) -> Ran:
+        rootless = ["--unprivileged"] if os.geteuid() != 0 else []
+        arguments = [
+            *self.argv,
+            verb,
+            "--images-dir",
+            str(directory),
+            # Logs and statistics stay out of the image: a restore writes nothing into it.
+            "--work-dir",
+            str(capsule.directory),
+            "--log-file",
+            f"{verb}.log",
+            # CRIU's own alarm fires first, so that it can still let the frozen processes go.
+            "--timeout",
+            str(max(1, int(timeout))),
+            *rootless,
+            *(word for option in OPTIONS for word in option),
+            *options,
+        ]
+        ran = capsule.run(
+            arguments,
+            cwd=capsule.directory,
+            output=capsule.directory / f"{verb}.out",
+            timeout=timeout + 5.0,
+            env=ENVIRONMENT,
+            inherit_pipes=inherit_pipes,
+        )
+        if ran.status != 0:
+            raise explain(verb, ran, capsule.directory / f"{verb}.log", capsule.directory / f"{verb}.out")
+        return ran
+
+    def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:
+        """Write the kernel of ``capsule`` to ``directory``; returns seconds.
+
+        The processes are left stopped, not ended: until the image is published they are the only copy.  ``SIGCONT`` lets
+        them go on.  After failure they run on, and ``directory`` holds a partial image that means nothing.
+        """
+        options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
+        return self._run("dump", capsule, directory, timeout, options).seconds
+
+    def restore(self, capsule: Capsule, directory: Path, *, pid: int, pipes: Sequence[int], timeout: float) -> float:
+        """Bring the process tree in ``directory`` to life in the empty ``capsule``; returns seconds.
+
+        ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
+        After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
+        """
+        options = ["--restore-detached"]
+        for fd, inode in enumerate(pipes, start=3):
+            options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
+        ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
+        capsule.adopt(pid)
+        return ran.seconds
+
+
+def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace:
+    """The error class and sentence for a failed run, from CRIU's log."""
+    lines: list[str] = []
+    for source in (log, output):
+        try:
+            lines += source.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+    errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
+    details = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
+    for cause in _CAUSES:
+        for line in errors:
+            match = cause.pattern.search(line)
+            if match:
+                culprit = match.group(1) or "unnamed"
+                if culprit.startswith(("./", "home/", "tmp/")):
+                    culprit = "/" + culprit.removeprefix("./")
+                return cause.error(cause.sentence.format(culprit), culprit=culprit, **details)
+    if ran.timed_out or any("Timeout reached" in line for line in lines):
+        return CriuTimeout(f"CRIU did not finish its {verb} within the deadline.", **details)
+    if ran.status < 0:
+        return CriuKilled(f"CRIU was ended by {signal.Signals(-ran.status).name} during the {verb}.", **details)
+    return CriuError(f"CRIU could not {verb} the kernel.", **details)

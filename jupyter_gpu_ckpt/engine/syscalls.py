@@ -1,0 +1,98 @@
+"""The few Linux system calls the standard library has no function for, each declared once, with one error funnel.
+
+Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can look
+them up in the manual pages ``unshare(2)``, ``mount(2)``, ``prctl(2)``, ``capset(2)``.  Standard library only: a capsule's
+init imports this module with nothing else of the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+CLONE_NEWTIME = 0x00000080
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_RAISE = 2
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+
+#: What CRIU needs inside a capsule's user namespace.  CAP_SETUID and CAP_SETGID are left out on purpose: with them CRIU
+#: calls setuid(0), and uid 0 is not mapped.
+CAPABILITIES_FOR_CRIU = {
+    "CAP_CHOWN": 0,
+    "CAP_DAC_OVERRIDE": 1,
+    "CAP_DAC_READ_SEARCH": 2,
+    "CAP_FOWNER": 3,
+    "CAP_FSETID": 4,
+    "CAP_KILL": 5,
+    "CAP_SETPCAP": 8,
+    "CAP_NET_ADMIN": 12,
+    "CAP_SYS_CHROOT": 18,
+    "CAP_SYS_PTRACE": 19,
+    "CAP_SYS_ADMIN": 21,
+    "CAP_SYS_RESOURCE": 24,
+    "CAP_CHECKPOINT_RESTORE": 40,
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    """The one place where a failed call becomes an `OSError` that says which call it was."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces named by ``flags`` for new ones (``os.unshare`` exists from Python 3.12 only)."""
+    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def mount(source: str | None, target: str, fstype: str | None, flags: int) -> None:
+    """``mount(2)`` without options."""
+    arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
+    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), None), f"mount {fstype or 'flags'} on {target}")
+
+
+def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:
+    """``prctl(2)`` with integer arguments."""
+    return _check(_libc.prctl(option, *(ctypes.c_ulong(a) for a in (arg2, arg3, arg4, arg5))), f"prctl({option})")
+
+
+def set_name(name: str) -> None:
+    """Name the calling thread, as ``ps`` shows it (15 bytes at most)."""
+    _check(_libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
+
+
+def raise_ambient(capabilities: dict[str, int]) -> None:
+    """Let programs started by this process keep ``capabilities``: into the inheritable, then the ambient set."""
+    header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
+    buffer = ctypes.create_string_buffer(24)
+    _check(_libc.capget(ctypes.c_char_p(header), buffer), "capget")
+    words = list(struct.unpack("=6I", buffer.raw))  # effective, permitted, inheritable of the low, then the high 32
+    for number in capabilities.values():
+        words[2 + 3 * (number // 32)] |= 1 << (number % 32)
+    _check(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words))), "capset")
+    for number in capabilities.values():
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
+
+
+def clear_ambient() -> None:
+    """Programs started from here on get no capability: the kernel of a notebook is an ordinary process."""
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)

@@ -1,0 +1,47 @@
+"""Where things lie: the directory of the images, and the short-pathed directory of a kernel's sockets."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from jupyter_core.paths import jupyter_data_dir
+
+from ..errors import StoreUnwritable
+
+
+def default_image_dir() -> Path:
+    """``gpu-ckpt/images`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_IMAGES``."""
+    override = os.environ.get("JUPYTER_GPU_CKPT_IMAGES")
+    return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "images"
+
+
+def default_runtime_base() -> Path:
+    """``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else a directory per user in the temporary directory.
+
+    Short on purpose: the path of a unix socket may have 107 bytes, and a kernel's sockets keep their paths for life.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return Path(runtime) / "gpu-ckpt"
+    return Path(tempfile.gettempdir()) / f"gpu-ckpt-{os.geteuid()}"
+
+
+def make_runtime_dir(base: Path) -> Path:
+    """A fresh 0700 directory for one kernel.
+
+    The base may lie in a directory everybody can write to, so it is refused unless it is ours alone: `StoreUnwritable`.
+    """
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = base.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise StoreUnwritable(
+            f"{base} is not a directory that belongs to this user alone.",
+            hint="Remove it, or set another runtime directory (GpuCkptProvisioner.runtime_base).",
+        )
+    directory = base / secrets.token_hex(6)
+    directory.mkdir(mode=0o700)
+    return directory

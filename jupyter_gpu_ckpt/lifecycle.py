@@ -1,0 +1,561 @@
+"""The driver: runs what the machine asks for, step by named step, against the real capsule, CRIU, CUDA driver and gate.
+
+Everything here is plain synchronous code on whatever thread calls a verb; one lock makes the verbs of one kernel take
+turns.  Each step is a method with the step's name.  A step that fails must leave things as they were before it; what was
+done before it is undone by the machine's undo steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import machine, preflight
+from .engine.capsule import Capsule, Clocks
+from .engine.criu import Criu
+from .engine.cuda import Cuda, CudaState
+from .engine.gpus import Gpus, gpu_mapping
+from .errors import (
+    AgentError,
+    BadRequest,
+    CapsuleGone,
+    DeviceHeld,
+    GpuCkptError,
+    ImageError,
+    KernelLost,
+    PreflightError,
+)
+from .image.manifest import Manifest
+from .image.store import Draft, Image, Store
+from .machine import Kernel, State, Step
+from .trace import Recorder, Trace
+from .trace import Step as Traced
+
+
+class Gate(Protocol):
+    """What the lifecycle asks of the gate (`kernel.gate.Gate`)."""
+
+    def open(self, timeout: float) -> None:
+        """Connect to the kernel and prove that all channels work."""
+
+    def drain(self, timeout: float) -> None:
+        """Hold new requests and wait for those under way."""
+
+    def release(self) -> None:
+        """Forward what was held."""
+
+    def close(self) -> None:
+        """Drop the connections to the kernel."""
+
+    def sleep(self) -> None:
+        """From now on a message that needs the kernel wakes it."""
+
+    def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Ask the agent inside the kernel."""
+
+    def died(self) -> None:
+        """The kernel is gone."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Deadlines in seconds, and choices; the provisioner fills them from its traits."""
+
+    drain: float = 10.0
+    agent: float = 60.0
+    cuda: float = 30.0
+    connect: float = 20.0
+    #: CRIU and the CUDA driver get ``base`` plus the time the bytes take at this rate (bytes per second).
+    base: float = 60.0
+    slowest_rate: float = 50e6
+    room: float = 10.0
+    #: Environment variables to refresh in a restored kernel from the server's own.
+    refresh: tuple[str, ...] = ("JUPYTERHUB_API_TOKEN", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID")
+
+
+@dataclass
+class Engine:
+    """The outside: each a facade that the tests can replace by a fake."""
+
+    criu: Criu
+    criu_version: str
+    cuda: Cuda
+    gpus: Gpus
+    store: Store
+
+
+@dataclass
+class Home:
+    """Where a kernel lives on this host."""
+
+    kernel_id: str
+    kernel_name: str
+    runtime_dir: Path
+    has_agent: bool
+    stdout: Any = None
+    stderr: Any = None
+
+
+@dataclass
+class Saved:
+    """What the steps of one verb hand on to the next."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+    device_bytes: dict[str, int] = field(default_factory=dict)
+    node_gpus: list[str] = field(default_factory=list)
+    cuda: bool = False
+
+
+class Lifecycle:
+    """One kernel's way between GPU, RAM and disk.
+
+    Verbs (`suspend`, `resume`, `checkpoint`, `restore`, `wake`) return when the kernel is in the state they name, or raise
+    a `GpuCkptError` whose ``left`` says in which state it is instead.
+    """
+
+    def __init__(self, home: Home, engine: Engine, gate: Gate, *, settings: Settings, trace: Trace) -> None:
+        self.home = home
+        self.engine = engine
+        self.gate = gate
+        self.settings = settings
+        self.trace = trace
+        self.kernel = Kernel()
+        self.capsule: Capsule | None = None
+        self.image: Image | None = None
+        self.exit_status: int | None = None
+        self.on_state: list[Callable[[State], None]] = []
+        self._recorder = Recorder()
+        self.trace.sinks.append(self._recorder)
+        self._lock = threading.RLock()
+        self._draft: Draft | None = None
+        self._clocks: Clocks | None = None
+        self._saved = Saved()
+        self._lease = ExitStack()
+        self._room = ExitStack()
+        self._gpu_map: Mapping[str, str] | None = None
+        self._mapping: dict[str, str] | None = None
+
+    # -- verbs
+
+    @property
+    def state(self) -> State:
+        """The kernel's state; may change at any moment."""
+        return self.kernel.state
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        """Start the kernel in a fresh capsule.  After failure there is no process."""
+        with self._lock:
+            capsule = Capsule.create(self.home.runtime_dir, stdout=self.home.stdout, stderr=self.home.stderr)
+            try:
+                capsule.spawn(argv, env, cwd)
+            except BaseException:
+                capsule.close()
+                raise
+            self.capsule = capsule
+            self.exit_status = None
+            self._saved = Saved()
+            self._take(machine.advance(self.kernel, machine.Launched())[0])
+
+    def suspend(self) -> None:
+        """CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
+        self._perform(machine.Suspend())
+
+    def resume(self) -> None:
+        """CUDA state back to the GPU.  After failure the kernel stays suspended."""
+        self._perform(machine.Resume())
+
+    def checkpoint(self) -> Image:
+        """Everything to an image; no process, no GPU memory.  After failure the kernel is as it was before."""
+        self._perform(machine.Checkpoint())
+        assert self.image is not None
+        return self.image
+
+    def restore(self, gpu_map: Mapping[str, str] | None = None) -> None:
+        """Back from the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.
+
+        After failure the image is kept and the kernel stays checkpointed.
+        """
+        with self._lock:
+            self._gpu_map = gpu_map
+            try:
+                self._perform(machine.Restore())
+            finally:
+                self._gpu_map = None
+
+    def wake(self) -> None:
+        """Resume or restore, whatever the kernel needs to run."""
+        self._perform(machine.Wake())
+
+    def terminate(self) -> None:
+        """End the kernel, now, whatever it is doing.  Its image, if there is one, stays until `discard_image`."""
+        if self.capsule is not None:
+            # Outside the lock: a verb under way then fails in its current step, unwinds, and lets the lock go.
+            self.capsule.close()
+        with self._lock:
+            if self.capsule is not None:
+                self.capsule.close()
+                self.capsule = None
+            if self.state not in (State.DEAD, State.STARTING):
+                self._take(machine.advance(self.kernel, machine.Terminated())[0])
+            self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
+            self.gate.died()
+
+    def discard_image(self) -> None:
+        """Delete the kernel's image: its owner wants a fresh kernel."""
+        with self._lock:
+            if self.image is not None and self.state is not State.CHECKPOINTED:
+                with contextlib.suppress(ImageError):
+                    self.engine.store.remove(self.image)
+                self.image = None
+
+    def poll(self) -> int | None:
+        """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""
+        if self.state is State.DEAD:
+            return -signal.SIGKILL if self.exit_status is None else self.exit_status
+        capsule = self.capsule
+        if capsule is None or (status := capsule.poll()) is None:
+            return None
+        if not self._lock.acquire(blocking=False):
+            return None  # a verb is under way, and will notice
+        try:
+            if self.capsule is capsule and self.kernel.plan is None:
+                self._bury(status)
+                return status
+        finally:
+            self._lock.release()
+        return None
+
+    def findings(self) -> list[preflight.Finding]:
+        """What preflight says now, from outside; the kernel is not disturbed."""
+        capsule = self._alive()
+        return preflight.look(
+            kernel_pid=capsule.host_pid,
+            companions=capsule.companions(),
+            device_bytes=self._device_bytes(capsule.host_pid),
+            disk_free=self.engine.store.free(),
+        )
+
+    # -- the drive
+
+    def _perform(self, event: machine.Event) -> None:
+        with self._lock:
+            if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
+                self._notice_death()
+            del self._recorder.events[:]
+            kernel, steps = machine.advance(self.kernel, event)
+            self._take(kernel)
+            failure: Exception | None = None
+            while steps:
+                if self.kernel.unwinding:
+                    after: machine.Event = machine.Unwound(self._unwind(steps))
+                else:
+                    try:
+                        self._run(steps[0])
+                    except Exception as error:
+                        code = error.code if isinstance(error, GpuCkptError) else type(error).__name__
+                        failure = failure or error
+                        after = machine.StepFailed(steps[0], code)
+                    else:
+                        after = machine.StepDone(steps[0])
+                kernel, steps = machine.advance(self.kernel, after)
+                self._take(kernel)
+                if kernel.unwinding and not steps:
+                    self._take(machine.advance(kernel, machine.Unwound())[0])
+            if self.state is not State.CHECKPOINTED:
+                self._notice_death(quiet=failure is not None)
+            if failure is not None and kernel.plan is None and self.state is not self._goal(event):
+                raise self._told(failure) from failure
+
+    @staticmethod
+    def _goal(event: machine.Event) -> State:
+        if isinstance(event, machine.Suspend):
+            return State.SUSPENDED
+        return State.CHECKPOINTED if isinstance(event, machine.Checkpoint) else State.RUNNING
+
+    def _run(self, step: Step) -> None:
+        with self.trace.step(step.value) as traced:
+            method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
+            method(traced)
+
+    def _unwind(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """Run undo steps, each whatever became of the one before; the ones that failed."""
+        failed: list[Step] = []
+        for step in steps:
+            if Step.CUDA_RESUME in failed and step in (Step.THAW, Step.RELEASE):
+                step = Step.SLEEP  # it stays suspended: its messages stay held, and the next one tries again
+            try:
+                self._run(step)
+            except Exception:
+                failed.append(step)
+        return tuple(failed)
+
+    def _take(self, kernel: Kernel) -> None:
+        changed = kernel.state is not self.kernel.state
+        self.kernel = kernel
+        if changed:
+            for told in self.on_state:
+                told(kernel.state)
+
+    def _told(self, error: Exception) -> GpuCkptError:
+        """The error with what is left behind."""
+        left = {
+            State.RUNNING: "the kernel runs on",
+            State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
+            State.CHECKPOINTED: f"the image is kept as {self.image.id if self.image else '?'}",
+        }.get(self.state, "the kernel is gone")
+        if not isinstance(error, GpuCkptError):
+            error = GpuCkptError(f"{type(error).__name__}: {error}")
+        error.left = left
+        return error
+
+    def _notice_death(self, quiet: bool = False) -> None:
+        """If the process died by itself, say so to the machine, and (unless ``quiet``) to the caller."""
+        if self.capsule is not None and (status := self.capsule.poll()) is not None:
+            self._bury(status)
+            if not quiet:
+                raise KernelLost(f"The kernel's process ended (status {status}).", status=status)
+
+    def _bury(self, status: int) -> None:
+        self.exit_status = status
+        if self.capsule is not None:
+            self.capsule.close()
+            self.capsule = None
+        self._take(machine.advance(self.kernel, machine.Exited())[0])
+        self.gate.died()
+
+    def _alive(self) -> Capsule:
+        if self.capsule is None:
+            raise CapsuleGone("The kernel has no process.")
+        return self.capsule
+
+    def _deadline(self, bytes: int) -> float:
+        return self.settings.base + bytes / self.settings.slowest_rate
+
+    def _device_bytes(self, pid: int) -> dict[str, int]:
+        return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
+
+    # -- steps of a checkpoint
+
+    def _preflight(self, _: Traced) -> None:
+        self.engine.store.prepare()
+        preflight.require(self.findings())
+
+    def _drain(self, _: Traced) -> None:
+        try:
+            self.gate.drain(self.settings.drain)
+        except GpuCkptError:
+            self.gate.release()
+            raise
+
+    def _quiesce(self, traced: Traced) -> None:
+        self._saved = Saved()
+        if not self.home.has_agent:
+            return
+        report = self._ask_agent("quiesce", {"trim": True, "files": True}).get("report", {})
+        traced.bytes = report.get("trimmed_bytes")
+        try:
+            preflight.require(preflight.judge_report(report))
+        except PreflightError:
+            self._ask_agent("thaw", {"environ": {}})
+            raise
+        self._saved.report = report
+
+    def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
+        reply = self.gate.request(f"gpu_ckpt_{verb}_request", content, self.settings.agent)
+        if reply.get("status") != "ok":
+            raise AgentError(
+                f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
+                traceback=reply.get("traceback", []),
+            )
+        return reply
+
+    def _cuda_suspend(self, traced: Traced) -> None:
+        pid, cuda, saved = self._alive().host_pid, self.engine.cuda, self._saved
+        if cuda.state(pid) is CudaState.NONE:
+            self._refuse_device_files(pid)
+            return
+        saved.device_bytes = self.engine.gpus.used_by(pid)
+        saved.node_gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
+        traced.bytes = sum(saved.device_bytes.values())
+        cuda.lock(pid, self.settings.cuda)
+        try:
+            cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
+        except GpuCkptError:
+            cuda.unlock(pid)
+            raise
+        saved.cuda = True
+        try:
+            self._refuse_device_files(pid)
+        except DeviceHeld:
+            self._bring_back(pid)
+            raise
+
+    def _refuse_device_files(self, pid: int) -> None:
+        if held := self.engine.cuda.device_files(pid):
+            raise DeviceHeld("The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held)
+
+    def _disconnect(self, _: Traced) -> None:
+        """Close the gate's side and wait until the kernel has closed its own: no foreign connection in the image."""
+        self.gate.close()
+
+    def _dump(self, traced: Traced) -> None:
+        capsule = self._alive()
+        bytes = sum(process.rss for pid in capsule.processes() if (process := preflight.read_process(pid)))
+        self._clocks = capsule.clocks()
+        draft = self.engine.store.begin(self.home.kernel_id)
+        try:
+            self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
+        except BaseException:
+            draft.discard()
+            # A CRIU that was killed may have left the kernel stopped.
+            capsule.signal(signal.SIGCONT)
+            raise
+        self._draft = draft
+        traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
+
+    def _publish(self, traced: Traced) -> None:
+        capsule, draft, clocks = self._alive(), self._draft, self._clocks
+        assert draft is not None and clocks is not None
+        manifest = Manifest(
+            id=draft.id,
+            kernel_id=self.home.kernel_id,
+            created=time.time(),
+            kernel_name=self.home.kernel_name,
+            uid=os.geteuid(),
+            hostname=socket.gethostname(),
+            pid=capsule.inner_pid,
+            pipes=capsule.pipes,
+            monotonic=clocks.monotonic,
+            boottime=clocks.boottime,
+            runtime_dir=str(self.home.runtime_dir),
+            criu_version=self.engine.criu_version,
+            device_bytes=self._saved.device_bytes,
+            node_gpus=self._saved.node_gpus,
+            cuda=self._saved.cuda,
+            report=self._saved.report,
+            steps=self._recorder.seconds(),
+        )
+        self.image = draft.publish(manifest)
+        self._draft = None
+        traced.bytes = self.image.manifest.bytes
+
+    def _end_process(self, _: Traced) -> None:
+        if self.capsule is not None:
+            self.capsule.close()
+            self.capsule = None
+
+    def _sleep(self, _: Traced) -> None:
+        self.gate.sleep()
+
+    def _continue(self, _: Traced) -> None:
+        """Undo of a dump: the stopped processes go on."""
+        if self._draft is not None:
+            self._draft.discard()
+            self._draft = None
+        self._alive().signal(signal.SIGCONT)
+
+    # -- steps of a restore
+
+    def _match(self, _: Traced) -> None:
+        assert self.image is not None
+        image = self.engine.store.get(self.image.id)
+        self._lease.enter_context(image.lease())
+        try:
+            self.engine.store.check(image)
+        except BaseException:
+            self._lease.close()
+            raise
+        manifest = image.manifest
+        self._saved = Saved(manifest.report, manifest.device_bytes, manifest.node_gpus, manifest.cuda)
+
+    def _unlease(self, _: Traced) -> None:
+        self._lease.close()
+
+    def _reserve(self, _: Traced) -> None:
+        """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
+        if not self._saved.cuda:
+            return
+        present = [gpu.uuid for gpu in self.engine.gpus.list()]
+        try:
+            self._mapping = gpu_mapping(self._saved.node_gpus, present, self._gpu_map)
+        except ValueError as error:
+            raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        self._room.enter_context(self._proven_room())
+
+    def _proven_room(self) -> AbstractContextManager[None]:
+        mapping = self._mapping or {}
+        needs = {mapping.get(uuid, uuid): bytes for uuid, bytes in self._saved.device_bytes.items()}
+        return self.engine.gpus.room(needs, self.settings.room)
+
+    def _unreserve(self, _: Traced) -> None:
+        self._room.close()
+
+    def _criu_restore(self, traced: Traced) -> None:
+        assert self.image is not None
+        manifest = self.image.manifest
+        directory = Path(manifest.runtime_dir)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for stale in directory.glob("kernel-*"):
+            if stale.is_socket():
+                stale.unlink()
+        offsets = Clocks(manifest.monotonic, manifest.boottime) - Clocks.now()
+        capsule = Capsule.create(directory, offsets=offsets, stdout=self.home.stdout, stderr=self.home.stderr)
+        try:
+            self.engine.criu.restore(
+                capsule,
+                self.image.criu_directory,
+                pid=manifest.pid,
+                pipes=manifest.pipes,
+                timeout=self._deadline(manifest.bytes),
+            )
+        except BaseException:
+            capsule.close()
+            raise
+        self.capsule = capsule
+        traced.bytes = manifest.bytes
+
+    def _cuda_resume(self, traced: Traced) -> None:
+        if not self._saved.cuda:
+            return
+        pid = self._alive().host_pid
+        traced.bytes = sum(self._saved.device_bytes.values())
+        if self.kernel.unwinding:
+            # An undo has no reservation yet, and without proof of room the driver could destroy the process.
+            with self._proven_room():
+                self._bring_back(pid)
+        else:
+            self._bring_back(pid)
+
+    def _bring_back(self, pid: int) -> None:
+        bytes = sum(self._saved.device_bytes.values())
+        self.engine.cuda.restore(pid, self._mapping, timeout_s=self._deadline(bytes))
+        self.engine.cuda.unlock(pid)
+        self._saved.cuda = False
+        self._mapping = None
+
+    def _connect(self, _: Traced) -> None:
+        self.gate.open(self.settings.connect)
+
+    def _thaw(self, _: Traced) -> None:
+        if self.home.has_agent:
+            environ = {name: os.environ[name] for name in self.settings.refresh if name in os.environ}
+            self._ask_agent("thaw", {"environ": environ})
+
+    def _release(self, _: Traced) -> None:
+        self.gate.release()
+
+    def _discard_image(self, traced: Traced) -> None:
+        """The kernel answers, so its image is history."""
+        self._lease.close()
+        if self.image is not None:
+            traced.bytes = self.engine.store.remove(self.image)
+            self.image = None

@@ -1,0 +1,149 @@
+"""Can this kernel be checkpointed now, and if not, why, in a notebook user's words.
+
+Looks from outside, without disturbing the kernel (`look`), and at the agent's report from inside (`judge_report`).  A
+`Finding` that blocks carries the error that is raised for it; the others are warnings for the user to know beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ChildProcesses, DebuggerAttached, DeletedMapping, DeviceHeld, GpuCkptError, NoMemory, NoSpace
+
+#: Room an image needs beyond the memory it holds, in bytes: CRIU's tables, the manifest, ghost files.
+MARGIN = 64 << 20
+
+#: Children that hold nothing but the names of shared memory to clean up; they travel with the kernel.
+_BENIGN = re.compile(r"multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|loky\.backend\.resource_tracker")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer.  ``error`` is set when it forbids a checkpoint; ``text`` is for the user either way."""
+
+    code: str
+    text: str
+    error: GpuCkptError | None = None
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a checkpoint is refused because of it."""
+        return self.error is not None
+
+
+def _blocking(error: GpuCkptError) -> Finding:
+    return Finding(error.code, error.message, error)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process as ``/proc`` shows it."""
+
+    pid: int
+    command: str
+    state: str
+    rss: int
+
+
+def read_process(pid: int) -> Process | None:
+    """The process, or None when it has gone.  ``rss`` in bytes."""
+    with contextlib.suppress(OSError, ValueError):
+        root = Path(f"/proc/{pid}")
+        words = root.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        status = dict(re.findall(r"^(\w+):\s*(.*)$", root.joinpath("status").read_text(), re.MULTILINE))
+        rss = int(status.get("VmRSS", "0 kB").split()[0]) * 1024
+        return Process(pid, words or status.get("Name", "?"), status.get("State", "?")[0], rss)
+    return None
+
+
+def available_memory() -> int:
+    """Host memory that can be taken without swapping, in bytes (``MemAvailable``)."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
+
+
+def look(
+    *, kernel_pid: int, companions: Iterable[int], device_bytes: Mapping[str, int], disk_free: int | None
+) -> list[Finding]:
+    """Findings from outside.
+
+    Parameters
+    ----------
+    kernel_pid:
+        The kernel, as the host numbers it.
+    companions:
+        Every other process of its capsule: children, and what they left behind when they became daemons.
+    device_bytes:
+        Device memory the kernel holds, in bytes by GPU UUID.
+    disk_free:
+        Bytes free where the image goes; None for a suspend, which writes none.
+    """
+    findings = []
+    kernel = read_process(kernel_pid)
+    others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
+    unwelcome = [process for process in others if not _BENIGN.search(process.command)]
+    if unwelcome:
+        names = ", ".join(f"{process.command[:60]} (pid {process.pid})" for process in unwelcome[:3])
+        more = f" and {len(unwelcome) - 3} more" if len(unwelcome) > 3 else ""
+        findings.append(
+            _blocking(
+                ChildProcesses(
+                    f"The kernel has {len(unwelcome)} living child process(es): {names}{more}.",
+                    pids=[process.pid for process in unwelcome],
+                )
+            )
+        )
+    on_device = sum(device_bytes.values())
+    if on_device and (available := available_memory()) < on_device + MARGIN:
+        findings.append(
+            _blocking(
+                NoMemory(
+                    f"The kernel holds {on_device / 2**30:.1f} GiB on the GPU; {available / 2**30:.1f} GiB of host "
+                    "memory are free.",
+                    needed=on_device + MARGIN,
+                    free=available,
+                )
+            )
+        )
+    needed = on_device + MARGIN + sum(process.rss for process in [*others, *([kernel] if kernel else [])])
+    if disk_free is not None and disk_free < needed:
+        findings.append(
+            _blocking(
+                NoSpace(
+                    f"The image may need {needed / 2**30:.2f} GiB; {disk_free / 2**30:.2f} GiB are free.",
+                    needed=needed,
+                    free=disk_free,
+                )
+            )
+        )
+    return findings
+
+
+def judge_report(report: Mapping[str, Any]) -> list[Finding]:
+    """Findings from the agent's report."""
+    findings = []
+    if report.get("debugger"):
+        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
+    if report.get("nvml") and not report.get("cuda", {}).get("initialized"):
+        findings.append(_blocking(DeviceHeld("NVML is initialised in the kernel and holds GPU device files open.")))
+    if report.get("deleted_mappings"):
+        path = report["deleted_mappings"][0]["path"]
+        findings.append(_blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
+    outside = report.get("sockets") or []
+    if outside:
+        findings.append(
+            Finding("CONNECTIONS", f"{len(outside)} open connection(s) to the outside will come back closed.")
+        )
+    return findings
+
+
+def require(findings: Iterable[Finding]) -> None:
+    """Raise the error of the first finding that blocks."""
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error

@@ -1,0 +1,110 @@
+"""A kernel of ours with a stock client on it, for the tests that run the real thing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning import KernelProvisionerFactory
+from traitlets.config import Config
+
+from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
+from jupyter_gpu_ckpt.trace import Recorder
+
+
+class CellFailed(AssertionError):
+    """A cell raised; the text is its traceback."""
+
+
+class Notebook:
+    """One kernel, one client, and what it printed."""
+
+    def __init__(self, manager: AsyncKernelManager, client) -> None:
+        self.manager = manager
+        self.client = client
+        self.steps = Recorder()
+        self.provisioner.sinks.append(self.steps)
+
+    @property
+    def provisioner(self) -> GpuCkptProvisioner:
+        return self.manager.provisioner
+
+    @property
+    def lifecycle(self):
+        return self.provisioner.lifecycle
+
+    @property
+    def state(self) -> str:
+        return self.provisioner.state.value
+
+    async def run(self, code: str, timeout: float = 60) -> str:
+        """Execute a cell; its stdout.  Raises `CellFailed`."""
+        printed = []
+
+        def collect(message) -> None:
+            if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+                printed.append(message["content"]["text"])
+
+        reply = await self.client.execute_interactive(code, timeout=timeout, output_hook=collect, allow_stdin=False)
+        content = reply["content"]
+        if content["status"] != "ok":
+            raise CellFailed("\n".join(content.get("traceback", [])) or str(content))
+        return "".join(printed).strip()
+
+    async def settled(self, state: str, timeout: float = 20) -> None:
+        """Wait until the kernel is in ``state`` (a wake tidies up after the first output was seen)."""
+        await until(lambda: self.state == state, timeout)
+
+
+@asynccontextmanager
+async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "python3", **traits):
+    """A running kernel whose images lie in ``tmp_path/images``."""
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+    config.GpuCkptProvisioner.image_dir = str(tmp_path / "images")
+    config.GpuCkptProvisioner.runtime_base = str(runtime_base)
+    for name, value in traits.items():
+        setattr(config.GpuCkptProvisioner, name, value)
+    KernelProvisionerFactory.clear_instance()
+    KernelProvisionerFactory.instance(config=config)
+    manager = AsyncKernelManager(
+        kernel_name=kernel_name, config=config, connection_file=str(tmp_path / "connection.json")
+    )
+    environment = dict(os.environ, IPYTHONDIR=str(tmp_path / "ipython"))
+    environment.pop("PYTEST_CURRENT_TEST", None)  # ipykernel behaves differently where it sees this
+    await manager.start_kernel(env=environment, cwd=str(tmp_path))
+    client = manager.client()
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=60)
+        yield Notebook(manager, client)
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel(now=True)
+        KernelProvisionerFactory.clear_instance()
+
+
+async def until(true: Callable[[], bool], timeout: float = 10) -> None:
+    """Poll for what no event tells; a deadline that passes is a failure."""
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of ``pids`` that exist and are no zombies."""
+    found = []
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX":
+            found.append(pid)
+    return found

@@ -1,0 +1,217 @@
+"""Suspend, checkpoint, wake: the real provisioner, ipykernel and CRIU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+
+import pytest
+from harness import alive, notebook, until
+
+from jupyter_gpu_ckpt import machine
+from jupyter_gpu_ckpt.errors import StateError
+
+
+async def test_an_execute_wakes_a_checkpointed_kernel_and_everything_is_there(kernel):
+    await kernel.run(
+        """
+import os, random, sqlite3, threading, tqdm
+x, numbers = 41, (n * n for n in range(10))
+next(numbers), next(numbers)
+random.seed(7)
+log = open("log.txt", "w"); log.write("begun ")
+database = sqlite3.connect("runs.sqlite", isolation_level=None)
+database.execute("create table t (n)"); database.execute("begin"); database.execute("insert into t values (1)")
+bar = tqdm.tqdm(total=10, file=open(os.devnull, "w")); bar.update(4)
+lock = threading.Lock(); lock.acquire()
+state, pid = random.getstate(), os.getpid()
+"""
+    )
+    before = kernel.lifecycle.capsule.processes()
+    image = await kernel.provisioner.checkpoint()
+
+    assert kernel.state == "checkpointed"
+    assert alive(before) == []
+    assert await kernel.provisioner.poll() is None
+    assert await kernel.manager.is_alive()
+    assert image.path.stat().st_mode & 0o777 == 0o700
+
+    assert await kernel.run("x += 1; print(x, next(numbers), bar.n, lock.locked())") == "42 4 4 True"
+    assert await kernel.run("print(os.getpid() == pid, random.getstate() == state, database.in_transaction)") == (
+        "True True True"
+    )
+    await kernel.run("log.write('ended'); log.close(); database.execute('commit'); bar.update(6)")
+    assert await kernel.run("print(open('log.txt').read())") == "begun ended"
+    await kernel.settled("running")
+    assert not image.path.exists(), "the image is released once the kernel answered"
+
+
+async def test_three_cycles_in_a_row_keep_counting(kernel):
+    await kernel.run("n = 0")
+    for expected in (1, 2, 3):
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("n += 1; print(n)") == str(expected)
+        await kernel.settled("running")
+
+
+async def test_restore_on_demand_needs_no_client(kernel):
+    await kernel.run("x = 1")
+    await kernel.provisioner.checkpoint()
+    await kernel.provisioner.restore()
+    assert kernel.state == "running"
+    assert await kernel.run("print(x)") == "1"
+
+
+async def test_a_kernel_without_cuda_suspends_and_resumes_and_can_go_on_to_disk(kernel):
+    await kernel.run("x = 1")
+    await kernel.provisioner.suspend()
+    assert kernel.state == "suspended"
+    assert await kernel.run("print(x)") == "1"  # wakes it
+    await kernel.settled("running")
+    await kernel.provisioner.suspend()
+    await kernel.provisioner.checkpoint()
+    assert kernel.state == "checkpointed"
+    assert await kernel.run("print(x)") == "1"
+
+
+async def test_the_same_verb_twice_is_one_job_and_a_reached_goal_is_no_error(kernel):
+    first, second = await asyncio.gather(kernel.provisioner.checkpoint(), kernel.provisioner.checkpoint())
+    assert first.id == second.id
+    assert (await kernel.provisioner.checkpoint()).id == first.id
+    await kernel.provisioner.restore()
+    await kernel.provisioner.restore()
+    await kernel.provisioner.resume()
+    assert kernel.state == "running"
+
+
+async def test_resume_of_a_checkpointed_kernel_is_refused_and_nothing_happens(kernel):
+    await kernel.provisioner.checkpoint()
+    with pytest.raises(StateError) as caught:
+        await kernel.provisioner.resume()
+    assert caught.value.code == "WRONG_STATE"
+    assert kernel.state == "checkpointed"
+
+
+async def test_clocks_go_on_from_where_they_were(kernel):
+    await kernel.run("import time; before = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)")
+    await kernel.provisioner.checkpoint()
+    await asyncio.sleep(1.0)  # the time away, which the kernel must not see
+    away = await kernel.run(
+        "print(max(time.monotonic() - before[0], time.clock_gettime(time.CLOCK_BOOTTIME) - before[1]))"
+    )
+    assert float(away) < 0.9
+
+
+async def test_timers_and_threads_tick_on(kernel):
+    await kernel.run(
+        "import asyncio\nticks = []\nasync def tick():\n    while True:\n"
+        "        await asyncio.sleep(0.01); ticks.append(1)\ntask = asyncio.ensure_future(tick())"
+    )
+    await kernel.provisioner.checkpoint()
+    count = int(await kernel.run("print(len(ticks))"))
+    await kernel.run("await asyncio.sleep(0.2)")
+    assert int(await kernel.run("print(len(ticks))")) > count
+
+
+async def test_another_kernel_writes_the_shared_history_meanwhile(kernel, tmp_path):
+    await kernel.run("x = 1")
+    await kernel.provisioner.checkpoint()
+    (history,) = (tmp_path / "ipython").rglob("history.sqlite")
+    with sqlite3.connect(history) as connection:
+        connection.execute("create table other (text)")
+        connection.executemany("insert into other values (?)", [("x" * 1000,)] * 100)
+    connection.close()
+    assert await kernel.run("print(x)") == "1"
+    assert "x = 1" in await kernel.run("%history")
+
+
+async def test_interrupt_and_input_work_through_the_gate_after_a_wake(kernel):
+    await kernel.provisioner.checkpoint()
+    await kernel.run("x = 1")
+    message = kernel.client.execute("import time\ntime.sleep(60)")
+    await until(lambda: kernel.provisioner._gate.pending == ["execute_request"])
+    await kernel.manager.interrupt_kernel()
+    while True:
+        reply = await kernel.client.get_shell_msg(timeout=20)
+        if reply["parent_header"].get("msg_id") == message:
+            break
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    message = kernel.client.execute("print(input('name? '))", allow_stdin=True)
+    asked = await kernel.client.get_stdin_msg(timeout=20)
+    assert asked["content"]["prompt"] == "name? "
+    kernel.client.input("Ada")
+    while True:
+        reply = await kernel.client.get_shell_msg(timeout=20)
+        if reply["parent_header"].get("msg_id") == message:
+            break
+    assert reply["content"]["status"] == "ok"
+
+
+async def test_restart_of_a_checkpointed_kernel_gives_a_fresh_one_and_drops_the_image(kernel):
+    await kernel.run("x = 1")
+    image = await kernel.provisioner.checkpoint()
+    await kernel.manager.restart_kernel()
+    await kernel.client.wait_for_ready(timeout=60)
+    assert await kernel.run("print('x' in globals())") == "False"
+    assert not image.path.exists()
+    assert kernel.state == "running"
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(1)") == "1"
+
+
+async def test_shutdown_of_a_checkpointed_kernel_is_quick_and_keeps_its_image(kernel):
+    image = await kernel.provisioner.checkpoint()
+    await asyncio.wait_for(kernel.manager.shutdown_kernel(), 5)
+    assert not await kernel.manager.is_alive()
+    assert image.path.exists()
+
+
+async def test_shutdown_and_restart_of_a_running_kernel_leave_nothing_behind(kernel, runtime_base):
+    before = kernel.lifecycle.capsule.processes()
+    await kernel.manager.restart_kernel()
+    await kernel.client.wait_for_ready(timeout=60)
+    assert alive(before) == []
+    after = kernel.lifecycle.capsule.processes()
+    await kernel.manager.shutdown_kernel()
+    assert alive(after) == []
+    assert list(runtime_base.iterdir()) == []
+
+
+async def test_a_kernel_that_exits_by_itself_is_dead_with_its_status(kernel):
+    kernel.client.execute("import os; os._exit(7)")
+    await until(lambda: kernel.lifecycle.poll() is not None)
+    assert await kernel.provisioner.poll() == 7
+    assert kernel.provisioner.state is machine.State.DEAD
+
+
+async def test_raw_output_of_the_kernel_reaches_the_servers_stderr(tmp_path, runtime_base, criu_binary, capfd):
+    """Also after a wake: the pipes are made anew and CRIU puts them in the old ones' place."""
+    async with notebook(tmp_path, runtime_base) as kernel:
+        raw = "import sys; fd = sys.stderr._original_stdstream_copy; import os; os.write(fd, b'{}\\n'); print('ok')"
+        assert await kernel.run(raw.format("raw one")) == "ok"
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run(raw.format("raw two")) == "ok"
+        await kernel.settled("running")
+    seen = capfd.readouterr().err
+    assert "raw one" in seen
+    assert "raw two" in seen
+
+
+async def test_two_kernels_of_one_server_leave_and_come_back_side_by_side(tmp_path, runtime_base, criu_binary):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with notebook(tmp_path / "a", runtime_base) as one, notebook(tmp_path / "b", runtime_base) as two:
+        await asyncio.gather(one.run("x = 'one'"), two.run("x = 'two'"))
+        await asyncio.gather(one.provisioner.checkpoint(), two.provisioner.checkpoint())
+        assert await asyncio.gather(one.run("print(x)"), two.run("print(x)")) == ["one", "two"]
+
+
+async def test_the_kernel_is_an_ordinary_process(kernel):
+    """No capability of the capsule reaches the user's code, and no descriptor of the server."""
+    status = await kernel.run("print(open('/proc/self/status').read())")
+    effective = next(line for line in status.splitlines() if line.startswith("CapAmb")).split()[1]
+    assert int(effective, 16) == 0
+    if os.geteuid() != 0:
+        assert "CapEff:\t0000000000000000" in status
+    assert await kernel.run(f"import os; print(os.getuid() == {os.getuid()}, os.getgid() == {os.getgid()})") == "True True"

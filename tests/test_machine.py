@@ -1,0 +1,150 @@
+"""The state machine alone: no I/O, every edge."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from jupyter_gpu_ckpt import machine
+from jupyter_gpu_ckpt.errors import StateError
+from jupyter_gpu_ckpt.machine import Kernel, State, Step, advance
+
+VERBS = (machine.Suspend(), machine.Resume(), machine.Checkpoint(), machine.Restore(), machine.Wake())
+RUNNING = advance(Kernel(), machine.Launched())[0]
+
+
+def run(kernel: Kernel, event: machine.Event, fail_at: Step | None = None, undo_fails: tuple[Step, ...] = ()) -> Kernel:
+    """Drive one verb to its end as the lifecycle does; ``fail_at`` fails, and so do ``undo_fails`` while unwinding."""
+    kernel, steps = advance(kernel, event)
+    while steps or kernel.unwinding:
+        if kernel.unwinding:
+            failed = tuple(step for step in steps if step in undo_fails)
+            kernel, steps = advance(kernel, machine.Unwound(failed))
+        elif steps[0] is fail_at:
+            kernel, steps = advance(kernel, machine.StepFailed(steps[0], "TEST"))
+        else:
+            kernel, steps = advance(kernel, machine.StepDone(steps[0]))
+    return kernel
+
+
+def at(state: State) -> Kernel:
+    """A kernel that came to ``state`` on the straight way."""
+    return {
+        State.RUNNING: RUNNING,
+        State.SUSPENDED: run(RUNNING, machine.Suspend()),
+        State.CHECKPOINTED: run(RUNNING, machine.Checkpoint()),
+    }[state]
+
+
+@pytest.mark.parametrize(
+    ("start", "verb", "goal"),
+    [
+        (State.RUNNING, machine.Suspend(), State.SUSPENDED),
+        (State.RUNNING, machine.Checkpoint(), State.CHECKPOINTED),
+        (State.SUSPENDED, machine.Checkpoint(), State.CHECKPOINTED),
+        (State.SUSPENDED, machine.Resume(), State.RUNNING),
+        (State.SUSPENDED, machine.Wake(), State.RUNNING),
+        (State.CHECKPOINTED, machine.Restore(), State.RUNNING),
+        (State.CHECKPOINTED, machine.Wake(), State.RUNNING),
+    ],
+)
+def test_every_verb_reaches_its_state(start, verb, goal):
+    assert run(at(start), verb).state is goal
+
+
+@pytest.mark.parametrize(
+    ("start", "verb"), [(key[0], key[1]()) for key, plan in machine.PLANS.items() if plan is None]
+)
+def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
+    kernel, steps = advance(at(start), verb)
+    assert (kernel.state, steps) == (start, ())
+
+
+@pytest.mark.parametrize(
+    ("start", "verb", "step"),
+    [(start, verb(), step) for (start, verb), plan in machine.PLANS.items() if plan for step in plan.steps],
+)
+def test_whatever_step_fails_the_kernel_ends_in_a_named_state_with_process_or_image(start, verb, step):
+    before = at(start)
+    after = run(before, verb, fail_at=step)
+    plan = machine.PLANS[(start, type(verb))]
+    committed = plan.commit is not None and plan.steps.index(step) > plan.steps.index(plan.commit)
+    assert after.state is (plan.to if committed else plan.back)
+    assert after.plan is None
+    assert after.process or after.image
+    if not committed:
+        assert (after.process, after.image) == (before.process, before.image)
+
+
+def test_undo_runs_backwards_over_what_was_done():
+    kernel, steps = advance(RUNNING, machine.Checkpoint())
+    while steps[0] is not Step.PUBLISH:
+        kernel, steps = advance(kernel, machine.StepDone(steps[0]))
+    kernel, undo = advance(kernel, machine.StepFailed(Step.PUBLISH, "NO_SPACE"))
+    assert undo == (Step.CONTINUE, Step.CONNECT, Step.CUDA_RESUME, Step.THAW, Step.RELEASE)
+
+
+def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
+    after = run(RUNNING, machine.Checkpoint(), fail_at=Step.DUMP, undo_fails=(Step.CUDA_RESUME,))
+    assert (after.state, after.process) == (State.SUSPENDED, True)
+    assert run(after, machine.Wake()).state is State.RUNNING
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS])
+@pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
+def test_illegal_requests_raise_with_the_whole_story(state, verb):
+    kernel = Kernel() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]
+    with pytest.raises(StateError) as caught:
+        advance(kernel, verb)
+    assert type(verb).__name__ in caught.value.details["story"][-1]
+    assert caught.value.details["state"] == state.value
+
+
+def test_steps_out_of_order_are_illegal():
+    kernel, _ = advance(RUNNING, machine.Checkpoint())
+    with pytest.raises(StateError):
+        advance(kernel, machine.StepDone(Step.DUMP))
+    with pytest.raises(StateError):
+        advance(kernel, machine.Unwound())
+    with pytest.raises(StateError):
+        advance(kernel, machine.Suspend())
+
+
+def test_a_checkpointed_kernel_has_no_process_that_could_exit():
+    with pytest.raises(StateError):
+        advance(at(State.CHECKPOINTED), machine.Exited())
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDED, State.CHECKPOINTED])
+def test_an_owner_may_end_a_kernel_in_every_resting_state_and_start_it_again(state):
+    dead, _ = advance(at(state), machine.Terminated())
+    assert dead.state is State.DEAD
+    assert advance(dead, machine.Launched())[0].state is State.RUNNING
+
+
+def test_every_step_that_a_plan_can_undo_has_an_undo_that_is_no_step_of_its_own_undo():
+    for done, undo in machine.UNDO.items():
+        assert done is not undo
+    used = set(itertools.chain(*(plan.steps for plan in machine.PLANS.values() if plan), machine.UNDO.values()))
+    assert used == set(Step), "a step nobody runs"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_walks_keep_the_promise(seed):
+    """Any verb in any resting state, any step failing: never without process and image, never stuck."""
+    chance = random.Random(seed)
+    kernel = RUNNING
+    for _ in range(60):
+        verb = chance.choice(VERBS)
+        if (kernel.state, type(verb)) not in machine.PLANS:
+            with pytest.raises(StateError):
+                advance(kernel, verb)
+            continue
+        fail_at = chance.choice([None, *Step])
+        undo_fails = tuple(step for step in Step if chance.random() < 0.2)
+        kernel = run(kernel, verb, fail_at, undo_fails)
+        assert kernel.plan is None
+        assert kernel.state in (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
+        assert kernel.process or kernel.image

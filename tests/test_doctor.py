@@ -1,0 +1,504 @@
+"""The doctor on this host, on this host with real faults provoked, and on hosts that only fakes can show."""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt import doctor
+from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
+from jupyter_gpu_ckpt.engine import criu_install, host
+from jupyter_gpu_ckpt.engine.commands import run
+from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
+from jupyter_gpu_ckpt.engine.host import Kernel, Place, Probes
+from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
+from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
+
+PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="must run as root")
+
+
+@dataclass(frozen=True)
+class FakeGpu:
+    index: int = 0
+    mig: bool = False
+    mps: bool | None = False
+
+
+#: A host that can do everything, and holds an ordinary user's server.
+FIT = Probes(
+    kernel=lambda: Kernel("Linux", "6.18.1-generic", "x86_64"),
+    is_root=lambda: False,
+    status=lambda: {"Seccomp": "0", "CapEff": "0"},
+    sysctl=lambda name: None,
+    container=lambda: "",
+    proc_covers=list,
+    namespaces=lambda: dict.fromkeys(PERMITTED),
+    criu=lambda: CriuBinary(("/usr/sbin/criu",), (4, 2, 1), "system"),
+    criu_check=lambda binary: Check(True, "Looks good"),
+    place=lambda path: Place(path, 100 << 30, "ext4"),
+    default_kernel=lambda: "7.4.0",
+    nvidia_driver=lambda: "580.159.04",
+    cuda=lambda: None,
+    gpus=lambda: [FakeGpu(0), FakeGpu(1)],
+)
+#: The same, and the server is root.
+ROOT = replace(FIT, is_root=lambda: True, status=lambda: {"Seccomp": "0", "CapEff": "1ffffffffff"})
+
+
+def by_check(probes: Probes, **arguments) -> dict[str, Finding]:
+    findings = diagnose(probes=probes, **arguments)
+    assert len({finding.check for finding in findings}) == len(findings)
+    return {finding.check: finding for finding in findings}
+
+
+def raiser(error: Exception):
+    def probe(*arguments):
+        raise error
+
+    return probe
+
+
+def refusing(step: str, number: int = errno.EPERM, **probes) -> Probes:
+    """A fit host, but that ``step`` of the trial is refused, and whatever follows it is not reached."""
+    answers = dict.fromkeys(PERMITTED[: PERMITTED.index(step)])
+    answers[step] = {"errno": number, "what": os.strerror(number)}
+    if step in ("ns_last_pid", "set_tid", "ptrace"):
+        answers = dict.fromkeys(PERMITTED) | answers
+    return replace(FIT, namespaces=lambda: answers, **probes)
+
+
+def settings(**values: str):
+    """``sysctl`` with ``kernel__yama__ptrace_scope=...`` for a dotted name."""
+    return lambda name: values.get(name.replace(".", "__"))
+
+
+# -- fit hosts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_host():
+    findings = diagnose(probes=FIT)
+    assert fit(findings, "cpu") and fit(findings, "gpu")
+    assert reason(findings) == reason(findings, "gpu") == ""
+    assert all(finding.ok is not False and not finding.mend for finding in findings)
+
+
+def test_without_a_gpu_kernels_without_cuda_can_be_checkpointed():
+    findings = diagnose(probes=replace(FIT, nvidia_driver=lambda: None, cuda=raiser(AssertionError("was asked"))))
+    assert fit(findings, "cpu") and not fit(findings, "gpu")
+    assert not any(finding.ok is False for finding in findings)
+    assert reason(findings) == "" and "no NVIDIA driver" in reason(findings, "gpu")
+
+
+def test_a_root_server_needs_no_user_namespace():
+    found = by_check(ROOT)
+    assert found["root-capabilities"].ok and found["user-namespaces"].ok is None
+
+
+# -- every fault: (probes, check, level, need, words of the finding, words of what mends it) --------------------------
+
+OPTIONS = ("seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined")
+DOCKER = " ".join(["docker run", *(f"--security-opt {option}" for option in OPTIONS)])
+FAULTS = {
+    "not linux": (
+        replace(FIT, kernel=lambda: Kernel("Darwin", "25.0", "arm64")), "linux", "error", "cpu", "Linux only", ""
+    ),
+    "old kernel": (
+        replace(FIT, kernel=lambda: Kernel("Linux", "5.4.0-90", "x86_64")),
+        "linux", "error", "cpu", "5.9 or newer", "newer",
+    ),
+    "other machine": (
+        replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
+    ),
+    "no criu": (
+        replace(FIT, criu=raiser(CriuMissing("No CRIU."))), "criu", "error", "cpu", "No CRIU.", "install-criu"
+    ),
+    "unfit criu named": (
+        replace(FIT, criu=raiser(CriuMissing("Bad.", named="/x"))),
+        "criu", "error", "cpu", "Bad.", "unset JUPYTER_GPU_CKPT_CRIU",
+    ),
+    "criu check": (
+        replace(FIT, criu_check=lambda binary: Check(False, "no luck")), "criu-check", "warning", "cpu", "no luck", ""
+    ),
+    "root without rights": (
+        replace(FIT, is_root=lambda: True, container=lambda: "docker"),
+        "root-capabilities", "error", "cpu", "CAP_SYS_ADMIN and CAP_SYS_PTRACE", "docker run --cap-add SYS_ADMIN",
+    ),
+    "root without rights in a pod": (
+        replace(FIT, is_root=lambda: True, container=lambda: "kubernetes"),
+        "root-capabilities", "error", "cpu", "CAP_SYS_ADMIN", "capabilities: {add: [SYS_ADMIN, SYS_PTRACE, ",
+    ),
+    "no user namespaces": (
+        refusing("user", errno.ENOSPC, sysctl=settings(user__max_user_namespaces="0")),
+        "user-namespaces", "error", "cpu", "switched off", "sysctl -w user.max_user_namespaces=15000",
+    ),
+    "too many user namespaces": (
+        refusing("user", errno.ENOSPC, sysctl=settings(user__max_user_namespaces="5")),
+        "user-namespaces", "error", "cpu", "limit", "sysctl -w user.max_user_namespaces=15000",
+    ),
+    "debian's switch": (
+        refusing("user", sysctl=settings(kernel__unprivileged_userns_clone="0")),
+        "user-namespaces", "error", "cpu", "for root only", "sysctl -w kernel.unprivileged_userns_clone=1",
+    ),
+    "ubuntu's apparmor": (
+        refusing("map", sysctl=settings(kernel__apparmor_restrict_unprivileged_userns="1")),
+        "user-namespaces", "error", "cpu", "AppArmor", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+    "ubuntu's apparmor, later": (
+        refusing("mount", errno.EACCES, sysctl=settings(kernel__apparmor_restrict_unprivileged_userns="1")),
+        "namespaces", "error", "cpu", "AppArmor", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+    "docker's seccomp": (
+        refusing("user", container=lambda: "docker", status=lambda: {"Seccomp": "2"}),
+        "user-namespaces", "error", "cpu", "seccomp profile", DOCKER,
+    ),
+    "podman's seccomp": (
+        refusing("user", container=lambda: "podman", status=lambda: {"Seccomp": "2"}),
+        "user-namespaces", "error", "cpu", "seccomp profile", "--security-opt unmask=ALL",
+    ),
+    "a pod's seccomp": (
+        refusing("user", container=lambda: "kubernetes", status=lambda: {"Seccomp": "2"}),
+        "user-namespaces", "error", "cpu", "seccomp profile", "seccompProfile: {type: Unconfined}",
+    ),
+    "a service's seccomp": (
+        refusing("user", status=lambda: {"Seccomp": "2"}),
+        "user-namespaces", "error", "cpu", "systemd service's", "RestrictNamespaces=no",
+    ),
+    "unknown refusal": (refusing("user"), "user-namespaces", "error", "cpu", "Operation not permitted", ""),
+    "no time namespaces": (
+        refusing("time", errno.EINVAL),
+        "namespaces", "error", "cpu", "no time namespaces", "CONFIG_TIME_NS",
+    ),
+    "too many pid namespaces": (
+        refusing("pid", errno.ENOSPC),
+        "namespaces", "error", "cpu", "limit of pid", "sysctl -w user.max_pid_namespaces=15000",
+    ),
+    "too many mount namespaces": (
+        refusing("mount", errno.ENOSPC),
+        "namespaces", "error", "cpu", "limit of mount", "sysctl -w user.max_mnt_namespaces=15000",
+    ),
+    "docker's /proc": (
+        refusing("proc", container=lambda: "docker"), "proc-mount", "error", "cpu", "hides parts of /proc", DOCKER
+    ),
+    "a pod's /proc": (
+        refusing("proc", container=lambda: "kubernetes"), "proc-mount", "error", "cpu", "hides", "procMount: Unmasked"
+    ),
+    "covered /proc": (
+        refusing("proc", proc_covers=lambda: ["/proc/a", "/proc/a/b"]),
+        "proc-mount", "error", "cpu", "/proc/a, /proc/a/b", "sudo umount /proc/a/b /proc/a",
+    ),
+    "no choice of pids": (
+        replace(FIT, namespaces=lambda: dict.fromkeys(PERMITTED) | {
+            name: {"errno": errno.EPERM, "what": "no"} for name in ("ns_last_pid", "set_tid")
+        }),
+        "pid-choice", "error", "cpu", "old pid", "",
+    ),
+    "yama forbids all": (
+        refusing("ptrace", sysctl=settings(kernel__yama__ptrace_scope="3")),
+        "ptrace", "error", "cpu", "ptrace_scope is 3", "reboot",
+    ),
+    "seccomp forbids ptrace": (
+        refusing("ptrace", container=lambda: "docker", status=lambda: {"Seccomp": "2"}),
+        "ptrace", "error", "cpu", "attach", DOCKER,
+    ),
+    "unwritable images": (
+        replace(FIT, place=lambda path: Place(path, 100 << 30, "ext4", "Permission denied")),
+        "image-directory", "error", "cpu", "Permission denied", "sudo install -d -m 700",
+    ),
+    "images on nfs": (
+        replace(ROOT, place=lambda path: Place(path, 100 << 30, "nfs4")),
+        "image-directory", "warning", "cpu", "squashes root", "",
+    ),
+    "little space": (
+        replace(FIT, place=lambda path: Place(path, 1 << 30, "ext4")),
+        "disk-space", "warning", "cpu", "Only 1.0 GiB", "df -h",
+    ),
+    "no space": (
+        replace(FIT, place=lambda path: Place(path, 1 << 20, "ext4")),
+        "disk-space", "error", "cpu", "Only 0.0 GiB", "df -h",
+    ),
+    "no shared memory": (
+        replace(FIT, place=lambda path: Place(Path("/dev"), 100 << 30, "devtmpfs")),
+        "shared-memory", "warning", "cpu", "tqdm", "mount -t tmpfs",
+    ),
+    "no ipykernel": (
+        replace(FIT, default_kernel=raiser(LookupError("no module"))),
+        "ipykernel", "warning", "cpu", "no module", "pip install ipykernel",
+    ),
+    "old driver": (
+        replace(FIT, nvidia_driver=lambda: "535.183.01"),
+        "nvidia-driver", "error", "gpu", "535.183.01 is too old", "580",
+    ),
+    "plain driver": (
+        replace(FIT, nvidia_driver=lambda: "570.86.15"), "nvidia-driver", "warning", "gpu", "the GPU it left", "580"
+    ),
+    "no binding": (
+        replace(FIT, cuda=raiser(CudaUnavailable("None.", reason="binding-missing"))),
+        "cuda-checkpoint", "error", "gpu", "None.", "pip install 'jupyter_gpu_ckpt[gpu]'",
+    ),
+    "old binding": (
+        replace(FIT, cuda=raiser(CudaUnavailable("Old.", reason="binding-too-old"))),
+        "cuda-checkpoint", "error", "gpu", "Old.", "pip install --upgrade",
+    ),
+    "cuda fails": (
+        replace(FIT, cuda=raiser(CudaError("Broken.", hint="Look."))),
+        "cuda-checkpoint", "error", "gpu", "Broken.", "Look.",
+    ),
+    "no nvml": (
+        replace(FIT, gpus=raiser(CudaUnavailable("No NVML.", reason="nvml-missing"))),
+        "nvml", "error", "gpu", "No NVML.", "pip install",
+    ),
+    "hidden gpus": (replace(FIT, gpus=list), "nvml", "error", "gpu", "no GPU to this user", "nvidia-smi"),
+    "mig": (
+        replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(3, mig=True)]),
+        "mig", "error", "gpu", "GPU 3", "nvidia-smi -i 3 -mig 0",
+    ),
+    "mps": (
+        replace(FIT, gpus=lambda: [FakeGpu(mps=True)]),
+        "mps", "error", "gpu", "MPS", "echo quit | nvidia-cuda-mps-control",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name):
+    probes, check, level, need, words, mend = FAULTS[name]
+    findings = diagnose(probes=probes)
+    finding = next(finding for finding in findings if finding.check == check)
+    assert finding.ok is False and (finding.level, finding.needed_for) == (level, need)
+    assert words in finding.what
+    assert mend in finding.mend and bool(mend) == bool(finding.mend)
+    hindered = level == "error"
+    assert fit(findings, "gpu") is not hindered
+    assert fit(findings, "cpu") is not (hindered and need == "cpu")
+    if hindered:
+        assert reason(findings, "gpu").startswith(finding.what)
+
+
+@pytest.mark.parametrize("scope", ["1", "2"])
+def test_yama_does_not_hinder_a_capsule(scope):
+    found = by_check(replace(FIT, sysctl=settings(kernel__yama__ptrace_scope=scope)))
+    assert found["ptrace"].ok and f"ptrace_scope {scope} is no obstacle" in found["ptrace"].what
+
+
+@pytest.mark.parametrize("step", ["ns_last_pid", "set_tid"])
+def test_one_way_to_choose_pids_is_enough(step):
+    assert by_check(refusing(step))["pid-choice"].ok
+
+
+def test_mps_that_cannot_be_seen_is_no_fault():
+    assert by_check(replace(FIT, gpus=lambda: [FakeGpu(mps=None)]))["mps"].ok is None
+
+
+def test_what_was_not_reached_is_not_called_a_fault():
+    found = by_check(refusing("user"))
+    assert [found[check].ok for check in ("namespaces", "proc-mount", "pid-choice", "ptrace")] == [None] * 4
+
+
+def test_a_broken_probe_is_a_finding_and_the_rest_is_still_asked():
+    findings = diagnose(
+        probes=replace(FIT, kernel=raiser(RuntimeError("boom")), namespaces=raiser(TimeoutError("60 s")))
+    )
+    broken = {finding.check: finding for finding in findings if finding.ok is False}
+    assert set(broken) == {"linux", "user-namespaces"}
+    assert "RuntimeError: boom" in broken["linux"].what and "60 s" in broken["user-namespaces"].what
+
+
+def test_text_and_json_say_the_same():
+    findings = diagnose(probes=refusing("user", sysctl=settings(user__max_user_namespaces="0")))
+    text, data = doctor.as_text(findings), doctor.as_json(findings)
+    assert json.loads(json.dumps(data)) == data
+    assert "FAIL  user-namespaces" in text and "-> sudo sysctl -w user.max_user_namespaces=15000" in text
+    assert data["fit"] == {"cpu": False, "gpu": False} and data["reason"]["cpu"] in text
+    assert "\n" not in data["reason"]["cpu"]
+
+
+# -- this host --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def criu(tmp_path_factory):
+    """Where the variable must point for a fit CRIU: the host's own, or one unpacked for these tests."""
+    try:
+        return criu_install.find().argv[-1]
+    except CriuMissing:
+        if "GPU_CKPT_OFFLINE" in os.environ:
+            pytest.skip("no CRIU here, and GPU_CKPT_OFFLINE is set")
+        return str(criu_install.install(tmp_path_factory.mktemp("criu"), force_unpack=True).argv[-1])
+
+
+def told(done) -> dict[str, dict]:
+    """The findings of a doctor that was run as a program."""
+    assert done.out, done.err
+    return {finding["check"]: finding for finding in json.loads(done.out)["findings"]}
+
+
+HINDRANCES = ("linux", "criu", "criu-check", "namespaces", "proc-mount", "pid-choice", "ptrace", "image-directory")
+
+
+def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv(criu_install.VARIABLE, criu)
+    assert doctor.main(["--json", "--image-directory", str(tmp_path / "not/yet")]) == 0
+    found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert all(found[check]["ok"] for check in HINDRANCES), found
+    assert list(tmp_path.iterdir()) == []  # nothing is made
+    assert found["ipykernel"]["ok"], found["ipykernel"]
+
+
+def test_this_host_is_fit_for_an_ordinary_user(criu):
+    with ordinary_user() as user:
+        named, tree = Path(criu), Path(criu).parents[2] if len(Path(criu).parents) > 2 else None
+        if tree and (tree / "criu.json").exists():  # in a directory of pytest's, which only its owner can enter
+            named = Path(shutil.copytree(tree, user.home / "criu"))
+        env = {criu_install.VARIABLE: str(named)}
+        done = user.run([user.python, "-m", "jupyter_gpu_ckpt.doctor", "--json"], timeout_s=120, env=env)
+    found = told(done)
+    assert done.status == 0, found
+    assert all(found[check]["ok"] for check in (*HINDRANCES, "user-namespaces")), found
+    assert found["root-capabilities"]["ok"] is None
+
+
+# -- real faults ------------------------------------------------------------------------------------------------------
+
+#: Enters a fresh user namespace (as an ordinary user of it), spoils something there, and becomes the doctor.
+SPOILER = """
+import ctypes, os, struct, sys
+from jupyter_gpu_ckpt.engine import syscalls as s
+fault, rest = sys.argv[1], sys.argv[2:]
+uid, gid = os.getuid(), os.getgid()
+inner = uid or 1000
+if fault != "root":
+    s.unshare(s.CLONE_NEWUSER | s.CLONE_NEWNS)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inner} {uid} 1"), ("gid_map", f"{inner} {gid} 1")):
+        open(f"/proc/self/{name}", "w").write(text)
+if fault.startswith("max_"):
+    open(f"/proc/sys/user/{fault}", "w").write("0")
+elif fault == "proc":
+    s.mount("/dev/null", "/proc/timer_list", None, 0x1000)  # MS_BIND, as container engines do
+elif fault == "unwritable":
+    s.mount("tmpfs", rest[-1], "tmpfs", 0)
+    os.chmod(rest[-1], 0o500)
+elif fault == "root":
+    s.prctl(24, 21)  # PR_CAPBSET_DROP, CAP_SYS_ADMIN
+elif fault == "seccomp":
+    number = {"x86_64": 272, "aarch64": 97}[os.uname().machine]  # unshare(2)
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
+    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(program)))
+    s.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
+    s.prctl(22, 2, ctypes.addressof(header))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt.doctor", "--json", *rest])
+"""
+
+
+def spoiled(fault: str, *arguments: str) -> dict[str, dict]:
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    return told(run([sys.executable, "-c", SPOILER, fault, *arguments], timeout_s=120, env=environment))
+
+
+def test_real_user_namespaces_switched_off():
+    finding = spoiled("max_user_namespaces")["user-namespaces"]
+    assert finding["ok"] is False and "user.max_user_namespaces is 0" in finding["what"]
+    assert finding["mend"] == "sudo sysctl -w user.max_user_namespaces=15000"
+
+
+@pytest.mark.parametrize(("kind", "word"), [("mnt", "mount"), ("pid", "pid"), ("time", "time")])
+def test_real_other_namespaces_used_up(kind, word):
+    found = spoiled(f"max_{kind}_namespaces")
+    assert found["user-namespaces"]["ok"] is True
+    assert found["namespaces"]["ok"] is False and f"limit of {word} namespaces" in found["namespaces"]["what"]
+    assert found["namespaces"]["mend"] == f"sudo sysctl -w user.max_{kind}_namespaces=15000"
+
+
+def test_real_masked_proc():
+    found = spoiled("proc")
+    assert found["namespaces"]["ok"] is True
+    assert found["proc-mount"]["ok"] is False and "/proc/timer_list" in found["proc-mount"]["what"]
+
+
+def test_real_seccomp_filter():
+    finding = spoiled("seccomp")["user-namespaces"]
+    assert finding["ok"] is False and "seccomp" in finding["what"] and "seccomp=unconfined" in finding["mend"]
+
+
+@as_root
+def test_real_root_without_cap_sys_admin():
+    found = spoiled("root")
+    assert found["root-capabilities"]["ok"] is False and "CAP_SYS_ADMIN" in found["root-capabilities"]["what"]
+    assert "--cap-add SYS_ADMIN" in found["root-capabilities"]["mend"]
+    assert found["namespaces"]["ok"] is False
+
+
+def test_real_unwritable_image_directory(tmp_path):
+    finding = spoiled("unwritable", "--image-directory", str(tmp_path))["image-directory"]
+    assert finding["ok"] is False and "Permission denied" in finding["what"]
+
+
+def test_real_old_criu(tmp_path, monkeypatch):
+    old = tmp_path / "criu"
+    old.write_text("#!/bin/sh\necho 'Version: 3.17.1'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv(criu_install.VARIABLE, str(old))
+    found = by_check(replace(FIT, criu=host.Probes().criu))
+    assert found["criu"].ok is False and "3.17.1" in found["criu"].what and found["criu-check"].ok is None
+
+
+# -- single real probes -----------------------------------------------------------------------------------------------
+
+
+def test_place_of_a_directory_that_is_not_there_yet(tmp_path):
+    place = host.place(tmp_path / "a/b")
+    assert place.path == tmp_path and place.free > 0 and place.problem == "" and place.filesystem != "unknown"
+
+
+def test_place_in_a_file_system_that_cannot_be_written():
+    assert host.place(Path("/proc/nowhere")).problem
+    assert host.place(Path("/proc/nowhere")).filesystem == "proc"
+
+
+def test_sysctl():
+    assert int(host.sysctl("kernel.pid_max")) > 0
+    assert host.sysctl("kernel.no_such_setting") is None
+
+
+def test_default_kernel_of_this_environment():
+    import ipykernel
+
+    assert host.default_kernel() == ipykernel.__version__
+
+
+def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
+    spec = tmp_path / "kernels/python3"
+    spec.mkdir(parents=True)
+    python = tmp_path / "python-of-another-environment"
+    python.write_text("#!/bin/sh\necho 'No module named ipykernel' >&2; exit 1\n")
+    python.chmod(0o755)
+    content = {"argv": [str(python), "-m", "ipykernel_launcher"], "display_name": "x", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(content))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    with pytest.raises(LookupError, match="No module named ipykernel"):
+        host.default_kernel()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon\nGCC version: 13\n", "580.159.04"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n", "580.95.05"),
+        ("something else", "0"),
+    ],
+)
+def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    assert host.nvidia_driver() == version
+
+
+def test_no_driver_no_gpu_questions():
+    if host.nvidia_driver() is not None:
+        pytest.skip("this host has an NVIDIA driver")
+    assert by_check(Probes())["nvidia-driver"].ok is None

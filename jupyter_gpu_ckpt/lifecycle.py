@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from .errors import (
     DeviceHeld,
     GpuCkptError,
     ImageError,
+    ImageNotFound,
     KernelLost,
     PreflightError,
 )
@@ -39,6 +40,9 @@ from .image.store import Draft, Image, Store
 from .machine import Kernel, State, Step
 from .trace import Recorder, Trace
 from .trace import Step as Traced
+
+
+_ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 
 class Gate(Protocol):
@@ -58,6 +62,9 @@ class Gate(Protocol):
 
     def sleep(self) -> None:
         """From now on a message that needs the kernel wakes it."""
+
+    def fail(self, error: GpuCkptError) -> None:
+        """A wake failed: tell the clients that wait, and sleep on."""
 
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Ask the agent inside the kernel."""
@@ -136,6 +143,8 @@ class Lifecycle:
         self._recorder = Recorder()
         self.trace.sinks.append(self._recorder)
         self._lock = threading.RLock()
+        #: Whether the step that failed had done its work all the same, or some of it, so that its undo must be run.
+        self._step_done = False
         self._draft: Draft | None = None
         self._clocks: Clocks | None = None
         self._saved = Saved()
@@ -251,29 +260,33 @@ class Lifecycle:
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 self._notice_death()
             del self._recorder.events[:]
-            kernel, steps = machine.advance(self.kernel, event)
-            self._take(kernel)
+            steps = self._feed(event)
             failure: Exception | None = None
-            while steps:
+            while steps or self.kernel.unwinding:
                 if self.kernel.unwinding:
-                    after: machine.Event = machine.Unwound(self._unwind(steps))
+                    steps = self._feed(machine.Unwound(self._unwind(steps)))
+                    continue
+                try:
+                    self._run(steps[0])
+                except Exception as error:
+                    failure = failure or error
+                    steps = self._feed(machine.StepFailed(steps[0], getattr(error, "code", type(error).__name__)))
                 else:
-                    try:
-                        self._run(steps[0])
-                    except Exception as error:
-                        code = error.code if isinstance(error, GpuCkptError) else type(error).__name__
-                        failure = failure or error
-                        after = machine.StepFailed(steps[0], code)
-                    else:
-                        after = machine.StepDone(steps[0])
-                kernel, steps = machine.advance(self.kernel, after)
-                self._take(kernel)
-                if kernel.unwinding and not steps:
-                    self._take(machine.advance(kernel, machine.Unwound())[0])
+                    steps = self._feed(machine.StepDone(steps[0]))
             if self.state is not State.CHECKPOINTED:
                 self._notice_death(quiet=failure is not None)
-            if failure is not None and kernel.plan is None and self.state is not self._goal(event):
-                raise self._told(failure) from failure
+            goal = self._goal(event)
+            if failure is not None and self.state is not goal:
+                told = self._told(failure)
+                if goal is State.RUNNING and self.state is not State.DEAD:
+                    # Whoever waits for the kernel hears why it did not come; the next message tries again.
+                    self.gate.fail(told)
+                raise told from failure
+
+    def _feed(self, event: machine.Event) -> tuple[Step, ...]:
+        kernel, steps = machine.advance(self.kernel, event)
+        self._take(kernel)
+        return steps
 
     @staticmethod
     def _goal(event: machine.Event) -> State:
@@ -282,16 +295,22 @@ class Lifecycle:
         return State.CHECKPOINTED if isinstance(event, machine.Checkpoint) else State.RUNNING
 
     def _run(self, step: Step) -> None:
+        self._step_done = False
         with self.trace.step(step.value) as traced:
             method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
             method(traced)
+            # From here on only a listener to the trace can make the step fail, and what it did must be undone.
+            self._step_done = True
 
     def _unwind(self, steps: Sequence[Step]) -> tuple[Step, ...]:
         """Run undo steps, each whatever became of the one before; the ones that failed."""
         failed: list[Step] = []
         for step in steps:
-            if Step.CUDA_RESUME in failed and step in (Step.THAW, Step.RELEASE):
-                step = Step.SLEEP  # it stays suspended: its messages stay held, and the next one tries again
+            if Step.CUDA_RESUME in failed:
+                # It stays suspended and quiesced: its messages stay held, and the next one tries again.
+                if step is Step.THAW:
+                    continue
+                step = Step.SLEEP if step is Step.RELEASE else step
             try:
                 self._run(step)
             except Exception:
@@ -311,9 +330,17 @@ class Lifecycle:
             State.RUNNING: "the kernel runs on",
             State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
             State.CHECKPOINTED: f"the image is kept as {self.image.id if self.image else '?'}",
-        }.get(self.state, "the kernel is gone")
+        }.get(self.state, f"the kernel is gone{f'; the image is kept as {self.image.id}' if self.image else ''}")
+        if isinstance(error, ImageNotFound):
+            left = "nothing: the image was removed while the kernel was away"
         if not isinstance(error, GpuCkptError):
             error = GpuCkptError(f"{type(error).__name__}: {error}")
+        if self.state is State.DEAD:
+            error = KernelLost(
+                f"The kernel's process ended (status {self.exit_status}).",
+                status=self.exit_status,
+                cause=error.code,
+            )
         error.left = left
         return error
 
@@ -322,7 +349,7 @@ class Lifecycle:
         if self.capsule is not None and (status := self.capsule.poll()) is not None:
             self._bury(status)
             if not quiet:
-                raise KernelLost(f"The kernel's process ended (status {status}).", status=status)
+                raise self._told(KernelLost("The kernel's process ended."))
 
     def _bury(self, status: int) -> None:
         self.exit_status = status
@@ -336,6 +363,18 @@ class Lifecycle:
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """While the body waits for an answer of the kernel: the kernel's end ends the waiting, not the deadline."""
+        capsule = self._alive()
+        with capsule.watched(self.gate.close):
+            try:
+                yield
+            except GpuCkptError as error:
+                if (status := capsule.poll()) is not None:
+                    raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
+                raise
 
     def _deadline(self, bytes: int) -> float:
         return self.settings.base + bytes / self.settings.slowest_rate
@@ -351,7 +390,10 @@ class Lifecycle:
 
     def _drain(self, _: Traced) -> None:
         try:
-            self.gate.drain(self.settings.drain)
+            with self._answering():
+                self.gate.drain(self.settings.drain)
+        except CapsuleGone:
+            raise
         except GpuCkptError:
             self.gate.release()
             raise
@@ -370,7 +412,8 @@ class Lifecycle:
         self._saved.report = report
 
     def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
-        reply = self.gate.request(f"gpu_ckpt_{verb}_request", content, self.settings.agent)
+        with self._answering():
+            reply = self.gate.request(f"gpu_ckpt_{verb}_request", content, self.settings.agent)
         if reply.get("status") != "ok":
             raise AgentError(
                 f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
@@ -386,17 +429,15 @@ class Lifecycle:
         saved.device_bytes = self.engine.gpus.used_by(pid)
         saved.node_gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
         traced.bytes = sum(saved.device_bytes.values())
-        cuda.lock(pid, self.settings.cuda)
-        try:
-            cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
-        except GpuCkptError:
-            cuda.unlock(pid)
-            raise
         saved.cuda = True
         try:
+            cuda.lock(pid, self.settings.cuda)
+            cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
             self._refuse_device_files(pid)
-        except DeviceHeld:
-            self._bring_back(pid)
+        except GpuCkptError:
+            # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
+            # needs proof of room: so the undo of this step finds out, and does what is left to do.
+            self._step_done = True
             raise
 
     def _refuse_device_files(self, pid: int) -> None:
@@ -482,7 +523,7 @@ class Lifecycle:
 
     def _reserve(self, _: Traced) -> None:
         """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
-        if not self._saved.cuda:
+        if not self._saved.cuda or self._on_gpu():
             return
         present = [gpu.uuid for gpu in self.engine.gpus.list()]
         try:
@@ -495,6 +536,10 @@ class Lifecycle:
         mapping = self._mapping or {}
         needs = {mapping.get(uuid, uuid): bytes for uuid, bytes in self._saved.device_bytes.items()}
         return self.engine.gpus.room(needs, self.settings.room)
+
+    def _on_gpu(self) -> bool:
+        """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
+        return self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
 
     def _unreserve(self, _: Traced) -> None:
         self._room.close()
@@ -528,7 +573,7 @@ class Lifecycle:
             return
         pid = self._alive().host_pid
         traced.bytes = sum(self._saved.device_bytes.values())
-        if self.kernel.unwinding:
+        if self.kernel.unwinding and not self._on_gpu():
             # An undo has no reservation yet, and without proof of room the driver could destroy the process.
             with self._proven_room():
                 self._bring_back(pid)
@@ -537,13 +582,19 @@ class Lifecycle:
 
     def _bring_back(self, pid: int) -> None:
         bytes = sum(self._saved.device_bytes.values())
-        self.engine.cuda.restore(pid, self._mapping, timeout_s=self._deadline(bytes))
-        self.engine.cuda.unlock(pid)
+        state = self.engine.cuda.state(pid)
+        if state not in _ON_GPU:
+            self.engine.cuda.restore(pid, self._mapping, timeout_s=self._deadline(bytes))
+        if state is not CudaState.RUNNING:
+            self.engine.cuda.unlock(pid)
         self._saved.cuda = False
         self._mapping = None
 
     def _connect(self, _: Traced) -> None:
-        self.gate.open(self.settings.connect)
+        # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
+        patience = self.settings.base if self.kernel.unwinding else 0.0
+        with self._answering():
+            self.gate.open(self.settings.connect + patience)
 
     def _thaw(self, _: Traced) -> None:
         if self.home.has_agent:

@@ -100,10 +100,14 @@ class StepDone(Event):
 
 @dataclass(frozen=True)
 class StepFailed(Event):
-    """The step handed out last failed and left nothing behind that its undo would have to mend."""
+    """The step handed out last failed.
+
+    It left nothing behind that its undo would have to mend, unless ``done``: then its work, or some of it, was done.
+    """
 
     step: Step
     code: str
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,10 +282,12 @@ def _step_failed(kernel: Kernel, event: Event) -> Outcome | None:
     plan = kernel.plan
     if plan is None or kernel.unwinding:
         return None
-    if plan.commit in kernel.done:
+    if plan.commit in kernel.done or (event.done and event.step is plan.commit):
         return _step_done(kernel, StepDone(event.step))
+    if event.done:
+        kernel = replace(kernel, done=(*kernel.done, event.step), **_FACTS.get(event.step, {}))
     undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
-    if plan.back is not State.RUNNING:
+    if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
         undo = (*undo, Step.SLEEP)
     return replace(kernel, unwinding=True), undo
 

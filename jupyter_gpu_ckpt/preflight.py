@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ChildProcesses, DebuggerAttached, DeletedMapping, DeviceHeld, GpuCkptError, NoMemory, NoSpace
+from .errors import ChildProcesses, DebuggerAttached, DeletedMapping, GpuCkptError, NoMemory, NoSpace
 
 #: Room an image needs beyond the memory it holds, in bytes: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
@@ -129,8 +129,6 @@ def judge_report(report: Mapping[str, Any]) -> list[Finding]:
     findings = []
     if report.get("debugger"):
         findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
-    if report.get("nvml") and not report.get("cuda", {}).get("initialized"):
-        findings.append(_blocking(DeviceHeld("NVML is initialised in the kernel and holds GPU device files open.")))
     if report.get("deleted_mappings"):
         path = report["deleted_mappings"][0]["path"]
         findings.append(_blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))

@@ -21,12 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CapsuleError, CapsuleGone
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
@@ -319,6 +319,32 @@ class Capsule:
         if self._pidfd >= 0:
             select.select([self._pidfd], [], [], timeout)
         return self.poll()
+
+    @contextlib.contextmanager
+    def watched(self, told: Callable[[], object]) -> Iterator[None]:
+        """Call ``told`` once, on another thread, if the kernel ends during the body (or had ended before)."""
+        if self._pidfd < 0:
+            told()
+            yield
+            return
+        # Its own descriptor: `close` on another thread gives ours back, and its number to somebody else.
+        pidfd = os.dup(self._pidfd)
+        over, finish = os.pipe()
+
+        def watch() -> None:
+            if over not in select.select([pidfd, over], [], [])[0]:
+                with contextlib.suppress(GpuCkptError):
+                    told()
+
+        watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            os.close(finish)
+            watcher.join()
+            os.close(over)
+            os.close(pidfd)
 
     def signal(self, number: int) -> None:
         """Send a signal to the kernel's process group, as jupyter_client does for a local kernel."""

@@ -34,7 +34,7 @@ from ..image.store import Image, Store
 from ..lifecycle import Engine, Home, Lifecycle, Settings
 from ..machine import State
 from ..trace import Sink, StepEvent, Trace
-from .gate import Gate
+from .gate import Gate, GateState
 from .inject import rewrite
 from .places import default_image_dir, default_runtime_base, make_runtime_dir
 from .registry import Registration, reap
@@ -177,7 +177,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._submit(self._wake)
 
     def _wake(self) -> None:
-        if self.lifecycle is None or self._gate is None:
+        if self.lifecycle is None:
             return
         try:
             self.lifecycle.wake()
@@ -185,7 +185,6 @@ class GpuCkptProvisioner(LocalProvisioner):
             if self.lifecycle is None or self.state is State.DEAD:
                 return  # it was ended meanwhile; jupyter_client learns that by polling
             self.log.error("Kernel %s could not be woken: %s", self.kernel_id, error)
-            self._gate.fail(error)
 
     def _on_ask(self, content: dict[str, Any]) -> None:
         """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
@@ -343,9 +342,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called to interrupt and to end.  A sleeping kernel has nothing to interrupt; ending it drops the process."""
         if self.lifecycle is None:
             return await super().send_signal(signum)
-        if signum == signal.SIGKILL or (signum == signal.SIGTERM and self.state is not State.RUNNING):
+        if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._reachable):
             await asyncio.to_thread(self.lifecycle.terminate)
-        elif self.state is State.RUNNING and self.lifecycle.capsule is not None:
+        elif self._reachable and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.signal(signum)
         return None
 
@@ -359,8 +358,13 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
-        if self.lifecycle is not None and self.state is not State.RUNNING:
+        if self.lifecycle is not None and not self._reachable:
             await asyncio.to_thread(self.lifecycle.terminate)
+
+    @property
+    def _reachable(self) -> bool:
+        """Whether the kernel gets what is sent to it: a wake opens the gate before the last of its steps is done."""
+        return self._gate is not None and self._gate.state in (GateState.OPEN, GateState.DRAINING)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""

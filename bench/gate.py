@@ -1,0 +1,136 @@
+"""What a gate costs: latency and throughput against the same kernel without one, and memory while the kernel sleeps.
+
+Run ``python bench/gate.py``; it needs ipykernel and takes about half a minute.  The limits in the last column are those
+that the design asks for; the exit status is 1 if one is missed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client import BlockingKernelClient
+
+from jupyter_gpu_ckpt.kernel import wire
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernel"))
+
+from gate_world import DEADLINE, Kernel, World, until
+
+ROUNDS = 400
+BURST = 20_000
+SLEEPERS = 40
+
+# Sent past OutStream, which would join the texts to a few messages.
+PRINTER = f"""
+kernel = get_ipython().kernel
+parent = kernel.get_parent('shell')
+for i in range({BURST}):
+    kernel.session.send(kernel.iopub_socket, 'stream', {{'name': 'stdout', 'text': 'x'}}, parent=parent)
+"""
+
+# For the connections that there are.  As it is, a kernel that prints faster than its own I/O thread sends drops outputs.
+NO_HIGH_WATER = "t = get_ipython().kernel.iopub_thread; t.schedule(lambda: t.socket.set_hwm(0))"
+
+
+def round_trip(client: BlockingKernelClient, ask: Callable[[], str]) -> float:
+    """Seconds from a request to its reply."""
+    began = time.perf_counter()
+    msg_id = ask()
+    while client.get_shell_msg(timeout=DEADLINE)["parent_header"]["msg_id"] != msg_id:
+        pass
+    return time.perf_counter() - began
+
+
+def burst(client: BlockingKernelClient, info: dict[str, Any]) -> float:
+    """Outputs a second from the kernel's first to its last.
+
+    Read off a bare socket: verifying each message, as a client does, takes longer than any gate, and a direct client
+    that reads slower than the kernel prints loses outputs at the kernel's high-water mark.
+    """
+    with wire.context().socket(zmq.SUB) as reader:
+        reader.setsockopt(zmq.RCVHWM, 0)
+        reader.connect(wire.address(info, "iopub"))
+        reader.subscribe(b"")
+        until(lambda: client.kernel_info() and reader.poll(50), "the subscription")
+        client.execute(NO_HIGH_WATER, silent=True)
+        client.execute(PRINTER, silent=True)
+        count, first = 0, 0.0
+        while count < BURST:
+            assert reader.poll(DEADLINE * 1000), f"{BURST - count} outputs lost"
+            if b'"stream"' in wire.split(reader.recv_multipart())[1][wire.HEADER]:
+                first = first or time.perf_counter()
+                count += 1
+        return count / (time.perf_counter() - first)
+
+
+def resident() -> float:
+    """Bytes of this process in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def sleeper(kernel: Kernel, directory: Path) -> World:
+    """A gate whose kernel sleeps, after it was awake."""
+    directory.mkdir()
+    world = World(kernel, directory)
+    world.up()
+    world.to_sleep()
+    return world
+
+
+def main() -> int:
+    """Measure and print; 0 if every limit is met."""
+    rows: list[tuple[str, str, str, str, bool]] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        kernel = Kernel()
+        world = World(kernel, directory)
+        world.up()
+        through = world.client()
+        direct = BlockingKernelClient()
+        direct.load_connection_info(dict(kernel.info))
+        direct.start_channels()
+        direct.wait_for_ready(timeout=DEADLINE)
+
+        asks: dict[str, Callable[[BlockingKernelClient], Callable[[], str]]] = {
+            "kernel_info round trip, median": lambda client: client.kernel_info,
+            "execute round trip, median": lambda client: lambda: client.execute("1", silent=True),
+        }
+        for what, ask in asks.items():
+            times: dict[Any, list[float]] = {direct: [], through: []}
+            for _ in range(ROUNDS):  # by turns, so that the machine's moods hit both
+                for client, list_of_times in times.items():
+                    list_of_times.append(round_trip(client, ask(client)))
+            without, with_gate = (statistics.median(each) * 1e3 for each in times.values())
+            added = with_gate - without
+            rows.append((what, f"{without:.2f} ms", f"{with_gate:.2f} ms", f"adds {added:.2f} <= 0.3 ms", added <= 0.3))
+
+        without, with_gate = burst(direct, kernel.info), burst(through, world.front)
+        rows.append(("outputs", f"{without:,.0f} /s", f"{with_gate:,.0f} /s", ">= 5,000 /s", with_gate >= 5000))
+
+        warm = sleeper(kernel, directory / "warm")
+        before = resident()
+        sleepers = [sleeper(kernel, directory / str(n)) for n in range(SLEEPERS)]
+        each = (resident() - before) / SLEEPERS / 1e3
+        rows.append(("memory of a sleeping gate", "-", f"{each:.0f} kB", "< 300 kB", each < 300))
+
+        for client in (through, direct):
+            client.stop_channels()
+        for made in (world, warm, *sleepers):
+            made.gate.stop()
+        kernel.remove()
+
+    print(f"{'':34}{'direct':>14}{'gate':>14}   limit")
+    for what, left, right, limit, met in rows:
+        print(f"{what:34}{left:>14}{right:>14}   {limit}{'' if met else '   MISSED'}")
+    return 0 if all(row[-1] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

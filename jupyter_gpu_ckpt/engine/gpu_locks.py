@@ -1,0 +1,111 @@
+"""One lock file per GPU, shared by all users of one machine.
+
+``filelock`` cannot do this: it opens with ``O_RDWR | O_CREAT``, which the kernel refuses for another user's file in a
+sticky world-writable directory (``fs.protected_regular`` in proc(5)).  ``flock(2)`` needs no write access, so the file
+is opened read-only, and created, by whoever comes first, with ``O_EXCL``.
+
+What it cannot do: stop a program that takes GPU memory without asking; any user can hold a lock as long as he likes (a
+caller waits until its deadline, nothing more); and users with private temporary directories (systemd's ``PrivateTmp``,
+containers) share locks only if they are given a common directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from ..errors import GpuFull, HostError
+
+# flock(2) has no deadline of its own.
+POLL_S = 0.05
+_NAME = re.compile(r"[A-Za-z0-9-]+")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@contextmanager
+def hold(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
+    """Hold the locks of these GPUs during the body; in the order of their UUIDs, so that no two callers wait for each
+    other.
+
+    Raises
+    ------
+    GpuFull
+        Somebody else held one of them for all of ``timeout_s``.
+    HostError
+        The lock directory cannot be used, or something in it is not a lock file.
+    """
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as held:
+        for uuid in sorted(set(uuids)):
+            if not _NAME.fullmatch(uuid):
+                raise ValueError(f"not a GPU UUID: {uuid!r}")
+            descriptor = _lock(directory, uuid, deadline)
+            if descriptor is None:
+                raise GpuFull(
+                    "Another kernel is being brought back to the same GPU; this one was not tried.",
+                    hint="Nothing is lost. Run a cell again in a moment.",
+                    uuid=uuid,
+                    locked=True,
+                )
+            held.callback(os.close, descriptor)
+        yield
+
+
+def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
+    while True:
+        try:
+            descriptor = _open(directory, f"{uuid}.lock")
+        except OSError as error:
+            # Between another user's mkdir and chmod, or open and fchmod, there is nothing to be opened yet.
+            if not isinstance(error, PermissionError | FileNotFoundError) or time.monotonic() >= deadline:
+                raise HostError(
+                    f"The directory of the GPU locks cannot be used: {error.strerror}.",
+                    hint="Ask the administrator to remove it, or set another lock directory.",
+                ) from error
+        else:
+            if _try_lock(directory / f"{uuid}.lock", descriptor):
+                return descriptor
+            os.close(descriptor)
+            if time.monotonic() >= deadline:
+                return None
+        time.sleep(POLL_S)
+
+
+def _open(directory: Path, name: str) -> int:
+    with suppress(FileExistsError):
+        os.mkdir(directory)
+        # Not in mkdir: there the umask has its say.  World-writable and sticky, as the directory around it.
+        os.chmod(directory, 0o1777)  # noqa: S103
+    parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            descriptor = os.open(name, _READ | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=parent)
+            os.fchmod(descriptor, 0o644)
+        except FileExistsError:
+            descriptor = os.open(name, _READ, dir_fd=parent)
+    finally:
+        os.close(parent)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, f"{name} is not a regular file")
+    return descriptor
+
+
+def _try_lock(path: Path, descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # A cleaner of temporary files may have removed it since it was opened; then the next caller would lock another
+    # file.
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))

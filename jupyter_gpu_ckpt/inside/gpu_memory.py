@@ -1,0 +1,127 @@
+"""What this process has on GPUs, and giving back what nobody needs.
+
+Nothing here imports a GPU library, initialises CUDA or creates a context: each would put hundreds of megabytes into a
+kernel that did not ask for them.  The driver is asked through the library that is already loaded (CUDA driver API:
+``cuDeviceGetCount`` fails with NOT_INITIALIZED before ``cuInit``; ``cuDevicePrimaryCtxGetState`` reads without
+creating).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import uuid
+from typing import Any
+
+#: Modules whose presence tells that a kernel works, or may work, on a GPU.
+_LIBRARIES = ("torch", "cupy", "jax", "tensorflow", "numba.cuda", "pycuda", "rmm", "cudf", "cuda.core", "cuda.bindings")
+
+
+def report() -> dict[str, Any]:
+    """Loaded GPU libraries, whether CUDA is initialised, and the devices this process has a context on (bytes)."""
+    driver = _driver()
+    devices = [_device(driver, index) for index in _active_devices(driver)]
+    return {
+        "modules": [name for name in _LIBRARIES if name in sys.modules],
+        "initialized": driver is not None or _torch() is not None,
+        "devices": devices,
+    }
+
+
+def trim() -> int:
+    """Wait for submitted work and free the caches of PyTorch and CuPy; bytes given back.
+
+    The devices' contents that programs hold stay as they are.  Raises what the libraries raise: a sticky CUDA error,
+    for one.
+    """
+    return _trim_torch() + _trim_cupy()
+
+
+def nvml_initialized() -> bool:
+    """Whether pynvml is initialised: it holds device files open that cannot be saved."""
+    pynvml = sys.modules.get("pynvml")
+    return bool(getattr(pynvml, "_nvmlLib_refcount", 0))
+
+
+def _torch() -> Any:
+    """``torch.cuda`` if PyTorch is loaded and has initialised CUDA in this process, else ``None``."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
+def _trim_torch() -> int:
+    cuda = _torch()
+    if cuda is None:
+        return 0
+    # Only devices this process has memory on: `synchronize` would create a context on the others.
+    used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
+    before = sum(cuda.memory_reserved(index) for index in used)
+    for index in used:
+        cuda.synchronize(index)
+    if used:
+        cuda.empty_cache()
+    return int(before - sum(cuda.memory_reserved(index) for index in used))
+
+
+def _trim_cupy() -> int:
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not hasattr(cupy, "get_default_memory_pool"):
+        return 0
+    active = _active_devices(_driver())
+    if not active:
+        return 0
+    freed = 0
+    pool = cupy.get_default_memory_pool()
+    for index in active:  # a pool speaks of the current device only
+        with cupy.cuda.Device(index):
+            before = pool.total_bytes()
+            pool.free_all_blocks()
+            freed += before - pool.total_bytes()
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+    return int(freed)
+
+
+def _driver() -> Any:
+    """The CUDA driver library if it is loaded and initialised in this process, else ``None``."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    return driver if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0 else None
+
+
+def _active_devices(driver: Any) -> list[int]:
+    """Ordinals (after CUDA_VISIBLE_DEVICES) of the devices with a primary context of this process."""
+    if driver is None:
+        return []
+    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [
+        index
+        for index in range(count.value)
+        if driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value
+    ]
+
+
+def _device(driver: Any, index: int) -> dict[str, Any]:
+    name, identity = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
+    driver.cuDeviceGetName(name, 256, index)
+    driver.cuDeviceGetUuid(ctypes.byref(identity), index)
+    allocated = reserved = 0
+    cuda = _torch()
+    if cuda is not None:
+        allocated, reserved = int(cuda.memory_allocated(index)), int(cuda.memory_reserved(index))
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and hasattr(cupy, "get_default_memory_pool"):
+        with cupy.cuda.Device(index):
+            pool = cupy.get_default_memory_pool()
+            allocated, reserved = allocated + int(pool.used_bytes()), reserved + int(pool.total_bytes())
+    return {
+        "index": index,
+        "name": name.value.decode("utf-8", "replace"),
+        "uuid": f"GPU-{uuid.UUID(bytes=bytes(identity))}",
+        "allocated": allocated,
+        "reserved": reserved,
+    }

@@ -1,0 +1,105 @@
+"""Take IPython's history database out of the process, and put it back.
+
+Every kernel of a profile holds the same ``history.sqlite`` open, and it grows while this kernel is away; CRIU refuses
+to restore a process whose open file changed its size.  So no descriptor of it may be in an image.
+
+Knows IPython 7.x to 9.x: `HistoryManager` has a connection of its own (``db``), and a `HistorySavingThread` with
+another one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from typing import Any
+
+#: Seconds to wait for another process's lock on the database.
+_LOCK_TIMEOUT = 5.0
+
+
+class History:
+    """The history of one shell: open, or parked without a descriptor on the file."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._thread_class: Any = None
+        self.parked = False
+
+    def park(self) -> bool:
+        """Write out what is cached, stop the saving thread, close both connections; ``True`` if there were any.
+
+        Session number, input and output caches stay as they are.  A database that cannot be written now (locked by
+        another kernel) loses nothing: its lines stay cached and are written after `unpark`.
+
+        After failure: call `unpark`.
+        """
+        manager = getattr(self._shell, "history_manager", None)
+        if self.parked or manager is None or not manager.enabled or str(manager.hist_file) == ":memory:":
+            return False
+        from IPython.core.history import DummyDB
+
+        self.parked = True  # from here on unpark has something to do
+        thread = getattr(manager, "save_thread", None)
+        if thread is not None:
+            self._thread_class = type(thread)
+            thread.stop()  # joins it; the thread closes its own connection
+            with contextlib.suppress(Exception):
+                atexit.unregister(thread.stop)  # IPython < 8.13 registers once for each thread ever made
+            manager.save_thread = None
+        cached = list(manager.db_input_cache), list(manager.db_output_cache)
+        try:
+            manager.writeout_cache()
+        except Exception:
+            manager.db_input_cache, manager.db_output_cache = cached
+        self._close(manager)
+        # Not left closed: on any error of sqlite IPython takes the database for corrupt and renames the user's file.
+        manager.db = DummyDB()
+        return True
+
+    def unpark(self) -> str:
+        """Open the database again and go on in the same session; returns what could not be done, or ``""``."""
+        if not self.parked:
+            return ""
+        self.parked = False
+        manager = self._shell.history_manager
+        problem = _unreadable(manager)
+        if problem:
+            # `init_db` would rename the user's file away; history goes on in memory as IPython does when it has no
+            # file.
+            manager.hist_file = ":memory:"
+        manager.init_db()
+        if self._thread_class is not None and not problem:
+            if manager.save_flag is not None:
+                manager.save_flag.clear()  # IPython < 9 shares one flag between threads; `stop` left it set
+            manager.save_thread = self._thread_class(manager)
+            manager.save_thread.start()
+        self._thread_class = None
+        return problem
+
+    @staticmethod
+    def _close(manager: Any) -> None:
+        # IPython >= 9 keeps every connection it ever opened in a finalizer; calling it closes the connection and
+        # forgets it.
+        finalizer = getattr(manager, "_finalizer", None)
+        if finalizer is not None:
+            finalizer()
+        manager.db.close()
+
+
+def _unreadable(manager: Any) -> str:
+    """Why the database file cannot be used, or ``""``; a file that does not exist yet is usable."""
+    import sqlite3
+
+    path = str(manager.hist_file)
+    if not os.path.exists(path):
+        return ""
+    try:
+        connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT)
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return f"history stays in memory: {type(error).__name__}: {error}"
+    return ""

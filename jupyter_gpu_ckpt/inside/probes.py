@@ -1,0 +1,219 @@
+"""What of this process stands in the way of a checkpoint, or will be different after it.
+
+Every probe is on its own: one that fails leaves its default in the report and a line in ``probe_errors``.  No probe
+changes anything, imports a library that was not loaded, or reads what the user computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import re
+import socket
+import stat
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from . import gpu_memory, mappings
+
+# Helpers of multiprocessing and loky that only clean up behind dead processes: they hold no user state.
+_BENIGN = re.compile(rb"(multiprocessing|loky\.backend)\.(resource_tracker|semaphore_tracker)")
+
+_SO_PEERCRED = getattr(socket, "SO_PEERCRED", 17)
+
+
+def probe(errors: list[str], name: str, look: Callable[[], Any], default: Any) -> Any:
+    """``look()``, or ``default`` and a line in ``errors``."""
+    try:
+        return look()
+    except Exception as error:
+        errors.append(f"{name}: {type(error).__name__}: {error}"[:200])
+        return default
+
+
+def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, Any]:
+    """The report of a preflight or a quiesce, JSON-serialisable; sizes in bytes."""
+    looks: list[tuple[str, Callable[[], Any], Any]] = [
+        ("python", platform.python_version, ""),
+        ("ipykernel", lambda: _version("ipykernel"), ""),
+        ("ipython", lambda: _version("IPython"), ""),
+        ("pid", os.getpid, 0),
+        ("threads", lambda: [thread.name for thread in threading.enumerate()], []),
+        ("children", children, []),
+        ("debugger", lambda: debugger_in_use(kernel), False),
+        ("cuda", gpu_memory.report, {"modules": [], "initialized": False, "devices": []}),
+        ("nvml", gpu_memory.nvml_initialized, False),
+        ("sockets", lambda: foreign_sockets(own_endpoints(kernel, pipe_port)), []),
+        ("deleted_mappings", mappings.still_deleted, []),
+        ("shm_files", mappings.living_shared_memory, []),
+        ("open_files", open_files, []),
+    ]
+    found = {name: probe(errors, name, look, default) for name, look, default in looks}
+    return {**found, "rehomed": 0, "trimmed_bytes": 0, "probe_errors": errors}
+
+
+def _version(module: str) -> str:
+    return str(getattr(sys.modules.get(module), "__version__", ""))
+
+
+def debugger_in_use(kernel: Any) -> bool:
+    """Whether ipykernel's debugger was started, or a client is connected to debugpy."""
+    if getattr(getattr(kernel, "debugger", None), "is_started", False):
+        return True
+    # The public function of debugpy imports its server, and with it pydevd, on first use: not asked unless that has
+    # happened.
+    server = sys.modules.get("debugpy.server.api")
+    return bool(server is not None and server.is_client_connected())
+
+
+def children() -> list[dict[str, Any]]:
+    """All living and dead descendants: ``pid``, ``cmd`` (the program's name, never its arguments) and ``benign``."""
+    parents: dict[int, int] = {}
+    states: dict[int, tuple[str, str]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                text = file.read()
+        except OSError:
+            continue
+        command, rest = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
+        parents[int(name)], states[int(name)] = int(rest[1]), (command, rest[0])
+    family = {int(os.readlink("/proc/self"))}
+    found: list[int] = []
+    while True:
+        more = [pid for pid, parent in sorted(parents.items()) if parent in family and pid not in family]
+        if not more:
+            break
+        family.update(more)
+        found += more
+    return [{"pid": pid, "cmd": states[pid][0], "benign": _benign(pid, states[pid][1])} for pid in found]
+
+
+def _benign(pid: int, state: str) -> bool:
+    if state == "Z":
+        return True  # dead, only not waited for yet
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _BENIGN.search(file.read()) is not None
+    except OSError:
+        return False
+
+
+def open_files() -> list[dict[str, Any]]:
+    """Regular files open for writing: ``path``, ``mode`` (``w``, ``rw``, ``a``, ``ra``) and ``size``.
+
+    CRIU refuses the restore when one of them has another size by then.
+    """
+    found = []
+    for name in sorted(os.listdir("/proc/self/fd"), key=int):
+        try:
+            status = os.stat(f"/proc/self/fd/{name}")
+            path = os.readlink(f"/proc/self/fd/{name}")
+            flags = fcntl.fcntl(int(name), fcntl.F_GETFL)
+        except OSError:
+            continue  # closed meanwhile: the listing's own descriptor, for one
+        access = flags & os.O_ACCMODE
+        if stat.S_ISREG(status.st_mode) and access != os.O_RDONLY:
+            mode = ("r" if access == os.O_RDWR else "") + ("a" if flags & os.O_APPEND else "w")
+            found.append({"path": _text(path), "mode": mode, "size": status.st_size})
+    return found
+
+
+# -- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def own_endpoints(kernel: Any, pipe_port: int | None) -> tuple[set[int], set[str]]:
+    """TCP ports and unix socket paths of the kernel's own channels."""
+    app = getattr(kernel, "parent", None)
+    names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
+    numbers = {port for port in (getattr(app, name, 0) for name in names) if port}
+    if getattr(app, "transport", "tcp") == "ipc":
+        return ({pipe_port} if pipe_port else set()), {f"{app.ip}-{number}" for number in numbers if app is not None}
+    return numbers | ({pipe_port} if pipe_port else set()), set()
+
+
+def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
+    """Sockets to somewhere outside this process, and listeners: ``kind``, ``local`` and ``remote``.
+
+    Left out: the kernel's own channels, socket pairs within the process, and listening unix sockets, which come back
+    whole. Reads /proc/self/net (proc(5)); makes no socket objects, whose construction may switch a user's socket to
+    non-blocking.
+    """
+    ports, paths = own
+    tables: dict[str, dict[str, str]] = {}
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for row in _table(kind):
+            local, remote = _address(row[1]), _address(row[2])
+            if {int(row[1][-4:], 16), int(row[2][-4:], 16)} & ports:
+                tables[row[9]] = {}
+            else:
+                tables[row[9]] = {"kind": kind[:3], "local": local, "remote": remote}
+    for row in _table("unix"):
+        tables[row[6]] = {"kind": "unix", "local": row[7] if len(row) > 7 else "", "remote": ""}
+    for row in _table("netlink"):
+        tables[row[9]] = {"kind": "netlink", "local": f"protocol {row[1]}", "remote": ""}
+    found = []
+    for name in sorted(os.listdir("/proc/self/fd"), key=int):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if not target.startswith("socket:["):
+            continue
+        entry = tables.get(target[8:-1], {"kind": "other", "local": "", "remote": ""})
+        if entry.get("kind") == "unix":
+            if entry["local"] in paths or _peer_pid(int(name)) == os.getpid():
+                continue
+            entry = {**entry, "remote": _peer_path(int(name))}
+        if entry:
+            found.append(entry)
+    return found
+
+
+def _table(kind: str) -> list[list[str]]:
+    try:
+        with open(f"/proc/self/net/{kind}", encoding="utf-8", errors="replace") as file:
+            return [line.split() for line in file.readlines()[1:]]
+    except OSError:
+        return []  # a kernel without this family
+
+
+def _address(text: str) -> str:
+    """``0100007F:1F90`` as ``127.0.0.1:8080``; ``""`` for no peer.  Addresses are words of the host's byte order."""
+    number, port = text.split(":")
+    if int(port, 16) == 0 and int(number, 16) == 0:
+        return ""
+    packed = b"".join(struct.pack("=I", int(number[i : i + 8], 16)) for i in range(0, len(number), 8))
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    host = socket.inet_ntop(family, packed)
+    return f"{host}:{int(port, 16)}" if family == socket.AF_INET else f"[{host}]:{int(port, 16)}"
+
+
+def _peer_pid(descriptor: int) -> int:
+    """The process at the other end of a unix socket when it was connected (unix(7)); ours for pairs and listeners."""
+    credentials, length = (ctypes.c_int * 3)(), ctypes.c_uint(12)
+    libc = ctypes.CDLL(None)
+    if libc.getsockopt(descriptor, socket.SOL_SOCKET, _SO_PEERCRED, credentials, ctypes.byref(length)) != 0:
+        return 0
+    return int(credentials[0])
+
+
+def _peer_path(descriptor: int) -> str:
+    address, length = ctypes.create_string_buffer(128), ctypes.c_uint(128)
+    if ctypes.CDLL(None).getpeername(descriptor, address, ctypes.byref(length)) != 0 or length.value <= 2:
+        return ""
+    path = address.raw[2 : length.value]
+    name = b"@" + path[1:] if path.startswith(b"\0") else path.rstrip(b"\0")
+    return name.decode("utf-8", "replace")
+
+
+def _text(path: str) -> str:
+    """Without the surrogates that stand for undecodable bytes: they cannot be sent as JSON."""
+    return path.encode("utf-8", "replace").decode()

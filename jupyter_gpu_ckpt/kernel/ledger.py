@@ -1,0 +1,149 @@
+"""What the kernel still owes: every request that was forwarded and has not yet both its reply and its idle.
+
+A kernel may only be dumped when this is empty.  Pure bookkeeping: no sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .wire import Request
+
+#: Requests that the protocol answers.  Comm messages have no reply, and of a type that is not here none is known: for
+#: those the idle alone ends the matter.
+REPLIED_TYPES = frozenset(
+    {
+        "execute_request",
+        "inspect_request",
+        "complete_request",
+        "history_request",
+        "is_complete_request",
+        "comm_info_request",
+        "kernel_info_request",
+        "connect_request",
+        "shutdown_request",
+        "interrupt_request",
+        "debug_request",
+        "usage_request",
+        "create_subshell_request",
+        "delete_subshell_request",
+        "list_subshell_request",
+    }
+)
+
+#: Where a kernel works requests off one after the other: channel and subshell.
+Lane = tuple[str, str | None]
+
+
+@dataclass
+class Entry:
+    """One msg_id under way.
+
+    The two counts are 1 as a rule; they add up for a client that uses one msg_id twice at a time.
+    """
+
+    request: Request
+    order: int
+    replies: int = 0
+    idles: int = 0
+    begun: bool = False
+    asks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def lane(self) -> Lane:
+        """Where the kernel works it off."""
+        return self.request.channel, self.request.subshell_id
+
+    @property
+    def straggles(self) -> bool:
+        """Whether it may be that nothing more comes.
+
+        A handler that raises leaves an idle without a reply.  ipykernel 7 handles a comm message that arrives while a
+        cell awaits on the side, without busy and without idle.  Neither can be told from "a moment later" but by a
+        request behind it in the same lane, the fence.
+        """
+        if self.request.msg_type.startswith("comm_"):
+            return not self.begun
+        return self.idles <= 0 < self.replies
+
+
+class Ledger:
+    """The requests under way, by msg_id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def types(self) -> list[str]:
+        """Message types under way, oldest first."""
+        return [entry.request.msg_type for entry in self._entries.values()]
+
+    def find(self, msg_id: str) -> Entry | None:
+        """The entry of ``msg_id`` if it is under way."""
+        return self._entries.get(msg_id)
+
+    def forwarded(self, request: Request) -> None:
+        """``request`` was given to the kernel."""
+        self._order += 1
+        entry = self._entries.setdefault(request.msg_id, Entry(request, self._order))
+        entry.order = self._order
+        entry.replies += request.msg_type in REPLIED_TYPES
+        entry.idles += 1
+
+    def replied(self, msg_id: str) -> Entry | None:
+        """A reply to ``msg_id`` came; the entry if that completes it."""
+        entry = self._entries.get(msg_id)
+        if entry is not None:
+            entry.replies -= 1
+        return self._completed(entry)
+
+    def begun(self, msg_id: str) -> None:
+        """The busy of ``msg_id`` came."""
+        if entry := self._entries.get(msg_id):
+            entry.begun = True
+
+    def idled(self, msg_id: str) -> Entry | None:
+        """The idle of ``msg_id`` came; the entry if that completes it."""
+        entry = self._entries.get(msg_id)
+        if entry is not None:
+            entry.idles -= 1
+        return self._completed(entry)
+
+    def straggling(self) -> dict[Lane, int]:
+        """Lanes in which nothing but stragglers is left, with the order of the last one."""
+        orders: dict[Lane, int] = {}
+        moving: set[Lane] = set()
+        for entry in self._entries.values():
+            orders[entry.lane] = max(entry.order, orders.get(entry.lane, 0))
+            if not entry.straggles:
+                moving.add(entry.lane)
+        return {lane: order for lane, order in orders.items() if lane not in moving}
+
+    def fenced(self, lane: Lane, order: int) -> list[Entry]:
+        """A fence behind ``order`` in ``lane`` was answered: drop and return the stragglers before it."""
+        return self._drop(e for e in self._entries.values() if e.lane == lane and e.order <= order and e.straggles)
+
+    def without_subshell(self, subshell_id: str) -> list[Entry]:
+        """A subshell was deleted: drop and return what was queued in it; the kernel never answers that."""
+        return self._drop(e for e in self._entries.values() if e.request.subshell_id == subshell_id)
+
+    def clear(self) -> list[Entry]:
+        """Drop and return everything."""
+        return self._drop(self._entries.values())
+
+    def _drop(self, entries: Iterable[Entry]) -> list[Entry]:
+        dropped = list(entries)
+        for entry in dropped:
+            del self._entries[entry.request.msg_id]
+        return dropped
+
+    def _completed(self, entry: Entry | None) -> Entry | None:
+        if entry is None or entry.replies > 0 or entry.idles > 0:
+            return None
+        del self._entries[entry.request.msg_id]
+        return entry

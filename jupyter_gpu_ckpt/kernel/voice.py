@@ -1,0 +1,140 @@
+"""What the gate says to clients in the kernel's name while the kernel cannot: signed, with the kernel's own session id.
+
+Each answer is what ipykernel would send and in its order: busy on iopub, the reply on the channel of the request, idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jupyter_client.session import Session, new_id
+
+from ..errors import GpuCkptError
+from .wire import Request
+
+Send = Callable[[str, list[bytes]], None]
+
+
+class Voice:
+    """Builds the kernel's messages and hands their frames to ``send(channel, frames)``.
+
+    ``info`` is the content of the kernel's last ``kernel_info_reply``, ``None`` until one was seen.
+    """
+
+    def __init__(self, session: Session, kernel_id: str, send: Send) -> None:
+        self._session = session
+        self._topic = f"kernel.{kernel_id}.".encode()
+        self._send = send
+        self.info: dict[str, Any] | None = None
+        self.kernel_welcomes = False
+
+    def learn(self, message: Mapping[str, Any]) -> None:
+        """Take ``info`` and the kernel's session id from its ``kernel_info_reply``.
+
+        The id matters: jupyter_server tells a kernel that was restarted by a change of it.
+        """
+        self.info = dict(message["content"])
+        self._session.session = message["header"]["session"]
+        self._session.username = message["header"].get("username", "")
+
+    def forget(self) -> None:
+        """The kernel is another one from here on."""
+        self.info, self.kernel_welcomes = None, False
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What `recall` needs; ``None`` until the kernel was heard."""
+        if self.info is None:
+            return None
+        header = {"session": self._session.session, "username": self._session.username}
+        return {"header": header, "content": self.info}
+
+    def welcome(self, topic: bytes) -> None:
+        """Answer a subscription by ``iopub_welcome``, as the kernel would (JEP 65; in ipykernel since 7).
+
+        A kernel that was heard and sent none itself is one that does not; its clients do not know the message.
+        """
+        if self.info is None or self.kernel_welcomes or _version(self.info) >= (5, 4):
+            content = {"subscription": topic.decode("utf-8", "replace")}
+            self._send("iopub", self._frames("iopub_welcome", content, None, [topic] if topic else []))
+
+    def status(self, state: str, request: Request) -> None:
+        """``busy`` or ``idle`` for ``request``."""
+        self._iopub("status", {"execution_state": state}, request)
+
+    def answer(self, request: Request, content: dict[str, Any], error: dict[str, Any] | None = None) -> None:
+        """busy, the iopub ``error`` if there is one, the reply if the type of ``request`` has one, idle."""
+        self.status("busy", request)
+        if error is not None:
+            self._iopub("error", error, request)
+        base, _, kind = request.msg_type.rpartition("_")
+        if kind == "request":
+            # ipykernel repeats an execution's status in the metadata; ipyparallel and old clients look there.
+            metadata = {"status": content["status"]} if "status" in content else {}
+            self._send(
+                request.channel, self._frames(f"{base}_reply", content, request.header, request.idents, metadata)
+            )
+        self.status("idle", request)
+
+    def kernel_info(self, request: Request) -> None:
+        """Answer a ``kernel_info_request`` from the cache."""
+        self.answer(request, dict(self.info or {}))
+
+    def done(self, request: Request) -> None:
+        """Answer a shutdown or an interrupt: nothing runs, so it is done."""
+        content: dict[str, Any] = {"status": "ok"}
+        if request.msg_type == "shutdown_request":
+            content["restart"] = bool(request.content.get("restart", False))
+        self.answer(request, content)
+
+    def aborted(self, request: Request) -> None:
+        """Answer an execution that was queued behind one that failed."""
+        self.answer(request, {"status": "aborted"})
+
+    def failed(self, request: Request, error: GpuCkptError) -> None:
+        """Answer an execution by ``error``, as if the cell had raised it."""
+        lines = [f"{error.code}: {error.message}"]
+        if error.left:
+            lines.append(f"Left behind: {error.left}.")
+        if error.hint:
+            lines.append(f"Hint: {error.hint}")
+        told = {"ename": error.code, "evalue": error.message, "traceback": lines}
+        # No cell ran, so the kernel's counter stands where it stood; the protocol wants the field.
+        reply: dict[str, Any] = {
+            "status": "error",
+            "execution_count": None,
+            "user_expressions": {},
+            "payload": [],
+            **told,
+        }
+        self.answer(request, reply, None if request.content.get("silent", False) else told)
+
+    def refused(self, request: Request) -> None:
+        """Answer a request for which there is no room."""
+        text = "The kernel is asleep and too many messages wait for it already."
+        self.answer(request, {"status": "error", "ename": "KERNEL_ASLEEP", "evalue": text, "traceback": [text]})
+
+    def _iopub(self, msg_type: str, content: dict[str, Any], request: Request) -> None:
+        self._send("iopub", self._frames(msg_type, content, request.header, [self._topic + msg_type.encode()]))
+
+    def _frames(
+        self,
+        msg_type: str,
+        content: dict[str, Any],
+        parent: dict[str, Any] | None,
+        idents: list[bytes],
+        metadata: dict[str, Any] | None = None,
+    ) -> list[bytes]:
+        header = self._session.msg_header(msg_type)
+        # Session counts its ids from the session id and the pid, and so does the kernel, whose pid may be ours in its
+        # namespace.
+        header["msg_id"] = new_id()
+        return self._session.serialize(self._session.msg(msg_type, content, parent, header, metadata), idents)
+
+
+def _version(info: Mapping[str, Any]) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in str(info.get("protocol_version", "")).split("."))
+    except ValueError:
+        return ()

@@ -1,0 +1,257 @@
+"""ZMQ sockets and message frames as Jupyter lays them out: addresses, socket options, signatures.
+
+Nothing here knows what a gate is for.  The layout of a message is "Messaging in Jupyter", section "The Wire Protocol":
+``[routing id, ..., DELIMITER, signature, header, parent_header, metadata, content, buffer, ...]``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket as stdlib_socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from jupyter_client.session import Session
+
+from ..errors import GateError
+
+DELIMITER = b"<IDS|MSG>"
+CHANNELS = ("control", "shell", "stdin", "iopub", "hb")
+
+# Offsets behind the delimiter.
+SIGNATURE, HEADER, PARENT, METADATA, CONTENT = range(5)
+
+_FRONT = {"control": zmq.ROUTER, "shell": zmq.ROUTER, "stdin": zmq.ROUTER, "iopub": zmq.XPUB, "hb": zmq.ROUTER}
+_BACK = {"control": zmq.DEALER, "shell": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.SUB, "hb": zmq.DEALER}
+
+# A client that does not read costs memory; ZMQ's default of 1,000 would cost it outputs instead, and one `for` loop
+# that prints is more than that.  A client 100,000 messages behind loses messages, as it would without a gate.
+_IOPUB_HIGH_WATER = 100_000
+
+# libzmq closes a listener some milliseconds after `close`; a gate started on the ports of one just stopped waits that
+# long.
+_BIND_PATIENCE = 0.5
+
+_MORE = int(zmq.SNDMORE)
+
+_IN_USE_HINT = "Another process took the port between its choice and its use; start the kernel again."
+
+_contexts: dict[int, zmq.Context[Any]] = {}
+_contexts_lock = threading.Lock()
+
+
+def context() -> zmq.Context[Any]:
+    """The one context of all gates of this process: their own, so that nobody else's `term` ends them.
+
+    One per process id: a forked child must not use its parent's.
+    """
+    with _contexts_lock:
+        pid = os.getpid()
+        if pid not in _contexts:
+            fresh: zmq.Context[Any] = zmq.Context()
+            # Ten sockets a gate: libzmq's default of 1,023 sockets would end at a hundred kernels.
+            fresh.set(zmq.MAX_SOCKETS, 16_384)
+            _contexts[pid] = fresh
+        return _contexts[pid]
+
+
+def address(info: Mapping[str, Any], channel: str) -> str:
+    """The ZMQ endpoint of ``channel`` in the connection info ``info``."""
+    separator = "-" if info.get("transport") == "ipc" else ":"
+    return f"{info.get('transport', 'tcp')}://{info['ip']}{separator}{info[channel + '_port']}"
+
+
+def session(info: Mapping[str, Any], *, history: bool) -> Session:
+    """A `Session` with the key of ``info``.  With ``history`` it knows a signature again, as a kernel does."""
+    made = Session(key=_bytes(info.get("key", b"")), signature_scheme=info.get("signature_scheme") or "hmac-sha256")
+    if not history:
+        made.digest_history_size = 0
+    return made
+
+
+def bind(front: Mapping[str, Any]) -> dict[str, zmq.Socket[Any]]:
+    """Bind the five sockets that clients connect to.  They are CURVE servers if ``front`` has curve keys.
+
+    Raises `GateError` with the address if one cannot be bound; then none is left bound.
+    """
+    sockets: dict[str, zmq.Socket[Any]] = {}
+    try:
+        for channel in CHANNELS:
+            made = sockets[channel] = context().socket(_FRONT[channel])
+            made.linger = 0
+            made.setsockopt(zmq.RCVHWM, 0)
+            if channel == "iopub":
+                made.setsockopt(zmq.SNDHWM, _IOPUB_HIGH_WATER)
+                # Every subscription is to be seen, not only the first of its topic: each is answered by a welcome.
+                made.setsockopt(zmq.XPUB_VERBOSE, 1)
+            else:
+                made.setsockopt(zmq.SNDHWM, 0)
+                # A client that reconnects comes with the same identity before the old connection is known to be gone.
+                made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if front.get("curve_secretkey"):
+                made.curve_publickey = _bytes(front["curve_publickey"])
+                made.curve_secretkey = _bytes(front["curve_secretkey"])
+                made.curve_server = True
+            _bind(made, address(front, channel))
+    except BaseException:
+        close(sockets)
+        raise
+    return sockets
+
+
+def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[Any]]:
+    """Connect five sockets to the kernel at ``back``.
+
+    ``identity`` names shell, control and stdin alike: the kernel sends an ``input_request`` to the identity from which
+    the ``execute_request`` came.  A kernel that is not there is no error: ZMQ connects when it comes.
+    """
+    sockets: dict[str, zmq.Socket[Any]] = {}
+    try:
+        for channel in CHANNELS:
+            made = sockets[channel] = context().socket(_BACK[channel])
+            made.linger = 0
+            made.setsockopt(zmq.RCVHWM, 0)
+            if channel == "iopub":
+                made.setsockopt(zmq.SUBSCRIBE, b"")
+            else:
+                made.setsockopt(zmq.SNDHWM, 0)
+            if channel in ("shell", "control", "stdin"):
+                made.setsockopt(zmq.IDENTITY, identity)
+            if back.get("curve_secretkey"):
+                made.curve_serverkey = _bytes(back["curve_publickey"])
+                made.curve_publickey = _bytes(back["curve_publickey"])
+                made.curve_secretkey = _bytes(back["curve_secretkey"])
+            endpoint = address(back, channel)
+            try:
+                made.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise GateError(f"The gate cannot connect to {endpoint}: {error.strerror}.") from error
+    except BaseException:
+        close(sockets)
+        raise
+    return sockets
+
+
+def close(sockets: Mapping[str, zmq.Socket[Any]]) -> None:
+    """Close ``sockets`` and drop what they have not sent."""
+    for each in sockets.values():
+        each.close(linger=0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One verified message of a client: its untouched frames and what the gate needs to know of them."""
+
+    channel: str
+    frames: list[bytes]
+    idents: list[bytes]
+    header: dict[str, Any]
+    content: dict[str, Any]
+
+    @property
+    def msg_id(self) -> str:
+        """The id that replies and outputs name as their parent's."""
+        return str(self.header["msg_id"])
+
+    @property
+    def msg_type(self) -> str:
+        """``execute_request`` and the like."""
+        return str(self.header["msg_type"])
+
+    @property
+    def subshell_id(self) -> str | None:
+        """The subshell that is to handle it; ``None`` is the main one."""
+        found = self.header.get("subshell_id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def stops(self) -> bool:
+        """Whether its failure aborts the executions queued behind it, by ipykernel's rule."""
+        content = self.content
+        return (
+            self.msg_type == "execute_request"
+            and bool(content.get("stop_on_error", True))
+            and not content.get("silent", False)
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes of all frames."""
+        return sum(map(len, self.frames))
+
+
+def send(socket: zmq.Socket[Any], frames: list[bytes]) -> None:
+    """Send one message.
+
+    `Socket.send_multipart` does the same, but adds up its flags as enums for every frame, which is a quarter of its
+    time; and time here is latency of every message of every client.
+    """
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE)
+    socket.send(frames[-1])
+
+
+def split(frames: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Routing ids and the rest.  Raises `ValueError` if these are not the frames of a message."""
+    at = frames.index(DELIMITER)
+    if len(frames) - at < 6:
+        raise ValueError("too few frames")
+    return frames[:at], frames[at + 1 :]
+
+
+def read_request(verifier: Session, channel: str, frames: list[bytes]) -> Request:
+    """Verify and parse a client's message.
+
+    Raises `ValueError` for what a kernel would drop without a word: a forged or repeated signature, a malformed
+    message.  The text of the error carries nothing of the message.
+    """
+    idents, rest = split(frames)
+    if verifier.auth is not None and rest[SIGNATURE] in verifier.digest_history:
+        raise ValueError("repeated signature")
+    try:
+        message = verifier.deserialize(rest)
+        header, content = message["header"], message["content"]
+        well_formed = isinstance(header["msg_id"], str) and isinstance(header["msg_type"], str)
+    except Exception as error:
+        raise ValueError(f"forged signature or malformed message, {type(error).__name__}") from None
+    if not well_formed or not isinstance(content, dict):
+        raise ValueError("malformed header or content")
+    return Request(channel, frames, idents, header, content)
+
+
+def _bind(made: zmq.Socket[Any], endpoint: str) -> None:
+    if _answers(endpoint):
+        raise GateError(f"The gate cannot bind {endpoint}: the address is in use.", hint=_IN_USE_HINT)
+    deadline = time.monotonic() + _BIND_PATIENCE
+    while True:
+        try:
+            made.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise GateError(f"The gate cannot bind {endpoint}: {error.strerror}.", hint=_IN_USE_HINT) from error
+        time.sleep(0.01)
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens on a unix socket.  libzmq does not ask: it unlinks the path and takes it over."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except BlockingIOError:  # its backlog is full: it does listen
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _bytes(key: str | bytes) -> bytes:
+    return key.encode("ascii") if isinstance(key, str) else key

@@ -1,0 +1,223 @@
+"""A CUDA driver in memory: the real facades on top of it, the driver's measured behaviour below.
+
+`FakeDriver` stands where the helper process stands and answers with the driver's own numbers, so that `FakeCuda` and
+`FakeGpus` are the real `cuda.Cuda` and `gpus.Gpus` in all but what they read from /proc.  The contract suite in
+``tests/engine/test_cuda_contract.py`` holds it to the real driver's ways; among them the two that destroy a process: a
+restore into too little memory, and one with a mapping that leaves out a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..engine import cuda as real
+from ..engine.cuda import Cuda
+from ..engine.cuda_helper import Refused
+from ..engine.gpus import Gpus
+from ..errors import CudaError, HelperGone
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+OPERATING_SYSTEM = 304
+NVML_NOT_FOUND = 6
+
+_NAMES = {
+    real.INVALID_VALUE: "CUDA_ERROR_INVALID_VALUE",
+    real.OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY",
+    real.NOT_INITIALIZED: "CUDA_ERROR_NOT_INITIALIZED",
+    OPERATING_SYSTEM: "CUDA_ERROR_OPERATING_SYSTEM",
+    real.ILLEGAL_STATE: "CUDA_ERROR_ILLEGAL_STATE",
+    real.NOT_READY: "CUDA_ERROR_NOT_READY",
+    real.NOT_SUPPORTED: "CUDA_ERROR_NOT_SUPPORTED",
+}
+
+
+@dataclass
+class FakeProcess:
+    """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it never touched CUDA).
+
+    ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
+    save.  ``ruined``: what the driver does to a process whose restore failed.
+    """
+
+    memory: dict[str, int] = field(default_factory=dict)
+    cuda: bool = True
+    nvml: bool = False
+    busy: bool = False
+    unsupported: bool = False
+    ruined: bool = False
+    state: int = RUNNING
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.cuda and self.state in (RUNNING, LOCKED)
+
+
+class FakeDriver:
+    """GPUs and the processes on them; a `cuda_client.Caller`.
+
+    Parameters
+    ----------
+    gpus:
+        Total bytes by UUID, in NVML's order.
+
+    ``calls`` lists the operations asked for, with their process; ``gone_in`` names operations during which the helper
+    ends (each once, before anything is done); ``refuse`` gives operations the number they are refused with (until
+    taken out).
+    """
+
+    def __init__(self, gpus: Mapping[str, int]) -> None:
+        self.gpus = dict(gpus)
+        self.processes: dict[int, FakeProcess] = {}
+        self.calls: list[tuple[str, int | None]] = []
+        self.gone_in: set[str] = set()
+        self.refuse: dict[str, int] = {}
+        self._pids = itertools.count(1000)
+        self._guard = threading.Lock()
+
+    # -- the world --
+
+    def start(self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, **traits: bool) -> int:
+        """Start a process with this much memory on these GPUs (none: one without CUDA); returns its id."""
+        process = FakeProcess(dict(memory or {}), cuda=memory is not None, **traits)
+        return self.come_back(process, pid)
+
+    def leave(self, pid: int) -> FakeProcess:
+        """Take the process out, as a dump or its death does."""
+        return self.processes.pop(pid)
+
+    def come_back(self, process: FakeProcess, pid: int | None = None) -> int:
+        """Put a process in, as a restore from an image does; returns its id."""
+        pid = next(self._pids) if pid is None else pid
+        self.processes[pid] = process
+        return pid
+
+    def free(self, uuid: str) -> int:
+        """Free bytes on one GPU."""
+        return self.gpus[uuid] - sum(p.memory.get(uuid, 0) for p in self.processes.values() if p.on_gpu)
+
+    # -- cuda_client.Caller --
+
+    def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
+        """Do what the helper process would; under one lock, so that threads see whole operations."""
+        with self._guard:
+            self.calls.append((op, lane))
+            if op in self.gone_in:
+                self.gone_in.remove(op)
+                raise HelperGone(f"The CUDA helper ended during {op}.", op=op, pid=lane)
+            if op in self.refuse:
+                raise _refused(self.refuse[op])
+            family, _, verb = op.partition(".")
+            return getattr(self, f"_{family}_{verb}")(**args)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # -- the driver --
+
+    def _cuda_open(self) -> None:
+        pass
+
+    def _cuda_state(self, pid: int) -> int:
+        return self._process(pid).state
+
+    def _cuda_lock(self, pid: int, timeout_ms: int) -> None:
+        process = self._in_state(pid, RUNNING)
+        if process.unsupported:
+            raise _refused(real.NOT_SUPPORTED)
+        if process.busy:
+            raise _refused(real.NOT_READY)
+        process.state = LOCKED
+
+    def _cuda_checkpoint(self, pid: int) -> None:
+        self._in_state(pid, LOCKED).state = CHECKPOINTED
+
+    def _cuda_restore(self, pid: int, pairs: list[tuple[str, str]]) -> None:
+        process = self._process(pid)
+        if process.ruined:
+            raise _refused(OPERATING_SYSTEM)
+        process = self._in_state(pid, CHECKPOINTED)
+        mapping = dict(pairs) or {uuid: uuid for uuid in process.memory}
+        covers_all = not pairs or len(mapping) >= len(self.gpus)
+        if not covers_all or not set(mapping.values()) <= set(self.gpus) or not set(process.memory) <= set(mapping):
+            process.ruined = True
+            raise _refused(real.INVALID_VALUE)
+        moved = {mapping[uuid]: count for uuid, count in process.memory.items()}
+        if any(self.free(uuid) < count for uuid, count in moved.items()):
+            process.ruined = True
+            raise _refused(real.OUT_OF_MEMORY)
+        process.memory, process.state = moved, LOCKED
+
+    def _cuda_unlock(self, pid: int) -> None:
+        self._in_state(pid, LOCKED).state = RUNNING
+
+    def _process(self, pid: int) -> FakeProcess:
+        process = self.processes[pid]
+        if not process.cuda:
+            raise _refused(real.NOT_INITIALIZED)
+        return process
+
+    def _in_state(self, pid: int, state: int) -> FakeProcess:
+        process = self._process(pid)
+        if process.state != state:
+            raise _refused(real.ILLEGAL_STATE)
+        return process
+
+    # -- NVML --
+
+    def _nvml_gpus(self) -> list[dict[str, Any]]:
+        def gpu(index: int, uuid: str, total: int) -> dict[str, Any]:
+            free = self.free(uuid)
+            found = {"index": index, "uuid": uuid, "name": "Fake GPU", "total": total, "free": free}
+            return found | {"used": total - free, "mig": False, "mps": False, "driver": "580.0"}
+
+        return [gpu(index, uuid, total) for index, (uuid, total) in enumerate(self.gpus.items())]
+
+    def _nvml_free(self, uuid: str) -> int:
+        self._known(uuid)
+        return self.free(uuid)
+
+    def _nvml_processes(self, uuid: str) -> list[tuple[int, int | None]]:
+        self._known(uuid)
+        return [(pid, p.memory[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+
+    def _known(self, uuid: str) -> None:
+        if uuid not in self.gpus:
+            raise Refused(NVML_NOT_FOUND, "NVMLError_NotFound")
+
+
+class FakeCuda(Cuda):
+    """`cuda.Cuda` over a `FakeDriver`."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__(driver)
+        self.driver = driver
+
+    def device_files(self, pid: int) -> list[str]:
+        self._read(pid, "status")
+        process = self.driver.processes[pid]
+        files = {"/dev/nvidiactl", "/dev/nvidia0"} if process.nvml or process.on_gpu else set()
+        return sorted(files | ({"/dev/nvidia-uvm"} if process.on_gpu else set()))
+
+    def _read(self, pid: int, name: str) -> str:
+        real.check_pid(pid)
+        process = self.driver.processes.get(pid)
+        if process is None:
+            raise CudaError(f"There is no process {pid}.", pid=pid)
+        return "/usr/lib/libcuda.so.1\n" if name == "maps" and process.cuda else ""
+
+
+class FakeGpus(Gpus):
+    """`gpus.Gpus` over a `FakeDriver`; the locks are real files in ``lock_dir``."""
+
+    def __init__(self, driver: FakeDriver, lock_dir: Path | None = None) -> None:
+        super().__init__(driver, lock_dir=lock_dir)
+        self.driver = driver
+
+
+def _refused(number: int) -> Refused:
+    return Refused(number, _NAMES.get(number, f"CUDA_ERROR_{number}"))

@@ -1,0 +1,87 @@
+"""What the tests on a real GPU share: a reason to skip, one helper, and a place for what they measure."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.engine.cuda import Cuda
+from jupyter_gpu_ckpt.engine.cuda_client import Helper
+from jupyter_gpu_ckpt.engine.gpus import Gpus
+from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject, why_no_gpu
+
+RECORDS = pytest.StashKey[dict]()
+
+
+@pytest.fixture(scope="session")
+def gpu_reason():
+    """Why there is no usable GPU, or None; asked once."""
+    return why_no_gpu()
+
+
+@pytest.fixture(autouse=True)
+def _needs_gpus(request):
+    """Skip, with the reason, what is marked for GPUs this machine does not have."""
+    wanted = 2 if request.node.get_closest_marker("two_gpus") else 1 if request.node.get_closest_marker("gpu") else 0
+    if wanted:
+        reason = request.getfixturevalue("gpu_reason")
+        if reason:
+            pytest.skip(reason)
+        found = len(request.getfixturevalue("gpus").list())
+        if found < wanted:
+            pytest.skip(f"needs {wanted} GPUs, this machine has {found}")
+
+
+@pytest.fixture(scope="session")
+def helper():
+    helper = Helper()
+    yield helper
+    helper.close()
+
+
+@pytest.fixture(scope="session")
+def cuda(helper):
+    return Cuda(helper)
+
+
+@pytest.fixture(scope="session")
+def gpus(helper, tmp_path_factory):
+    return Gpus(helper, lock_dir=tmp_path_factory.mktemp("gpu") / "locks")
+
+
+@pytest.fixture
+def subject():
+    """Starts `CudaSubject` processes and ends them after the test."""
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(CudaSubject(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def record(request):
+    """Keep a figure or an answer of the driver: shown at the end, and written below $OUT if that is set."""
+    records = request.config.stash.setdefault(RECORDS, {})
+
+    def keep(**facts):
+        records.setdefault(request.node.name, {}).update(facts)
+
+    return keep
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    records = config.stash.get(RECORDS, {})
+    if not records:
+        return
+    terminalreporter.section("recorded")
+    for name, facts in records.items():
+        terminalreporter.write_line(f"{name}: {json.dumps(facts)}")
+    if os.environ.get("OUT"):
+        path = Path(os.environ["OUT"], f"gpu-records-uid{os.getuid()}.json")
+        path.write_text(json.dumps(records, indent=1) + "\n")

@@ -1,0 +1,245 @@
+"""A real kernel with real CUDA state, through the whole stack: gate, agent, driver, CRIU, and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import CellFailed, alive, notebook, until
+
+from jupyter_gpu_ckpt.errors import DeviceHeld
+
+pytestmark = pytest.mark.gpu
+
+GIB = 1 << 30
+
+SETUP = """
+import hashlib, json, random
+import torch
+torch.manual_seed(1); random.seed(1)
+x = torch.randn(1 << 24, device="cuda")
+model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8)).cuda()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+data = torch.randn(64, 512, device="cuda")
+for _ in range(5):
+    optimizer.zero_grad(); model(data).square().mean().backward(); optimizer.step()
+pinned = torch.arange(1 << 20, dtype=torch.float32).pin_memory()
+static = torch.ones(1 << 16, device="cuda")
+graph = torch.cuda.CUDAGraph()
+warm = torch.cuda.Stream()
+with torch.cuda.stream(warm):
+    static.mul(2)
+torch.cuda.current_stream().wait_stream(warm)
+with torch.cuda.graph(graph):
+    result = static * 2 + 1
+stream = torch.cuda.Stream()
+series = (n * torch.ones((), device="cuda") for n in range(100))
+consumed = [next(series).item() for _ in range(7)]
+address = x.data_ptr()
+
+def digest():
+    tensors = [x, data, pinned, static, result, torch.cuda.get_rng_state(), torch.get_rng_state(), *model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if torch.is_tensor(value)]
+    tensors = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    digests = [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
+    return json.dumps([*digests, str(random.getstate()[1][-1])])
+"""
+
+
+def used(kernel) -> dict[int, int]:
+    """Device memory by pid, all GPUs."""
+    gpus = kernel.lifecycle.engine.gpus
+    return {pid: count or 0 for gpu in gpus.list() for pid, count in gpus.processes(gpu.uuid).items()}
+
+
+def free(kernel) -> int:
+    return kernel.lifecycle.engine.gpus.list()[0].free
+
+
+async def test_everything_on_the_device_is_bit_equal_after_a_checkpoint_and_the_gpu_was_free(kernel, record):
+    empty = free(kernel)
+    await kernel.run(SETUP)
+    before = json.loads(await kernel.run("print(digest())"))
+    pids = kernel.lifecycle.capsule.processes()
+    holds = sum(used(kernel).get(pid, 0) for pid in pids)
+    assert holds > 256 << 20
+
+    image = await kernel.provisioner.checkpoint()
+    assert alive(pids) == []
+    assert not set(pids) & set(used(kernel)), "NVML still shows the kernel on a GPU"
+    assert abs(free(kernel) - empty) < 64 << 20, "the GPU is not as free as before the kernel came"
+    assert image.manifest.cuda
+    assert sum(image.manifest.device_bytes.values()) == holds
+    record(held_mib=holds >> 20, image_mib=image.manifest.bytes >> 20, checkpoint=kernel.steps.seconds())
+
+    assert json.loads(await kernel.run("print(digest())")) == before
+    record(restore=kernel.steps.seconds())
+    assert await kernel.run("print(x.data_ptr() == address, [next(series).item() for _ in range(3)])") == (
+        "True [7.0, 8.0, 9.0]"
+    )
+    # A graph captured before replays, on new input; streams, autograd and the optimizer go on.
+    replay = "static.fill_(3); graph.replay(); torch.cuda.synchronize(); print(result[0].item())"
+    assert await kernel.run(replay) == "7.0"
+    assert await kernel.run(
+        "with torch.cuda.stream(stream): y = x.sum()\nstream.synchronize()\n"
+        "optimizer.zero_grad(); loss = model(data).square().mean(); loss.backward(); optimizer.step()\n"
+        "print(bool(loss.isfinite()), pinned.is_pinned())"
+    ) == "True True"
+
+
+async def test_the_generator_of_the_device_draws_the_same_numbers_as_without_a_checkpoint(kernel):
+    draws = "print(json.dumps([torch.rand(3, device='cuda').tolist(), torch.rand(3).tolist(), random.random()]))"
+    seed = (
+        "import torch, json, random\n"
+        "torch.manual_seed(5); random.seed(5); _ = torch.rand(7, device='cuda'); _ = random.random()"
+    )
+    await kernel.run(seed)
+    expected = await kernel.run(draws)
+    await kernel.run(seed)
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run(draws) == expected
+
+
+async def test_suspend_frees_the_gpu_and_the_next_cell_brings_it_back(kernel, record):
+    await kernel.run("import torch; x = torch.arange(1 << 28, device='cuda')")
+    held = free(kernel)
+    pids = kernel.lifecycle.capsule.processes()
+    await kernel.provisioner.suspend()
+    record(suspend=kernel.steps.seconds())
+    assert kernel.state == "suspended"
+    assert alive(pids) == pids
+    assert not set(pids) & set(used(kernel))
+    assert free(kernel) - held > 2 * GIB
+    right = "print(x[-1].item() == len(x) - 1, x.sum().item() == len(x) * (len(x) - 1) // 2)"
+    assert await kernel.run(right) == "True True"
+    await kernel.settled("running")
+    # And from host RAM on to the disk, without touching the GPU again.
+    await kernel.provisioner.suspend()
+    image = await kernel.provisioner.checkpoint()
+    assert image.manifest.cuda
+    assert await kernel.run("print(x[12345].item())") == "12345"
+
+
+async def test_blocks_nobody_uses_are_not_saved(kernel, record):
+    """8 GiB live and 16 GiB cached by torch's allocator: the image is that of the 8 GiB."""
+    disk = shutil.disk_usage(kernel.lifecycle.engine.store.root.parent).free
+    live = 8 if disk > 24 * GIB else 1
+    await kernel.run(f"import torch; live = torch.full(({live} << 28,), 7, dtype=torch.int32, device='cuda')")
+    await kernel.run(f"cached = torch.empty({2 * live} << 30, dtype=torch.uint8, device='cuda'); del cached")
+    reserved = int(await kernel.run("print(torch.cuda.memory_reserved())"))
+    assert reserved >= 3 * live * GIB
+    image = await kernel.provisioner.checkpoint()
+    record(live_gib=live, cached_gib=2 * live, image_gib=image.manifest.bytes / GIB, steps=kernel.steps.seconds())
+    assert image.manifest.bytes < live * GIB + 2.5 * GIB
+    assert await kernel.run("print(bool((live == 7).all()))") == "True"
+
+
+async def test_too_little_room_is_refused_and_nothing_is_lost(kernel, record):
+    await kernel.run("import torch; x = torch.full((1 << 30,), 3, dtype=torch.uint8, device='cuda')")
+    image = await kernel.provisioner.checkpoint()
+    program = (
+        "import torch, sys; free, _ = torch.cuda.mem_get_info()\n"
+        "hog = torch.empty(free - (600 << 20), dtype=torch.uint8, device='cuda')\n"
+        "print('full', flush=True); sys.stdin.read()"
+    )
+    hog = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert hog.stdout.readline().strip() == "full"
+        with pytest.raises(CellFailed, match="GPU_FULL") as caught:
+            await kernel.run("print(x[5].item())")
+        record(message=str(caught.value)[-400:])
+        assert kernel.state == "checkpointed"
+        assert image.path.exists()
+    finally:
+        hog.stdin.close()
+        hog.wait(60)
+    assert await kernel.run("print(x[5].item())") == "3"
+
+
+async def test_a_kernel_that_opened_nvml_besides_cuda(kernel, record):
+    """NVML keeps /dev/nvidiactl open; either it is saved all the same, or it is refused with the reason."""
+    try:
+        await kernel.run("import pynvml; pynvml.nvmlInit(); import torch; x = torch.ones(5, device='cuda')")
+    except CellFailed:
+        pytest.skip("the package nvidia-ml-py is not installed here")
+    try:
+        await kernel.provisioner.checkpoint()
+        record(outcome="saved")
+    except DeviceHeld as error:
+        record(outcome="refused", details=error.details)
+        assert error.left == "the kernel runs on"
+        await kernel.run("pynvml.nvmlShutdown()")
+        await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x.sum().item())") == "5.0"
+
+
+async def test_only_nvml_without_cuda(kernel, record):
+    try:
+        await kernel.run(
+            "import pynvml; pynvml.nvmlInit(); x = pynvml.nvmlDeviceGetHandleByIndex(0)\n"
+            "def total(): return pynvml.nvmlDeviceGetMemoryInfo(x).total\n"
+            "before = total()"
+        )
+    except CellFailed:
+        pytest.skip("the package nvidia-ml-py is not installed here")
+    record(loaded=await kernel.run("print(sorted({l.split('/')[-1].strip() for l in open('/proc/self/maps') if 'cuda' in l}))"))
+    cuda, pid = kernel.lifecycle.engine.cuda, kernel.lifecycle.capsule.host_pid
+    record(state=cuda.state(pid).value, files=cuda.device_files(pid))
+    try:
+        await kernel.provisioner.checkpoint()
+        record(outcome="saved")
+    except DeviceHeld as error:
+        record(outcome="refused", details=error.details)
+        assert error.left == "the kernel runs on"
+        await kernel.run("pynvml.nvmlShutdown()")
+        await kernel.provisioner.checkpoint()
+        await kernel.run("pynvml.nvmlInit(); x = pynvml.nvmlDeviceGetHandleByIndex(0)")
+    assert await kernel.run("print(total() == before)") == "True"
+
+
+async def test_work_that_was_submitted_before_is_finished_first(kernel):
+    await kernel.run(
+        "import torch; a = torch.eye(8192, device='cuda'); b = torch.full((8192, 8192), 2.0, device='cuda')\n"
+        "for _ in range(200): b = a @ b"
+    )
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(bool((b == 2).all()))") == "True"
+
+
+async def test_dataloader_workers_are_named_and_refused(kernel):
+    await kernel.run(
+        "import torch\nx = torch.ones(3, device='cuda')\n"
+        "loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True)); next(loader)"
+    )
+    with pytest.raises(Exception, match="CHILD_PROCESSES"):
+        await kernel.provisioner.checkpoint()
+    await kernel.run("loader._shutdown_workers(); del loader")
+    await until(lambda: len(kernel.lifecycle.capsule.companions()) <= 2)
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x.sum().item())") == "3.0"
+
+
+@pytest.mark.two_gpus
+async def test_a_kernel_comes_back_on_the_other_gpu(tmp_path, runtime_base, criu_binary, record):
+    async with notebook(tmp_path, runtime_base) as kernel:
+        gpus = kernel.lifecycle.engine.gpus
+        zero, one = (gpu.uuid for gpu in gpus.list()[:2])
+        await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda:0'); total = x.sum().item()")
+        image = await kernel.provisioner.checkpoint()
+        assert set(image.manifest.device_bytes) == {zero}
+        await kernel.provisioner.restore(gpu_map={zero: one, one: zero})
+        (pid,) = [pid for pid in kernel.lifecycle.capsule.processes() if pid in used(kernel)]
+        assert set(gpus.used_by(pid)) == {one}
+        assert await kernel.run("print(x.sum().item() == total)") == "True"
+        # And home again.
+        image = await kernel.provisioner.checkpoint()
+        assert set(image.manifest.device_bytes) == {one}
+        await kernel.provisioner.restore(gpu_map={one: zero, zero: one})
+        pid = kernel.lifecycle.capsule.host_pid
+        record(after={uuid: count >> 20 for uuid, count in gpus.used_by(pid).items()})
+        assert set(gpus.used_by(pid)) == {zero}
+        assert await kernel.run("print(x.sum().item() == total)") == "True"

@@ -1,0 +1,43 @@
+"""inside/ runs in other people's environments: what it may need is checked on its source."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from jupyter_gpu_ckpt.kernel.inject import LAUNCH
+
+# What launch.py loads into every kernel.
+NAMES = ("launch", "agent", "gpu_memory", "history", "iopub", "mappings", "probes")
+STANDARD = {
+    *(
+        "__future__",
+        "atexit",
+        "collections",
+        "contextlib",
+        "ctypes",
+        "fcntl",
+        "gc",
+        "importlib",
+        "logging",
+        "mmap",
+        "os",
+    ),
+    *("platform", "re", "runpy", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time", "traceback"),
+    *("typing", "uuid"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_3_8_and_the_kernels_own_libraries_are_enough(name: str) -> None:
+    tree = ast.parse((LAUNCH.parent / f"{name}.py").read_text(), feature_version=(3, 8))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1  # neighbours only
+    assert imported <= STANDARD | {"IPython", "zmq"}

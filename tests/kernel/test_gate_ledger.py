@@ -1,0 +1,114 @@
+"""The gate's bookkeeping alone: no sockets, no kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jupyter_gpu_ckpt.kernel import hold
+from jupyter_gpu_ckpt.kernel.hold import Hold
+from jupyter_gpu_ckpt.kernel.ledger import REPLIED_TYPES, Ledger
+from jupyter_gpu_ckpt.kernel.wake import wakes
+from jupyter_gpu_ckpt.kernel.wire import Request
+
+
+def request(msg_id: str, kind: str = "execute_request", *, subshell: str | None = None, **content: Any) -> Request:
+    header = {"msg_id": msg_id, "msg_type": kind, **({"subshell_id": subshell} if subshell else {})}
+    return Request("shell", [b"x" * 10], [b"client"], header, content)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.mark.parametrize("first", ["replied", "idled"])
+def test_a_request_is_done_with_reply_and_idle_in_either_order(ledger: Ledger, first: str) -> None:
+    ledger.forwarded(request("1"))
+    second = {"replied": "idled", "idled": "replied"}[first]
+    assert getattr(ledger, first)("1") is None
+    assert ledger.types() == ["execute_request"]
+    assert getattr(ledger, second)("1").request.msg_id == "1"
+    assert not ledger
+
+
+@pytest.mark.parametrize("kind", ["comm_open", "comm_msg", "comm_close", "something_else"])
+def test_what_has_no_reply_is_done_with_its_idle(ledger: Ledger, kind: str) -> None:
+    ledger.forwarded(request("1", kind))
+    assert ledger.idled("1") is not None
+    assert not ledger
+
+
+def test_one_msg_id_used_twice_is_done_after_both(ledger: Ledger) -> None:
+    for _ in range(2):
+        ledger.forwarded(request("1"))
+    ledger.replied("1")
+    assert ledger.idled("1") is None
+    ledger.replied("1")
+    assert ledger.idled("1") is not None
+
+
+def test_answers_to_strangers_change_nothing(ledger: Ledger) -> None:
+    ledger.forwarded(request("1"))
+    assert ledger.replied("2") is None
+    assert ledger.idled("2") is None
+    assert len(ledger) == 1
+
+
+def test_a_lane_straggles_only_when_nothing_in_it_moves(ledger: Ledger) -> None:
+    ledger.forwarded(request("1"))
+    ledger.forwarded(request("2", "comm_msg"))
+    assert ledger.straggling() == {}
+    ledger.idled("1")  # its handler raised: no reply will come
+    assert ledger.straggling() == {("shell", None): 2}
+    ledger.forwarded(request("3"))
+    assert ledger.straggling() == {}
+
+
+def test_a_fence_frees_the_stragglers_before_it_and_no_others(ledger: Ledger) -> None:
+    ledger.forwarded(request("1", "comm_msg"))
+    (order,) = ledger.straggling().values()
+    ledger.forwarded(request("2", "comm_msg"))
+    ledger.forwarded(request("3", "comm_msg", subshell="s"))
+    assert [entry.request.msg_id for entry in ledger.fenced(("shell", None), order)] == ["1"]
+    assert len(ledger) == 2
+
+
+def test_a_comm_message_that_began_does_not_straggle(ledger: Ledger) -> None:
+    ledger.forwarded(request("1", "comm_msg"))
+    ledger.begun("1")
+    assert ledger.straggling() == {}
+
+
+def test_a_deleted_subshell_owes_nothing(ledger: Ledger) -> None:
+    ledger.forwarded(request("1", subshell="s"))
+    ledger.forwarded(request("2"))
+    ledger.without_subshell("s")
+    assert ledger.types() == ["execute_request"]
+
+
+def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Hold()
+    for n in range(3):
+        kept.append(request(str(n), "history_request" if n == 1 else "execute_request"))
+    assert [r.msg_id for r in kept.take(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
+    assert len(kept) == 1
+    monkeypatch.setattr(hold, "MAX_BYTES", 10)
+    assert kept.full
+    kept.take()
+    assert not kept.full
+
+
+def test_looking_at_a_notebook_wakes_nothing() -> None:
+    woken = {kind for kind in REPLIED_TYPES | {"comm_open", "comm_msg", "comm_close", "input_reply"} if wakes(kind)}
+    assert woken == {"execute_request", "comm_open", "comm_msg", "input_reply"}
+
+
+@pytest.mark.parametrize(
+    ("content", "stops"),
+    [({}, True), ({"stop_on_error": False}, False), ({"silent": True}, False), ({"stop_on_error": True}, True)],
+)
+def test_an_execution_stops_the_queue_by_the_kernels_own_rule(content: dict[str, Any], stops: bool) -> None:
+    assert request("1", **content).stops is stops
+    assert not request("1", "complete_request", **content).stops

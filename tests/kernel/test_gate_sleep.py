@@ -1,0 +1,450 @@
+"""The kernel goes and comes back behind the gate; clients notice nothing but time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import Empty
+
+import pytest
+import zmq
+from gate_world import DEADLINE, Kernel, World, kinds, outputs, reply, send, until
+from jupyter_client import BlockingKernelClient
+
+from jupyter_gpu_ckpt.errors import GateError, GpuFull, KernelBusy, KernelSilent
+from jupyter_gpu_ckpt.kernel import hold, wire
+
+
+def wait_for(go: Path) -> str:
+    """Code of a cell that runs until ``go`` exists."""
+    return f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+
+
+def beat(world: World, timeout: float) -> bool:
+    """Whether a heartbeat comes back within ``timeout`` seconds."""
+    with wire.context().socket(zmq.REQ) as heart:
+        heart.linger = 0
+        heart.connect(wire.address(world.front, "hb"))
+        heart.send(b"ping")
+        return bool(heart.poll(timeout * 1000)) and heart.recv() == b"ping"
+
+
+def nothing(client: BlockingKernelClient) -> None:
+    with pytest.raises(Empty):
+        client.get_shell_msg(timeout=0.2)
+
+
+# -- draining --------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_waits_for_the_cell_and_keeps_what_comes_meanwhile(up: World, tmp_path: Path) -> None:
+    client = up.client()
+    first = client.execute(wait_for(tmp_path / "go"))
+    until(lambda: up.gate.pending == ["execute_request"], "the cell is under way")
+    draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    second = client.execute("1")
+    until(lambda: up.gate.held == 1, "the second cell is kept")
+    (tmp_path / "go").touch()
+    draining.join()
+    assert up.gate.state == "held"
+    reply(client, first)
+    nothing(client)
+    up.gate.release()
+    assert reply(client, second)["content"]["status"] == "ok"
+
+
+def test_a_drain_that_takes_too_long_says_what_runs_and_loses_nothing(up: World, tmp_path: Path) -> None:
+    client = up.client()
+    first = client.execute(wait_for(tmp_path / "go"))
+    until(lambda: up.gate.pending, "the cell is under way")
+    draining = up.in_thread(lambda: up.gate.drain(0.3))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    second = client.execute("1")
+    with pytest.raises(KernelBusy) as failure:
+        draining.join()
+    assert failure.value.details == {"pending": ["execute_request"], "seconds": 0.3}
+    up.gate.release()
+    (tmp_path / "go").touch()
+    reply(client, first)
+    assert reply(client, second)["content"]["status"] == "ok"
+
+
+def test_a_cell_that_waits_for_input_can_be_answered_and_interrupted_during_a_drain(up: World) -> None:
+    client = up.client()
+    first = client.execute("said = input()", allow_stdin=True)
+    client.get_stdin_msg(timeout=DEADLINE)
+    draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    client.input("yes")
+    reply(client, first)
+    draining.join()
+    up.gate.release()
+
+    second = client.execute("input()", allow_stdin=True)
+    client.get_stdin_msg(timeout=DEADLINE)
+    draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    send(client, "interrupt_request", {}, "control")
+    assert reply(client, second)["content"]["status"] == "error"
+    draining.join()
+
+
+def test_an_error_aborts_the_cells_kept_before_it_and_nothing_else(up: World, tmp_path: Path) -> None:
+    client = up.client()
+    first = client.execute(wait_for(tmp_path / "go") + "1/0")
+    until(lambda: up.gate.pending, "the cell is under way")
+    draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    queued = [client.execute("1") for _ in range(2)]
+    asked = client.complete("prin")
+    until(lambda: up.gate.held == 3, "all is kept")
+    (tmp_path / "go").touch()
+    assert reply(client, first)["content"]["ename"] == "ZeroDivisionError"
+    for msg_id in queued:
+        aborted = reply(client, msg_id)
+        assert aborted["content"] == {"status": "aborted"}
+        assert kinds(outputs(client, msg_id)) == ["busy", "idle"]
+    draining.join()
+    later = client.execute("1")
+    up.gate.release()
+    assert "print" in reply(client, asked)["content"]["matches"]
+    assert reply(client, later)["content"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("option", [{"stop_on_error": False}, {"silent": True}])
+def test_an_error_that_does_not_stop_aborts_nothing(up: World, tmp_path: Path, option: dict[str, bool]) -> None:
+    client = up.client()
+    first = client.execute(wait_for(tmp_path / "go") + "1/0", **option)
+    until(lambda: up.gate.pending, "the cell is under way")
+    draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
+    until(lambda: up.gate.state == "draining", "the drain began")
+    queued = client.execute("1")
+    until(lambda: up.gate.held == 1, "it is kept")
+    (tmp_path / "go").touch()
+    reply(client, first)
+    draining.join()
+    up.gate.release()
+    assert reply(client, queued)["content"]["status"] == "ok"
+
+
+def test_a_request_whose_handler_raises_does_not_hold_up_the_drain(up: World) -> None:
+    client = up.client()
+    send(client, "complete_request", {})  # no code: the kernel logs an error, goes idle, and never replies
+    up.gate.drain(DEADLINE)
+    assert up.gate.state == "held"
+
+
+def test_a_comm_message_handled_beside_an_awaiting_cell_does_not_hold_up_the_drain(up: World, tmp_path: Path) -> None:
+    client = up.client()
+    target = "lambda c, m: c.on_msg(lambda m: c.send('heard'))"
+    code = f"get_ipython().kernel.comm_manager.register_target('note', {target})"
+    reply(client, client.execute(code))
+    send(client, "comm_open", {"comm_id": "c2", "target_name": "note", "data": {}})
+    go, began = tmp_path / "go", tmp_path / "began"
+    cell = client.execute(
+        f"import asyncio, os\nopen({str(began)!r}, 'w')\n"
+        f"while not os.path.exists({str(go)!r}): await asyncio.sleep(0.01)"
+    )
+    until(began.exists, "the cell runs")
+    send(client, "comm_msg", {"comm_id": "c2", "data": {}})
+    while client.get_iopub_msg(timeout=DEADLINE)["msg_type"] != "comm_msg":
+        pass
+    go.touch()
+    reply(client, cell)
+    up.gate.drain(DEADLINE)
+    assert up.gate.pending == []
+
+
+# -- sleeping and waking ---------------------------------------------------------------------------------------------
+
+
+def test_a_cell_wakes_the_kernel_once_and_is_run_after(up: World) -> None:
+    client = up.client()
+    reply(client, client.execute("x = 41"))
+    up.to_sleep()
+    assert up.gate.state == "asleep"
+    cells = [client.execute("x += 1"), client.execute("print(x)")]
+    until(lambda: up.gate.held == 2, "both are kept")
+    assert up.woken == ["execute_request"]
+    up.wake()
+    for cell in cells:
+        assert reply(client, cell)["content"]["status"] == "ok"
+    assert [m["content"]["text"] for m in outputs(client, cells[1]) if m["msg_type"] == "stream"] == ["42\n"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "channel"),
+    [("comm_open", "shell"), ("comm_msg", "shell"), ("input_reply", "stdin"), ("execute_request", "shell")],
+)
+def test_the_allow_list_wakes(up: World, kind: str, channel: str) -> None:
+    client = up.client()
+    up.to_sleep()
+    send(client, kind, {"silent": True, "code": ""}, channel)
+    until(lambda: up.woken == [kind], "the wake")
+
+
+def test_looking_does_not_wake_and_is_answered_after(up: World) -> None:
+    client = up.client()
+    up.to_sleep()
+    looked = [client.history(hist_access_type="tail", n=1), client.comm_info(), client.complete("prin")]
+    debug = send(client, "debug_request", {"type": "request", "seq": 1, "command": "debugInfo"}, "control")
+    until(lambda: up.gate.held == 4, "all is kept")
+    nothing(client)
+    assert up.woken == []
+    up.wake()
+    for msg_id in looked:
+        assert reply(client, msg_id)["content"]["status"] == "ok"
+    reply(client, debug, "control")
+
+
+def test_a_message_kept_before_the_sleep_wakes_at_once(up: World) -> None:
+    client = up.client()
+    up.gate.drain(DEADLINE)
+    cell = client.execute("1")
+    until(lambda: up.gate.held == 1, "it is kept")
+    assert up.woken == []
+    up.gate.close()
+    up.gate.sleep()
+    assert up.woken == ["execute_request"]
+    up.wake()
+    reply(client, cell)
+
+
+def test_a_client_can_connect_to_a_sleeping_kernel(up: World) -> None:
+    told = up.client().session.session
+    up.to_sleep()
+    client = up.client()  # waits until ready
+    for channel in ("shell", "control"):
+        asked = send(client, "kernel_info_request", {}, channel)
+        answer = reply(client, asked, channel)
+        assert answer["content"]["implementation"] == "ipython"
+        assert answer["header"]["session"] not in (told, client.session.session)
+        assert kinds(outputs(client, asked)) == ["busy", "idle"]
+    assert up.woken == []
+
+
+def test_the_answer_from_the_cache_is_the_kernels_own(up: World) -> None:
+    client = up.client()
+    awake = reply(client, client.kernel_info())
+    up.to_sleep()
+    asleep = reply(client, client.kernel_info())
+    for answer in (awake, asleep):
+        answer["content"].pop("banner")  # ends in a tip of the day
+    assert asleep["content"] == awake["content"]
+    assert asleep["header"]["session"] == awake["header"]["session"]
+
+
+def test_a_kernel_adopted_asleep_is_known_by_what_an_earlier_gate_heard(up: World) -> None:
+    before = reply(client := up.client(), client.kernel_info())
+    identity = up.gate.identity
+    up.gate.stop()
+    up.gate = up.new_gate(identity=identity)
+    up.gate.start()
+    up.gate.sleep()
+    client = up.client()
+    assert reply(client, client.kernel_info())["header"]["session"] == before["header"]["session"]
+    cell = client.execute("1")
+    until(lambda: up.woken == ["execute_request"], "the wake")
+    up.wake()
+    reply(client, cell)
+
+
+def test_before_the_kernel_was_heard_everything_waits(world: World) -> None:
+    world.gate.start()
+    assert world.gate.state == "closed"
+    client = world.client(ready=False)
+    asked, cell = client.kernel_info(), client.execute("1")
+    until(lambda: world.gate.held == 2, "both are kept")
+    world.wake()
+    assert reply(client, asked)["msg_type"] == "kernel_info_reply"
+    assert reply(client, cell)["content"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_shutdown_and_interrupt_of_a_kernel_that_is_away_are_answered_and_never_reach_it(
+    up: World, asleep: bool
+) -> None:
+    client = up.client()
+    up.gate.drain(DEADLINE)
+    up.gate.close()
+    if asleep:
+        up.gate.sleep()
+    asked = send(client, "shutdown_request", {"restart": True}, "control")
+    assert reply(client, asked, "control")["content"] == {"status": "ok", "restart": True}
+    assert kinds(outputs(client, asked)) == ["busy", "idle"]
+    asked = send(client, "interrupt_request", {}, "control")
+    assert reply(client, asked, "control")["content"] == {"status": "ok"}
+    assert up.asked == [{"verb": "shutdown", "restart": True}]
+    up.wake()
+    assert reply(client, client.execute("1"))["content"]["status"] == "ok"
+
+
+def test_two_hundred_cells_around_a_sleep_are_each_run_once_and_in_order(up: World) -> None:
+    client = up.client()
+    reply(client, client.execute("seen = []"))
+    sent: list[str] = []
+    answered: list[str] = []
+
+    def collect(count: int) -> None:
+        while len(answered) < count:
+            answered.append(client.get_shell_msg(timeout=DEADLINE)["parent_header"]["msg_id"])
+
+    def send_all() -> None:
+        for i in range(200):
+            sent.append(client.execute(f"seen.append({i})", silent=True))
+            collect(len(sent) - 20)  # never more than twenty ahead, so that the sleeps fall among the cells
+
+    sending = up.in_thread(send_all)
+    rounds = 0
+    while len(sent) < 200 or rounds < 5:
+        up.to_sleep()
+        up.wake()
+        rounds += 1
+    sending.join()
+    collect(200)
+    assert answered == sent
+    nothing(client)
+    told = client.execute("print(seen == list(range(200)))")
+    reply(client, told)
+    assert [m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"] == ["True\n"]
+
+
+def test_a_sleep_does_not_touch_the_users_random_numbers(up: World) -> None:
+    """IPython draws the tip in its banner, so a ``kernel_info_request`` of the gate would."""
+    client = up.client()
+
+    def numbers() -> str:
+        told = client.execute("import random; print(hash(random.getstate()))")
+        reply(client, told)
+        return str([m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"])
+
+    before = numbers()
+    up.to_sleep()
+    up.wake()
+    assert numbers() == before
+
+
+def test_a_kernel_suspended_in_place_keeps_its_connection(up: World) -> None:
+    client = up.client()
+    up.gate.drain(DEADLINE)
+    up.gate.sleep()
+    assert up.gate.request("kernel_info_request", {}, DEADLINE)["status"] == "ok"
+    cell = client.execute("1")
+    until(lambda: up.woken == ["execute_request"], "the wake")
+    up.wake()
+    reply(client, cell)
+
+
+def test_when_too_much_waits_looking_is_refused_and_cells_are_not(up: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hold, "MAX_MESSAGES", 2)
+    client = up.client()
+    up.to_sleep()
+    for _ in range(2):
+        client.comm_info()
+    refused = client.comm_info()
+    answer = reply(client, refused)
+    assert (answer["msg_type"], answer["content"]["ename"]) == ("comm_info_reply", "KERNEL_ASLEEP")
+    client.execute("1")
+    until(lambda: up.gate.held == 3, "the cell is kept")
+
+
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_wake_is_told_as_if_the_cell_had_failed(up: World) -> None:
+    client, other = up.client(), up.client()
+    up.to_sleep()
+    asked = client.comm_info()
+    cells = [client.execute("1"), client.execute("2")]
+    until(lambda: up.gate.held == 3, "all is kept")
+    others = other.execute("3")
+    until(lambda: up.gate.held == 4, "all is kept")
+    up.gate.fail(GpuFull("No room on the GPU.", left="the image is kept"))
+    failed = reply(client, cells[0])["content"]
+    assert (failed["status"], failed["ename"], failed["evalue"]) == ("error", "GPU_FULL", "No room on the GPU.")
+    told = outputs(client, cells[0])
+    assert kinds(told) == ["busy", "error", "idle"]
+    assert "the image is kept" in "\n".join(told[1]["content"]["traceback"])
+    assert reply(client, cells[1])["content"] == {"status": "aborted"}
+    assert reply(other, others)["content"]["ename"] == "GPU_FULL"
+    assert (up.gate.state, up.gate.held, up.woken) == ("asleep", 1, ["execute_request"])
+    again = client.execute("4")
+    until(lambda: len(up.woken) == 2, "the next cell wakes again")
+    up.wake()
+    assert reply(client, asked)["msg_type"] == "comm_info_reply"
+    assert reply(client, again)["content"]["status"] == "ok"
+
+
+def test_each_cell_that_does_not_stop_gets_the_whole_error(up: World) -> None:
+    client = up.client()
+    up.to_sleep()
+    cells = [client.execute("1", stop_on_error=False) for _ in range(2)]
+    until(lambda: up.gate.held == 2, "both are kept")
+    up.gate.fail(GpuFull("No room."))
+    assert [reply(client, cell)["content"]["ename"] for cell in cells] == ["GPU_FULL", "GPU_FULL"]
+
+
+def test_a_kernel_that_does_not_answer_is_told_and_the_sleep_goes_on(up: World, own_kernel: Kernel) -> None:
+    client = up.client()
+    up.to_sleep()
+    own_kernel.kill()
+    up.gate.rebind_kernel(own_kernel.info)
+    up.gate.sleep()
+    with pytest.raises(KernelSilent):
+        up.gate.open(0.3)
+    assert up.gate.state == "asleep"
+    cell = client.execute("1")
+    until(lambda: up.woken == ["execute_request"], "the wake")
+    up.gate.rebind_kernel(up.kernel.info)
+    up.wake()
+    assert reply(client, cell)["content"]["status"] == "ok"
+
+
+def test_a_kernel_that_dies_is_followed_by_another(own_world: World, shared_kernel: Kernel) -> None:
+    own_world.up()
+    client, gate = own_world.client(), own_world.gate
+    client.execute("import time; time.sleep(1000)")
+    until(lambda: gate.pending, "the cell is under way")
+    draining = own_world.in_thread(lambda: gate.drain(DEADLINE))
+    until(lambda: gate.state == "draining", "the drain began")
+    client.execute("1")
+    until(lambda: gate.held == 1, "it is kept")
+    own_world.kernel.kill()
+    gate.died()
+    with pytest.raises(GateError):
+        draining.join()
+    assert (gate.state, gate.held, gate.pending) == ("closed", 0, [])
+    gate.rebind_kernel(shared_kernel.info)
+    gate.open(DEADLINE)
+    gate.release()
+    assert reply(client, client.execute("1"))["content"]["status"] == "ok"
+
+
+# -- heartbeat -------------------------------------------------------------------------------------------------------
+
+
+def test_the_heart_beats_until_the_kernel_is_dead(own_world: World) -> None:
+    gate = own_world.gate
+    gate.start()
+    assert beat(own_world, DEADLINE)  # starting
+    own_world.wake()
+    assert beat(own_world, DEADLINE)  # the kernel's own
+    own_world.to_sleep()
+    assert beat(own_world, DEADLINE)
+    own_world.kernel.kill()
+    gate.died()
+    assert not beat(own_world, 0.3)
+
+
+def test_a_beat_in_flight_is_returned_when_the_kernel_goes(own_world: World) -> None:
+    own_world.up()
+    own_world.gate.drain(DEADLINE)
+    own_world.gate.release()
+    own_world.kernel.process.send_signal(19)  # SIGSTOP: it accepts the beat and does not return it
+    with wire.context().socket(zmq.REQ) as heart:
+        heart.linger = 0
+        heart.connect(wire.address(own_world.front, "hb"))
+        heart.send(b"ping")
+        until(lambda: own_world.gate._proxy._beats, "the beat was forwarded")
+        own_world.gate.close()
+        assert heart.poll(DEADLINE * 1000)

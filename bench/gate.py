@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ for i in range({BURST}):
     kernel.session.send(kernel.iopub_socket, 'stream', {{'name': 'stdout', 'text': 'x'}}, parent=parent)
 """
 
-# For the connections that there are.  As it is, a kernel that prints faster than its own I/O thread sends drops outputs.
+# For the connections that there are.  As it is, a kernel that prints faster than its I/O thread sends drops outputs.
 NO_HIGH_WATER = "t = get_ipython().kernel.iopub_thread; t.schedule(lambda: t.socket.set_hwm(0))"
 
 
@@ -75,10 +76,11 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def sleeper(kernel: Kernel, directory: Path) -> World:
+def sleeper(stack: ExitStack, kernel: Kernel, directory: Path) -> World:
     """A gate whose kernel sleeps, after it was awake."""
     directory.mkdir()
     world = World(kernel, directory)
+    stack.callback(world.gate.stop)
     world.up()
     world.to_sleep()
     return world
@@ -87,13 +89,17 @@ def sleeper(kernel: Kernel, directory: Path) -> World:
 def main() -> int:
     """Measure and print; 0 if every limit is met."""
     rows: list[tuple[str, str, str, str, bool]] = []
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         kernel = Kernel()
+        stack.callback(kernel.remove)
         world = World(kernel, directory)
+        stack.callback(world.gate.stop)
         world.up()
         through = world.client()
+        stack.callback(through.stop_channels)
         direct = BlockingKernelClient()
+        stack.callback(direct.stop_channels)
         direct.load_connection_info(dict(kernel.info))
         direct.start_channels()
         direct.wait_for_ready(timeout=DEADLINE)
@@ -114,17 +120,12 @@ def main() -> int:
         without, with_gate = burst(direct, kernel.info), burst(through, world.front)
         rows.append(("outputs", f"{without:,.0f} /s", f"{with_gate:,.0f} /s", ">= 5,000 /s", with_gate >= 5000))
 
-        warm = sleeper(kernel, directory / "warm")
+        sleeper(stack, kernel, directory / "warm")
         before = resident()
-        sleepers = [sleeper(kernel, directory / str(n)) for n in range(SLEEPERS)]
+        for n in range(SLEEPERS):
+            sleeper(stack, kernel, directory / str(n))
         each = (resident() - before) / SLEEPERS / 1e3
         rows.append(("memory of a sleeping gate", "-", f"{each:.0f} kB", "< 300 kB", each < 300))
-
-        for client in (through, direct):
-            client.stop_channels()
-        for made in (world, warm, *sleepers):
-            made.gate.stop()
-        kernel.remove()
 
     print(f"{'':34}{'direct':>14}{'gate':>14}   limit")
     for what, left, right, limit, met in rows:

@@ -82,7 +82,7 @@ def _list(options: argparse.Namespace) -> int:
     from .kernel.places import default_runtime_base
     from .kernel.registry import kernels
 
-    images = [
+    images: list[dict[str, Any]] = [
         {
             "id": image.id,
             "path": str(image.path),
@@ -105,7 +105,7 @@ def _list(options: argparse.Namespace) -> int:
         print(f"{record['kernel_id']:38} {state:13} {record['pid'] or '-':>8}  {record['image'] or '-'}")
     print(f"\n{'IMAGE':32} {'SIZE':>10} {'ON GPU':>10} {'AGE':>8}  KERNEL")
     for image in images:
-        age = time.time() - float(str(image["created"]))
+        age = time.time() - image["created"]
         print(
             f"{image['id']:32} {size(image['bytes']):>10} {size(image['device_bytes']):>10} {duration(age):>8}  "
             f"{image['kernel_id']}"
@@ -117,7 +117,8 @@ def _inspect(options: argparse.Namespace) -> int:
     from .image.store import Store
 
     image = Store(_image_dir(options)).get(options.image)
-    facts: dict[str, Any] = {"path": str(image.path), "bytes": image.manifest.bytes, **dataclasses.asdict(image.manifest)}
+    manifest = image.manifest
+    facts: dict[str, Any] = {"path": str(image.path), "bytes": manifest.bytes, **dataclasses.asdict(manifest)}
     if options.json:
         print(json.dumps(facts))
         return 0
@@ -134,14 +135,14 @@ def _inspect(options: argparse.Namespace) -> int:
 def _rm(options: argparse.Namespace) -> int:
     from .errors import ImageBusy
     from .image.store import Store
-    from .kernel.places import default_runtime_base
-    from .kernel.registry import kernels
+    from .kernel.registry import owned_kernel
 
     store = Store(_image_dir(options))
-    sleeping = {record["image"]: record for record in kernels(default_runtime_base()) if record["owned"]}
     images = [store.get(id) for id in options.image]  # all of them exist, or none is deleted
     for image in images:
-        if image.id in sleeping and not options.force:
+        # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
+        kernel = owned_kernel(Path(image.manifest.runtime_dir))
+        if kernel is not None and kernel["image"] == image.id and not options.force:
             raise ImageBusy(
                 f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}, which sleeps.",
                 hint="Run a cell in its notebook to wake it, or use --force to lose it.",

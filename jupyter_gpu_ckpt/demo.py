@@ -1,7 +1,7 @@
 """``jupyter gpu-ckpt demo``: a notebook, a checkpoint in its middle, and a comparison of every value.
 
-The cell tagged ``checkpoint`` divides the notebook.  The cells tagged ``fingerprint``, one in each half, must print the same.
-Nothing here touches the kernel but an ordinary client; the second half wakes it by its first message.
+The cell tagged ``checkpoint`` divides the notebook.  The cells tagged ``fingerprint``, one in each half, must print
+the same. Nothing here touches the kernel but an ordinary client; the second half wakes it by its first message.
 """
 
 from __future__ import annotations
@@ -32,20 +32,34 @@ def quickstart() -> Path:
 
 
 def run(notebook: Path | None, *, kernel_name: str, image_dir: Path, as_json: bool) -> int:
-    """Run the demo; 0 when every value survived.  Raises `GpuCkptError` when the kernel could not leave or come back."""
+    """Run the demo; 0 when every value survived.
+
+    Raises `GpuCkptError` when the kernel could not leave or come back.
+    """
     logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
-    path = notebook or quickstart()
-    try:
-        cells = json.loads(path.read_text())["cells"]
-    except (OSError, ValueError, KeyError) as error:
-        raise BadRequest(f"{path} is not a notebook: {error}.") from error
-    tags = [cell.get("metadata", {}).get("tags", []) for cell in cells]
-    if not any("checkpoint" in tag for tag in tags):
-        raise BadRequest("No cell of the notebook is tagged `checkpoint`.", hint="Tag the cell that divides it.")
+    cells = _read(notebook or quickstart())
     facts = asyncio.run(_Demo(cells, kernel_name, image_dir, None if as_json else sys.stdout).run())
     if as_json:
         print(json.dumps(facts))
     return 0 if facts["intact"] else 1
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The notebook's cells, once they are known to show something."""
+    try:
+        cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadRequest(f"{path} is not a notebook: {error}.") from error
+    middle = next((i for i, cell in enumerate(cells) if "checkpoint" in _tags(cell)), None)
+    if middle is None:
+        raise BadRequest("No cell of the notebook is tagged `checkpoint`.", hint="Tag the cell that divides it.")
+    for half in (cells[:middle], cells[middle:]):
+        if sum("fingerprint" in _tags(cell) for cell in half) != 1:
+            raise BadRequest(
+                "Nothing can be compared: each half of the notebook needs one cell tagged `fingerprint`.",
+                hint="Tag the two cells that must print the same.",
+            )
+    return cells
 
 
 class _Demo:
@@ -64,7 +78,7 @@ class _Demo:
 
     async def run(self) -> dict[str, Any]:
         from jupyter_client.manager import AsyncKernelManager
-        from jupyter_client.provisioning import KernelProvisionerFactory
+        from jupyter_client.provisioning.factory import KernelProvisionerFactory
         from traitlets.config import Config
 
         config = Config()
@@ -102,7 +116,8 @@ class _Demo:
         still_on_gpu = _gpu_bytes(provisioner, processes)
         self.say("\nCheckpoint\n----------")
         self._table(leaving)
-        self.say(f"\nprocesses: {len(processes)} before, {len(left)} now; on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
+        self.say(f"\nprocesses: {len(processes)} before, {len(left)} now")
+        self.say(f"on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
         self.say(f"image {image.id}: {_mib(image.manifest.bytes)} in {len(image.manifest.files)} files")
         if left or still_on_gpu:
             raise KernelLost("Something of the kernel is still there after the checkpoint.", pids=left)
@@ -113,8 +128,8 @@ class _Demo:
         returning = steps.completed()
         self.say("\nWake\n----")
         self._table(returning)
-        same = len(self.fingerprints) == 2 and self.fingerprints[0] == self.fingerprints[1]
-        intact = same and not self.failed
+        before, after = self.fingerprints
+        intact = before == after and not self.failed
         self.say("\nEvery value is intact." if intact else f"\nNOT INTACT: {self.failed or 'the fingerprints differ'}")
         return {
             "intact": intact,
@@ -145,6 +160,8 @@ class _Demo:
                 self.say(f"  {line}")
             if "fingerprint" in _tags(cell):
                 self.fingerprints.append(text)
+                if not text:
+                    self.failed.append("a cell tagged `fingerprint` printed nothing")
             if reply["content"]["status"] != "ok":
                 self.failed.append(f"{reply['content'].get('ename')}: {reply['content'].get('evalue')}")
                 self.say(f"  FAILED {self.failed[-1]}")

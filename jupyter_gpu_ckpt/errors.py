@@ -1,11 +1,11 @@
 """Every error this project raises: one tree, stable codes, a hint, and what was left behind.
 
-The ``code`` of an error is the same in the command line's JSON, in exit statuses, in REST replies and in events, and it never
-changes its meaning.  ``hint`` says what the reader can do.  ``left`` says in what state things were left, because the
-first question of somebody who sees a failed checkpoint is "is my work still there?".
+The ``code`` of an error is the same in the command line's JSON, in exit statuses, in REST replies and in events, and
+it never changes its meaning.  ``hint`` says what the reader can do.  ``left`` says in what state things were left,
+because the first question of somebody who sees a failed checkpoint is "is my work still there?".
 
-Errors of the outside (CRIU, the CUDA driver, the kernel) are mapped to these classes inside ``engine/``, by class and number;
-nothing above it reads foreign error texts.
+Errors of the outside (CRIU, the CUDA driver, the kernel) are mapped to these classes inside ``engine/``, by class and
+number; nothing above it reads foreign error texts.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class NoMemory(PreflightError):
     """The host has too little free memory to take over what the GPU holds."""
 
     code = "NO_MEMORY"
-    default_hint = "Suspending needs as much free host memory as the kernel holds on the GPU: free some, or checkpoint another kernel."
+    default_hint = "What leaves the GPU goes to host memory first: free some, or checkpoint another kernel."
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The driver: runs what the machine asks for, step by named step, against the real capsule, CRIU, CUDA driver and gate.
 
 Everything here is plain synchronous code on whatever thread calls a verb; one lock makes the verbs of one kernel take
-turns.  Each step is a method with the step's name.  A step that fails must leave things as they were before it; what was
-done before it is undone by the machine's undo steps.
+turns.  Each step is a method with the step's name.  A step that fails must leave things as they were before it, or say
+that its undo is needed (`Lifecycle._step_done`); what was done before it is undone by the machine's undo steps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from .errors import (
     BadRequest,
     CapsuleGone,
     DeviceHeld,
+    GateError,
     GpuCkptError,
     ImageError,
     ImageNotFound,
     KernelLost,
     PreflightError,
+    StateError,
 )
 from .image.manifest import Manifest
 from .image.store import Draft, Image, Store
@@ -41,7 +43,7 @@ from .machine import Kernel, State, Step
 from .trace import Recorder, Trace
 from .trace import Step as Traced
 
-
+#: The driver's states in which a process holds its device memory.
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 
@@ -125,8 +127,8 @@ class Saved:
 class Lifecycle:
     """One kernel's way between GPU, RAM and disk.
 
-    Verbs (`suspend`, `resume`, `checkpoint`, `restore`, `wake`) return when the kernel is in the state they name, or raise
-    a `GpuCkptError` whose ``left`` says in which state it is instead.
+    Verbs (`suspend`, `resume`, `checkpoint`, `restore`, `wake`) return when the kernel is in the state they name, or
+    raise a `GpuCkptError` whose ``left`` says in which state it is instead.
     """
 
     def __init__(self, home: Home, engine: Engine, gate: Gate, *, settings: Settings, trace: Trace) -> None:
@@ -260,7 +262,11 @@ class Lifecycle:
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 self._notice_death()
             del self._recorder.events[:]
-            steps = self._feed(event)
+            try:
+                steps = self._feed(event)
+            except StateError as error:
+                error.left = self._left()
+                raise
             failure: Exception | None = None
             while steps or self.kernel.unwinding:
                 if self.kernel.unwinding:
@@ -270,11 +276,17 @@ class Lifecycle:
                     self._run(steps[0])
                 except Exception as error:
                     failure = failure or error
-                    steps = self._feed(machine.StepFailed(steps[0], getattr(error, "code", type(error).__name__)))
+                    code = getattr(error, "code", type(error).__name__)
+                    steps = self._feed(machine.StepFailed(steps[0], code, done=self._step_done))
                 else:
                     steps = self._feed(machine.StepDone(steps[0]))
+            # No resting state holds either; whatever step was to give them back may have failed before it could.
+            self._room.close()
+            self._lease.close()
             if self.state is not State.CHECKPOINTED:
                 self._notice_death(quiet=failure is not None)
+            if failure is not None and self.state is State.RUNNING:
+                self._serve()
             goal = self._goal(event)
             if failure is not None and self.state is not goal:
                 told = self._told(failure)
@@ -282,6 +294,15 @@ class Lifecycle:
                     # Whoever waits for the kernel hears why it did not come; the next message tries again.
                     self.gate.fail(told)
                 raise told from failure
+
+    def _serve(self) -> None:
+        """A kernel that runs serves its clients, whatever else went wrong."""
+        try:
+            self.gate.release()
+        except StateError:  # not connected
+            with contextlib.suppress(GpuCkptError), self._answering():
+                self.gate.open(self.settings.connect)
+                self.gate.release()
 
     def _feed(self, event: machine.Event) -> tuple[Step, ...]:
         kernel, steps = machine.advance(self.kernel, event)
@@ -324,24 +345,26 @@ class Lifecycle:
             for told in self.on_state:
                 told(kernel.state)
 
-    def _told(self, error: Exception) -> GpuCkptError:
-        """The error with what is left behind."""
-        left = {
+    def _left(self) -> str:
+        """What there is of the kernel now, for the ``left`` of an error."""
+        kept = f"the image is kept as {self.image.id}" if self.image else ""
+        return {
             State.RUNNING: "the kernel runs on",
             State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
-            State.CHECKPOINTED: f"the image is kept as {self.image.id if self.image else '?'}",
-        }.get(self.state, f"the kernel is gone{f'; the image is kept as {self.image.id}' if self.image else ''}")
-        if isinstance(error, ImageNotFound):
-            left = "nothing: the image was removed while the kernel was away"
+            State.CHECKPOINTED: kept,
+        }.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
+
+    def _told(self, error: Exception) -> GpuCkptError:
+        """The error with what is left behind."""
         if not isinstance(error, GpuCkptError):
             error = GpuCkptError(f"{type(error).__name__}: {error}")
         if self.state is State.DEAD:
-            error = KernelLost(
-                f"The kernel's process ended (status {self.exit_status}).",
-                status=self.exit_status,
-                cause=error.code,
-            )
-        error.left = left
+            cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
+            ended = f"The kernel's process ended (status {self.exit_status})."
+            error = KernelLost(ended, status=self.exit_status, **cause)
+        error.left = self._left()
+        if isinstance(error, ImageNotFound):
+            error.left = "nothing: the image was removed while the kernel was away"
         return error
 
     def _notice_death(self, quiet: bool = False) -> None:
@@ -446,7 +469,16 @@ class Lifecycle:
 
     def _disconnect(self, _: Traced) -> None:
         """Close the gate's side and wait until the kernel has closed its own: no foreign connection in the image."""
+        pid, directory = self._alive().host_pid, self.home.runtime_dir
+        before = preflight.open_connections(pid, directory)
         self.gate.close()
+        deadline = time.monotonic() + self.settings.connect
+        # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and of a
+        # stranger CRIU tells who it is.
+        while any(count >= before[path] for path, count in preflight.open_connections(pid, directory).items()):
+            if time.monotonic() > deadline:
+                raise GateError("The kernel does not let go of its connections to the gate.")
+            time.sleep(0.002)
 
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
@@ -495,6 +527,11 @@ class Lifecycle:
             self.capsule = None
 
     def _sleep(self, _: Traced) -> None:
+        plan = self.kernel.plan
+        if self.kernel.unwinding and plan is not None and plan.to is State.RUNNING:
+            # A wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake again
+            # at once, for messages that are about to hear that it failed.
+            return
         self.gate.sleep()
 
     def _continue(self, _: Traced) -> None:

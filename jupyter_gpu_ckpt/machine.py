@@ -1,9 +1,9 @@
 """The states of a kernel: ``(kernel, event) -> (kernel, effects)``, one literal table, no I/O.
 
-A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  The driver (`lifecycle`) runs the
-effects it is handed one by one and feeds `StepDone` or `StepFailed` back.  When a step fails, the machine hands out the
-undo of every step that was done, in reverse, and the kernel ends in the state the plan names as its way back.  So every
-arrow ends in a named state in which either the kernel runs (or is suspended) or a verified image is kept.
+A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  The driver (`lifecycle`) runs
+the effects it is handed one by one and feeds `StepDone` or `StepFailed` back.  When a step fails, the machine hands out
+the undo of every step that was done, in reverse, and the kernel ends in the state the plan names as its way back.  So
+every arrow ends in a named state in which either the kernel runs (or is suspended) or a verified image is kept.
 """
 
 from __future__ import annotations
@@ -266,12 +266,18 @@ def _launched(kernel: Kernel, _: Event) -> Outcome | None:
     return Kernel(State.RUNNING, process=True, story=kernel.story), ()
 
 
+def _with(kernel: Kernel, step: Step) -> Kernel:
+    """The kernel after ``step`` was done."""
+    facts = {"process": kernel.process, "image": kernel.image, **_FACTS.get(step, {})}
+    return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
+
+
 def _step_done(kernel: Kernel, event: Event) -> Outcome | None:
     assert isinstance(event, StepDone)
     plan = kernel.plan
     if plan is None or kernel.unwinding or plan.steps[len(kernel.done)] is not event.step:
         return None
-    kernel = replace(kernel, done=(*kernel.done, event.step), **_FACTS.get(event.step, {}))
+    kernel = _with(kernel, event.step)
     if len(kernel.done) < len(plan.steps):
         return kernel, (plan.steps[len(kernel.done)],)
     return replace(kernel, state=plan.to, plan=None, done=()), ()
@@ -285,7 +291,7 @@ def _step_failed(kernel: Kernel, event: Event) -> Outcome | None:
     if plan.commit in kernel.done or (event.done and event.step is plan.commit):
         return _step_done(kernel, StepDone(event.step))
     if event.done:
-        kernel = replace(kernel, done=(*kernel.done, event.step), **_FACTS.get(event.step, {}))
+        kernel = _with(kernel, event.step)
     undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
     if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
         undo = (*undo, Step.SLEEP)

@@ -7,7 +7,9 @@ Looks from outside, without disturbing the kernel (`look`), and at the agent's r
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,12 @@ from .errors import ChildProcesses, DebuggerAttached, DeletedMapping, GpuCkptErr
 MARGIN = 64 << 20
 
 #: Children that hold nothing but the names of shared memory to clean up; they travel with the kernel.
-_BENIGN = re.compile(r"multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|loky\.backend\.resource_tracker")
+_BENIGN = re.compile(
+    r"multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|loky\.backend\.resource_tracker"
+)
+
+#: The debugger's other half: debugpy starts it as a process of its own, which leaves the kernel's tree.
+_DEBUGGER = re.compile(r"debugpy[/.]adapter")
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,8 @@ def look(
     findings = []
     kernel = read_process(kernel_pid)
     others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
+    if any(_DEBUGGER.search(process.command) for process in others):
+        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
     unwelcome = [process for process in others if not _BENIGN.search(process.command)]
     if unwelcome:
         names = ", ".join(f"{process.command[:60]} (pid {process.pid})" for process in unwelcome[:3])
@@ -129,7 +138,8 @@ def judge_report(report: Mapping[str, Any]) -> list[Finding]:
     findings = []
     if report.get("debugger"):
         findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
-    if report.get("deleted_mappings"):
+    # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
+    if report.get("deleted_mappings") and os.geteuid() != 0:
         path = report["deleted_mappings"][0]["path"]
         findings.append(_blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     outside = report.get("sockets") or []
@@ -138,6 +148,17 @@ def judge_report(report: Mapping[str, Any]) -> list[Finding]:
             Finding("CONNECTIONS", f"{len(outside)} open connection(s) to the outside will come back closed.")
         )
     return findings
+
+
+def open_connections(pid: int, directory: Path) -> Counter[str]:
+    """Unix connections to each socket bound below ``directory``, in ``pid``'s network namespace.
+
+    From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  Empty when the process has gone.
+    """
+    pattern = re.compile(rf"^(?:\S+ +){{5}}03 +\d+ ({re.escape(str(directory))}/\S+)$", re.MULTILINE)
+    with contextlib.suppress(OSError):
+        return Counter(pattern.findall(Path(f"/proc/{pid}/net/unix").read_text()))
+    return Counter()
 
 
 def require(findings: Iterable[Finding]) -> None:

@@ -1,8 +1,8 @@
 """One stream of ``started`` / ``completed`` / ``failed`` for every step of every verb.
 
-The log, the server's events, progress bars, the figures in a manifest and the fault injection of the tests all listen to
-this stream; there is no second one.  A sink is a callable that takes one `StepEvent`.  A sink that raises makes the step
-fail: that is how a test makes any step fail without touching the code under test.
+The log, the server's events, progress bars, the figures in a manifest and the fault injection of the tests all listen
+to this stream; there is no second one.  A sink is a callable that takes one `StepEvent`.  A sink that raises makes
+the step fail: that is how a test makes any step fail without touching the code under test.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .errors import GpuCkptError
 class StepEvent:
     """One edge of one step.
 
-    ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` what it moved where that is known,
-    ``code`` the error's stable code on ``failed``.  Carries no path, token or user content.
+    ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` what it moved where that is
+    known, ``code`` the error's stable code on ``failed``.  Carries no path, token or user content.
     """
 
     kind: Literal["started", "completed", "failed"]

@@ -92,7 +92,7 @@ def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
     assert run(after, machine.Wake()).state is State.RUNNING
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS])
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
 def test_illegal_requests_raise_with_the_whole_story(state, verb):
     kernel = Kernel() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]

@@ -1,11 +1,11 @@
 """A capsule: the user, pid, mount and time namespaces one kernel lives in, and a connection to its init.
 
 The namespaces make a kernel relocatable (its pids are free wherever it is restored, its monotonic clock goes on) and
-rootless (in a user namespace that maps the caller's own uid CRIU has the rights it needs, over the caller's own processes
-only).  When the caller is root there is no user namespace, and nothing else differs.
+rootless (in a user namespace that maps the caller's own uid CRIU has the rights it needs, over the caller's own
+processes only).  When the caller is root there is no user namespace, and nothing else differs.
 
-A capsule ends with its owner: when the connection breaks, its init exits, and the kernel of Linux ends every process of a
-pid namespace whose init has gone.
+A capsule ends with its owner: when the connection breaks, its init exits, and the kernel of Linux ends every process of
+a pid namespace whose init has gone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def first_pid() -> int:
 
 
 class Capsule:
-    """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock, `poll` never waits for it."""
+    """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -86,7 +86,7 @@ class Capsule:
         cls,
         directory: Path,
         *,
-        offsets: Clocks = Clocks(0, 0),  # noqa: B008 - frozen
+        offsets: Clocks = Clocks(0, 0),
         stdout: int | Any = None,
         stderr: int | Any = None,
     ) -> Capsule:
@@ -322,19 +322,23 @@ class Capsule:
 
     @contextlib.contextmanager
     def watched(self, told: Callable[[], object]) -> Iterator[None]:
-        """Call ``told`` once, on another thread, if the kernel ends during the body (or had ended before)."""
+        """If the kernel ends during the body (or ended before), call ``told`` on another thread until the body ends.
+
+        More than once, because the first call may come before the body has begun to wait for what ``told`` would break.
+        Raises `CapsuleGone` when there is no kernel.
+        """
         if self._pidfd < 0:
-            told()
-            yield
-            return
+            raise CapsuleGone("The capsule has no kernel.")
         # Its own descriptor: `close` on another thread gives ours back, and its number to somebody else.
         pidfd = os.dup(self._pidfd)
         over, finish = os.pipe()
 
         def watch() -> None:
-            if over not in select.select([pidfd, over], [], [])[0]:
+            ended = select.select([pidfd, over], [], [])[0]
+            while over not in ended:
                 with contextlib.suppress(GpuCkptError):
                     told()
+                ended = select.select([over], [], [], 0.1)[0]
 
         watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
         watcher.start()

@@ -1,7 +1,8 @@
 """PID 1 of a capsule: makes the namespaces, starts the kernel and CRIU, reaps, forwards the kernel's raw output.
 
-Run as a script (``python -I -S capsule_init.py '<json>'``) by `capsule.Capsule`; never imported by the server.  It uses the
-standard library only and opens nothing it does not need: whatever the kernel inherits from here must be restorable.
+Run as a script (``python -I -S capsule_init.py '<json>'``) by `capsule.Capsule`; never imported by the server.  It
+uses the standard library only and opens nothing it does not need: whatever the kernel inherits from here must be
+restorable.
 
 The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet, answers in order:
 
@@ -28,7 +29,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from jupyter_gpu_ckpt.engine import syscalls  # noqa: E402
+from jupyter_gpu_ckpt.engine import syscalls
 
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
@@ -138,9 +139,9 @@ class Init:
                 self.job["timed_out"] = True
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.job["pid"], signal.SIGKILL)
-            if self.owner is None and time.monotonic() >= self.deadline:
-                if not self.outlive or self.kernel_status is not None:
-                    return 0
+            forsaken = self.owner is None and time.monotonic() >= self.deadline
+            if forsaken and (not self.outlive or self.kernel_status is not None):
+                return 0
 
     def connect(self) -> None:
         connection, _ = self.listener.accept()
@@ -234,6 +235,7 @@ class Init:
         self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
 
     def do_status(self) -> None:
+        self.reap()  # the owner may have seen the kernel's end before our own signal arrived
         self.answer({"status": self.kernel_status, "kernel": self.kernel})
 
     def do_clocks(self) -> None:
@@ -267,7 +269,8 @@ class Init:
         pid = os.fork()
         if pid == 0:
             try:
-                self.become(argv, env, cwd, capable, [os.open("/dev/null", os.O_RDONLY), *stdio, *(extra or [])], report)
+                fds = [os.open("/dev/null", os.O_RDONLY), *stdio, *(extra or [])]
+                self.become(argv, env, cwd, capable, fds, report)
             except BaseException as error:
                 os.write(report, f"{type(error).__name__}: {error}".encode())
                 os._exit(127)
@@ -284,8 +287,9 @@ class Init:
     ) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        # What is ignored here would stay ignored in the program: Python's own two, and those init ignores.
+        for name in ("SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGINT", "SIGTERM", "SIGHUP"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
         if self.rootless:
             if capable:
                 syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..errors import (
     ChangedFile,
@@ -49,7 +50,7 @@ ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 
 @dataclass(frozen=True)
 class _Cause:
-    """A line of CRIU's log that names a cause: the pattern (group 1: the culprit), the class, the sentence for the user."""
+    """A line of CRIU's log that names a cause: pattern (group 1: the culprit), class, sentence for the user."""
 
     pattern: re.Pattern[str]
     error: type[CriuError | NoSpace]
@@ -85,7 +86,11 @@ _CAUSES = (
         UnsupportedSocket,
         "The kernel holds a socket of a kind that cannot be saved (number {0}).",
     ),
-    _cause(r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)", UnsupportedFile, "An open file cannot be saved: {0}."),
+    _cause(
+        r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)",
+        UnsupportedFile,
+        "An open file cannot be saved: {0}.",
+    ),
     _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
     _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
 )
@@ -145,8 +150,8 @@ class Criu:
     def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:
         """Write the kernel of ``capsule`` to ``directory``; returns seconds.
 
-        The processes are left stopped, not ended: until the image is published they are the only copy.  ``SIGCONT`` lets
-        them go on.  After failure they run on, and ``directory`` holds a partial image that means nothing.
+        The processes are left stopped, not ended: until the image is published they are the only copy.  ``SIGCONT``
+        lets them go on.  After failure they run on, and ``directory`` holds a partial image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
         return self._run("dump", capsule, directory, timeout, options).seconds
@@ -174,7 +179,7 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
         except OSError:
             continue
     errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
-    details = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
+    details: dict[str, Any] = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
     for cause in _CAUSES:
         for line in errors:
             match = cause.pattern.search(line)

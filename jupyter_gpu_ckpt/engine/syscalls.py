@@ -1,8 +1,8 @@
 """The few Linux system calls the standard library has no function for, each declared once, with one error funnel.
 
-Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can look
-them up in the manual pages ``unshare(2)``, ``mount(2)``, ``prctl(2)``, ``capset(2)``.  Standard library only: a capsule's
-init imports this module with nothing else of the package.
+Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can
+look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``prctl(2)``, ``capset(2)``.  Standard library only: a
+capsule's init imports this module with nothing else of the package.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise ImageFormat("The image's manifest is damaged.", reason=repr(error)) from error
         if version != VERSION:
-            raise ImageFormat(f"The image is of format {version}; this release reads format {VERSION}.", version=version)
+            text = f"The image is of format {version}; this release reads format {VERSION}."
+            raise ImageFormat(text, version=version)
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             return cls(**{key: value for key, value in data.items() if key in known})

@@ -1,8 +1,8 @@
 """A directory of images: drafts are written beside the images and become one by a rename.
 
-Publishing is: every file flushed to disk, the manifest written last and flushed, the directory renamed, the parent flushed.
-A crash at any point leaves either a whole image or a draft that the next sweep removes.  Limits: a file system that lies
-about fsync can lose a published image; NFS without a lock manager cannot tell two restorers apart.
+Publishing is: every file flushed to disk, the manifest written last and flushed, the directory renamed, the parent
+flushed. A crash at any point leaves either a whole image or a draft that the next sweep removes.  Limits: a file
+system that lies about fsync can lose a published image; NFS without a lock manager cannot tell two restorers apart.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ class Store:
             if path.is_file() and path.name != MANIFEST
         }
         if found != image.manifest.files:
-            wrong = sorted(name for name, size in {**found, **image.manifest.files}.items() if found.get(name) != image.manifest.files.get(name))
+            expected = image.manifest.files
+            wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
             raise ImageFormat(f"The image is damaged: {', '.join(wrong[:3])}.", image=image.id, files=wrong)
 
     def remove(self, image: Image) -> int:

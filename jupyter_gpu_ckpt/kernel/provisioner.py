@@ -64,8 +64,8 @@ def shared_engine(image_dir: Path) -> Engine:
 class GpuCkptProvisioner(LocalProvisioner):
     """Starts kernels in capsules behind a gate, and moves them between GPU, RAM and disk.
 
-    `suspend`, `resume`, `checkpoint`, `restore` and `state` are the one programmatic way in: the command line, the server
-    extension, magics and policies call them.
+    `suspend`, `resume`, `checkpoint`, `restore` and `state` are the one programmatic way in: the command line, the
+    server extension, magics and policies call them.
     """
 
     image_dir = Unicode(help="Directory of the images; default: gpu-ckpt/images below Jupyter's data directory.").tag(
@@ -164,6 +164,11 @@ class GpuCkptProvisioner(LocalProvisioner):
             self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"gpu-ckpt-{self.kernel_id[:8]}")
         return self._worker.submit(call)
 
+    def _tell_sinks(self, event: StepEvent) -> None:
+        # Not the list itself: each launch has a trace of its own, and would leave a listener of its own in it.
+        for sink in tuple(self.sinks):
+            sink(event)
+
     def _log_step(self, event: StepEvent) -> None:
         if event.kind == "failed":
             self.log.warning("Kernel %s: step %s failed: %s", self.kernel_id, event.step, event.code)
@@ -231,7 +236,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.lifecycle = None
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             return await super().launch_kernel(cmd, **kwargs)
-        self.cwd = kwargs.get("cwd") or os.getcwd()
+        self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
 
     def _launch_in_capsule(self, engine: Engine, cmd: list[str], kwargs: Mapping[str, Any]) -> None:
@@ -281,11 +286,11 @@ class GpuCkptProvisioner(LocalProvisioner):
             settings=Settings(
                 drain=self.drain_timeout, connect=self.wake_timeout, slowest_rate=self.slowest_rate
             ),
-            trace=Trace(self.kernel_id, self.sinks),
+            trace=Trace(self.kernel_id, [self._tell_sinks]),
         )
         self.lifecycle.on_state.append(self._note_state)
         cwd = kwargs.get("cwd")
-        self.lifecycle.launch(rewritten or argv, env, str(cwd) if cwd else os.getcwd())
+        self.lifecycle.launch(rewritten or argv, env, str(cwd or Path.cwd()))
         if kwargs.get("independent") and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.outlive()
         self._submit(functools.partial(self._open_gate, self.lifecycle, self._gate))
@@ -298,7 +303,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         return info
 
     def _connection_file(self) -> str:
-        return os.path.realpath(self.parent.connection_file)
+        return str(Path(self.parent.connection_file).resolve()) if self.parent else ""
 
     def _open_gate(self, lifecycle: Lifecycle, gate: Gate) -> None:
         """First contact with a fresh kernel; clients' messages wait in the gate until then."""
@@ -333,8 +338,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called by the kernel manager once the kernel should be gone."""
         if self.lifecycle is None:
             return await super().wait()
-        while (status := self.lifecycle.poll()) is None:
-            await asyncio.sleep(0.05)
+        while (status := self.lifecycle.poll()) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # a process's end has no event loop of ours to tell it to
         self._last, self.lifecycle = self.lifecycle, None
         return status
 

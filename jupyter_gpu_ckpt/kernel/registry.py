@@ -1,15 +1,22 @@
 """The kernels of this user on this host: one directory each, below the runtime base, with a record of what it is.
 
-The owner (a server, a console) holds a lock on its kernels' directories for as long as it lives, so that nobody has to guess
-from process ids whether a kernel still has an owner.  `reap` removes what dead owners left.
+The owner (a server, a console) holds a lock on its kernels' directories for as long as it lives, so that nobody has to
+guess from process ids whether a kernel still has an owner.  `reap` removes what dead owners left.
+
+Whether that lock is held is found out by taking it, and a directory is there for a moment before it is locked.  So
+whoever makes, judges or removes directories takes turns on the base: else a kernel's start could lose its directory to
+the reaper of another start, or its lock to somebody who only looks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +27,18 @@ from ..errors import CapsuleError
 
 RECORD = "kernel.json"
 _LOCK = "owner.lock"
+#: Seconds to wait for one's turn; a turn takes milliseconds, or `engine.capsule.ANSWER` for a capsule that hangs.
+_TURN = 30.0
 
 
 class Registration:
-    """This process's claim on one kernel's directory."""
+    """This process's claim on one kernel's directory.  Raises `CapsuleError` when others hold the base for too long."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock = FileLock(directory / _LOCK, timeout=0, mode=0o600, thread_local=False)
-        self._lock.acquire()
+        with _turn(directory.parent):
+            self._lock.acquire()
 
     def write(self, **facts: Any) -> None:
         """Replace the record, whole or not at all."""
@@ -38,41 +48,85 @@ class Registration:
         draft.rename(self.directory / RECORD)
 
     def end(self) -> None:
-        """Give the directory up and remove it."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Give the directory up and remove it.  Never raises: what cannot be removed now is left to `reap`."""
+        with contextlib.suppress(CapsuleError, OSError), _turn(self.directory.parent):
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.release()
 
 
 def kernels(base: Path) -> list[dict[str, Any]]:
-    """The records of all kernels below ``base``, each with ``owned``: whether its owner lives."""
+    """The records of all kernels below ``base``, each with ``owned``: whether its owner lives.
+
+    A kernel without an owner is listed if its capsule lives on; if that has ended too, there is no kernel any more.
+    Raises `CapsuleError` when others hold the base for too long.
+    """
     found = []
-    for directory in _directories(base):
-        with contextlib.suppress(OSError, ValueError):
-            record = json.loads((directory / RECORD).read_text())
-            record["owned"] = _is_owned(directory)
-            found.append(record)
+    if base.is_dir():
+        with _turn(base):
+            for directory in _directories(base):
+                owned = _is_owned(directory)
+                if (owned or _is_alive(directory)) and (record := _record(directory)) is not None:
+                    found.append({**record, "owned": owned})
     return found
+
+
+def owned_kernel(directory: Path) -> dict[str, Any] | None:
+    """The record of the kernel whose directory this is, if its owner lives on this host.
+
+    Raises `CapsuleError` when others hold the base for too long.
+    """
+    with contextlib.suppress(OSError), _turn(directory.parent):
+        return _record(directory) if _is_owned(directory) else None
+    return None
 
 
 def reap(base: Path) -> list[Path]:
     """Remove the directories whose owner is gone and whose capsule (if any) has ended; returns them.
 
-    A capsule that was told to outlive its owner is left alone: somebody may adopt it.
+    A capsule that was told to outlive its owner is left alone: somebody may adopt it.  Raises `CapsuleError` when
+    others hold the base for too long.
     """
     removed = []
-    for directory in _directories(base):
-        if _is_owned(directory):
-            continue
-        try:
-            Capsule.attach(directory).abandon()
-        except CapsuleError:
-            shutil.rmtree(directory, ignore_errors=True)
-            removed.append(directory)
+    if base.is_dir():
+        with _turn(base):
+            for directory in _directories(base):
+                if not _is_owned(directory) and not _is_alive(directory):
+                    shutil.rmtree(directory, ignore_errors=True)
+                    removed.append(directory)
     return removed
+
+
+@contextlib.contextmanager
+def _turn(base: Path) -> Iterator[None]:
+    """The lock of the base: on the directory itself, which needs no file of its own to be made, left and trusted."""
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _TURN
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = "Another process holds the directory of the kernels for too long."
+                    raise CapsuleError(message, directory=str(base)) from None
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _directories(base: Path) -> list[Path]:
     return sorted(path.parent for path in base.glob(f"*/{_LOCK}"))
+
+
+def _record(directory: Path) -> dict[str, Any] | None:
+    """The record in ``directory``; none while a kernel is being started there."""
+    try:
+        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return record
 
 
 def _is_owned(directory: Path) -> bool:
@@ -83,3 +137,12 @@ def _is_owned(directory: Path) -> bool:
         return True
     except OSError:
         return False
+
+
+def _is_alive(directory: Path) -> bool:
+    """Whether a capsule without an owner answers.  It goes on undisturbed."""
+    try:
+        Capsule.attach(directory).abandon()
+    except (CapsuleError, OSError):
+        return False
+    return True

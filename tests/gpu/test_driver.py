@@ -155,13 +155,22 @@ class TestWhatSurvives:
 
 class TestWhatIsNotCuda:
     def test_a_process_that_only_uses_nvml(self, cuda, helper, subject, record):
+        """NVML may initialise CUDA for its own ends; the driver then saves it like any other.  Else it holds files."""
         pytest.importorskip("pynvml")
         process = subject("import pynvml; pynvml.nvmlInit(); handle = pynvml.nvmlDeviceGetHandleByIndex(0)")
-        open_files = cuda.device_files(process.pid)
-        record(uses_cuda=cuda.uses_cuda(process.pid), files=open_files, driver_says=raw_state(helper, process.pid))
-        assert cuda.state(process.pid) is CudaState.NONE
-        process.run("pynvml.nvmlShutdown()")
-        record(files_after_shutdown=cuda.device_files(process.pid))
+        libraries = "sorted({line.split('/')[-1].strip() for line in open('/proc/self/maps') if '/lib' in line})"
+        record(libraries=[name for name in process.run(f"result = {libraries}") if "cuda" in name or "nvidia" in name])
+        record(files=cuda.device_files(process.pid), driver_says=raw_state(helper, process.pid))
+        if cuda.state(process.pid) is CudaState.NONE:
+            assert cuda.device_files(process.pid)
+            process.run("pynvml.nvmlShutdown()")
+        else:
+            suspend(cuda, process.pid)
+            assert cuda.device_files(process.pid) == []
+            cuda.restore(process.pid)
+            cuda.unlock(process.pid)
+            assert process.run("result = pynvml.nvmlDeviceGetMemoryInfo(handle).total") > 0
+        record(files_at_the_end=cuda.device_files(process.pid))
 
     def test_nvml_beside_cuda(self, cuda, subject, record):
         pytest.importorskip("pynvml")

@@ -186,7 +186,6 @@ async def test_only_nvml_without_cuda(kernel, record):
         )
     except CellFailed:
         pytest.skip("the package nvidia-ml-py is not installed here")
-    record(loaded=await kernel.run("print(sorted({l.split('/')[-1].strip() for l in open('/proc/self/maps') if 'cuda' in l}))"))
     cuda, pid = kernel.lifecycle.engine.cuda, kernel.lifecycle.capsule.host_pid
     record(state=cuda.state(pid).value, files=cuda.device_files(pid))
     try:
@@ -213,7 +212,8 @@ async def test_work_that_was_submitted_before_is_finished_first(kernel):
 async def test_dataloader_workers_are_named_and_refused(kernel):
     await kernel.run(
         "import torch\nx = torch.ones(3, device='cuda')\n"
-        "loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True)); next(loader)"
+        "loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True))\n"
+        "first = next(loader).clone()"
     )
     with pytest.raises(Exception, match="CHILD_PROCESSES"):
         await kernel.provisioner.checkpoint()

@@ -151,6 +151,8 @@ def test_what_the_kernel_would_drop_is_dropped_with_one_line(
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("gate: dropped a message on client shell: ")
+    if forge == "repeated":
+        assert caplog.records[0].message.endswith("repeated signature")
 
 
 def test_one_msg_is_executed_once_though_it_was_sent_twice(up: World) -> None:

@@ -130,6 +130,7 @@ def test_an_error_that_does_not_stop_aborts_nothing(up: World, tmp_path: Path, o
 def test_a_request_whose_handler_raises_does_not_hold_up_the_drain(up: World) -> None:
     client = up.client()
     send(client, "complete_request", {})  # no code: the kernel logs an error, goes idle, and never replies
+    until(lambda: up.gate.pending == ["complete_request"], "it is under way")
     up.gate.drain(DEADLINE)
     assert up.gate.state == "held"
 

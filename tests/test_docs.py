@@ -1,0 +1,40 @@
+"""The documents say what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_tables_made_from_the_code_are_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "make-docs"), "--check"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stdout + made.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_make_target_the_readme_names_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"`?make ((?:[\w-]+ ?)+)", (ROOT / "README.md").read_text())
+    words = {word for line in named for word in line.split()} - {"sets", "prints"}
+    assert {"demo", "test"} <= words
+    assert words & targets >= {"demo", "test", "gpu-bundle", "gpu-check"}
+
+
+def test_subcommands_in_the_usage_exist():
+    command = [sys.executable, "-m", "jupyter_gpu_ckpt", "--help"]
+    help = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    for name in re.findall(r"^\| `jupyter gpu-ckpt ([\w-]+)", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE):
+        assert re.search(rf"^\s+{name}\b", help, re.MULTILINE), name

@@ -110,6 +110,8 @@ class Home:
     kernel_name: str
     runtime_dir: Path
     has_agent: bool
+    #: Writes what a later server needs to serve this kernel into a directory: the image's.
+    write_session: Callable[[Path], None] | None = None
     stdout: Any = None
     stderr: Any = None
 
@@ -175,6 +177,40 @@ class Lifecycle:
             self.exit_status = None
             self._saved = Saved()
             self._take(machine.advance(self.kernel, machine.Launched())[0])
+
+    def adopt(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
+        """Become the owner of a kernel that lives in ``capsule``, or sleeps on ``image``; its last owner is gone.
+
+        Whatever that owner was in the middle of is mended: stopped processes go on, a CUDA lock is taken off.
+        """
+        with self._lock:
+            self.capsule, self.image = capsule, image
+            state = State.CHECKPOINTED if capsule is None else self._mend(capsule)
+            self._take(machine.advance(self.kernel, machine.Adopted(state))[0])
+            if state is not State.RUNNING:
+                self.gate.sleep()
+
+    def _mend(self, capsule: Capsule) -> State:
+        capsule.signal(signal.SIGCONT)
+        cuda, pid = self.engine.cuda, capsule.host_pid
+        state = cuda.state(pid)
+        if state is CudaState.CHECKPOINTED:
+            # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
+            process = preflight.read_process(pid)
+            gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
+            self._saved = Saved({}, dict.fromkeys(gpus, process.rss if process else 0), gpus, cuda=True)
+            return State.SUSPENDED
+        if state is CudaState.LOCKED:
+            cuda.unlock(pid)
+        return State.RUNNING
+
+    def leave(self) -> None:
+        """Let go of a kernel that another server is to adopt: a living one goes on without an owner."""
+        with self._lock:
+            if self.capsule is not None:
+                self.capsule.outlive()
+                self.capsule.abandon()
+                self.capsule = None
 
     def suspend(self) -> None:
         """CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
@@ -251,7 +287,7 @@ class Lifecycle:
         return preflight.look(
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
-            device_bytes=self._device_bytes(capsule.host_pid),
+            device_bytes=self.device_bytes(),
             disk_free=self.engine.store.free(),
         )
 
@@ -285,9 +321,9 @@ class Lifecycle:
             self._lease.close()
             if self.state is not State.CHECKPOINTED:
                 self._notice_death(quiet=failure is not None)
-            if failure is not None and self.state is State.RUNNING:
-                self._serve()
             goal = self._goal(event)
+            if failure is not None:
+                self._serve(goal)
             if failure is not None and self.state is not goal:
                 told = self._told(failure)
                 if goal is State.RUNNING and self.state is not State.DEAD:
@@ -295,14 +331,18 @@ class Lifecycle:
                     self.gate.fail(told)
                 raise told from failure
 
-    def _serve(self) -> None:
-        """A kernel that runs serves its clients, whatever else went wrong."""
-        try:
-            self.gate.release()
-        except StateError:  # not connected
-            with contextlib.suppress(GpuCkptError), self._answering():
-                self.gate.open(self.settings.connect)
+    def _serve(self, goal: State) -> None:
+        """A kernel that runs serves its clients, and one that is away is woken by them, whatever else went wrong."""
+        if self.state in (State.SUSPENDED, State.CHECKPOINTED) and goal is not State.RUNNING:
+            self.gate.sleep()
+        elif self.state is State.RUNNING:
+            self.discard_image()  # one that its wake could not remove
+            try:
                 self.gate.release()
+            except StateError:  # not connected
+                with contextlib.suppress(GpuCkptError), self._answering():
+                    self.gate.open(self.settings.connect)
+                    self.gate.release()
 
     def _feed(self, event: machine.Event) -> tuple[Step, ...]:
         kernel, steps = machine.advance(self.kernel, event)
@@ -402,7 +442,9 @@ class Lifecycle:
     def _deadline(self, bytes: int) -> float:
         return self.settings.base + bytes / self.settings.slowest_rate
 
-    def _device_bytes(self, pid: int) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
+        """Device memory the kernel holds now, in bytes by GPU UUID; asks the driver.  Raises `CudaError`."""
+        pid = self._alive().host_pid
         return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
 
     # -- steps of a checkpoint
@@ -517,6 +559,8 @@ class Lifecycle:
             report=self._saved.report,
             steps=self._recorder.seconds(),
         )
+        if self.home.write_session is not None:
+            self.home.write_session(draft.path)
         self.image = draft.publish(manifest)
         self._draft = None
         traced.bytes = self.image.manifest.bytes
@@ -529,8 +573,8 @@ class Lifecycle:
     def _sleep(self, _: Traced) -> None:
         plan = self.kernel.plan
         if self.kernel.unwinding and plan is not None and plan.to is State.RUNNING:
-            # A wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake again
-            # at once, for messages that are about to hear that it failed.
+            # A wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake
+            # again at once, for messages that are about to hear that it failed.
             return
         self.gate.sleep()
 

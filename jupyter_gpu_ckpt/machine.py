@@ -67,6 +67,13 @@ class Launched(Event):
 
 
 @dataclass(frozen=True)
+class Adopted(Event):
+    """A kernel whose owner went was found: running, suspended, or asleep on its image."""
+
+    state: State
+
+
+@dataclass(frozen=True)
 class Suspend(Event):
     """Move the CUDA state to host RAM."""
 
@@ -272,6 +279,15 @@ def _with(kernel: Kernel, step: Step) -> Kernel:
     return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
 
 
+def _adopted(kernel: Kernel, event: Event) -> Outcome | None:
+    assert isinstance(event, Adopted)
+    resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
+    if kernel.state is not State.STARTING or event.state not in resting:
+        return None
+    asleep = event.state is State.CHECKPOINTED
+    return Kernel(event.state, process=not asleep, image=asleep, story=kernel.story), ()
+
+
 def _step_done(kernel: Kernel, event: Event) -> Outcome | None:
     assert isinstance(event, StepDone)
     plan = kernel.plan
@@ -321,6 +337,7 @@ def _ended(kernel: Kernel, event: Event) -> Outcome | None:
 
 _HANDLERS = {
     Launched: _launched,
+    Adopted: _adopted,
     StepDone: _step_done,
     StepFailed: _step_failed,
     Unwound: _unwound,

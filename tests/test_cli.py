@@ -19,7 +19,6 @@ import pytest
 from harness import alive, until
 
 from jupyter_gpu_ckpt import __version__
-from jupyter_gpu_ckpt.kernel.registry import kernels, reap
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -76,14 +75,16 @@ class Owner:
     """`owner.py` as a process."""
 
     def __init__(self, env: dict[str, str], connection_file: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(OWNER), str(connection_file)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=env,
-            text=True,
-        )
+        self.log = connection_file.with_suffix(".log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(OWNER), str(connection_file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=env,
+                text=True,
+            )
         self.facts: dict[str, Any] = {}
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -92,9 +93,12 @@ class Owner:
     def _read(self) -> None:
         for line in self.process.stdout:
             self._lines.put(line)
+        self._lines.put("")
 
     def answer(self) -> dict[str, Any]:
-        return json.loads(self._lines.get(timeout=90))
+        line = self._lines.get(timeout=90)
+        assert line, f"the owner ended: {self.log.read_text()}"
+        return json.loads(line)
 
     def ask(self, line: str) -> dict[str, Any]:
         self.process.stdin.write(line + "\n")
@@ -294,29 +298,40 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
     assert set(site.json("rm", image)["removed"]) == {image}, "nobody sleeps in it any more"
 
 
+SIDE_BY_SIDE = """
+import sys
+from pathlib import Path
+from jupyter_gpu_ckpt.kernel.places import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.registry import Registration, kernels, reap
+
+base, role = Path(sys.argv[1]), sys.argv[2]
+if role == "start":
+    for _ in range(200):
+        registration = Registration(make_runtime_dir(base))
+        registration.write(state="running")
+        (own,) = [kernel for kernel in kernels(base) if kernel["directory"] == str(registration.directory)]
+        assert own["owned"]
+        registration.end()
+while role == "reap" and not (base / "stop").exists():
+    assert reap(base) == []
+while role == "list" and not (base / "stop").exists():
+    kernels(base)
+"""
+
+
 def test_starting_listing_and_reaping_side_by_side_lose_no_directory(runtime_base: Path):
     """Whoever looks or tidies up must not take a fresh directory for an abandoned one, nor its lock."""
     base = runtime_base / "b"
     base.mkdir(mode=0o700)
-    program = (
-        "import sys\nfrom pathlib import Path\n"
-        "from jupyter_gpu_ckpt.kernel.places import make_runtime_dir\n"
-        "from jupyter_gpu_ckpt.kernel.registry import Registration\n"
-        "base = Path(sys.argv[1])\n"
-        "for _ in range(100):\n"
-        "    registration = Registration(make_runtime_dir(base))\n"
-        "    registration.write(state='running')\n"
-        "    registration.end()\n"
-    )
-    starters = [subprocess.Popen([sys.executable, "-c", program, str(base)]) for _ in range(2)]
+    argv = [sys.executable, "-c", SIDE_BY_SIDE, str(base)]
+    others = [subprocess.Popen([*argv, role]) for role in ("reap", "list")]
+    starters = [subprocess.Popen([*argv, "start"]) for _ in range(2)]
     try:
-        while any(starter.poll() is None for starter in starters):
-            assert reap(base) == []
-            assert all(kernel["owned"] for kernel in kernels(base))
-        assert [starter.wait(0) for starter in starters] == [0, 0]
+        assert [starter.wait(90) for starter in starters] == [0, 0]
+        (base / "stop").touch()
+        assert [other.wait(30) for other in others] == [0, 0]
     finally:
-        for starter in starters:
-            if starter.poll() is None:
-                starter.kill()
-                starter.wait(10)
-    assert list(base.iterdir()) == []
+        for process in (*starters, *others):
+            process.kill()
+            process.wait(10)
+    assert [path.name for path in base.iterdir()] == ["stop"]

@@ -40,7 +40,7 @@ def without_torch(directory: Path) -> dict[str, str]:
     """An environment in which the kernel finds no torch, whatever is installed."""
     (directory / "no").mkdir()
     (directory / "no" / "torch.py").write_text("raise ImportError('no torch here')\n")
-    return {"PYTHONPATH": str(directory / "no")}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory / "no"), os.environ.get("PYTHONPATH")]))}
 
 
 def intact(done: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Capsule:
 
     def _hear_report(self, report: int) -> None:
         with open(report, "rb") as file:
-            if not select.select([file], [], [], ANSWER)[0]:
+            if not _ready([file.fileno()], ANSWER):
                 raise CapsuleError("The capsule's init did not report in time.")
             text = file.read()
         if not text:
@@ -152,14 +152,21 @@ class Capsule:
         """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`."""
         capsule = cls(directory)
         capsule._connect()
-        reply, _ = capsule._ask({"verb": "status"})
-        if reply["kernel"] and reply["status"] is None:
-            capsule.adopt(reply["kernel"])
+        try:
+            reply, _ = capsule._ask({"verb": "status"})
+            if reply["kernel"] and reply["status"] is None:
+                capsule.adopt(reply["kernel"])
+        except BaseException:
+            capsule.abandon()
+            raise
         return capsule
 
     def _connect(self) -> None:
+        try:
+            directory = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CapsuleGone(f"The capsule has no directory any more: {error}") from error
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        directory = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             connection.settimeout(ANSWER)
             connection.connect(f"/proc/self/fd/{directory}/capsule.sock")
@@ -191,9 +198,15 @@ class Capsule:
         May be called while another thread waits for an answer: that request then fails with `CapsuleGone`.
         """
         with self._closing:
+            if self._outer is None and self._socket is None:
+                return  # closed, or abandoned and no more ours
             if self._outer is not None:
                 self._end(self._outer)
                 self._outer = None
+            elif self._pidfd >= 0 and (init := self._parent()):
+                # Its outer process is the child of an owner that is gone; the kernel's parent is the capsule's PID 1.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(init, signal.SIGKILL)
             if self._pidfd >= 0:
                 self.wait(ANSWER)
                 os.close(self._pidfd)
@@ -204,6 +217,14 @@ class Capsule:
                     self._socket = None
             with contextlib.suppress(FileNotFoundError):
                 (self.directory / "capsule.sock").unlink()
+
+    def _parent(self) -> int:
+        """The kernel's parent, believed only if the kernel lives still after it was read; else 0."""
+        parent = 0
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{self.host_pid}/stat").read_text().rpartition(")")[2].split()
+            parent = int(words[1])
+        return parent if self.poll() is None else 0
 
     @staticmethod
     def _end(outer: subprocess.Popen[bytes]) -> None:
@@ -277,10 +298,12 @@ class Capsule:
         timeout: float,
         env: Mapping[str, str],
         inherit_pipes: bool = False,
+        grace: float = 0.0,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
-        ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.
+        ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
+        the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.
         """
         request = {
             "verb": "run",
@@ -290,8 +313,9 @@ class Capsule:
             "timeout": timeout,
             "output": str(output),
             "inherit_pipes": inherit_pipes,
+            "grace": grace,
         }
-        reply, _ = self._ask(request, timeout + ANSWER)
+        reply, _ = self._ask(request, timeout + grace + ANSWER)
         return Ran(reply["status"], reply["timed_out"], reply["seconds"])
 
     def clocks(self) -> Clocks:
@@ -305,7 +329,7 @@ class Capsule:
         """The kernel's exit status, None while it lives.  Never blocks; -9 when the whole capsule was ended."""
         if self._status is not None or self._pidfd < 0:
             return self._status
-        if not select.select([self._pidfd], [], [], 0)[0]:
+        if not _ready([self._pidfd], 0):
             return None
         self._status = -signal.SIGKILL
         with contextlib.suppress(CapsuleError):
@@ -317,7 +341,7 @@ class Capsule:
     def wait(self, timeout: float) -> int | None:
         """Wait for the kernel's end; its exit status, or None when it still lives after ``timeout`` seconds."""
         if self._pidfd >= 0:
-            select.select([self._pidfd], [], [], timeout)
+            _ready([self._pidfd], timeout)
         return self.poll()
 
     @contextlib.contextmanager
@@ -334,11 +358,11 @@ class Capsule:
         over, finish = os.pipe()
 
         def watch() -> None:
-            ended = select.select([pidfd, over], [], [])[0]
+            ended = _ready([pidfd, over], None)
             while over not in ended:
                 with contextlib.suppress(GpuCkptError):
                     told()
-                ended = select.select([over], [], [], 0.1)[0]
+                ended = _ready([over], 0.1)
 
         watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
         watcher.start()
@@ -380,6 +404,17 @@ class Capsule:
             found += fresh
             fresh = [child for pid in fresh for child in _children(pid)]
         return [pid for pid in found if pid != self.host_pid]
+
+
+def _ready(descriptors: list[int], timeout: float | None) -> list[int]:
+    """Those that can be read or are at their end, after at most ``timeout`` seconds (None: for ever).
+
+    Not ``select``, which takes no descriptor above 1023: a server with some dozens of kernels has those.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)]
 
 
 def _children(pid: int) -> list[int]:

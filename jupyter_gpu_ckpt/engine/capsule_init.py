@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -135,13 +137,26 @@ class Init:
                 elif isinstance(key.data, Pipe) and not key.data.forward():
                     self.selector.unregister(key.data.reader)
             self.reap()
-            if self.job and time.monotonic() >= self.job["deadline"] and not self.job["timed_out"]:
-                self.job["timed_out"] = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.job["pid"], signal.SIGKILL)
+            if self.job and time.monotonic() >= self.job["deadline"]:
+                self.hurry(self.job)
             forsaken = self.owner is None and time.monotonic() >= self.deadline
             if forsaken and (not self.outlive or self.kernel_status is not None):
                 return 0
+
+    def hurry(self, job: dict[str, Any]) -> None:
+        """End a program that is overdue: by an error it can handle if it has a grace, after that by SIGKILL.
+
+        CRIU, killed while its code is in the kernel, leaves it there, and the kernel dies of it.  A file size limit
+        makes its next write fail instead, as a full disk would, and it takes everything back.
+        """
+        grace = 0.0 if job["timed_out"] else job["grace"]
+        job["timed_out"] = True
+        job["deadline"] = time.monotonic() + grace if grace else math.inf
+        with contextlib.suppress(ProcessLookupError):
+            if grace:
+                resource.prlimit(job["pid"], resource.RLIMIT_FSIZE, (0, 0))
+            else:
+                os.killpg(job["pid"], signal.SIGKILL)
 
     def connect(self) -> None:
         connection, _ = self.listener.accept()
@@ -217,6 +232,7 @@ class Init:
         timeout: float,
         output: str,
         inherit_pipes: bool = False,
+        grace: float = 0.0,
     ) -> None:
         if self.job:
             raise RuntimeError("a program is running already")
@@ -227,7 +243,7 @@ class Init:
         finally:
             os.close(log)
         began = time.monotonic()
-        self.job = {"pid": pid, "began": began, "deadline": began + timeout, "timed_out": False}
+        self.job = {"pid": pid, "began": began, "deadline": began + timeout, "grace": grace, "timed_out": False}
 
     def do_adopt(self, pid: int) -> None:
         os.kill(pid, 0)
@@ -248,8 +264,9 @@ class Init:
     def answer_kernel(self, reply: dict[str, Any]) -> None:
         """Name the kernel by pid and pidfd; from here on only the kernel holds the writing ends of its pipes."""
         for pipe in self.pipes:
-            os.close(pipe.writer)
-            pipe.writer = -1
+            if pipe.writer >= 0:  # closed already when a later owner adopts the kernel again
+                os.close(pipe.writer)
+                pipe.writer = -1
         pidfd = os.pidfd_open(self.kernel)
         self.answer({"pid": self.kernel, **reply}, pidfd)
         os.close(pidfd)
@@ -290,6 +307,8 @@ class Init:
         # What is ignored here would stay ignored in the program: Python's own two, and those init ignores.
         for name in ("SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGINT", "SIGTERM", "SIGHUP"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
+        if capable:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `hurry`
         if self.rootless:
             if capable:
                 syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)

@@ -44,6 +44,9 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("-v2",),  # errors and warnings
 )
 
+#: Seconds an overdue dump has to take everything back before it is killed.
+GRACE = 10.0
+
 #: CRIU needs no more of the environment; a user's LD_PRELOAD must not reach it.
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
@@ -128,23 +131,29 @@ class Criu:
             str(capsule.directory),
             "--log-file",
             f"{verb}.log",
-            # CRIU's own alarm fires first, so that it can still let the frozen processes go.
+            # CRIU's own alarm: it covers the freezing of the processes only.
             "--timeout",
             str(max(1, int(timeout))),
             *rootless,
             *(word for option in OPTIONS for word in option),
             *options,
         ]
+        log, output = capsule.directory / f"{verb}.log", capsule.directory / f"{verb}.out"
+        for stale in (log, output):
+            # A CRIU that ends before it opens its log must not be explained by the log of the one before.
+            stale.unlink(missing_ok=True)
         ran = capsule.run(
             arguments,
             cwd=capsule.directory,
-            output=capsule.directory / f"{verb}.out",
-            timeout=timeout + 5.0,
+            output=output,
+            timeout=timeout,
+            # A half-restored process is ended with the capsule anyhow; one that is being dumped is the user's work.
+            grace=GRACE if verb == "dump" else 0.0,
             env=ENVIRONMENT,
             inherit_pipes=inherit_pipes,
         )
         if ran.status != 0:
-            raise explain(verb, ran, capsule.directory / f"{verb}.log", capsule.directory / f"{verb}.out")
+            raise explain(verb, ran, log, output)
         return ran
 
     def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:

@@ -233,6 +233,24 @@ class Nvml:
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return [(process.pid, process.usedGpuMemory) for process in running]
 
+    def utilisation(self, uuid: str) -> int:
+        handle = self._handle(uuid)
+        return int(self._api.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def process_utilisation(self, uuid: str, since_us: int) -> list[tuple[int, int]] | None:
+        handle = self._handle(uuid)
+        api = self._api
+        try:
+            samples = api.nvmlDeviceGetProcessUtilization(handle, since_us)
+        except api.NVMLError as error:
+            if error.value == api.NVML_ERROR_NOT_FOUND:
+                return []  # NVML's word for "nobody computed since then"
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_NO_PERMISSION):
+                return None
+            raise
+        # NVML promises nothing about entries it did not fill.
+        return [(sample.pid, sample.smUtil) for sample in samples if sample.timeStamp > since_us]
+
     def _handle(self, uuid: str) -> Any:
         if not self.open():
             raise Unavailable("driver-missing", "This host has no NVIDIA driver.")
@@ -345,6 +363,8 @@ def real_operations() -> dict[str, Operation]:
         "nvml.gpus": nvml.gpus,
         "nvml.free": nvml.free,
         "nvml.processes": nvml.processes,
+        "nvml.utilisation": nvml.utilisation,
+        "nvml.process_utilisation": nvml.process_utilisation,
     }
 
 

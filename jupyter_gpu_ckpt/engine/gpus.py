@@ -90,6 +90,25 @@ class Gpus:
             raise CudaError("NVML does not tell how much GPU memory the process uses.", pid=pid, uuids=unknown)
         return {uuid: count for uuid, count in used.items() if count}
 
+    def utilisation(self, uuid: str) -> int:
+        """Percent of the last moment (NVML: up to a second) in which anybody computed on the GPU."""
+        return int(self._ask("nvml.utilisation", uuid=uuid))
+
+    def process_utilisation(self, uuid: str, since: float) -> dict[int, int] | None:
+        """The highest SM utilisation in percent by process id, over NVML's samples taken after ``since``.
+
+        ``since`` is in seconds of `time.time`; NVML keeps some seconds of samples, so ask more often than that.  A
+        process that is not named did not compute, or too little to make one percent.  ``None`` where NVML does not
+        tell (MIG, virtual GPUs, lack of rights): then `utilisation` is all there is.  Process ids as in `processes`.
+        """
+        samples = self._ask("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))
+        if samples is None:
+            return None
+        found: dict[int, int] = {}
+        for pid, percent in samples:
+            found[pid] = max(percent, found.get(pid, 0))
+        return found
+
     @contextmanager
     def room(self, needs: Mapping[str, int], timeout_s: float) -> Iterator[None]:
         """Hold the locks of the GPUs in ``needs`` (bytes by UUID) during the body, with that much memory free on each.

@@ -68,6 +68,19 @@ class Image:
         """CRIU's files."""
         return self.path / CRIU_DIRECTORY
 
+    def retire(self) -> None:
+        """Its owner shut the kernel down: no server is to bring it back by itself.  The image stays usable."""
+        self._mark.touch(0o600)
+
+    @property
+    def retired(self) -> bool:
+        """Whether `retire` was called."""
+        return self._mark.exists()
+
+    @property
+    def _mark(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.retired")
+
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
         """Hold the image for one restorer or remover.  Raises `ImageBusy` at once when another holds it."""
@@ -206,7 +219,8 @@ class Store:
             doomed = self.root / f"{_DRAFT}{image.id}"
             image.path.rename(doomed)
             shutil.rmtree(doomed)
-        image.path.with_name(f".{image.path.name}.lock").unlink(missing_ok=True)
+        for mark in ("lock", "retired"):
+            image.path.with_name(f".{image.path.name}.{mark}").unlink(missing_ok=True)
         return image.manifest.bytes
 
     def sweep(self) -> int:

@@ -9,7 +9,8 @@ It answers three requests on the shell channel, so on the kernel's main thread a
 ``gpu_ckpt_report_request``  {}
     The report, without changing anything: for preflight.
 ``gpu_ckpt_quiesce_request``  {"trim": true, "files": true}
-    Flush all output.  ``trim``: collect garbage and free the caches of GPU libraries.  ``files``: let go of what
+    Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
+    kernel stays), collect garbage and free the caches of GPU libraries.  ``files``: let go of what
     cannot be saved by CRIU, or not be restored by it: the history database, the TCP listener for children's output,
     shared mappings of deleted files.  An error reply means that all of it has been undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}}
@@ -35,6 +36,8 @@ from typing import Any
 from . import gpu_memory, mappings, probes
 from .history import History
 from .iopub import IOPub
+from .magics import GpuMagics
+from .outside import Outside
 
 NAME = "_jupyter_gpu_ckpt_agent"
 
@@ -48,17 +51,27 @@ class Agent:
         self._history = History(shell)
         self._iopub = IOPub(kernel)
         self._healing = False
+        self.outside = Outside(kernel)
+        self.magics = GpuMagics(shell, kernel, self.outside, lambda: self._iopub.port)
+        #: Called without arguments on the main thread: the last thing before the kernel may go, the first when it is
+        #: back, or stayed.
+        self.on_leave: list[Callable[[], None]] = []
+        self.on_return: list[Callable[[], None]] = []
 
     def register(self) -> None:
         """Called from `load_ipython_extension`."""
         for verb in ("report", "quiesce", "thaw"):
             self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, getattr(self, verb))
+        self.outside.register()
+        self.magics.register()
 
     def unregister(self) -> None:
         """Called from `unload_ipython_extension`."""
         self._take_back([])
         for verb in ("report", "quiesce", "thaw"):
             self._kernel.shell_handlers.pop(f"gpu_ckpt_{verb}_request", None)
+        self.magics.unregister()
+        self.outside.unregister()
 
     def _handler(self, verb: str, act: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
         # Awaited by ipykernel 6 and 7; `stream` is a ZMQStream there and a socket pair to the shell thread here, all
@@ -92,10 +105,13 @@ class Agent:
         """
         errors: list[str] = []
         trimmed, rehomed = 0, 0
+        for tell in tuple(self.on_leave):
+            probes.probe(errors, "leave", tell, None)
         still_deleted: list[dict[str, Any]] | None = None
         try:
             probes.probe(errors, "flush", self._flush, None)
             if content.get("trim", True):
+                probes.probe(errors, "release", self.magics.release, 0)
                 probes.probe(errors, "gc", gc.collect, None)
                 # After an error of CUDA's own nothing can be trimmed; whether it can be suspended is the driver's say.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
@@ -126,6 +142,8 @@ class Agent:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        for tell in tuple(self.on_return):
+            probes.probe(errors, "return", tell, None)
         return {"pid": os.getpid(), "pipe_port": self._iopub.port, "probe_errors": errors}
 
     # -- steps --------------------------------------------------------------------------------------------------------

@@ -48,9 +48,11 @@ class Gate:
         Called with a message type on the gate's thread, once a sleep, when a message arrives or lies waiting that wakes
         the kernel.  Must not block, and must not call the gate.
     on_ask:
-        Called with the content of the kernel's ``gpu_ckpt_ask`` on the gate's thread, after the reply and the idle of
-        the cell that asked were forwarded.  Also with ``{"verb": "shutdown", "restart": bool}`` when the gate answered
-        a ``shutdown_request`` for a kernel that is away.  Must not block, and must not call the gate.
+        Called with the content of the kernel's ``gpu_ckpt_ask`` on the gate's thread: at once where it says ``now``
+        (answer by `tell`), else after the reply and the idle of the cell that asked were forwarded.  From there on
+        requests are kept if the verb is ``suspend`` or ``checkpoint``: do the verb, or call `release`.  Also called
+        with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel that
+        is away.  Must not block, and must not call the gate.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:
@@ -158,6 +160,16 @@ class Gate:
         """
         return self._await(lambda proxy, future: proxy.request(future, msg_type, dict(content), timeout), timeout)
 
+    def tell(self, msg_type: str, content: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """The same on the control channel, which the kernel answers also while a cell runs.  Raises `KernelSilent`."""
+        return self._await(
+            lambda proxy, future: proxy.request(future, msg_type, dict(content), timeout, "control"), timeout
+        )
+
+    def say(self, msg_type: str, content: Mapping[str, Any]) -> None:
+        """Send clients an output in the kernel's name, also while the kernel is away."""
+        self._do(lambda proxy: proxy.say(msg_type, content))
+
     def died(self) -> None:
         """The kernel's process is gone: forget what is under way and what was kept, disconnect, echo no heartbeat.
 
@@ -207,6 +219,11 @@ class Gate:
     def pending(self) -> list[str]:
         """The types of the requests under way in the kernel, oldest first."""
         return self._do(lambda proxy: proxy.ledger.types())
+
+    @property
+    def working(self) -> bool:
+        """Whether the kernel is at work on what a client had it do; its answers to mere questions do not count."""
+        return self._do(lambda proxy: proxy.ledger.working())
 
     @property
     def identity(self) -> dict[str, Any] | None:

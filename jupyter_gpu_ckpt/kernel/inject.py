@@ -8,6 +8,9 @@ from pathlib import Path
 
 LAUNCH = Path(__file__).resolve().parent.parent / "inside" / "launch.py"
 
+#: Environment variable of a kernel that was started plainly: why, as JSON.  The agent reads it and takes it away.
+PLAIN = "JUPYTER_GPU_CKPT_PLAIN"
+
 #: Modules that start an ipykernel when run with ``-m``.
 KERNEL_MODULES = frozenset({"ipykernel", "ipykernel_launcher"})
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .wake import wakes
 from .wire import Request
 
 #: Requests that the protocol answers.  Comm messages have no reply, and of a type that is not here none is known: for
@@ -82,6 +83,10 @@ class Ledger:
     def types(self) -> list[str]:
         """Message types under way, oldest first."""
         return [entry.request.msg_type for entry in self._entries.values()]
+
+    def working(self) -> bool:
+        """Whether the kernel is at work on something that a user asked it to do, as far as can be told from here."""
+        return any(wakes(entry.request.msg_type) and not entry.straggles for entry in self._entries.values())
 
     def find(self, msg_id: str) -> Entry | None:
         """The entry of ``msg_id`` if it is under way."""

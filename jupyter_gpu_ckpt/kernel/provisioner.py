@@ -10,6 +10,7 @@ A host that cannot checkpoint still starts kernels: plainly, with one line in th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import os
@@ -24,18 +25,22 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Float, Unicode, default
 
+from ..engine.capsule import Capsule
 from ..engine.criu import Criu
 from ..engine.criu_install import dotted, find
 from ..engine.cuda import Cuda
 from ..engine.cuda_client import Helper
 from ..engine.gpus import Gpus
 from ..errors import GpuCkptError, HostError, StateError
+from ..estimate import RATES
 from ..image.store import Image, Store
 from ..lifecycle import Engine, Home, Lifecycle, Settings
 from ..machine import State
 from ..trace import Sink, StepEvent, Trace
+from .adoption import Orphan, Session, orphan
+from .desk import Desk
 from .gate import Gate, GateState
-from .inject import rewrite
+from .inject import PLAIN, rewrite
 from .places import default_image_dir, default_runtime_base, make_runtime_dir
 from .registry import Registration, reap
 
@@ -59,6 +64,19 @@ def shared_engine(image_dir: Path) -> Engine:
             store.sweep()
             _engines[image_dir] = Engine(known.criu, known.criu_version, known.cuda, known.gpus, store)
         return _engines[image_dir]
+
+
+def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the kernel itself listens: unix sockets in its directory, under the key the clients have too."""
+    channels = ("shell", "iopub", "stdin", "control", "hb")
+    return {
+        "transport": "ipc",
+        "ip": str(directory / "kernel"),
+        **{f"{channel}_port": port for port, channel in enumerate(channels, 1)},
+        "key": front["key"],
+        "signature_scheme": front["signature_scheme"],
+        "kernel_name": front.get("kernel_name", ""),
+    }
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -86,6 +104,11 @@ class GpuCkptProvisioner(LocalProvisioner):
     slowest_rate = Float(
         50e6, help="Bytes per second that storage and driver reach at least; deadlines are computed from it."
     ).tag(config=True)
+    outlive_server = Bool(
+        False,
+        help="Let kernels run on when the server dies without having stopped them, so that the next one adopts them. "
+        "Something must then end those that nobody adopts: the server extension starts a watchdog.",
+    ).tag(config=True)
     keep_image_on_shutdown = Bool(
         True,
         help="Keep the image when a checkpointed kernel is shut down (a restart always drops it). "
@@ -105,12 +128,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.lifecycle: Lifecycle | None = None
         self._last: Lifecycle | None = None
         #: Listeners to the trace of this kernel's steps; see `trace`.
-        self.sinks: list[Sink] = [self._log_step]
+        self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
+        #: What the kernel is answered when it asks, and until when it is protected from policies.
+        self.desk = Desk(self.log)
         self._gate: Gate | None = None
         self._front: dict[str, Any] = {}
-        self._plain_cmd: list[str] = []
         self._has_agent = False
         self._registration: Registration | None = None
+        self._orphan: Orphan | None = None
         # One thread for this kernel's verbs: they take turns, and the caller's event loop (if it has one) stays free.
         self._worker: ThreadPoolExecutor | None = None
         self._joined: dict[str, Future[Any]] = {}
@@ -123,6 +148,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         if self.lifecycle is not None:
             return self.lifecycle.state
         return State.RUNNING if self.process is not None else State.DEAD
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate, for those who watch what clients do; None for a kernel that was started plainly."""
+        return self._gate
 
     async def suspend(self) -> None:
         """CUDA state to host RAM, the GPU is free.  After failure the kernel runs on."""
@@ -175,6 +205,10 @@ class GpuCkptProvisioner(LocalProvisioner):
         elif event.kind == "completed":
             self.log.debug("Kernel %s: %s in %.3f s", self.kernel_id, event.step, event.seconds)
 
+    def _show_step(self, event: StepEvent) -> None:
+        if self.desk.panel is not None:
+            self.desk.panel.stepped(event)
+
     # -- what the gate tells us, on its thread
 
     def _on_wake(self, msg_type: str) -> None:
@@ -193,8 +227,11 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _on_ask(self, content: dict[str, Any]) -> None:
         """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
-        lifecycle = self.lifecycle
-        if lifecycle is None:
+        lifecycle, gate = self.lifecycle, self._gate
+        if lifecycle is None or gate is None:
+            return
+        if content.get("now"):
+            self.desk.take(content, lifecycle, gate)
             return
         verbs: dict[str, Callable[[], Any]] = {
             "suspend": lifecycle.suspend,
@@ -205,13 +242,17 @@ class GpuCkptProvisioner(LocalProvisioner):
         if call is None:
             self.log.warning("Kernel %s asked for something unknown.", self.kernel_id)
             return
-        self._submit(functools.partial(self._do_asked, call))
+        self._submit(functools.partial(self._do_asked, call, gate))
 
-    def _do_asked(self, call: Callable[[], Any]) -> None:
+    def _do_asked(self, call: Callable[[], Any], gate: Gate) -> None:
         try:
             call()
         except GpuCkptError as error:
             self.log.warning("Kernel %s: %s", self.kernel_id, error)
+            if gate.state is GateState.DRAINING:
+                gate.release()  # kept for us since the cell that asked
+            if gate.state is GateState.OPEN:
+                self.desk.refused(error, gate)
 
     # -- jupyter_client's hooks
 
@@ -222,39 +263,57 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Called from the kernel manager before each launch; writes the connection file and makes the command."""
-        kwargs = await super().pre_launch(**kwargs)
-        self._plain_cmd = list(kwargs["cmd"])
-        return kwargs
+        if self._gate is None and self._last is None:
+            self._orphan = await asyncio.to_thread(self._find_orphan)
+            if self._orphan is not None:
+                self._take_front(self._orphan.session.front)
+        return await super().pre_launch(**kwargs)
+
+    def _find_orphan(self) -> Orphan | None:
+        """A kernel of this very id that nobody owns: it is adopted instead of starting another."""
+        return orphan(self.kernel_id, Path(self.runtime_base), Store(Path(self.image_dir)))
+
+    def _take_front(self, front: Mapping[str, Any]) -> None:
+        """The kernel manager gets the old ports and key, before it writes the connection file: clients come back."""
+        manager = self.parent
+        if manager is None:
+            return
+        manager.transport, manager.ip = front["transport"], front["ip"]
+        for channel in ("shell", "iopub", "stdin", "control", "hb"):
+            setattr(manager, f"{channel}_port", front[f"{channel}_port"])
+        self.ports_cached = True
+        manager.session.key = str(front["key"]).encode()
+        for name in ("curve_publickey", "curve_secretkey"):
+            if front.get(name):
+                setattr(manager, name, str(front[name]).encode())
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         """Called from the kernel manager; also on restart.  Falls back to a plain start on a host that is unfit."""
         try:
             engine = shared_engine(Path(self.image_dir))
-            await asyncio.to_thread(self._launch_in_capsule, engine, list(cmd), kwargs)
+            if self._orphan is not None:
+                await asyncio.to_thread(self._adopt, engine, self._orphan, kwargs)
+            else:
+                await asyncio.to_thread(self._launch_in_capsule, engine, list(cmd), kwargs)
         except HostError as error:
             self._drop_gate()
             self.lifecycle = None
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
-            return await super().launch_kernel(cmd, **kwargs)
+            # With the agent all the same: it can say why, and still shows what holds the GPU's memory.
+            kwargs["env"] = {**(kwargs.get("env") or os.environ), PLAIN: json.dumps(error.as_dict())}
+            return await super().launch_kernel(rewrite(cmd) or cmd, **kwargs)
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
 
     def _launch_in_capsule(self, engine: Engine, cmd: list[str], kwargs: Mapping[str, Any]) -> None:
-        front = self._front_info()
         if self._registration is None:
             reap(Path(self.runtime_base))
             self._registration = Registration(make_runtime_dir(Path(self.runtime_base)))
         directory = self._registration.directory
-        back = {
-            "transport": "ipc",
-            "ip": str(directory / "kernel"),
-            **{f"{channel}_port": port for port, channel in enumerate(("shell", "iopub", "stdin", "control", "hb"), 1)},
-            "key": front["key"],
-            "signature_scheme": front["signature_scheme"],
-            "kernel_name": front.get("kernel_name", ""),
-        }
         for stale in directory.glob("kernel-*"):
             stale.unlink()
+        front = self._front_info()
+        back = _back_info(directory, front)
         file = directory / "connection.json"
         file.touch(0o600)
         file.write_text(json.dumps(back))
@@ -263,37 +322,72 @@ class GpuCkptProvisioner(LocalProvisioner):
         env = dict(kwargs.get("env") or os.environ)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
         env["JPY_PARENT_PID"] = "1"
-        if self._gate is None or front != self._front:
+        cwd = str(kwargs.get("cwd") or Path.cwd())
+        session = Session(
+            kernel_id=self.kernel_id,
+            kernel_name=getattr(self.parent, "kernel_name", "") or "",
+            runtime_dir=str(directory),
+            has_agent=rewritten is not None,
+            path=cwd,
+            front=front,
+        )
+        gate, lifecycle = self._furnish(engine, session, back, kwargs)
+        lifecycle.launch(rewritten or argv, env, cwd)
+        if (kwargs.get("independent") or self.outlive_server) and lifecycle.capsule is not None:
+            lifecycle.capsule.outlive()
+        self._submit(functools.partial(self._open_gate, lifecycle, gate))
+
+    def _adopt(self, engine: Engine, found: Orphan, kwargs: Mapping[str, Any]) -> None:
+        """Instead of launching: be the owner of a kernel whose own is gone."""
+        self._orphan = None
+        directory = found.directory or Path(found.session.runtime_dir)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._registration = Registration(directory)
+        session = dataclasses.replace(found.session, front=self._front_info())
+        capsule = Capsule.attach(directory) if found.directory else None
+        gate, lifecycle = self._furnish(engine, session, _back_info(directory, session.front), kwargs)
+        lifecycle.adopt(capsule=capsule, image=found.image)
+        self.log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
+        if lifecycle.state is State.RUNNING:
+            self._submit(functools.partial(self._open_gate, lifecycle, gate))
+
+    def _furnish(
+        self, engine: Engine, session: Session, back: dict[str, Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Gate, Lifecycle]:
+        """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
+        assert self._registration is not None
+        self.desk = Desk(self.log)  # what an earlier process had asked for went with it
+        if self._gate is None or session.front != self._front:
             self._drop_gate()
             self._gate = Gate(
-                front, back, on_wake=self._on_wake, on_ask=self._on_ask, kernel_id=self.kernel_id, log=self.log
+                session.front,
+                back,
+                on_wake=self._on_wake,
+                on_ask=self._on_ask,
+                kernel_id=self.kernel_id,
+                log=self.log,
+                identity=session.identity,
             )
             self._gate.start()
-            self._front = front
+            self._front = session.front
         else:
             self._gate.rebind_kernel(back)
-        self.lifecycle = Lifecycle(
-            Home(
-                kernel_id=self.kernel_id,
-                kernel_name=getattr(self.parent, "kernel_name", "") or "",
-                runtime_dir=directory,
-                has_agent=rewritten is not None,
-                stdout=kwargs.get("stdout"),
-                stderr=kwargs.get("stderr"),
-            ),
-            engine,
-            self._gate,
-            settings=Settings(
-                drain=self.drain_timeout, connect=self.wake_timeout, slowest_rate=self.slowest_rate
-            ),
-            trace=Trace(self.kernel_id, [self._tell_sinks]),
+        gate = self._gate
+        home = Home(
+            kernel_id=self.kernel_id,
+            kernel_name=session.kernel_name,
+            runtime_dir=self._registration.directory,
+            has_agent=session.has_agent,
+            write_session=lambda place: dataclasses.replace(session, identity=gate.identity).write(place),
+            stdout=kwargs.get("stdout"),
+            stderr=kwargs.get("stderr"),
         )
+        session.write(self._registration.directory)
+        settings = Settings(drain=self.drain_timeout, connect=self.wake_timeout, slowest_rate=self.slowest_rate)
+        trace = Trace(self.kernel_id, [self._tell_sinks])
+        self.lifecycle = Lifecycle(home, engine, gate, settings=settings, trace=trace)
         self.lifecycle.on_state.append(self._note_state)
-        cwd = kwargs.get("cwd")
-        self.lifecycle.launch(rewritten or argv, env, str(cwd or Path.cwd()))
-        if kwargs.get("independent") and self.lifecycle.capsule is not None:
-            self.lifecycle.capsule.outlive()
-        self._submit(functools.partial(self._open_gate, self.lifecycle, self._gate))
+        return gate, self.lifecycle
 
     def _front_info(self) -> dict[str, Any]:
         info: dict[str, Any] = dict(self.connection_info)
@@ -319,6 +413,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         capsule = lifecycle.capsule if lifecycle else None
         self.pid = self.pgid = capsule.host_pid if capsule else None
+        if self.desk.panel is not None:
+            self.desk.panel.changed(state)
         if self._registration is not None and lifecycle is not None:
             self._registration.write(
                 kernel_id=self.kernel_id,
@@ -378,6 +474,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             if restart or not self.keep_image_on_shutdown:
                 await asyncio.to_thread(lifecycle.discard_image)
             elif lifecycle.image is not None:
+                lifecycle.image.retire()
                 self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, lifecycle.image.id)
         if not restart:
             await asyncio.to_thread(self._drop_gate)
@@ -388,6 +485,31 @@ class GpuCkptProvisioner(LocalProvisioner):
                 self._registration.end()
                 self._registration = None
         await super().cleanup(restart)
+
+    async def leave(self) -> None:
+        """Called when the server stops: the kernel is checkpointed for the next server to adopt.
+
+        One that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel left.
+        """
+        lifecycle = self.lifecycle
+        if lifecycle is None:
+            return
+        try:
+            await self.checkpoint()
+        except GpuCkptError as error:
+            self.log.warning("Kernel %s is left running: %s", self.kernel_id, error)
+        await asyncio.to_thread(self._let_go, lifecycle)
+
+    def _let_go(self, lifecycle: Lifecycle) -> None:
+        self._drop_gate()
+        lifecycle.leave()
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+            self._worker = None
+        if self._registration is not None:
+            self._registration.leave()
+            self._registration = None
+        self.lifecycle = self._last = None
 
     def _drop_gate(self) -> None:
         if self._gate is not None:

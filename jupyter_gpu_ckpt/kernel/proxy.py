@@ -31,6 +31,9 @@ ASK_TYPE = "gpu_ckpt_ask"
 
 _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 
+# Asked for by a cell, these are done between that cell and whatever its client sends next.
+_HOLDING_ASKS = frozenset({"suspend", "checkpoint"})
+
 # So many requests under way stop the reading of new ones: ZMQ then holds the sender up, as the kernel itself would
 # have.
 _UNDER_WAY = 10_000
@@ -211,7 +214,14 @@ class Proxy:
             if request.stops:
                 stopped.add(queue)
 
-    def request(self, future: Future[dict[str, Any]], msg_type: str, content: dict[str, Any], timeout: float) -> None:
+    def request(
+        self,
+        future: Future[dict[str, Any]],
+        msg_type: str,
+        content: dict[str, Any],
+        timeout: float,
+        channel: str = "shell",
+    ) -> None:
         """Ask the kernel something of the gate's own."""
         if not self._back:
             raise StateError("The gate has no connection to the kernel; open it first.")
@@ -223,7 +233,11 @@ class Proxy:
         def done(reply: dict[str, Any]) -> None:
             future.set_result(reply["content"])
 
-        self._send_errand(Errand("shell", msg_type, content, time.monotonic() + timeout, done, failed))
+        self._send_errand(Errand(channel, msg_type, content, time.monotonic() + timeout, done, failed))
+
+    def say(self, msg_type: str, content: Mapping[str, Any]) -> None:
+        """An output in the kernel's name, to all clients."""
+        self.voice.say(msg_type, dict(content))
 
     def died(self) -> None:
         """The kernel's process is gone."""
@@ -396,7 +410,7 @@ class Proxy:
         if message["msg_type"] != ASK_TYPE:
             return False
         entry = self.ledger.find(str(message["parent_header"].get("msg_id")))
-        if entry is None:
+        if entry is None or message["content"].get("now"):
             self._tell(self._on_ask, message["content"])
         else:
             entry.asks.append(message["content"])
@@ -412,9 +426,13 @@ class Proxy:
             self._settle_drain()
 
     def _asked(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            for content in entry.asks:
-                self._tell(self._on_ask, content)
+        asks = [content for entry in entries for content in entry.asks]
+        # Whoever reads the answer of the cell that asked sends the next cell at once, and that one must find the kernel
+        # gone already, not keep it from going.
+        if self.state is GateState.OPEN and any(content.get("verb") in _HOLDING_ASKS for content in asks):
+            self.state = GateState.DRAINING
+        for content in asks:
+            self._tell(self._on_ask, content)
 
     def _freed(self, entries: list[Entry]) -> None:
         self._asked(entries)

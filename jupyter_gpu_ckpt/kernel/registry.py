@@ -47,6 +47,10 @@ class Registration:
         draft.write_text(json.dumps({**facts, "owner": os.getpid(), "directory": str(self.directory)}))
         draft.rename(self.directory / RECORD)
 
+    def leave(self) -> None:
+        """Give the directory up as it is, for another owner to find."""
+        self._lock.release()
+
     def end(self) -> None:
         """Give the directory up and remove it.  Never raises: what cannot be removed now is left to `reap`."""
         with contextlib.suppress(CapsuleError, OSError), _turn(self.directory.parent):

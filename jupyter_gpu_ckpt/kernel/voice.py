@@ -59,6 +59,10 @@ class Voice:
             content = {"subscription": topic.decode("utf-8", "replace")}
             self._send("iopub", self._frames("iopub_welcome", content, None, [topic] if topic else []))
 
+    def say(self, msg_type: str, content: dict[str, Any]) -> None:
+        """An output that answers no request: a ``comm_msg`` to a widget, for one."""
+        self._send("iopub", self._frames(msg_type, content, None, [self._topic + msg_type.encode()]))
+
     def status(self, state: str, request: Request) -> None:
         """``busy`` or ``idle`` for ``request``."""
         self._iopub("status", {"execution_state": state}, request)

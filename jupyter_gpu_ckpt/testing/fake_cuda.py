@@ -41,7 +41,8 @@ class FakeProcess:
     """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it never touched CUDA).
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
-    save.  ``ruined``: what the driver does to a process whose restore failed.
+    save.  ``ruined``: what the driver does to a process whose restore failed.  ``computing``: how many percent of its
+    GPUs it uses.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class FakeProcess:
     busy: bool = False
     unsupported: bool = False
     ruined: bool = False
+    computing: int = 0
     state: int = RUNNING
 
     @property
@@ -67,7 +69,7 @@ class FakeDriver:
 
     ``calls`` lists the operations asked for, with their process; ``gone_in`` names operations during which the helper
     ends (each once, before anything is done); ``refuse`` gives operations the number they are refused with (until
-    taken out).
+    taken out).  ``hides_processes``: NVML does not tell who computes, as with MIG.
     """
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
@@ -76,14 +78,17 @@ class FakeDriver:
         self.calls: list[tuple[str, int | None]] = []
         self.gone_in: set[str] = set()
         self.refuse: dict[str, int] = {}
+        self.hides_processes = False
         self._pids = itertools.count(1000)
         self._guard = threading.Lock()
 
     # -- the world --
 
-    def start(self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, **traits: bool) -> int:
+    def start(
+        self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, computing: int = 0, **traits: bool
+    ) -> int:
         """Start a process with this much memory on these GPUs (none: one without CUDA); returns its id."""
-        process = FakeProcess(dict(memory or {}), cuda=memory is not None, **traits)
+        process = FakeProcess(dict(memory or {}), cuda=memory is not None, computing=computing, **traits)
         return self.come_back(process, pid)
 
     def leave(self, pid: int) -> FakeProcess:
@@ -184,6 +189,17 @@ class FakeDriver:
     def _nvml_processes(self, uuid: str) -> list[tuple[int, int | None]]:
         self._known(uuid)
         return [(pid, p.memory[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+
+    def _nvml_utilisation(self, uuid: str) -> int:
+        return min(100, sum(percent for _, percent in self._computing(uuid)))
+
+    def _nvml_process_utilisation(self, uuid: str, since_us: int) -> list[tuple[int, int]] | None:
+        return None if self.hides_processes else self._computing(uuid)
+
+    def _computing(self, uuid: str) -> list[tuple[int, int]]:
+        self._known(uuid)
+        on_it = [(pid, p) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+        return [(pid, p.computing) for pid, p in on_it if p.computing]
 
     def _known(self, uuid: str) -> None:
         if uuid not in self.gpus:

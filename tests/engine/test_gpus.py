@@ -228,6 +228,7 @@ def nvml(**changes):
     module.NVMLError = NvmlError
     module.NVML_ERROR_NOT_SUPPORTED, module.NVML_ERROR_DRIVER_NOT_LOADED = 3, 9
     module.NVML_ERROR_LIBRARY_NOT_FOUND, module.NVML_ERROR_FUNCTION_NOT_FOUND = 12, 13
+    module.NVML_ERROR_NO_PERMISSION, module.NVML_ERROR_NOT_FOUND = 4, 6
     module.NVML_DEVICE_MIG_ENABLE = 1
     functions = {
         "Init": lambda: None,
@@ -284,6 +285,46 @@ class TestNvml:
 
     def test_processes(self, monkeypatch):
         assert self.ask(monkeypatch).processes(A) == [(5, 3), (6, None)]
+
+
+    def test_utilisation(self, monkeypatch):
+        rates = types.SimpleNamespace(gpu=42, memory=7)
+        assert self.ask(monkeypatch, DeviceGetUtilizationRates=lambda handle: rates).utilisation(A) == 42
+
+    def test_who_computes(self, monkeypatch):
+        def samples(handle, since_us):
+            sample = types.SimpleNamespace
+            return [sample(pid=5, timeStamp=since_us + 1, smUtil=30), sample(pid=0, timeStamp=0, smUtil=99)]
+
+        assert self.ask(monkeypatch, DeviceGetProcessUtilization=samples).process_utilisation(A, 1000) == [(5, 30)]
+
+    @pytest.mark.parametrize(("number", "answer"), [(6, []), (3, None), (4, None)])
+    def test_nobody_computed_is_another_answer_than_cannot_say(self, monkeypatch, number, answer):
+        asked = self.ask(monkeypatch, DeviceGetProcessUtilization=fails(number))
+        assert asked.process_utilisation(A, 0) == answer
+
+    def test_other_refusals_are_errors(self, monkeypatch):
+        with pytest.raises(NvmlError):
+            self.ask(monkeypatch, DeviceGetProcessUtilization=fails(15)).process_utilisation(A, 0)
+
+
+class TestUtilisation:
+    def test_by_process(self, gpus):
+        training = gpus.driver.start({A: GIB}, computing=80)
+        gpus.driver.start({A: GIB})
+        assert gpus.process_utilisation(A, 0.0) == {training: 80}
+        assert gpus.process_utilisation(B, 0.0) == {}
+        assert (gpus.utilisation(A), gpus.utilisation(B)) == (80, 0)
+
+    def test_the_highest_of_several_samples(self, gpus, monkeypatch):
+        monkeypatch.setattr(gpus, "_ask", lambda op, **args: [[5, 1], [5, 60], [5, 2]])
+        assert gpus.process_utilisation(A, 0.0) == {5: 60}
+
+    def test_where_nvml_does_not_tell(self, gpus):
+        gpus.driver.start({A: GIB}, computing=80)
+        gpus.driver.hides_processes = True
+        assert gpus.process_utilisation(A, 0.0) is None
+        assert gpus.utilisation(A) == 80
 
 
 def test_memory_that_nvml_does_not_tell_is_not_taken_for_none(tmp_path, monkeypatch):

@@ -9,8 +9,12 @@ import pytest
 from jupyter_gpu_ckpt.kernel.inject import LAUNCH
 
 # What launch.py loads into every kernel.
-NAMES = ("launch", "agent", "gpu_memory", "history", "iopub", "mappings", "probes")
+NAMES = (
+    *("launch", "agent", "gpu_memory", "history", "iopub", "magics", "mappings", "outside", "probes", "tables"),
+    "tensors",
+)
 STANDARD = {
+    *("argparse", "json", "shlex"),
     *(
         "__future__",
         "atexit",
@@ -25,7 +29,7 @@ STANDARD = {
         "os",
     ),
     *("platform", "re", "runpy", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time", "traceback"),
-    *("typing", "uuid"),
+    *("types", "typing", "uuid"),
 }
 
 

@@ -88,6 +88,27 @@ def test_a_deleted_subshell_owes_nothing(ledger: Ledger) -> None:
     assert ledger.types() == ["execute_request"]
 
 
+def test_only_what_a_user_asked_for_is_work(ledger: Ledger) -> None:
+    for n, kind in enumerate(["complete_request", "kernel_info_request", "history_request"]):
+        ledger.forwarded(request(str(n), kind))
+    assert not ledger.working()
+    ledger.forwarded(request("cell"))
+    assert ledger.working()
+    ledger.replied("cell")
+    assert ledger.working(), "its idle has not come"
+    ledger.idled("cell")
+    assert not ledger.working()
+
+
+def test_a_comm_message_is_work_from_its_busy_to_its_idle(ledger: Ledger) -> None:
+    ledger.forwarded(request("slider", "comm_msg"))
+    assert not ledger.working(), "ipykernel may have handled it on the side, and then never says so"
+    ledger.begun("slider")
+    assert ledger.working()
+    ledger.idled("slider")
+    assert not ledger.working()
+
+
 def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Hold()
     for n in range(3):

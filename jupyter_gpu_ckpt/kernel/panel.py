@@ -1,0 +1,59 @@
+"""Keeps the panel in the notebook (`jupyter_gpu_ckpt.widgets`) up to date while its own kernel cannot.
+
+A widget lives half in the kernel and half in the browser; while the kernel leaves, is away and comes back, the half in
+the browser gets its updates from here, in the kernel's name.  The half in the kernel knows nothing of them and says how
+things are when it is back.  Message format: "Jupyter widgets messaging protocol", version 2, method ``update``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from typing import Any
+
+from ..errors import GpuCkptError
+from ..machine import PLANS, State
+from ..trace import StepEvent
+from .gate import Gate
+
+#: What people read for a state.
+TEXTS = {
+    State.RUNNING: "running",
+    State.SUSPENDING: "leaving the GPU",
+    State.SUSPENDED: "suspended: off the GPU, in host memory. Run a cell, or press Wake.",
+    State.RESUMING: "coming back to the GPU",
+    State.DUMPING: "being written to disk",
+    State.CHECKPOINTED: "checkpointed: off the GPU, no process. Run a cell, or press Wake.",
+    State.RESTORING: "coming back from disk",
+    State.DEAD: "dead",
+}
+
+
+class Panel:
+    """The browser's half of one panel: ``models`` are the ids of the widgets ``state`` and ``progress``."""
+
+    def __init__(self, models: dict[str, str], gate: Gate) -> None:
+        self._models, self._gate = models, gate
+        self._steps, self._done = 1, 0
+
+    def changed(self, state: State) -> None:
+        """Called from the lifecycle with each new state."""
+        for plan in PLANS.values():
+            if plan is not None and plan.via is state:
+                self._steps, self._done = len(plan.steps), 0
+        if state not in (State.SUSPENDING, State.DUMPING, State.RESUMING, State.RESTORING):
+            self._update("progress", {"value": 0.0, "description": ""})
+        self._update("state", {"value": html.escape(TEXTS.get(state, state.value))})
+
+    def stepped(self, event: StepEvent) -> None:
+        """Called with each event of the trace."""
+        if event.kind == "started":
+            self._update("progress", {"description": event.step.replace("_", " ")})
+        elif event.kind == "completed":
+            self._done = min(self._done + 1, self._steps)
+            self._update("progress", {"value": self._done / self._steps})
+
+    def _update(self, model: str, state: dict[str, Any]) -> None:
+        content = {"comm_id": self._models[model], "data": {"method": "update", "state": state, "buffer_paths": []}}
+        with contextlib.suppress(GpuCkptError):  # a panel that cannot be reached must not fail a step
+            self._gate.say("comm_msg", content)

@@ -1,0 +1,394 @@
+"""The capsule: what a process in it sees, what it has, and that it ends with its owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import alive
+
+from jupyter_gpu_ckpt.engine import capsule as under_test
+from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, first_pid
+from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
+
+ENV = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
+SECOND = 1_000_000_000
+
+
+def until(true: Callable[[], object], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def directory():
+    path = Path(tempfile.mkdtemp(prefix="gc-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def capsule(directory):
+    with Capsule.create(directory) as capsule:
+        yield capsule
+
+
+def sleeper(capsule: Capsule) -> Capsule:
+    capsule.spawn(["sleep", "1000"], ENV, "/")
+    return capsule
+
+
+def tell(capsule: Capsule, code: str) -> dict:
+    """Run ``code``, which fills ``found``, as the capsule's kernel; ``found``."""
+    file = capsule.directory / "found.json"
+    source = f"import json, os, time\nfound = {{}}\n{code}\njson.dump(found, open({str(file)!r}, 'w'))"
+    capsule.spawn([sys.executable, "-I", "-S", "-c", source], ENV, str(capsule.directory))
+    assert capsule.wait(20) == 0
+    return json.loads(file.read_text())
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+# -- what is inside
+
+
+def test_the_kernel_keeps_its_user_and_its_surroundings(capsule):
+    found = tell(
+        capsule,
+        "found |= dict(ids=[os.getuid(), os.geteuid(), os.getgid(), os.getegid()])\n"
+        "found |= dict(pid=os.getpid(), ppid=os.getppid(),\n"
+        "  sid=os.getsid(0), cwd=os.getcwd(), fds=sorted(map(int, os.listdir('/proc/self/fd'))),\n"
+        "  processes=sorted(int(n) for n in os.listdir('/proc') if n.isdigit()), env=dict(os.environ),\n"
+        "  status=open('/proc/self/status').read())",
+    )
+    assert found["ids"] == [os.getuid(), os.geteuid(), os.getgid(), os.getegid()]
+    assert found["pid"] >= first_pid()
+    assert found["ppid"] == 1
+    assert found["sid"] == found["pid"], "a session leader outside would fail the dump"
+    assert found["cwd"] == str(capsule.directory)
+    assert found["fds"] == [0, 1, 2, 3], "3 is the listing's own"
+    assert found["processes"] == [1, found["pid"]]
+    assert found["env"] == ENV
+    assert "CapAmb:\t0000000000000000" in found["status"]
+    if os.geteuid() != 0:
+        assert "CapEff:\t0000000000000000" in found["status"]
+        assert "CapPrm:\t0000000000000000" in found["status"]
+
+
+def test_a_descriptor_of_the_owner_does_not_get_in(directory):
+    with open(directory / "secret", "w") as secret:
+        os.set_inheritable(secret.fileno(), True)
+        with Capsule.create(directory) as capsule:
+            found = tell(
+                capsule,
+                "found['fds'] = [os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)]\n"
+                "found['count'] = len(os.listdir('/proc/self/fd'))",
+            )
+    assert found["fds"][0] == "/dev/null"
+    assert all(target.startswith("pipe:") for target in found["fds"][1:])
+    assert found["count"] == 3 + 1, "one is the listing's own"
+
+
+def test_the_kernel_takes_the_signals_an_ordinary_process_takes(capsule):
+    """What init and Python ignore for themselves is not handed on: an ignored signal stays ignored across exec."""
+    sleeper(capsule)
+    ignored = int(status_of(capsule.host_pid)["SigIgn"], 16)
+    assert ignored == 0
+    capsule.signal(signal.SIGTERM)
+    assert capsule.wait(5) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("seconds", [-12.25, 0.0, 34.5, 1e6])
+def test_clocks_are_shifted_by_what_was_asked(directory, seconds):
+    """Backwards and forwards; CLOCK_MONOTONIC may not become negative, which no dump asks for."""
+    offset = int(seconds * SECOND)
+    with Capsule.create(directory, offsets=Clocks(offset, 2 * offset)) as capsule:
+        before = Clocks.now()
+        inside = capsule.clocks()
+        after = Clocks.now()
+        found = tell(capsule, "found['now'] = [time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)]")
+    assert before.monotonic <= inside.monotonic - offset <= after.monotonic
+    assert before.boottime <= inside.boottime - 2 * offset <= after.boottime
+    assert found["now"][0] >= inside.monotonic
+    assert found["now"][1] >= inside.boottime
+
+
+def test_a_process_that_cannot_be_started_is_told_with_its_reason(capsule):
+    with pytest.raises(CapsuleError, match="No such file") as caught:
+        capsule.spawn(["/does/not/exist"], ENV, None)
+    assert caught.value.code == "CAPSULE_FAILED"
+    with pytest.raises(CapsuleError, match="No such file"):
+        capsule.spawn(["true"], ENV, "/does/not/exist")
+    capsule.clocks()
+
+
+def test_a_second_kernel_is_refused(capsule):
+    sleeper(capsule)
+    with pytest.raises(CapsuleError, match="a kernel already"):
+        capsule.spawn(["sleep", "1"], ENV, None)
+    assert capsule.poll() is None
+
+
+def test_a_directory_with_a_long_path(directory):
+    """Beyond the 107 bytes that the path of a unix socket may have."""
+    long = directory / ("x" * 100) / ("y" * 100)
+    long.mkdir(parents=True)
+    with Capsule.create(long) as capsule:
+        sleeper(capsule).outlive()
+        pid = capsule.host_pid
+        capsule.abandon()
+        with Capsule.attach(long) as again:
+            assert again.host_pid == pid
+            assert alive([pid]) == [pid]
+    assert alive([pid]) == []
+
+
+# -- requests
+
+
+def test_programs_run_inside_to_their_end_or_to_their_deadline(capsule):
+    def run(argv: list[str], timeout: float = 10.0):
+        return capsule.run(argv, cwd=capsule.directory, output=capsule.directory / "out", timeout=timeout, env=ENV)
+
+    assert run(["sh", "-c", "echo one; exit 3"]).status == 3
+    assert run(["sh", "-c", "kill -9 $$"]).status == -9
+    assert (capsule.directory / "out").read_text() == "one\n"
+    assert (capsule.directory / "out").stat().st_mode & 0o777 == 0o600
+    ran = run(["sleep", "1000"], timeout=0.2)
+    assert (ran.status, ran.timed_out) == (-9, True)
+    assert 0.2 <= ran.seconds < 5
+    with pytest.raises(CapsuleError, match="No such file"):
+        run(["/does/not/exist"])
+    assert run(["true"]).status == 0
+
+
+def test_init_survives_requests_that_make_no_sense(capsule):
+    sleeper(capsule)
+    for request in ({"verb": "nonsense"}, {"verb": "run"}, {"verb": "spawn", "argv": 7}, {"verb": "adopt", "pid": 999}):
+        with pytest.raises(CapsuleError):
+            capsule._ask(request)
+    assert capsule.poll() is None
+    capsule.clocks()
+
+
+def test_only_one_owner_at_a_time(capsule):
+    sleeper(capsule)
+    with pytest.raises(CapsuleGone):
+        Capsule.attach(capsule.directory)
+    capsule.clocks()
+
+
+def test_raw_output_goes_where_the_owner_said(directory):
+    raw = open(directory / "raw", "wb")  # noqa: SIM115
+    with raw, Capsule.create(directory, stdout=raw, stderr=subprocess.STDOUT) as capsule:
+        capsule.spawn(["sh", "-c", "echo out; echo err >&2"], ENV, None)
+        assert capsule.wait(10) == 0
+        until(lambda: (directory / "raw").stat().st_size >= 8)
+    assert sorted((directory / "raw").read_text().split()) == ["err", "out"]
+
+
+def test_output_nobody_reads_does_not_stop_the_kernel(directory):
+    """The owner's pipe is closed (a server that lost its terminal): what the kernel prints raw is dropped."""
+    reader, writer = os.pipe()
+    with Capsule.create(directory, stdout=writer) as capsule:
+        os.close(writer)
+        os.close(reader)
+        line = "x" * 100  # together more than a pipe holds
+        capsule.spawn(["sh", "-c", f"i=0; while [ $i -lt 3000 ]; do echo {line}; i=$((i+1)); done"], ENV, None)
+        assert capsule.wait(20) == 0
+
+
+# -- the end
+
+
+def test_close_leaves_nothing_behind(directory):
+    capsule = Capsule.create(directory)
+    capsule.spawn(["sh", "-c", "trap '' TERM INT HUP; (setsid sleep 1000 &) ; sleep 1000"], ENV, None)
+    until(lambda: len(capsule.companions()) >= 2)
+    pids = [capsule.host_pid, *capsule.companions()]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    capsule.close()
+    capsule.close()
+    assert alive(pids) == []
+    assert list(directory.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2, "the connection and the pidfd"
+    with pytest.raises(CapsuleGone):
+        capsule.clocks()
+    assert capsule.poll() == -signal.SIGKILL
+
+
+def test_closing_while_another_thread_waits_for_an_answer(directory):
+    capsule = sleeper(Capsule.create(directory))
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            capsule.run(["sleep", "1000"], cwd=directory, output=directory / "out", timeout=60, env=ENV)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: len(capsule.companions()) == 1)
+    began = time.monotonic()
+    capsule.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert time.monotonic() - began < 5
+    assert [error.code for error in errors] == ["CAPSULE_GONE"]
+
+
+OWNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {package!r})
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+capsule = Capsule.create(Path({directory!r}))
+capsule.spawn(["sleep", "1000"], {{"PATH": "/usr/bin:/bin"}}, None)
+if {outlive}:
+    capsule.outlive()
+print(capsule.host_pid, capsule._outer.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(directory: Path, outlive: bool) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that owns a capsule; it, and the pids of the kernel and of the capsule's outer process."""
+    package = str(Path(under_test.__file__).parents[2])
+    source = OWNER.format(package=package, directory=str(directory), outlive=outlive)
+    process = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """As the out-of-memory killer does it; the capsule may hold on to its pipes."""
+    process.kill()
+    process.wait(10)
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_a_capsule_ends_when_its_owner_is_killed(directory):
+    process, pids = owner(directory, outlive=False)
+    assert alive(pids) == pids
+    kill(process)
+    until(lambda: alive(pids) == [])
+
+
+def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    with Capsule.attach(directory) as capsule:
+        assert capsule.host_pid == pids[0]
+        assert capsule.poll() is None
+        capsule.abandon()
+    assert alive(pids) == pids
+    with Capsule.attach(directory) as capsule:
+        capsule.signal(signal.SIGTERM)
+        assert capsule.wait(10) == -signal.SIGTERM
+        capsule.outlive(False)
+    until(lambda: alive(pids) == [])
+
+
+def test_an_outliving_capsule_ends_once_its_kernel_has(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: alive(pids) == [])
+    with pytest.raises(CapsuleGone):
+        Capsule.attach(directory)
+
+
+def test_closing_an_adopted_capsule_ends_it(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    capsule = Capsule.attach(directory)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    began = time.monotonic()
+    capsule.close()
+    assert time.monotonic() - began < 5
+    assert alive(pids[:1]) == []
+    until(lambda: alive(pids) == [])
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2, "the connection and the pidfd"
+
+
+def test_a_watcher_is_told_of_the_kernels_end_and_of_nothing_else(capsule):
+    sleeper(capsule)
+    told = threading.Event()
+    with capsule.watched(told.set):
+        pass
+    assert not told.is_set()
+    with capsule.watched(told.set):
+        os.kill(capsule.host_pid, signal.SIGKILL)
+        assert told.wait(5)
+    told.clear()
+    with capsule.watched(told.set):
+        assert told.wait(5), "also of an end that came before"
+
+
+# -- what cannot be made
+
+NO_NAMESPACES = """
+import os, sys
+sys.path.insert(0, {package!r})
+from pathlib import Path
+from jupyter_gpu_ckpt.engine import syscalls
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleError
+uid, gid = os.getuid(), os.getgid()
+syscalls.unshare(syscalls.CLONE_NEWUSER)
+for name, text in (("setgroups", "deny"), ("uid_map", f"1000 {{uid}} 1"), ("gid_map", f"1000 {{gid}} 1")):
+    Path(f"/proc/self/{{name}}").write_text(text)
+# The limits of a user namespace are its own; none of the machine's is touched.
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+try:
+    Capsule.create(Path({directory!r}))
+except CapsuleError as error:
+    print(error.code, error.details["at"], error.details["errno"], error)
+"""
+
+
+def test_a_host_that_allows_no_namespaces_is_told_by_name(directory):
+    source = NO_NAMESPACES.format(package=str(Path(under_test.__file__).parents[2]), directory=str(directory))
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout.startswith("CAPSULE_FAILED namespaces 28 "), done
+    assert "doctor" in done.stdout
+    assert list(directory.iterdir()) == []
+
+
+def test_no_init_no_capsule(directory, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/does/not/exist")
+    with pytest.raises(CapsuleError, match="could not be started"):
+        Capsule.create(directory)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(CapsuleError, match="ended before it reported"):
+        Capsule.create(directory)
+
+
+def test_a_directory_where_nobody_listens(directory):
+    with pytest.raises(CapsuleGone):
+        Capsule.attach(directory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(str(directory / "capsule.sock"))
+    with pytest.raises(CapsuleGone):
+        Capsule.attach(directory)
+    with Capsule.create(directory) as capsule:
+        capsule.clocks()

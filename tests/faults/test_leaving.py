@@ -1,0 +1,321 @@
+"""A checkpoint that cannot be: the kernel runs on, untouched, and says why it stayed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+from dataclasses import replace
+
+import pytest
+from faulty import Subject, under_way
+from harness import alive, notebook, until
+
+from jupyter_gpu_ckpt.engine import criu
+from jupyter_gpu_ckpt.errors import CriuKilled, CriuTimeout, KernelLost
+from jupyter_gpu_ckpt.preflight import read_process
+
+
+@pytest.mark.parametrize("enough", [0, 1, 100_000_000], ids=["at once", "first page", "in the middle"])
+async def test_criu_killed_in_the_middle_of_a_dump(heavy, enough):
+    async with heavy.at("dump") as dumping:
+        failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_KILLED"))
+        await dumping.wait()
+        heavy.send()
+        await until(lambda: under_way(heavy.images, enough), 30)
+        await heavy.kill_when(heavy.criu)
+        error = await failing
+    assert error.details["status"] == -signal.SIGKILL
+    await heavy.runs_on(error)
+    await heavy.leaves_and_wakes()
+
+
+@pytest.mark.torture
+async def test_criu_killed_a_hundred_times_at_any_moment_of_a_dump(heavy):
+    """The limit of what can be promised: for moments CRIU's code is in the kernel, and SIGKILL leaves it there.
+
+    The kernel then dies (about once in a hundred kills), which is told at once; it is never left alive and harmed.
+    Our own deadline does not kill: see `test_deadlines_at_any_moment_of_a_dump`.
+    """
+    chance, lost = random.Random(20), 0
+    for _ in range(100):
+        delay = chance.uniform(0.0, 0.4)
+        async with heavy.at("dump") as dumping:
+            leaving = asyncio.create_task(heavy.provisioner.checkpoint())
+            await dumping.wait()
+            await asyncio.sleep(delay)  # the moment is the point of this test
+            for pid in heavy.criu() if heavy.kernel.lifecycle.capsule else []:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(CriuKilled, KernelLost):
+                await leaving
+        if heavy.kernel.state == "dead":
+            lost += 1
+            await heavy.kernel.manager.restart_kernel()
+            await heavy.kernel.client.wait_for_ready(timeout=60)
+            await heavy.run("x = 41; ballast = bytearray(b'x') * 400_000_000")
+        assert await heavy.run("print(x)") == "41", delay
+        await heavy.kernel.settled("running")
+        assert heavy.drafts() == []
+    assert lost <= 10
+
+
+@pytest.mark.torture
+async def test_deadlines_at_any_moment_of_a_dump(heavy, monkeypatch):
+    """Not one of a hundred harms the kernel: an overdue CRIU is made to fail, and takes everything back."""
+    chance, settings = random.Random(21), heavy.kernel.lifecycle.settings
+    for _ in range(100):
+        seconds = chance.uniform(0.0, 0.4)
+        monkeypatch.setattr(heavy.kernel.lifecycle, "settings", replace(settings, base=seconds, slowest_rate=1e15))
+        with contextlib.suppress(CriuTimeout):
+            await heavy.provisioner.checkpoint()
+        monkeypatch.setattr(heavy.kernel.lifecycle, "settings", settings)
+        assert await heavy.run("print(x)") == "41", seconds
+        await heavy.kernel.settled("running")
+
+
+async def test_criu_that_meets_its_deadline(heavy, monkeypatch):
+    """CRIU stopped by a signal stands for one whose disk hangs: not even an error ends it, so it is killed."""
+    monkeypatch.setattr(criu, "GRACE", 1.0)
+    settings = heavy.kernel.lifecycle.settings
+    monkeypatch.setattr(heavy.kernel.lifecycle, "settings", replace(settings, base=1.0, slowest_rate=1e12))
+    async with heavy.at("dump") as dumping:
+        failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_TIMEOUT"))
+        await dumping.wait()
+        heavy.send()
+        await until(lambda: under_way(heavy.images, 1_000_000), 30)
+        for pid in heavy.criu():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+        error = await failing
+    monkeypatch.setattr(heavy.kernel.lifecycle, "settings", settings)
+    await heavy.runs_on(error)
+    await heavy.leaves_and_wakes()
+
+
+async def test_the_kernel_killed_in_the_middle_of_a_dump(heavy):
+    pid = heavy.capsule.host_pid
+    async with heavy.at("dump") as dumping:
+        failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "KERNEL_LOST"))
+        await dumping.wait()
+        await until(lambda: under_way(heavy.images, 1_000_000), 30)
+        os.kill(pid, signal.SIGKILL)
+        error = await failing
+    assert error.left == "the kernel is gone"
+    assert heavy.kernel.state == "dead"
+    assert await heavy.provisioner.poll() == -signal.SIGKILL
+    assert alive([pid]) == []
+    assert heavy.drafts() == []
+    await heavy.kernel.manager.restart_kernel()
+    await heavy.kernel.client.wait_for_ready(timeout=60)
+    assert await heavy.run("print('x' in globals())") == "False"
+
+
+@pytest.mark.parametrize("step", ["drain", "quiesce", "disconnect", "publish"])
+async def test_the_kernel_killed_just_before_a_step(subject, step):
+    """Whatever waits for an answer of the kernel hears of its end at once; a published image outlives its process."""
+    pid = subject.capsule.host_pid
+
+    def kill(event) -> None:
+        if (event.kind, event.step) == ("started", step):
+            os.kill(pid, signal.SIGKILL)
+
+    subject.provisioner.sinks.append(kill)
+    if step == "publish":
+        await subject.provisioner.checkpoint()
+        subject.provisioner.sinks.remove(kill)
+        await subject.wakes()
+        return
+    began = asyncio.get_running_loop().time()
+    error = await subject.fails(subject.provisioner.checkpoint, "KERNEL_LOST")
+    assert asyncio.get_running_loop().time() - began < 5
+    assert error.left == "the kernel is gone"
+    assert subject.kernel.state == "dead"
+    assert subject.drafts() == []
+
+
+async def test_a_shutdown_in_the_middle_of_a_dump_is_quick(heavy):
+    pids = heavy.capsule.processes()
+    async with heavy.at("dump") as dumping:
+        failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "KERNEL_LOST"))
+        await dumping.wait()
+        await until(lambda: under_way(heavy.images, 1_000_000), 30)
+        await asyncio.wait_for(heavy.kernel.manager.shutdown_kernel(now=True), 10)
+        await failing
+    assert alive(pids) == []
+    assert heavy.drafts() == []
+
+
+async def test_a_busy_kernel_is_left_alone(subject):
+    await subject.run("import pathlib, time")
+    message = subject.kernel.client.execute(
+        "while not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('finished')"
+    )
+    await until(lambda: subject.provisioner._gate.pending == ["execute_request"])
+    error = await subject.fails(subject.provisioner.checkpoint, "KERNEL_BUSY")
+    assert error.details["pending"] == ["execute_request"]
+    (subject.directory / "go").touch()
+    while True:
+        reply = await subject.kernel.client.get_shell_msg(timeout=20)
+        if reply["parent_header"].get("msg_id") == message:
+            break
+    assert reply["content"]["status"] == "ok"
+    await subject.runs_on(error)
+    await subject.leaves_and_wakes()
+
+
+CHILD = "child = subprocess.Popen(['sleep', '1000']); print(child.pid)"
+DAEMON = """
+import time
+if not (middle := os.fork()):
+    os.setsid()
+    if not os.fork():
+        open('daemon', 'w').write('there')
+        os.execvp('sleep', ['sleep', '1000'])
+    os._exit(0)
+os.waitpid(middle, 0)
+while not os.path.exists('daemon'): time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("code", [CHILD, DAEMON], ids=["child", "daemon"])
+async def test_a_living_child_process(subject, code):
+    await subject.run(code)
+
+    def commands() -> list[str]:
+        return [process.command for process in map(read_process, subject.capsule.companions()) if process]
+
+    await until(lambda: "sleep 1000" in commands())
+    error = await subject.fails(subject.provisioner.checkpoint, "CHILD_PROCESSES")
+    assert "sleep 1000" in error.message
+    await subject.runs_on(error)
+    assert alive(error.details["pids"]) == error.details["pids"]
+    for pid in error.details["pids"]:
+        os.kill(pid, signal.SIGKILL)
+    await subject.run("'child' in globals() and child.wait()")
+    await until(lambda: alive(error.details["pids"]) == [])
+    await subject.leaves_and_wakes()
+
+
+async def test_a_debugger_attached_as_jupyterlab_does_it(subject):
+    client = subject.kernel.client
+
+    async def debug(sequence: int, command: str, arguments: dict) -> dict:
+        content = {"type": "request", "seq": sequence, "command": command, "arguments": arguments}
+        message = client.session.msg("debug_request", content)
+        client.control_channel.send(message)
+        while True:
+            reply = await client.get_control_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return reply["content"]
+
+    arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "linesStartAt1": True}
+    assert (await debug(1, "initialize", arguments))["success"]
+    assert (await debug(2, "attach", {}))["success"]
+    error = await subject.fails(subject.provisioner.checkpoint, "DEBUGGER_ATTACHED", "CHILD_PROCESSES")
+    assert error.code == "DEBUGGER_ATTACHED"
+    await subject.runs_on(error)
+
+
+async def test_a_unix_socket_to_somebody_outside(subject, runtime_base):
+    path = runtime_base / "outside"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        await subject.run(f"s = socket.socket(socket.AF_UNIX); s.connect({str(path)!r})")
+        peer, _ = listener.accept()
+        with peer:
+            error = await subject.fails(subject.provisioner.checkpoint, "SOCKET_UNSUPPORTED")
+            await subject.runs_on(error)
+            await subject.run("s.sendall(b'still here')")
+            assert peer.recv(100) == b"still here"
+            await subject.run("s.close()")
+    await subject.leaves_and_wakes()
+
+
+@pytest.mark.parametrize("kind", ["MAP_SHARED", "MAP_PRIVATE"])
+async def test_a_mapping_of_a_deleted_file(subject, kind):
+    """One the agent cannot move to memory (a descriptor shares it; it is private) can be saved by root's CRIU only."""
+    await subject.run(
+        "import mmap\nf = open('gone', 'w+b'); _ = f.write(b'y' * 4096); f.flush()\n"
+        f"m = mmap.mmap(f.fileno(), 4096, flags=mmap.{kind}); f.close(); os.unlink('gone')"
+    )
+    if os.geteuid() == 0:
+        await subject.leaves_and_wakes()
+        assert await subject.run("print(m[:3], len(m))") == "b'yyy' 4096"
+        return
+    error = await subject.fails(subject.provisioner.checkpoint, "DELETED_MAPPING")
+    assert str(subject.directory / "gone") in error.message
+    await subject.runs_on(error)
+    await subject.run("m.close()")
+    await subject.leaves_and_wakes()
+
+
+async def test_a_disk_without_room_is_refused_before_anything_is_stopped(subject, monkeypatch):
+    monkeypatch.setattr(subject.kernel.lifecycle.engine.store, "free", lambda: 1000)
+    error = await subject.fails(subject.provisioner.checkpoint, "NO_SPACE")
+    assert "drain" not in subject.kernel.steps.seconds()
+    await subject.runs_on(error)
+    monkeypatch.undo()
+    await subject.leaves_and_wakes()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 60 MB at ``tmp_path/images``; what an ordinary user cannot make is made by a limit on files."""
+    if os.geteuid() != 0:
+        pytest.skip("an ordinary user can mount no file system that fills up")
+    directory = tmp_path / "images"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m,mode=0700", "tmpfs", directory], check=True, timeout=10)
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True, timeout=10)
+
+
+async def test_the_disk_fills_while_the_image_is_written(small_disk, tmp_path, runtime_base, criu_binary, monkeypatch):
+    async with notebook(tmp_path, runtime_base) as kernel:
+        subject = await Subject.of(kernel, tmp_path, "ballast = bytearray(b'x') * 100_000_000")
+        # Preflight would have said so; others may fill the disk after it looked.
+        monkeypatch.setattr(kernel.lifecycle.engine.store, "free", lambda: 1 << 40)
+        async with subject.at("dump") as dumping:
+            failing = asyncio.create_task(subject.fails(subject.provisioner.checkpoint, "NO_SPACE"))
+            await dumping.wait()
+            subject.send()
+            error = await failing
+        await subject.runs_on(error)
+        assert [path.name for path in small_disk.iterdir()] == []
+        await subject.run("del ballast")
+        subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True, timeout=10)
+        await subject.leaves_and_wakes()
+        subject.close()
+
+
+@contextlib.contextmanager
+def unwritable(directory):
+    """A directory that cannot be written: by its mode, or for root (who ignores modes) by a mount over it."""
+    directory.mkdir()
+    if os.geteuid() != 0:
+        directory.chmod(0o500)
+        yield
+        directory.chmod(0o700)
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=0700", "tmpfs", directory], check=True, timeout=10)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True, timeout=10)
+
+
+async def test_an_image_directory_that_cannot_be_written(subject, monkeypatch):
+    with unwritable(subject.images):
+        if os.geteuid() != 0:
+            # The store gives a directory of its own user the right mode again; somebody else's it leaves as it is.
+            monkeypatch.setattr("jupyter_gpu_ckpt.image.store.os.geteuid", lambda: -1)
+        error = await subject.fails(subject.provisioner.checkpoint, "STORE_UNWRITABLE")
+        monkeypatch.undo()
+        await subject.runs_on(error)
+    await subject.leaves_and_wakes()

@@ -1,0 +1,211 @@
+"""A wake that cannot be: the image is kept, and once the cause is gone the next try brings everything back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from faulty import under_way
+from harness import CellFailed, alive, until
+
+from jupyter_gpu_ckpt import lifecycle
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.preflight import read_process
+
+
+async def test_an_open_log_that_grew_while_the_kernel_was_away(subject):
+    """The error names the file; cut back to what it was, the kernel wakes, and goes on writing where it was."""
+    log = subject.directory / "training.log"
+    await subject.run("log = open('training.log', 'w'); _ = log.write('epoch 1\\n'); log.flush()")
+    await subject.provisioner.checkpoint()
+    with log.open("a") as other:
+        other.write("rotated\n")
+    error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    assert error.details["culprit"] == str(log)
+    assert str(log) in error.message
+    await subject.stays_away(error)
+    # A client's cell hears the same, instead of waiting for ever.
+    with pytest.raises(CellFailed, match="FILE_CHANGED"):
+        await subject.run("log.write('too early')")
+    os.truncate(log, len("epoch 1\n"))
+    await subject.wakes()
+    await subject.run("_ = log.write('epoch 2\\n'); log.close()")
+    assert log.read_text() == "epoch 1\nepoch 2\n"
+
+
+async def test_an_open_file_that_was_moved_away(subject):
+    data = subject.directory / "data.bin"
+    data.write_bytes(b"data")
+    await subject.run("f = open('data.bin', 'rb'); _ = f.read(2)")
+    await subject.provisioner.checkpoint()
+    data.rename(subject.directory / "elsewhere")
+    error = await subject.fails(subject.provisioner.restore, "FILE_MISSING")
+    assert error.details["culprit"] == str(data)
+    await subject.stays_away(error)
+    (subject.directory / "elsewhere").rename(data)
+    await subject.wakes()
+    assert await subject.run("print(f.read())") == "b'ta'"
+
+
+async def test_a_port_that_somebody_else_took(subject):
+    await subject.run("s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()")
+    port = int(await subject.run("print(s.getsockname()[1])"))
+    await subject.provisioner.checkpoint()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        error = await subject.fails(subject.provisioner.restore, "PORT_TAKEN")
+        await subject.stays_away(error)
+    await subject.wakes()
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        await subject.run("s.accept()[0].close()")
+
+
+async def test_a_damaged_image_is_told_and_not_tried(subject):
+    image = await subject.provisioner.checkpoint()
+    victim = max(image.criu_directory.iterdir(), key=lambda path: path.stat().st_size)
+    content = victim.read_bytes()
+    os.truncate(victim, len(content) - 1)
+    error = await subject.fails(subject.provisioner.restore, "IMAGE_FORMAT")
+    assert error.left == f"the image is kept as {image.id}"
+    assert subject.kernel.state == "checkpointed"
+    victim.write_bytes(content)
+    await subject.wakes()
+
+
+async def test_an_image_that_was_removed_is_not_said_to_be_kept(subject):
+    image = await subject.provisioner.checkpoint()
+    image.path.rename(subject.directory / "moved")
+    error = await subject.fails(subject.provisioner.restore, "IMAGE_NOT_FOUND")
+    assert "kept" not in error.left
+    assert subject.kernel.state == "checkpointed"
+    (subject.directory / "moved").rename(image.path)
+    await subject.wakes()
+
+
+async def test_an_image_another_process_is_restoring(subject):
+    image = await subject.provisioner.checkpoint()
+    with image.lease():
+        error = await subject.fails(subject.provisioner.restore, "IMAGE_BUSY")
+        await subject.stays_away(error)
+    await subject.wakes()
+
+
+class Created:
+    """Capsules as they are made: a restore's is not known to the lifecycle before it is done."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.capsules: list[Capsule] = []
+        create = Capsule.create
+
+        def noted(*args, **options) -> Capsule:
+            self.capsules.append(create(*args, **options))
+            return self.capsules[-1]
+
+        monkeypatch.setattr(lifecycle.Capsule, "create", noted)
+
+    def criu(self) -> list[int]:
+        """CRIU itself, in the newest capsule."""
+        return [pid for pid in self._inside() if (found := read_process(pid)) and "--images-dir" in found.command][:1]
+
+    def process(self, inner_pid: int) -> list[int]:
+        """The process that has ``inner_pid`` in the newest capsule."""
+        found = []
+        for pid in self._inside():
+            with contextlib.suppress(OSError):
+                (numbers,) = re.findall(r"^NSpid:\s+(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                if int(numbers.split()[-1]) == inner_pid:
+                    found.append(pid)
+        return found
+
+    def _inside(self) -> list[int]:
+        return self.capsules[-1].companions() if self.capsules else []
+
+
+@pytest.mark.parametrize("victim", ["criu", "kernel"])
+async def test_a_kill_in_the_middle_of_a_restore(heavy, monkeypatch, victim):
+    """CRIU, or the half-restored kernel, ended by SIGKILL: nothing of the attempt is left, the image is."""
+    image = await heavy.provisioner.checkpoint()
+    created = Created(monkeypatch)
+    expected = "CRIU_KILLED" if victim == "criu" else "CRIU_FAILED"
+    heavy.send()  # wakes it
+    pid = await heavy.kill_when(created.criu if victim == "criu" else lambda: created.process(image.manifest.pid))
+    reply = await heavy.reply()
+    assert reply["status"] == "error"
+    assert expected in str(reply)
+    assert f"the image is kept as {image.id}" in str(reply)
+    await heavy.kernel.settled("checkpointed")
+    await heavy.stays_away()
+    assert alive([pid]) == []
+    await heavy.wakes()
+    assert await heavy.run("print(ran)") == "[]"
+
+
+@pytest.mark.parametrize("step", ["connect", "thaw"])
+async def test_the_kernel_killed_before_it_answered(subject, step):
+    """It was restored and then ended, before a client had heard of it: the image is still there, and tried again."""
+    await subject.provisioner.checkpoint()
+
+    def kill(event) -> None:
+        if (event.kind, event.step) == ("started", step):
+            os.kill(subject.capsule.host_pid, signal.SIGKILL)
+
+    subject.provisioner.sinks.append(kill)
+    began = asyncio.get_running_loop().time()
+    error = await subject.fails(subject.provisioner.restore, "CAPSULE_GONE")
+    assert asyncio.get_running_loop().time() - began < 5
+    await subject.stays_away(error)
+    subject.provisioner.sinks.remove(kill)
+    await subject.wakes()
+
+
+@pytest.mark.parametrize("state", ["running", "suspended"])
+async def test_a_kernel_killed_by_somebody(subject, state):
+    """jupyter_client learns it by polling, as of any kernel; verbs say so; a restart gives a fresh one."""
+    if state == "suspended":
+        await subject.provisioner.suspend()
+    pids = subject.capsule.processes()
+    os.kill(subject.capsule.host_pid, signal.SIGKILL)
+    await until(lambda: alive(pids) == [])
+    error = await subject.fails(
+        subject.provisioner.checkpoint if state == "running" else subject.provisioner.resume, "KERNEL_LOST"
+    )
+    assert error.left == "the kernel is gone"
+    assert await subject.provisioner.poll() == -signal.SIGKILL
+    await subject.fails(subject.provisioner.checkpoint, "WRONG_STATE")
+    await subject.kernel.manager.restart_kernel()
+    await subject.kernel.client.wait_for_ready(timeout=60)
+    assert await subject.run("print('x' in globals())") == "False"
+    await subject.run("x = 41; ran = []")
+    await subject.leaves_and_wakes()
+
+
+async def test_a_kernel_killed_while_suspended_is_seen_by_polling_alone(subject):
+    await subject.provisioner.suspend()
+    os.kill(subject.capsule.host_pid, signal.SIGKILL)
+    await until(lambda: subject.kernel.lifecycle.poll() is not None)
+    assert await subject.provisioner.poll() == -signal.SIGKILL
+    assert subject.kernel.state == "dead"
+
+
+async def test_the_rest_of_the_directory_stays_small(subject):
+    """What a failed restore may leave: the logs of its capsule, nothing that grows."""
+    await subject.run("log = open('grows.log', 'w'); _ = log.write('1'); log.flush()")
+    await subject.provisioner.checkpoint()
+    log = subject.directory / "grows.log"
+    log.write_text("12")
+    runtime = subject.kernel.lifecycle.home.runtime_dir
+    await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    before = sorted(path.name for path in runtime.iterdir())
+    for _ in range(3):
+        await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    assert sorted(path.name for path in runtime.iterdir()) == before
+    log.write_text("1")
+    await subject.wakes()
+    assert under_way(subject.images, 1) is False

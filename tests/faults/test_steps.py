@@ -1,0 +1,90 @@
+"""Every step of every verb fails once, just before and just after its work: the promise holds at each of them.
+
+The fault comes through the trace: a listener that raises makes the step fail without touching the code under test.
+"""
+
+from __future__ import annotations
+
+import pytest
+import pytest_asyncio
+from faulty import Subject
+from harness import notebook
+
+from jupyter_gpu_ckpt import machine
+from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.machine import State
+
+#: The verb of the provisioner for each request, and the verbs that bring a running kernel to where it starts.
+VERBS = {machine.Suspend: "suspend", machine.Resume: "resume", machine.Checkpoint: "checkpoint"}
+VERBS |= {machine.Restore: "restore"}
+WAY = {State.RUNNING: "restore", State.SUSPENDED: "suspend", State.CHECKPOINTED: "checkpoint"}
+
+CASES = [
+    pytest.param(start, request, step, edge, id=f"{start.value}-{VERBS[request]}-{step.value}-{edge}")
+    for (start, request), plan in machine.PLANS.items()
+    if plan is not None and request in VERBS
+    for step in plan.steps
+    for edge in ("started", "completed")
+]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Injected(Exception):
+    """The fault."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory, criu_binary):
+    """One kernel for all faults: what one of them leaves behind, the next one meets."""
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    directory, base = tmp_path_factory.mktemp("steps"), Path(tempfile.mkdtemp(prefix="gc-"))
+    async with notebook(directory, base) as kernel:
+        subject = await Subject.of(kernel, directory)
+        yield subject
+        subject.close()
+    shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)
+async def test_the_promise_holds_whatever_step_fails(shared, start, request_, step, edge):
+    provisioner, lifecycle = shared.provisioner, shared.kernel.lifecycle
+    if shared.kernel.state != "running":
+        await provisioner.restore() if shared.kernel.state == "checkpointed" else await provisioner.resume()
+    await getattr(provisioner, WAY[start])()
+    assert shared.kernel.state == start.value
+    pending = [True]
+
+    def fault(event) -> None:
+        if pending and (event.kind, event.step) == (edge, step.value):
+            pending.clear()
+            raise Injected
+
+    verb = getattr(provisioner, VERBS[request_])
+    provisioner.sinks.append(fault)
+    try:
+        await verb()
+        reached = True
+    except GpuCkptError as error:
+        reached = False
+        assert error.code == "INTERNAL"
+        assert "Injected" in error.message
+        assert error.left
+    finally:
+        provisioner.sinks.remove(fault)
+    assert not pending, "the step was not run"
+
+    plan = machine.PLANS[start, request_]
+    assert lifecycle.state is (plan.to if reached else plan.back)
+    images = [path for path in shared.images.iterdir() if path.is_dir()] if shared.images.exists() else []
+    assert bool(lifecycle.capsule) != bool(images), "a process or an image, and never both"
+    assert await provisioner.poll() is None
+    shared.send()
+    assert await shared.run("print(x)") == "41"
+    await shared.kernel.settled("running")
+    await shared.everything_sent_ran_once()
+    if not reached and (start, request_) == (State.RUNNING, machine.Checkpoint):
+        await shared.leaves_and_wakes()

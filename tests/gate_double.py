@@ -1,0 +1,53 @@
+"""A gate that does as it is told: the tests of the lifecycle that need no client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jupyter_gpu_ckpt.errors import GpuCkptError
+
+
+class GateDouble:
+    """Notes what the lifecycle asks of it; ``fails`` names calls that raise, each once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails: dict[str, GpuCkptError] = {}
+        self.told: list[GpuCkptError] = []
+
+    def _do(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails.pop(name)
+
+    def open(self, timeout: float) -> None:
+        self._do("open")
+
+    def drain(self, timeout: float) -> None:
+        self._do("drain")
+
+    def release(self) -> None:
+        self._do("release")
+
+    def close(self) -> None:
+        self._do("close")
+
+    def sleep(self) -> None:
+        self._do("sleep")
+
+    def died(self) -> None:
+        self._do("died")
+
+    def fail(self, error: GpuCkptError) -> None:
+        self.told.append(error)
+        self._do("fail")
+
+    def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
+        self._do(msg_type)
+        return {"status": "ok", "report": {}}
+
+    @property
+    def serves(self) -> bool:
+        """Whether clients reach the kernel now: the last word was `release`."""
+        words = [call for call in self.calls if call in ("release", "drain", "sleep", "fail", "close")]
+        return not words or words[-1] == "release"

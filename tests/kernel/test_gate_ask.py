@@ -1,0 +1,79 @@
+"""What the kernel asks through the gate, and how it is answered while a cell runs."""
+
+from __future__ import annotations
+
+import pytest
+from gate_world import DEADLINE, kinds, outputs, reply, until
+
+from jupyter_gpu_ckpt.errors import KernelSilent
+
+ASK = """
+def ask(content, kernel=get_ipython().kernel):
+    kernel.session.send(kernel.iopub_socket, "gpu_ckpt_ask", content, kernel.get_parent(), ident=b"gpu_ckpt_ask")
+"""
+ANSWERED = """
+import threading
+answered = threading.Event()
+async def take(stream, ident, parent, kernel=get_ipython().kernel):
+    answers.append(parent["content"])
+    kernel.session.send(stream, "an_answer_reply", {"status": "ok"}, parent, ident)
+    answered.set()
+answers = []
+get_ipython().kernel.control_handlers["an_answer_request"] = take
+"""
+
+
+def test_a_question_is_told_at_once_and_answered_while_the_cell_runs(up):
+    client = up.client()
+    outputs(client, client.execute(ASK + ANSWERED))
+    client.get_shell_msg(timeout=DEADLINE)
+    cell = client.execute("ask({'verb': 'status', 'now': True}); print(answered.wait(20), answers)")
+    until(lambda: up.asked, "the question came")
+    assert up.asked == [{"verb": "status", "now": True}]
+    assert up.gate.tell("an_answer_request", {"image": 1}, DEADLINE) == {"status": "ok"}
+    seen = outputs(client, cell)
+    assert kinds(seen) == ["busy", "execute_input", "stream", "idle"], "the control request and its status are unseen"
+    assert seen[2]["content"]["text"] == "True [{'image': 1}]\n"
+    assert up.gate.state == "open"
+
+
+def test_the_next_cell_is_kept_from_the_moment_the_asking_one_ended(up):
+    client = up.client()
+    outputs(client, client.execute(ASK))
+    client.get_shell_msg(timeout=DEADLINE)
+    first, second = client.execute("ask({'verb': 'checkpoint'})"), None
+    reply(client, first)
+    outputs(client, first)
+    second = client.execute("1 + 1")
+    until(lambda: up.gate.held == 1, "the second cell was kept")
+    assert up.asked == [{"verb": "checkpoint"}] and up.gate.state == "draining"
+    up.to_sleep()
+    assert up.woken == ["execute_request"]
+    up.wake()
+    assert reply(client, second)["content"]["status"] == "ok"
+
+
+def test_an_ask_that_is_not_done_keeps_nothing_once_released(up):
+    client = up.client()
+    outputs(client, client.execute(ASK + "ask({'verb': 'suspend'})"))
+    client.get_shell_msg(timeout=DEADLINE)
+    until(lambda: up.gate.state == "draining", "the gate keeps")
+    cell = client.execute("2 + 2")
+    up.gate.release()
+    assert reply(client, cell)["content"]["status"] == "ok"
+
+
+def test_a_kernel_that_knows_no_answer_is_told_of_in_time(up):
+    with pytest.raises(KernelSilent):
+        up.gate.tell("unheard_of_request", {}, 0.5)
+
+
+def test_the_gate_speaks_for_a_kernel_that_is_away(up):
+    client = up.client()
+    up.to_sleep()
+    up.gate.say("comm_msg", {"comm_id": "panel", "data": {}})
+    message = client.get_iopub_msg(timeout=DEADLINE)
+    while message["msg_type"] != "comm_msg":
+        message = client.get_iopub_msg(timeout=DEADLINE)
+    assert message["content"]["comm_id"] == "panel" and message["parent_header"] == {}
+    assert up.woken == []

@@ -1,0 +1,180 @@
+"""A server goes and another comes: the same kernel, the same id, the same ports and key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import CellFailed, Notebook, alive, until
+from jupyter_client.asynchronous import AsyncKernelClient
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from traitlets.config import Config
+
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel.adoption import Session, orphans
+
+KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
+
+
+class Server:
+    """One manager at a time for one kernel id, as servers come and go."""
+
+    def __init__(self, place: Path, base: Path) -> None:
+        self.place, self.base = place, base
+        self.store = Store(place / "images")
+        self.config = Config()
+        self.config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+        self.config.GpuCkptProvisioner.image_dir = str(place / "images")
+        self.config.GpuCkptProvisioner.runtime_base = str(base)
+        self.started: list[Notebook] = []
+
+    async def start(self, **traits) -> Notebook:
+        self.config.GpuCkptProvisioner.update(traits)
+        KernelProvisionerFactory.clear_instance()
+        KernelProvisionerFactory.instance(config=self.config)
+        file = self.place / f"connection-{len(self.started)}.json"
+        manager = AsyncKernelManager(kernel_name="python3", config=self.config, connection_file=str(file))
+        environment = dict(os.environ, IPYTHONDIR=str(self.place / "ipython"))
+        environment.pop("PYTEST_CURRENT_TEST", None)
+        await manager.start_kernel(kernel_id=KERNEL_ID, env=environment, cwd=str(self.place))
+        client = manager.client()
+        client.start_channels()
+        await client.wait_for_ready(timeout=60)
+        self.started.append(Notebook(manager, client))
+        return self.started[-1]
+
+    def orphans(self):
+        return orphans(self.base, self.store)
+
+
+@pytest.fixture
+async def server(tmp_path, runtime_base, criu_binary):
+    server = Server(tmp_path, runtime_base)
+    yield server
+    for kernel in server.started:
+        kernel.client.stop_channels()
+        await kernel.manager.shutdown_kernel(now=True)
+    KernelProvisionerFactory.clear_instance()
+
+
+async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_asked_for_it(server):
+    first = await server.start()
+    await first.run("x = 41; import os; pid = os.getpid()")
+    ports = first.manager.shell_port, first.manager.session.key
+    await first.provisioner.leave()
+    assert not first.manager.has_kernel
+    (orphan,) = server.orphans()
+    assert orphan.session.kernel_id == KERNEL_ID
+    assert orphan.image is not None
+
+    second = await server.start()
+    assert second.state == "checkpointed", "adopting wakes nothing, nor does a client that looks"
+    assert (second.manager.shell_port, second.manager.session.key) == ports
+    assert server.orphans() == []
+    assert await second.run("print(x + 1, os.getpid() == pid)") == "42 True"
+    await second.settled("running")
+    assert server.store.images() == []
+
+
+async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
+    """The same sockets and the same session: what a browser tab has that reconnects by itself."""
+    first = await server.start()
+    await first.run("x = 1")
+    client = AsyncKernelClient()
+    client.load_connection_info(first.manager.get_connection_info(session=False))
+    client.start_channels()
+    await client.wait_for_ready(timeout=30)
+    await first.provisioner.leave()
+    second = await server.start()
+    printed = []
+    await client.execute_interactive(
+        "x += 1; print(x)", timeout=30, output_hook=lambda message: printed.append(message["content"].get("text"))
+    )
+    assert "2\n" in printed
+    client.stop_channels()
+    await second.settled("running")
+
+
+async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_adopted_alive(server):
+    first = await server.start(drain_timeout=0.2)
+    first.client.execute("import time\nx = 0\nfor _ in range(40): x += 1; time.sleep(0.05)")
+    await until(lambda: first.provisioner._gate.pending == ["execute_request"])
+    (pid,) = first.lifecycle.capsule.processes()
+    await first.provisioner.leave()
+    assert alive([pid]) == [pid]
+    (orphan,) = server.orphans()
+    assert orphan.directory is not None
+    second = await server.start(drain_timeout=10.0)
+    assert second.state == "running"
+    assert second.lifecycle.capsule.processes() == [pid]
+    assert await second.run("print(x)") == "40"
+    await second.provisioner.checkpoint()
+    assert await second.run("print(x)") == "40"
+
+
+OWNER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_adoption import Server
+async def main():
+    server = Server(Path(sys.argv[2]), Path(sys.argv[3]))
+    kernel = await server.start(outlive_server=True)
+    await kernel.run("x = 7")
+    if sys.argv[4] == "suspended":
+        await kernel.provisioner.suspend()
+    print(*kernel.lifecycle.capsule.processes(), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["running", "suspended"])
+async def test_after_kill_9_of_the_server_the_living_kernel_is_adopted_with_nothing_lost(server, state):
+    arguments = [str(Path(__file__).parent), str(server.place), str(server.base), state]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    owner.kill()
+    owner.wait(20)
+    owner.stdout.close()
+    assert alive(pids) == pids
+    kernel = await server.start()
+    assert kernel.lifecycle.capsule.processes() == pids
+    assert await kernel.run("print(x)") == "7"
+    await kernel.manager.shutdown_kernel(now=True)
+    assert alive(pids) == []
+
+
+async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_but_its_image_is_kept(server):
+    first = await server.start()
+    await first.provisioner.checkpoint()
+    await first.manager.shutdown_kernel()
+    assert server.orphans() == []
+    assert [image.retired for image in server.store.images()] == [True]
+    second = await server.start()
+    with pytest.raises(CellFailed, match="NameError"):
+        await second.run("x")
+    server.store.remove(server.store.images()[0])
+    assert [path.name for path in server.store.root.iterdir()] == []
+
+
+async def test_the_session_is_private_and_not_listed(server):
+    first = await server.start()
+    image = await first.provisioner.checkpoint()
+    for directory in (image.path, first.lifecycle.home.runtime_dir):
+        assert (directory / "session.json").stat().st_mode & 0o777 == 0o600
+        session = Session.read(directory)
+        assert session is not None
+        assert session.front["key"]
+    assert session.front["key"] not in (image.path / "manifest.json").read_text()
+    assert session.front["key"] not in (first.lifecycle.home.runtime_dir / "kernel.json").read_text()
+
+
+def test_a_session_that_cannot_be_read_is_none(tmp_path):
+    assert Session.read(tmp_path) is None
+    (tmp_path / "session.json").write_text("{}")
+    assert Session.read(tmp_path) is None

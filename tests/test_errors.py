@@ -1,0 +1,94 @@
+"""The tree of errors keeps its promises: stable codes, hints, JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jupyter_gpu_ckpt import errors
+from jupyter_gpu_ckpt.errors import GpuCkptError
+
+
+def tree(base: type[GpuCkptError] = GpuCkptError) -> list[type[GpuCkptError]]:
+    return [base, *(found for child in base.__subclasses__() for found in tree(child))]
+
+
+OURS = [found for found in dict.fromkeys(tree()) if found.__module__ == errors.__name__]
+
+#: Code to exit status.  Both are promises to scripts: a line here may be added, and never be changed.
+PROMISED = {
+    "INTERNAL": 70,
+    "HOST_UNFIT": 69,
+    "CRIU_MISSING": 69,
+    "CAPSULE_FAILED": 69,
+    "CAPSULE_GONE": 69,
+    "NOT_NOW": 75,
+    "KERNEL_BUSY": 75,
+    "CHILD_PROCESSES": 75,
+    "DEBUGGER_ATTACHED": 75,
+    "DEVICE_HELD": 75,
+    "CUDA_UNSUPPORTED": 75,
+    "NO_SPACE": 75,
+    "NO_MEMORY": 75,
+    "WRONG_STATE": 65,
+    "BAD_REQUEST": 64,
+    "KERNEL_LOST": 70,
+    "CUDA_FAILED": 71,
+    "CUDA_UNAVAILABLE": 71,
+    "CUDA_TIMEOUT": 71,
+    "GPU_FULL": 75,
+    "HELPER_GONE": 71,
+    "CRIU_FAILED": 71,
+    "CRIU_TIMEOUT": 71,
+    "CRIU_KILLED": 71,
+    "FILE_CHANGED": 71,
+    "FILE_MISSING": 71,
+    "PORT_TAKEN": 71,
+    "PID_TAKEN": 71,
+    "DELETED_MAPPING": 71,
+    "SOCKET_UNSUPPORTED": 71,
+    "FILE_UNSUPPORTED": 71,
+    "IMAGE_UNUSABLE": 66,
+    "IMAGE_NOT_FOUND": 66,
+    "IMAGE_BUSY": 66,
+    "IMAGE_FORMAT": 66,
+    "STORE_UNWRITABLE": 73,
+    "GATE_FAILED": 70,
+    "KERNEL_SILENT": 70,
+    "AGENT_FAILED": 70,
+}
+
+
+@pytest.mark.parametrize("error", OURS, ids=lambda error: error.code)
+def test_each_class_explains_itself(error):
+    assert error.__doc__
+    assert error.default_hint.strip()
+    assert error.code == error.code.upper()
+    assert 64 <= error.exit_status <= 78, "a number of sysexits.h"
+
+
+def test_no_two_classes_share_a_code():
+    assert len({error.code for error in OURS}) == len(OURS)
+
+
+@pytest.mark.parametrize(("code", "status"), PROMISED.items())
+def test_promised_codes_and_statuses_stay(code, status):
+    assert {error.code: error.exit_status for error in OURS}[code] == status
+
+
+def test_an_error_says_what_happened_what_is_left_and_what_to_do():
+    error = errors.NoSpace("The disk is full.", left="the kernel runs on", needed=7)
+    assert str(error).startswith("[NO_SPACE] The disk is full. Left behind: the kernel runs on. Hint: ")
+    assert json.loads(json.dumps(error.as_dict())) == {
+        "code": "NO_SPACE",
+        "message": "The disk is full.",
+        "hint": errors.NoSpace.default_hint,
+        "left": "the kernel runs on",
+        "details": {"needed": 7},
+    }
+
+
+def test_a_hint_of_its_own_or_none_at_all():
+    assert errors.NoSpace("x", hint="y").hint == "y"
+    assert str(errors.NoSpace("x", hint="")) == "[NO_SPACE] x"

@@ -1,0 +1,361 @@
+"""What becomes of a kernel when the CUDA driver refuses, hangs or loses its helper.
+
+The process, its capsule, CRIU and the images are real; the driver is the fake that the contract suite holds to the real
+one's ways, among them the two that destroy a process for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from gate_double import GateDouble
+from harness import alive
+
+from jupyter_gpu_ckpt.engine.criu import Criu
+from jupyter_gpu_ckpt.engine.criu_install import dotted
+from jupyter_gpu_ckpt.errors import GpuCkptError, GpuFull, HelperGone, KernelSilent
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver, FakeGpus
+from jupyter_gpu_ckpt.trace import StepEvent, Trace
+
+A = "GPU-00000000-0000-0000-0000-00000000000a"
+B = "GPU-00000000-0000-0000-0000-00000000000b"
+
+
+class Rig:
+    """A tiny process that "holds" 60 of GPU A's 100 MiB, and the lifecycle that moves it."""
+
+    MEMORY = 60 << 20
+
+    def __init__(self, criu_binary, directory: Path, base: Path) -> None:
+        self.driver = FakeDriver({A: 100 << 20, B: 100 << 20})
+        self.gate = GateDouble()
+        criu = Criu(criu_binary.argv)
+        gpus = FakeGpus(self.driver, directory / "locks")
+        engine = Engine(criu, dotted(criu_binary.version), FakeCuda(self.driver), gpus, Store(directory / "images"))
+        home = Home("k", "python3", base, has_agent=True)
+        settings = Settings(room=0.2)
+        self.lifecycle = Lifecycle(home, engine, self.gate, settings=settings, trace=Trace("k", [self._follow]))
+        self.lifecycle.launch(["sleep", "1000"], {"PATH": os.environ["PATH"]}, "/")
+        self.fake = self.driver.processes[self.driver.start({A: self.MEMORY}, pid=self.pid)]
+
+    @property
+    def pid(self) -> int:
+        assert self.lifecycle.capsule is not None
+        return self.lifecycle.capsule.host_pid
+
+    def _follow(self, event: StepEvent) -> None:
+        """The fake driver's process comes and goes with the real one."""
+        if event.kind == "completed" and event.step == "end_process":
+            for pid, process in list(self.driver.processes.items()):
+                if process is self.fake:
+                    self.driver.leave(pid)
+        elif event.kind == "completed" and event.step == "criu_restore":
+            # What CRIU restores is the process as it was dumped: suspended.
+            self.fake.state, self.fake.ruined, self.fake.memory = CHECKPOINTED, False, {A: self.MEMORY}
+            self.driver.come_back(self.fake, self.pid)
+
+    def fails(self, verb: str, code: str) -> GpuCkptError:
+        with pytest.raises(GpuCkptError) as caught:
+            getattr(self.lifecycle, verb)()
+        assert caught.value.code == code, caught.value
+        assert caught.value.hint
+        assert caught.value.left
+        return caught.value
+
+    def runs_on(self) -> None:
+        """The process lives, on the GPU, unlocked, and clients reach it; no image is there, no lock is held."""
+        assert self.lifecycle.state is State.RUNNING
+        assert alive([self.pid]) == [self.pid]
+        assert (self.fake.state, self.fake.ruined) == (RUNNING, False)
+        assert self.gate.serves
+        assert self.lifecycle.engine.store.images() == []
+        with self.lifecycle.engine.gpus.room(dict.fromkeys(self.driver.gpus, 0), 0.1):
+            pass
+
+    def sleeps(self, state: State) -> None:
+        """It is away, unharmed, and the next message wakes it."""
+        assert self.lifecycle.state is state
+        assert not self.gate.serves
+        assert not self.fake.ruined
+        assert len(self.lifecycle.engine.store.images()) == (state is State.CHECKPOINTED)
+
+    def cycle(self) -> None:
+        self.lifecycle.checkpoint()
+        self.sleeps(State.CHECKPOINTED)
+        self.lifecycle.wake()
+        self.runs_on()
+
+
+@pytest.fixture
+def rig(criu_binary, tmp_path):
+    base = Path(tempfile.mkdtemp(prefix="gc-"))
+    rig = Rig(criu_binary, tmp_path, base)
+    yield rig
+    rig.lifecycle.terminate()
+    shutil.rmtree(base)
+
+
+@pytest.fixture
+def hog(rig):
+    """Another process that takes what the kernel left free on A."""
+    return lambda: rig.driver.start({A: 50 << 20})
+
+
+def test_a_cycle_frees_the_gpu_and_brings_it_back(rig):
+    before = rig.driver.free(A)
+    rig.lifecycle.checkpoint()
+    assert rig.driver.free(A) == 100 << 20
+    assert rig.lifecycle.image.manifest.device_bytes == {A: rig.MEMORY}
+    assert rig.lifecycle.image.manifest.node_gpus == [A, B]
+    rig.lifecycle.wake()
+    assert rig.driver.free(A) == before
+    rig.runs_on()
+
+
+def test_too_full_to_restore_keeps_the_image_and_never_asks_the_driver(rig, hog):
+    rig.lifecycle.checkpoint()
+    other = hog()
+    error = rig.fails("wake", "GPU_FULL")
+    assert error.left == f"the image is kept as {rig.lifecycle.image.id}"
+    assert rig.gate.told == [error]
+    assert all(op != "cuda.restore" for op, _ in rig.driver.calls)
+    rig.sleeps(State.CHECKPOINTED)
+    rig.driver.leave(other)
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
+def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):
+    rig.lifecycle.suspend()
+    other = hog()
+    error = rig.fails("wake", "GPU_FULL")
+    assert "suspended" in error.left
+    rig.sleeps(State.SUSPENDED)
+    assert rig.fake.state == CHECKPOINTED
+    rig.lifecycle.checkpoint()
+    rig.fails("restore", "GPU_FULL")
+    rig.driver.leave(other)
+    rig.lifecycle.restore()
+    rig.runs_on()
+
+
+def test_another_restore_holds_the_gpu(rig):
+    rig.lifecycle.suspend()
+    with rig.lifecycle.engine.gpus.room({A: 0}, 1.0):
+        assert rig.fails("resume", "GPU_FULL").details["locked"]
+    rig.sleeps(State.SUSPENDED)
+    rig.lifecycle.resume()
+    rig.runs_on()
+
+
+def test_room_lost_between_the_suspend_and_its_undo_ends_suspended_not_ruined(rig, hog):
+    """A dump fails after somebody took the freed memory: the way back is barred, and is not forced."""
+    others = []
+
+    def take(event: StepEvent) -> None:
+        if (event.kind, event.step) == ("started", "dump"):
+            others.append(hog())
+            raise KernelSilent("the dump fails")
+
+    rig.lifecycle.trace.sinks.append(take)
+    error = rig.fails("checkpoint", "KERNEL_SILENT")
+    assert "suspended" in error.left
+    rig.sleeps(State.SUSPENDED)
+    rig.lifecycle.trace.sinks.remove(take)
+    rig.driver.leave(others[0])
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
+def test_gpu_work_that_does_not_end_is_a_timeout_and_the_kernel_runs_on(rig):
+    rig.fake.busy = True
+    rig.fails("checkpoint", "CUDA_TIMEOUT")
+    rig.fake.busy = False
+    rig.runs_on()
+    rig.cycle()
+
+
+def test_memory_of_a_kind_the_driver_cannot_save(rig):
+    rig.fake.unsupported = True
+    rig.fails("suspend", "CUDA_UNSUPPORTED")
+    rig.fake.unsupported = False
+    rig.runs_on()
+
+
+@pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_driver_that_refuses(rig, op, verb):
+    rig.driver.refuse[op] = 999
+    error = rig.fails(verb, "CUDA_FAILED")
+    assert error.details["cuda_result"] == 999
+    assert error.left == "the kernel runs on"
+    del rig.driver.refuse[op]
+    rig.runs_on()
+    rig.cycle()
+
+
+def test_a_driver_that_refuses_to_bring_a_suspended_process_back(rig):
+    rig.lifecycle.suspend()
+    rig.driver.refuse["cuda.restore"] = 999
+    rig.fails("resume", "CUDA_FAILED")
+    rig.sleeps(State.SUSPENDED)
+    del rig.driver.refuse["cuda.restore"]
+    rig.lifecycle.resume()
+    rig.runs_on()
+
+
+def test_a_driver_that_refuses_to_bring_a_restored_process_back(rig):
+    rig.lifecycle.checkpoint()
+    rig.driver.refuse["cuda.restore"] = 999
+    rig.fails("wake", "CUDA_FAILED")
+    rig.sleeps(State.CHECKPOINTED)
+    assert rig.lifecycle.capsule is None
+    del rig.driver.refuse["cuda.restore"]
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
+class Lost:
+    """The helper ends in the ``nth`` call of ``op``, ``before`` or ``after`` the driver has done its work."""
+
+    def __init__(self, driver: FakeDriver, op: str, when: str) -> None:
+        self.call, self.op, self.when, self.happened = driver.call, op, when, False
+        driver.call = self
+
+    def __call__(self, op: str, **args):
+        if op != self.op or self.happened:
+            return self.call(op, **args)
+        self.happened = True
+        if self.when == "after":
+            self.call(op, **args)
+        raise HelperGone(f"The CUDA helper ended during {op}.", op=op)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("op", ["cuda.state", "nvml.processes", "nvml.gpus", "cuda.lock", "cuda.checkpoint"])
+def test_the_helper_is_killed_on_the_way_out(rig, op, when):
+    """Also when nobody heard that the driver had locked or suspended the process already."""
+    lost = Lost(rig.driver, op, when)
+    error = rig.fails("checkpoint", "HELPER_GONE")
+    assert lost.happened
+    assert error.left == "the kernel runs on"
+    rig.runs_on()
+    rig.cycle()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("op", ["nvml.free", "cuda.state", "cuda.restore", "cuda.unlock"])
+@pytest.mark.parametrize("away", ["suspend", "checkpoint"])
+def test_the_helper_is_killed_on_the_way_back(rig, away, op, when):
+    getattr(rig.lifecycle, away)()
+    state = rig.lifecycle.state
+    lost = Lost(rig.driver, op, when)
+    rig.fails("wake", "HELPER_GONE")
+    assert lost.happened
+    rig.sleeps(state)
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
+def test_device_files_held_by_nvml_are_told_and_everything_is_taken_back(rig):
+    rig.fake.nvml = True
+    error = rig.fails("checkpoint", "DEVICE_HELD")
+    assert "/dev/nvidiactl" in error.details["files"]
+    rig.runs_on()
+    rig.fake.nvml = False
+    rig.cycle()
+
+
+def test_device_files_held_and_no_room_to_go_back(rig, hog):
+    """The driver is never asked to restore without room, not even to undo."""
+    rig.fake.nvml = True
+    checkpoint, others = rig.driver._cuda_checkpoint, []
+    rig.driver._cuda_checkpoint = lambda pid: (checkpoint(pid), others.append(hog()))[0]
+    error = rig.fails("checkpoint", "DEVICE_HELD")
+    assert "suspended" in error.left
+    rig.sleeps(State.SUSPENDED)
+    rig.driver.leave(others[0])
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
+def test_another_gpu(rig, hog):
+    rig.lifecycle.checkpoint()
+    hog()
+    rig.lifecycle.restore({A: B})
+    assert rig.fake.memory == {B: rig.MEMORY}
+    rig.runs_on()
+
+
+def test_a_mapping_onto_a_gpu_that_is_not_there_is_refused_before_anything_is_tried(rig):
+    rig.lifecycle.checkpoint()
+    with pytest.raises(GpuCkptError) as caught:
+        rig.lifecycle.restore({A: "GPU-00000000-0000-0000-0000-0000000000ff"})
+    assert caught.value.code == "BAD_REQUEST"
+    rig.sleeps(State.CHECKPOINTED)
+    rig.lifecycle.restore()
+    rig.runs_on()
+
+
+def test_a_node_whose_gpus_have_other_names(rig):
+    """The image's GPUs are none of this node's: they follow in order."""
+    rig.lifecycle.checkpoint()
+    c, d = A[:-1] + "c", A[:-1] + "d"
+    rig.driver.gpus = {c: 100 << 20, d: 100 << 20}
+    rig.lifecycle.restore()
+    assert rig.fake.memory == {c: rig.MEMORY}
+    rig.runs_on()
+
+
+def test_a_gate_that_cannot_be_reconnected_at_once_is_tried_again(rig):
+    """The undo of a failed dump finds the kernel silent: it is asked once more before the clients are given up."""
+    rig.gate.fails["open"] = KernelSilent("no answer")
+
+    def fault(event: StepEvent) -> None:
+        if (event.kind, event.step) == ("started", "dump"):
+            raise KernelSilent("the dump fails")
+
+    rig.lifecycle.trace.sinks.append(fault)
+    rig.fails("checkpoint", "KERNEL_SILENT")
+    rig.lifecycle.trace.sinks.remove(fault)
+    rig.runs_on()
+    rig.cycle()
+
+
+def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monkeypatch):
+    """Whatever happens: the driver is asked to restore only while the GPU's lock is held."""
+    locked = []
+
+    def restore(pid: int, pairs: list[tuple[str, str]]) -> None:
+        with pytest.raises(GpuFull), rig.lifecycle.engine.gpus.room({A: 0}, 0.0):
+            pass
+        locked.append(pid)
+        type(rig.driver)._cuda_restore(rig.driver, pid, pairs)
+
+    monkeypatch.setattr(rig.driver, "_cuda_restore", restore, raising=False)
+    rig.cycle()
+    rig.lifecycle.suspend()
+    rig.lifecycle.resume()
+    rig.fake.nvml = True
+    rig.fails("suspend", "DEVICE_HELD")
+    rig.runs_on()
+    assert len(locked) == 3
+
+
+def test_a_locked_process_is_unlocked_by_the_next_verb_when_its_own_could_not(rig):
+    """Unlock fails twice (the driver says no): suspended by name, and the next wake needs no room for it."""
+    rig.lifecycle.suspend()
+    rig.driver.refuse["cuda.unlock"] = 999
+    rig.fails("wake", "CUDA_FAILED")
+    assert rig.fake.state == LOCKED
+    rig.driver.start({A: 40 << 20})  # the GPU is full now, with the kernel's own memory
+    del rig.driver.refuse["cuda.unlock"]
+    rig.lifecycle.wake()
+    rig.runs_on()

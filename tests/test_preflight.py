@@ -1,0 +1,141 @@
+"""Preflight's answers, in the words of somebody with a notebook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jupyter_gpu_ckpt import preflight
+from jupyter_gpu_ckpt.errors import ChildProcesses, DebuggerAttached, DeletedMapping, NoMemory, NoSpace
+from jupyter_gpu_ckpt.preflight import MARGIN, judge_report, look, read_process, require
+
+PLENTY = 1 << 50
+
+
+@pytest.fixture
+def process():
+    """Starts processes with a command line of the test's choice; they end with the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> int:
+        code = "import sys; sys.stdout.write('up'); sys.stdout.flush(); sys.stdin.read()"
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert child.stdout.read(2) == b"up"
+        started.append(child)
+        return child.pid
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate(timeout=10)
+
+
+def codes(**options) -> list[str]:
+    facts = {"kernel_pid": os.getpid(), "companions": [], "device_bytes": {}, "disk_free": PLENTY, **options}
+    return [finding.code for finding in look(**facts)]
+
+
+def test_nothing_stands_in_the_way_of_a_plain_kernel():
+    assert codes() == []
+
+
+def test_living_children_are_named_and_the_error_has_their_pids(process):
+    pids = [process(f"worker-{n}") for n in range(5)]
+    (finding,) = look(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
+    assert finding.blocks
+    assert isinstance(finding.error, ChildProcesses)
+    assert finding.error.details["pids"] == pids
+    assert "5 living child process(es)" in finding.text
+    assert "and 2 more" in finding.text
+    with pytest.raises(ChildProcesses):
+        require([finding])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "from multiprocessing.resource_tracker import main;main(4)",
+        "from multiprocessing.semaphore_tracker import main;main(4)",
+        "from joblib.externals.loky.backend.resource_tracker import main; main(4, False)",
+    ],
+)
+def test_children_that_only_clean_up_travel_along(process, words):
+    assert codes(companions=[process(words)]) == []
+
+
+def test_the_debuggers_adapter_is_the_debugger_and_not_a_child_to_be_ended(process):
+    found = look(
+        kernel_pid=os.getpid(),
+        companions=[process("/env/lib/debugpy/adapter", "--for-server", "4000")],
+        device_bytes={},
+        disk_free=PLENTY,
+    )
+    assert isinstance(found[0].error, DebuggerAttached)
+
+
+def test_a_child_that_is_gone_or_only_not_waited_for_is_no_child():
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    assert read_process(zombie.pid).state == "Z"
+    assert codes(companions=[zombie.pid]) == []
+    zombie.wait()
+    assert read_process(zombie.pid) is None
+    assert codes(companions=[zombie.pid]) == []
+
+
+def test_host_memory_must_take_what_is_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(preflight, "available_memory", lambda: 4 << 30)
+    assert codes(device_bytes={"GPU-a": 3 << 30}) == []
+    assert codes(device_bytes={"GPU-a": 3 << 30, "GPU-b": 1 << 30}) == ["NO_MEMORY"]
+    (finding,) = look(kernel_pid=os.getpid(), companions=[], device_bytes={"GPU-a": 5 << 30}, disk_free=None)
+    assert isinstance(finding.error, NoMemory)
+    assert finding.error.details == {"needed": (5 << 30) + MARGIN, "free": 4 << 30}
+
+
+def test_the_disk_must_take_the_memory_of_process_and_gpu(monkeypatch):
+    monkeypatch.setattr(preflight, "available_memory", lambda: PLENTY)
+    mine = read_process(os.getpid()).rss
+    assert mine > 1 << 20
+    assert codes(disk_free=mine + MARGIN + (100 << 20)) == []
+    assert codes(disk_free=MARGIN) == ["NO_SPACE"]
+    assert codes(device_bytes={"GPU-a": 8 << 30}, disk_free=8 << 30) == ["NO_SPACE"]
+    assert codes(device_bytes={"GPU-a": 8 << 30}, disk_free=None) == [], "a suspend writes no image"
+    (finding,) = look(kernel_pid=os.getpid(), companions=[], device_bytes={}, disk_free=7)
+    assert isinstance(finding.error, NoSpace)
+    assert finding.error.details["free"] == 7
+
+
+def test_memory_that_can_be_had_is_read_from_the_host():
+    assert 0 < preflight.available_memory() < PLENTY
+
+
+def test_the_agents_report():
+    assert judge_report({}) == []
+    (finding,) = judge_report({"debugger": True})
+    assert isinstance(finding.error, DebuggerAttached)
+    (finding,) = judge_report({"sockets": [{"kind": "tcp", "local": "a", "remote": "b"}]})
+    assert not finding.blocks
+    assert finding.code == "CONNECTIONS"
+    require([finding])
+
+
+def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
+    report = {"deleted_mappings": [{"path": "/dev/shm/x", "reason": "no"}]}
+    monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
+    (finding,) = judge_report(report)
+    assert isinstance(finding.error, DeletedMapping)
+    assert finding.error.details["culprit"] == "/dev/shm/x"
+    monkeypatch.setattr(preflight.os, "geteuid", lambda: 0)
+    assert judge_report(report) == []
+
+
+def test_the_first_finding_that_blocks_is_the_one_that_is_raised():
+    findings = [*judge_report({"sockets": [{}]}), *judge_report({"debugger": True})]
+    with pytest.raises(DebuggerAttached):
+        require(findings)

@@ -1,0 +1,226 @@
+"""No step needs root: the core of the suite, run again by a user who cannot get any right whatever happens.
+
+The user has no entry in the password file, no group but the ones named, no capability in its bounding set, and
+``no_new_privs``, under which the set-uid bit of a helper (newuidmap, sudo) has no effect: what works here works by the
+rights of an ordinary user alone, because Linux has no way left to give it others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.criu_install import VARIABLE
+
+ROOT = os.geteuid() == 0
+REPOSITORY = Path(__file__).resolve().parents[1]
+UID = 54321
+
+root_only = pytest.mark.skipif(not ROOT, reason="this run is an ordinary user's already: all of it is the proof")
+
+
+def needed() -> list[Path]:
+    """The directories that the user must be able to read: the interpreter, its packages, this checkout."""
+    return sorted({Path(os.path.realpath(place)) for place in (sys.prefix, sys.base_prefix, REPOSITORY)})
+
+
+def closed_to_others(path: Path) -> Path | None:
+    """The topmost directory above ``path`` that other users cannot enter."""
+    return next((above for above in reversed(path.parents) if not above.stat().st_mode & 0o001), None)
+
+
+def opened(paths: Iterable[Path], stage: Path) -> str:
+    """Shell commands that show ``paths`` to everybody, and nothing else of what lies beside them.
+
+    For a private mount namespace: the closed directory is covered by an empty open one, into which the needed
+    directories alone are bound.  Nothing of the machine is changed.
+    """
+    closed: dict[Path, list[Path]] = {}
+    for path in paths:
+        if above := closed_to_others(path):
+            closed.setdefault(above, []).append(path)
+    lines = []
+    for number, (above, inside) in enumerate(closed.items()):
+        kept = [(path, stage / f"{number}-{index}") for index, path in enumerate(inside)]
+        lines += [shlex.join(["mkdir", "-p", str(aside)]) for _, aside in kept]
+        lines += [shlex.join(["mount", "--rbind", str(path), str(aside)]) for path, aside in kept]
+        lines.append(shlex.join(["mount", "-t", "tmpfs", "-o", "mode=0755", "tmpfs", str(above)]))
+        for path, aside in kept:
+            lines.append(shlex.join(["mkdir", "-p", str(path)]))
+            lines.append(shlex.join(["mount", "--rbind", str(aside), str(path)]))
+    return "\n".join(lines)
+
+
+class Nobody:
+    """The ordinary user, and everything it starts."""
+
+    def __init__(self, place: Path, criu: str, groups: Sequence[int] = ()) -> None:
+        self.home = place / "home"
+        self.seen: set[tuple[int, ...]] = set()
+        self._stage = place / "stage"
+        self._criu = criu
+        self._groups = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
+
+    def run(self, argv: Sequence[str], *, timeout: float) -> str:
+        """Its standard output.  Fails the test with what it said when it does not end well."""
+        drop = ["setpriv", f"--reuid={UID}", f"--regid={UID}", *self._groups, "--no-new-privs", "--bounding-set=-all"]
+        drop += ["--inh-caps=-all", "--"]
+        environment = {
+            "HOME": str(self.home),
+            "TMPDIR": str(self.home / "tmp"),
+            "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
+            "LC_ALL": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            VARIABLE: self._criu,
+        }
+        commands = opened(needed(), self._stage)
+        script = f"set -e\n{commands}\ncd {shlex.quote(str(REPOSITORY))}\nexec {shlex.join([*drop, *argv])}"
+        private = ["unshare", "--mount", "--propagation", "private"] if commands else []
+        with open(self.home.parent / "output", "w+") as output:
+            process = subprocess.Popen(
+                [*private, "sh", "-c", script], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            watching = threading.Event()
+            watcher = threading.Thread(target=self._watch, args=(process.pid, watching))
+            watcher.start()
+            try:
+                status = process.wait(timeout)
+            finally:
+                process.kill()
+                process.wait()
+                watching.set()
+                watcher.join()
+            output.seek(0)
+            said = output.read()
+        assert status == 0, said[-8000:]
+        return said
+
+    def _watch(self, pid: int, over: threading.Event) -> None:
+        """Note the user ids of every descendant, from when the first process has become the user's."""
+        while not over.is_set() and _uids(pid) != (UID,) * 4:
+            time.sleep(0.002)
+        while not over.is_set():
+            fresh = [pid]
+            while fresh:
+                self.seen |= {uids for process in fresh if (uids := _uids(process))}
+                fresh = [child for process in fresh for child in _children(process)]
+            time.sleep(0.01)
+
+
+def _uids(pid: int) -> tuple[int, ...]:
+    """Real, effective, saved and file system user id; empty when the process has gone."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ()
+    line = next(line for line in text.splitlines() if line.startswith("Uid:"))
+    return tuple(int(word) for word in line.split()[1:])
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it ends while it is looked at
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
+    return found
+
+
+@pytest.fixture
+def place():
+    """A directory that everybody may enter: pytest's own are root's alone."""
+    path = Path(tempfile.mkdtemp(prefix="gc-user-"))
+    path.chmod(0o711)
+    home = path / "home"
+    (home / "tmp").mkdir(parents=True)
+    for directory in (home, home / "tmp"):
+        os.chown(directory, UID, UID)
+        directory.chmod(0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def criu(criu_binary, place) -> str:
+    """A CRIU this user may read: root's own may lie, unpacked, in root's home."""
+    if len(criu_binary.argv) == 1:
+        return criu_binary.argv[0]
+    tree = Path(criu_binary.argv[-1]).parents[2]
+    shutil.copytree(tree, place / "criu", symlinks=True)
+    for directory, _, files in os.walk(place / "criu"):
+        os.chmod(directory, 0o755)
+        for name in files:
+            path = Path(directory, name)
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o555)
+    return str(place / "criu")
+
+
+def pytest_of(*tests: str) -> list[str]:
+    """A pytest run that writes nothing into the checkout."""
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests]
+
+
+@root_only
+def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py"]
+    said = nobody.run(pytest_of("tests/test_cycle.py", *engine, "tests/test_rootless.py"), timeout=240)
+    assert " passed" in said
+    assert " failed" not in said
+    assert nobody.seen == {(UID,) * 4}, "some process had another user's id"
+
+
+@root_only
+def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
+    """CRIU finds other words for some failures when it lacks root's rights; the codes are the same."""
+    nobody = Nobody(place, criu)
+    chosen = "grew or moved or somebody or unix or deleted or written or kill_in or dump"
+    tests = ["tests/faults/test_leaving.py", "tests/faults/test_returning.py"]
+    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=240)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+def test_a_user_with_supplementary_groups(place, criu):
+    """They cannot be mapped into a user namespace without help; the kernel keeps them all the same, as overflow ids."""
+    nobody = Nobody(place, criu, groups=(UID, 60001, 60002))
+    nobody.run(pytest_of("tests/test_cycle.py", "-k", "everything_is_there or three_cycles"), timeout=120)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
+def test_the_demo_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    said = nobody.run([sys.executable, "-m", "jupyter_gpu_ckpt", "demo", "--json"], timeout=180)
+    facts = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert facts["intact"]
+    assert facts["uid"] == UID
+    assert nobody.seen == {(UID,) * 4}
+
+
+@pytest.mark.skipif(ROOT, reason="root has no user namespace; this is run by the ordinary user above")
+def test_an_ordinary_users_capsule_maps_that_user_alone(tmp_path):
+    """One line, written by the user itself: what newuidmap (set-uid root) writes are ranges of subordinate ids."""
+    directory = Path(tempfile.mkdtemp(prefix="gc-"))
+    try:
+        with Capsule.create(directory) as capsule:
+            capsule.spawn(["sleep", "1000"], {"PATH": os.defpath}, "/")
+            for name, own in (("uid_map", os.getuid()), ("gid_map", os.getgid())):
+                text = Path(f"/proc/{capsule.host_pid}/{name}").read_text()
+                assert [int(word) for word in text.split()] == [own, own, 1]
+            assert _uids(capsule.host_pid) == (os.getuid(),) * 4
+    finally:
+        shutil.rmtree(directory)

@@ -1,0 +1,105 @@
+"""The one stream of steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import NoSpace
+from jupyter_gpu_ckpt.trace import Recorder, StepEvent, Trace
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def trace(recorder):
+    return Trace("kernel", [recorder])
+
+
+def kinds(recorder: Recorder) -> list[tuple[str, str]]:
+    return [(event.kind, event.step) for event in recorder.events]
+
+
+def test_a_step_starts_and_completes_with_its_seconds_and_bytes(trace, recorder):
+    with trace.step("dump") as step:
+        step.bytes = 7
+    started, completed = recorder.events
+    assert (started.kind, started.seconds, started.bytes) == ("started", None, None)
+    assert (completed.kind, completed.bytes, completed.code) == ("completed", 7, None)
+    assert completed.seconds is not None
+    assert completed.seconds >= 0
+    assert {event.kernel_id for event in recorder.events} == {"kernel"}
+    assert started.at <= completed.at
+
+
+@pytest.mark.parametrize(("error", "code"), [(NoSpace("full"), "NO_SPACE"), (KeyError("x"), "KeyError")])
+def test_a_failing_step_tells_the_code_and_lets_the_error_pass(trace, recorder, error, code):
+    with pytest.raises(type(error)) as caught, trace.step("dump"):
+        raise error
+    assert caught.value is error
+    assert kinds(recorder) == [("started", "dump"), ("failed", "dump")]
+    assert recorder.events[-1].code == code
+
+
+def test_even_an_interrupt_is_told(trace, recorder):
+    with pytest.raises(KeyboardInterrupt), trace.step("dump"):
+        raise KeyboardInterrupt
+    assert recorder.events[-1].code == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("kind", ["started", "completed"])
+def test_a_sink_that_raises_makes_the_step_fail(recorder, kind):
+    done = []
+
+    def sink(event: StepEvent) -> None:
+        if event.kind == kind:
+            raise NoSpace("injected")
+
+    trace = Trace("kernel", [recorder, sink])
+    with pytest.raises(NoSpace), trace.step("dump"):
+        done.append(1)
+    assert bool(done) is (kind == "completed"), "a fault at `started` comes before the work"
+    assert recorder.events[-1].kind == "failed"
+    assert recorder.events[-1].code == "NO_SPACE"
+
+
+def test_steps_nest_and_every_sink_hears_them_in_order(trace, recorder):
+    other = Recorder()
+    trace.sinks.append(other)
+    with trace.step("outer"), trace.step("inner"):
+        pass
+    assert kinds(recorder) == [
+        ("started", "outer"),
+        ("started", "inner"),
+        ("completed", "inner"),
+        ("completed", "outer"),
+    ]
+    assert kinds(other) == kinds(recorder)
+
+
+def test_a_sink_may_leave_while_it_is_told(trace, recorder):
+    def once(_: StepEvent) -> None:
+        trace.sinks.remove(once)
+
+    trace.sinks.insert(0, once)
+    with trace.step("dump"):
+        pass
+    assert kinds(recorder) == [("started", "dump"), ("completed", "dump")]
+
+
+def test_a_step_that_ran_twice_counts_both_times(trace, recorder):
+    for _ in range(2):
+        with trace.step("dump"):
+            pass
+    with pytest.raises(KeyError), trace.step("publish"):
+        raise KeyError
+    assert list(recorder.seconds()) == ["dump"]
+    assert recorder.seconds()["dump"] == sum(event.seconds for event in recorder.completed())
+
+
+def test_an_event_has_no_room_for_what_must_not_be_told():
+    """No path, token or user content: whoever adds a field thinks of the log first."""
+    fields = {"kind", "step", "kernel_id", "at", "seconds", "bytes", "code"}
+    assert set(StepEvent.__dataclass_fields__) == fields

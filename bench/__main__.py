@@ -10,7 +10,7 @@ from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 HERE = Path(__file__).parent
 
-for script in ("kernel.py", "gate.py", "gpu.py"):
+for script in ("kernel.py", "gate.py", "policy.py", "server.py", "gpu.py"):
     if script == "gpu.py" and (reason := why_no_gpu()):
         print(f"\n== {script}: left out: {reason}")
         continue

@@ -1,0 +1,176 @@
+"""The server extension: with it, every kernel of the server can be checkpointed, and nothing needs configuration.
+
+Enabled by the wheel's ``jupyter_server_config.d/jupyter_gpu_ckpt.json``; configured as ``c.GpuCkptApp`` like any other
+part of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_server.extension.application import ExtensionApp
+from jupyter_server.gateway.gateway_client import GatewayClient
+from jupyter_server.serverapp import ServerApp
+from jupyter_server.services.sessions.sessionmanager import SessionManager
+from traitlets.config import Config
+
+from .. import __version__
+from ..image.store import Store
+from ..kernel.provisioner import GpuCkptProvisioner
+from . import documents
+from .comeback import Comeback
+from .events import Events, Log
+from .handlers import HANDLERS
+from .idle import IdlePolicy
+from .jobs import Jobs
+from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
+from .metrics import Metrics
+from .watch import Watcher
+
+PROVISIONER = "gpu-ckpt-provisioner"
+
+#: Seconds for which the doctor's word is good: asking it starts processes.
+_DIAGNOSIS_KEEPS = 60.0
+
+
+class GpuCkptApp(ExtensionApp):
+    """Installs the provisioner and the kernel manager, and serves REST, events and metrics."""
+
+    name = "gpu_ckpt"
+    extension_url = "/"
+    load_other_extensions = True
+    description = "Checkpoints idle kernels with their CUDA state, and wakes them on demand."
+    classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, Comeback]  # noqa: RUF012
+
+    jobs: Jobs
+    watcher: Watcher
+    store: Store
+    idle: IdlePolicy
+    comeback: Comeback
+
+    def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
+        """Called from jupyter_server before it makes its kernel manager: the last moment to say of which class."""
+        super()._link_jupyter_server_extension(serverapp)
+        serverapp.update_config(defaults(serverapp))
+        self.comeback = Comeback(self.provisioners, parent=self)
+        serverapp.update_config(self._comeback_defaults(serverapp))
+        # Made now: whoever asks for kernelspecs first makes it, and a `KernelSpecManager` without a parent (the
+        # doctor's, any library's) would make it without the server's configuration, for good.
+        KernelProvisionerFactory.instance(parent=serverapp)
+
+    def _comeback_defaults(self, serverapp: ServerApp) -> Config:
+        """Sessions on disk, and kernels that outlive a server that dies, each where the user chose nothing else."""
+        made = Config()
+        keeps_none = not _is_set(serverapp.config, SessionManager, "database_filepath")
+        if self.comeback.adopt and keeps_none:
+            database = self.comeback.claim_database(Path(serverapp.root_dir))
+            if database is not None:
+                made.SessionManager.database_filepath = str(database)
+        if self.comeback.orphan_timeout > 0 and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
+            made.GpuCkptProvisioner.outlive_server = True
+        return made
+
+    def initialize_settings(self) -> None:
+        """Called from jupyter_server once its kernel manager exists, on its event loop."""
+        assert self.serverapp is not None and self.serverapp.event_logger is not None
+        # Its own traits' defaults and what the configuration says of them, without a kernel.
+        provisioner = GpuCkptProvisioner(config=self.serverapp.config)
+        self.store = Store(Path(provisioner.image_dir))
+        self._runtime_base = Path(provisioner.runtime_base)
+        self.jobs = Jobs()
+        self.watcher = Watcher(self.serverapp.io_loop, self.serverapp.log)
+        self._metrics = Metrics(self.watcher)
+        self.watcher.listeners += [Log(self.serverapp.log), Events(self.serverapp.event_logger), self._metrics]
+        self.idle = IdlePolicy(self.provisioners, parent=self)
+        self._diagnosis: tuple[float, dict[str, Any]] | None = None
+        self._diagnosing = asyncio.Lock()
+        manager = self.serverapp.kernel_manager
+        if isinstance(manager, CheckpointKernelManagerMixin):
+            manager.kernel_listeners.append(self.watcher.follow)
+
+    def initialize_handlers(self) -> None:
+        """Called from jupyter_server, which puts its base URL before each."""
+        self.handlers.extend(HANDLERS)
+
+    async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
+        """Called from jupyter_server when its event loop runs."""
+        if isinstance(serverapp.kernel_manager, CheckpointKernelManagerMixin):
+            root = Path(serverapp.root_dir)
+            manager, sessions = serverapp.kernel_manager, serverapp.session_manager
+            await self.comeback.start(manager, sessions, root, self._runtime_base, self.store)
+            self.comeback.watch(self._runtime_base, self.store.root)
+        self.idle.start()
+
+    def current_activity(self) -> list[dict[str, Any]]:
+        """Called from jupyter_server before it shuts down for want of activity: a job under way is some."""
+        return [job.as_dict() for job in self.jobs.running()]
+
+    async def stop_extension(self) -> None:
+        """Called from jupyter_server when it stops, while its kernels are still there."""
+        await self.idle.stop()
+        await self.comeback.stop()
+        await self.jobs.close()
+        self.watcher.close()
+        self._metrics.close()
+
+    # -- what the handlers, the policy and the metrics work on
+
+    def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
+        """Our provisioner of a kernel that exists, also under a kernel manager that is not ours; else None."""
+        assert self.serverapp is not None
+        found = getattr(self.serverapp.kernel_manager.get_kernel(kernel_id), "provisioner", None)
+        return found if isinstance(found, GpuCkptProvisioner) else None
+
+    def provisioners(self) -> dict[str, GpuCkptProvisioner]:
+        """Our provisioners by kernel id, also of kernels that could only be started plainly."""
+        assert self.serverapp is not None
+        found = {id: self.provisioner(id) for id in self.serverapp.kernel_manager.list_kernel_ids()}
+        return {id: provisioner for id, provisioner in found.items() if provisioner is not None}
+
+    def look(self) -> None:
+        """Watch the kernels there are now.  Finds what nobody told: restarts, and kernels of another manager."""
+        self.watcher.keep(self.provisioners())
+
+    async def status(self) -> dict[str, Any]:
+        """The document of ``status``."""
+        directory = self.store.root
+        async with self._diagnosing:
+            if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_KEEPS:
+                self._diagnosis = time.monotonic(), await asyncio.to_thread(documents.host, directory)
+        return {
+            "version": __version__,
+            "host": self._diagnosis[1],
+            "gpus": await asyncio.to_thread(documents.gpus, directory),
+            "policy": self.idle.status(),
+            "kernels": documents.counts(self.provisioners().values()),
+        }
+
+
+def defaults(serverapp: ServerApp) -> Config:
+    """Our provisioner and kernel manager, each where the user named no other.
+
+    The configuration is looked at, not the traits: at this moment (`ServerApp.initialize` links extensions before
+    ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
+    known.
+    """
+    config = serverapp.config
+    made = Config()
+    factory = KernelProvisionerFactory(parent=serverapp)
+    if factory.default_provisioner_name == "local-provisioner" and not _is_set(
+        config, KernelProvisionerFactory, "default_provisioner_name"
+    ):
+        made.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
+    # With a gateway the kernels are elsewhere.  Not the singleton: that one is the server's to make.
+    gateway = GatewayClient(parent=serverapp)  # type: ignore[no-untyped-call]
+    if not gateway.gateway_enabled and not _is_set(config, type(serverapp), "kernel_manager_class"):
+        made.ServerApp.kernel_manager_class = CheckpointKernelManager
+    return made
+
+
+def _is_set(config: Config, owner: type[Any], trait: str) -> bool:
+    """Whether the configuration names a value, in the section of the class or of one it derives from."""
+    return any(name in config and trait in config[name] for name in owner.section_names())

@@ -1,0 +1,183 @@
+"""A server stops and its kernels stay: checkpointed on the way down, adopted on the way up, watched over in between.
+
+Which kernels come back: those of this user on this host that no server owns and that were started below this server's
+root directory.  Their sessions (notebook path and name) are kept in a database of ours, where the user configured none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock, Timeout
+from jupyter_core.paths import jupyter_data_dir
+from traitlets import Bool, Float
+from traitlets.config import LoggingConfigurable
+
+from ..errors import GpuCkptError
+from ..estimate import RATES
+from ..image.store import Store
+from ..kernel.adoption import Orphan, orphans
+from ..kernel.provisioner import GpuCkptProvisioner
+from ..machine import State
+from ..preflight import read_process
+
+#: Beyond what the bytes need, in seconds: namespaces, agents, the manifest.
+_GRACE = 10.0
+
+
+class Kernels(Protocol):
+    """What is needed of the server's kernel manager (`AsyncMappingKernelManager`)."""
+
+    async def start_kernel(self, **kwargs: Any) -> str:
+        """Start a kernel; ours adopts one of that id that nobody owns."""
+
+    def get_kernel(self, kernel_id: str) -> Any:
+        """The manager of one kernel."""
+
+
+class Comeback(LoggingConfigurable):
+    """Adopts at the start, checkpoints at the stop; a part of the server extension."""
+
+    checkpoint_on_stop = Bool(
+        True, help="Checkpoint the kernels when the server stops, for the next one to adopt; else they end with it."
+    ).tag(config=True)
+    adopt = Bool(True, help="Adopt kernels that an earlier server left, when this one starts.").tag(config=True)
+    stop_timeout = Float(
+        0.0,
+        help="Seconds a stop may take for checkpoints; 0: computed from the bytes and this host's measured rates. "
+        "A kernel that is not done by then runs on without a server, and is adopted or ended by the watchdog.",
+    ).tag(config=True)
+    orphan_timeout = Float(
+        3600.0,
+        help="Seconds after which the watchdog checkpoints and ends kernels that run on without a server; 0: no "
+        "watchdog, and kernels end when the server dies.",
+    ).tag(config=True)
+
+    def __init__(self, provisioners: Callable[[], dict[str, GpuCkptProvisioner]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._provisioners = provisioners
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._database: FileLock | None = None
+
+    # -- the way up
+
+    def claim_database(self, root: Path) -> Path | None:
+        """A session database for servers of this root directory; None while another server uses it.
+
+        Called before the server makes its session manager.
+        """
+        directory = Path(jupyter_data_dir()) / "gpu-ckpt" / "sessions"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+        lock = FileLock(directory / f"{name}.lock", timeout=0, mode=0o600, thread_local=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            return None
+        self._database = lock
+        return directory / f"{name}.sqlite"
+
+    def watch(self, base: Path, image_dir: Path) -> None:
+        """Start the watchdog: it notices this process's end by the end of a pipe."""
+        if self.orphan_timeout <= 0 or self._watchdog is not None:
+            return
+        options = {"base": str(base), "image_dir": str(image_dir), "timeout": self.orphan_timeout}
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-m", "jupyter_gpu_ckpt.server.watchdog", json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def start(self, kernels: Kernels, sessions: Any, root: Path, base: Path, store: Store) -> list[str]:
+        """Adopt; returns the ids.  Called when the server's event loop runs.
+
+        A session row whose kernel is not there is dropped by the first listing, which may come before us: rows are read
+        first and put back.
+        """
+        if not self.adopt:
+            return []
+        rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
+        adopted = []
+        for orphan in await asyncio.to_thread(orphans, base, store):
+            if not _below(Path(orphan.session.path), root):
+                continue
+            try:
+                await self._adopt(kernels, orphan)
+            except Exception as error:
+                # Whatever it was, the image or the living kernel is where it was, and the others come back.
+                self.log.error("Kernel %s could not be adopted: %s", orphan.session.kernel_id, error)
+                continue
+            adopted.append(orphan.session.kernel_id)
+            if (row := rows.get(orphan.session.kernel_id)) and not await sessions.session_exists(row["path"]):
+                await sessions.save_session(**{name: row[name] for name in _ROW})
+        return adopted
+
+    async def _adopt(self, kernels: Kernels, orphan: Orphan) -> None:
+        session = orphan.session
+        await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=session.kernel_name or None)
+        manager = kernels.get_kernel(session.kernel_id)
+        # jupyter_server waits for the kernel's own word; one that sleeps says nothing until it is woken.
+        manager.execution_state = "idle"
+
+    # -- the way down
+
+    async def stop(self) -> None:
+        """Called when the server stops, while its kernels are still there: each leaves, within a common deadline."""
+        kernels = {id: one for id, one in self._provisioners().items() if one.lifecycle is not None}
+        if self.checkpoint_on_stop and kernels:
+            timeout = self.stop_timeout or self.deadline(kernels)
+            tasks = {asyncio.ensure_future(one.leave()): id for id, one in kernels.items()}
+            _, late = await asyncio.wait(tasks, timeout=timeout)
+            for task in late:
+                self.log.warning("Kernel %s was not checkpointed within %.0f s; it runs on.", tasks[task], timeout)
+                task.cancel()
+            for task in tasks.keys() - late:
+                if (error := task.exception()) is not None:
+                    self.log.error("Kernel %s: %s", tasks[task], error)
+        if self._watchdog is not None and self._watchdog.stdin is not None:
+            self._watchdog.stdin.close()
+        if self._database is not None:
+            self._database.release()
+
+    def deadline(self, kernels: dict[str, GpuCkptProvisioner]) -> float:
+        """Seconds that checkpointing all of them one after the other would take at most; they share one disk."""
+        seconds = 0.0
+        for one in kernels.values():
+            lifecycle = one.lifecycle
+            if lifecycle is None or lifecycle.state is State.CHECKPOINTED or lifecycle.capsule is None:
+                continue
+            process = read_process(lifecycle.capsule.host_pid)
+            device = 0
+            try:
+                device = sum(lifecycle.device_bytes().values())
+            except GpuCkptError as error:
+                self.log.warning("Kernel %s: its device memory cannot be told: %s", one.kernel_id, error)
+            seconds += one.drain_timeout + 2 * RATES.estimate(process.rss if process else 0, device).saved
+        return _GRACE + seconds
+
+
+#: Columns of jupyter_server's session table that make a session.
+_ROW = ("session_id", "path", "name", "type", "kernel_id")
+
+
+def _rows(sessions: Any) -> list[Any]:
+    """The rows of the session database, kernels or not."""
+    cursor = sessions.connection.cursor()
+    sessions.cursor  # noqa: B018 - makes the table of a fresh database
+    cursor.execute("SELECT * FROM session")
+    rows: list[Any] = cursor.fetchall()
+    return rows
+
+
+def _below(path: Path, root: Path) -> bool:
+    return path.resolve().is_relative_to(root.resolve())

@@ -1,0 +1,165 @@
+"""What REST tells about kernels, images and the host: the documents of ``openapi.yaml``.
+
+The functions that ask a disk or a driver say so; they are for a thread, not for the event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import doctor
+from ..errors import GpuCkptError, ImageBusy, PreflightError, StateError
+from ..image.store import Image, Store
+from ..kernel.provisioner import GpuCkptProvisioner, shared_engine
+from ..kernel.registry import owned_kernel
+from ..machine import State
+from ..preflight import Finding
+from .jobs import Job
+from .watch import Watched, device_bytes
+
+NOT_OURS = "This kernel was started by another provisioner."
+PLAIN = "This kernel was started plainly; restart it once `jupyter gpu-ckpt doctor` finds nothing missing."
+
+
+def kernel(
+    kernel_id: str,
+    name: str,
+    provisioner: GpuCkptProvisioner | None,
+    watched: Watched | None = None,
+    job: Job | None = None,
+    outlook: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One kernel, without asking anybody."""
+    lifecycle = provisioner.lifecycle if provisioner is not None else None
+    image = lifecycle.image if lifecycle is not None else None
+    away = watched.away if watched is not None else None
+    failure = watched.failure if watched is not None else None
+    return {
+        "id": kernel_id,
+        "name": name,
+        "state": provisioner.state.value if provisioner is not None else State.RUNNING.value,
+        "since": watched.since if watched is not None and watched.state is not None else None,
+        "checkpointable": lifecycle is not None,
+        "reason": None if lifecycle is not None else NOT_OURS if provisioner is None else PLAIN,
+        "image": image.id if image is not None else None,
+        "device_bytes_away": sum(away.device.values()) if away is not None else 0,
+        "progress": watched.progress.fraction if watched is not None and watched.progress is not None else None,
+        "failure": None
+        if failure is None
+        else {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left", "at")},
+        "job": job.as_dict() if job is not None else None,
+        "policy": outlook,
+    }
+
+
+def on_device(provisioner: GpuCkptProvisioner | None) -> dict[str, int] | None:
+    """Device memory a kernel holds now, in bytes by GPU UUID; None where nobody can tell.  Asks NVML."""
+    lifecycle = provisioner.lifecycle if provisioner is not None else None
+    try:
+        return device_bytes(lifecycle) if lifecycle is not None else None
+    except GpuCkptError:
+        return None
+
+
+def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
+    """What preflight says about a kernel now.  Asks ``/proc``, the disk and NVML.
+
+    Raises `StateError` for a kernel that cannot be checkpointed at all, or has no process.
+    """
+    lifecycle = provisioner.lifecycle if provisioner is not None else None
+    if lifecycle is None:
+        raise StateError(PLAIN if provisioner is not None else NOT_OURS)
+    if lifecycle.state is State.CHECKPOINTED:
+        raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
+    found: list[Finding] = lifecycle.findings()
+    return {
+        "ok": not any(finding.blocks for finding in found),
+        "findings": [
+            {
+                "code": finding.code,
+                "text": finding.text,
+                "blocks": finding.blocks,
+                "hint": finding.error.hint if finding.error is not None else "",
+            }
+            for finding in found
+        ],
+    }
+
+
+def image(of: Image) -> dict[str, Any]:
+    """One image.  Asks the disk who owns it."""
+    manifest = of.manifest
+    return {
+        "id": of.id,
+        "kernel_id": manifest.kernel_id,
+        "kernel_name": manifest.kernel_name,
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "device_bytes": manifest.device_bytes,
+        "hostname": manifest.hostname,
+        "criu_version": manifest.criu_version,
+        "steps": manifest.steps,
+        "only_copy": _is_only_copy(of),
+    }
+
+
+def images(store: Store) -> list[dict[str, Any]]:
+    """Every readable image, oldest first.  Asks the disk."""
+    return [image(of) for of in store.images()]
+
+
+def remove(store: Store, id: str, *, force: bool) -> int:
+    """Delete an image; the bytes freed.  The only copy of a sleeping kernel only with ``force``, else `ImageBusy`."""
+    doomed = store.get(id)
+    if not force and _is_only_copy(doomed):
+        raise ImageBusy(
+            f"Image {id} is the only copy of kernel {doomed.manifest.kernel_id}, which sleeps.",
+            hint="Run a cell in its notebook to wake it, or add force=true to lose it.",
+            left=f"the image is kept as {id}",
+        )
+    return store.remove(doomed)
+
+
+def _is_only_copy(of: Image) -> bool:
+    record = owned_kernel(Path(of.manifest.runtime_dir))
+    return record is not None and record["image"] == of.id
+
+
+def host(image_dir: Path) -> dict[str, Any]:
+    """What the doctor says.  Takes up to some seconds."""
+    return doctor.as_json(doctor.diagnose(image_dir))
+
+
+def gpus(image_dir: Path) -> list[dict[str, Any]]:
+    """The GPUs; none where the host is not fit to ask (the doctor says why).  Asks NVML."""
+    try:
+        return [dataclasses.asdict(gpu) for gpu in shared_engine(image_dir).gpus.list()]
+    except GpuCkptError:
+        return []
+
+
+def counts(provisioners: Iterable[GpuCkptProvisioner]) -> dict[str, int]:
+    """Kernels by state, of those that can be checkpointed."""
+    found = dict.fromkeys((state.value for state in State), 0)
+    for provisioner in provisioners:
+        if provisioner.lifecycle is not None:
+            found[provisioner.state.value] += 1
+    return found
+
+
+def http_status(error: GpuCkptError) -> int:
+    """The status of an error in REST."""
+    from ..errors import BadRequest, HostError, ImageError, ImageNotFound
+
+    for classes, status in (
+        ((ImageNotFound,), 404),
+        ((BadRequest,), 400),
+        ((HostError,), 503),
+        ((StateError, PreflightError, ImageError), 409),
+    ):
+        if isinstance(error, classes):
+            return status
+    return 500

@@ -1,0 +1,108 @@
+"""Tells the kernels' story to jupyter_server's event bus, and one line of each transition to its log.
+
+The schemas lie in ``events/``; front ends subscribe at ``api/events/subscribe``.
+"""
+
+from __future__ import annotations
+
+from logging import Logger
+from pathlib import Path
+
+from jupyter_events import EventLogger
+
+from .watch import Changed, Failed, Stepped
+
+SCHEMAS = Path(__file__).with_name("events")
+_BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"
+STATE = f"{_BASE}/kernel_state/v1"
+STEP = f"{_BASE}/kernel_step/v1"
+FAILURE = f"{_BASE}/kernel_failure/v1"
+
+
+def register(bus: EventLogger) -> None:
+    """Make our schemas known; one that is known already is left alone."""
+    for schema_id in (STATE, STEP, FAILURE):
+        if schema_id not in bus.schemas:
+            bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
+
+
+class Events:
+    """A listener of `watch.Watcher` that emits events."""
+
+    def __init__(self, bus: EventLogger) -> None:
+        self.bus = bus
+        register(bus)
+
+    def changed(self, change: Changed) -> None:
+        """The state of a kernel."""
+        self.bus.emit(
+            schema_id=STATE,
+            data={
+                "kernel_id": change.kernel_id,
+                "state": change.state.value,
+                "previous": change.previous.value if change.previous else None,
+                "seconds": change.seconds,
+                "image": change.image,
+                "device_bytes": change.device_bytes,
+            },
+        )
+
+    def stepped(self, step: Stepped) -> None:
+        """The progress of a verb."""
+        event = step.event
+        self.bus.emit(
+            schema_id=STEP,
+            data={
+                "kernel_id": event.kernel_id,
+                "verb": step.verb,
+                "step": event.step,
+                "status": event.kind,
+                "fraction": step.fraction,
+                "bytes": event.bytes,
+                "seconds": event.seconds,
+                "expected_bytes": step.expected_bytes,
+                "expected_seconds": step.expected_seconds,
+                "code": event.code,
+            },
+        )
+
+    def failed(self, failure: Failed) -> None:
+        """The failure of a verb."""
+        self.bus.emit(
+            schema_id=FAILURE,
+            data={
+                "kernel_id": failure.kernel_id,
+                "verb": failure.verb,
+                "step": failure.step,
+                "code": failure.code,
+                "hint": failure.hint,
+                "left": failure.left,
+            },
+        )
+
+
+class Log:
+    """A listener of `watch.Watcher`: one line for each transition, ``key=value``, no path, no user content."""
+
+    def __init__(self, log: Logger) -> None:
+        self.log = log
+
+    def changed(self, change: Changed) -> None:
+        """The line."""
+        facts = {
+            "kernel": change.kernel_id,
+            "from": change.previous.value if change.previous else "-",
+            "to": change.state.value,
+            "seconds": f"{change.seconds:.3f}",
+            "device_bytes": change.device_bytes,
+            "image": change.image or "-",
+            "code": change.code or "-",
+        }
+        write = self.log.warning if change.code else self.log.info
+        write("gpu_ckpt transition %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+
+    def stepped(self, step: Stepped) -> None:
+        """Steps are the provisioner's to log, for debugging."""
+
+    def failed(self, failure: Failed) -> None:
+        """The transition's line has the code."""

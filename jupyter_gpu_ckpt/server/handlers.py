@@ -1,0 +1,248 @@
+"""REST under ``<base_url>gpu-ckpt/``, as ``openapi.yaml`` describes it.
+
+Every verb needs a user (`authenticated`) who may do it (`authorized`, resource ``gpu_ckpt``), and the XSRF token where
+jupyter_server asks for one.  A GET is a program's question, not a user's activity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jupyter_server.auth.decorator import authorized
+from jupyter_server.base.handlers import APIHandler
+from jupyter_server.extension.handler import ExtensionHandlerMixin
+from jupyter_server.utils import url_path_join
+from tornado import web
+
+from ..errors import BadRequest, GpuCkptError, StateError
+from ..kernel.provisioner import GpuCkptProvisioner
+from . import documents
+
+if TYPE_CHECKING:
+    from .app import GpuCkptApp
+
+OPENAPI = Path(__file__).with_name("openapi.yaml")
+VERBS = ("suspend", "resume", "checkpoint", "restore")
+
+Method = Callable[..., Awaitable[None]]
+
+
+def _told(method: Method) -> Method:
+    """Our errors become replies with their own code, hint and what was left behind."""
+
+    @functools.wraps(method)
+    async def inner(self: Handler, *args: str) -> None:
+        try:
+            await method(self, *args)
+        except GpuCkptError as error:
+            self.set_status(documents.http_status(error))
+            self.reply({"message": error.message, "error": error.as_dict()})
+
+    return inner
+
+
+class Handler(ExtensionHandlerMixin, APIHandler):
+    """What all of ours share."""
+
+    auth_resource = "gpu_ckpt"
+
+    async def prepare(self) -> None:  # type: ignore[override]
+        """Called before each request."""
+        self._track_activity = self.request.method not in ("GET", "HEAD")
+        await super().prepare()
+
+    @property
+    def app(self) -> GpuCkptApp:
+        """The extension."""
+        app: GpuCkptApp = self.settings[self.name]
+        return app
+
+    def reply(self, document: Any) -> None:
+        """Finish with a JSON document."""
+        self.finish(json.dumps(document))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Called for whatever else goes wrong.  RFC 9110: a 405 names what is allowed."""
+        if status_code == 405:
+            self.set_header("Allow", ", ".join(sorted(name for name in ("GET", "POST", "DELETE") if self._has(name))))
+        super().write_error(status_code, **kwargs)
+
+    def _has(self, method: str) -> bool:
+        return method.lower() in vars(type(self))
+
+    def kernel(self, kernel_id: str) -> GpuCkptProvisioner | None:
+        """The kernel's provisioner if it is ours.  404 when there is no such kernel."""
+        if kernel_id not in self.kernel_manager:
+            raise web.HTTPError(404, f"Kernel does not exist: {kernel_id}")
+        return self.app.provisioner(kernel_id)
+
+    def document(self, kernel_id: str) -> dict[str, Any]:
+        """The kernel's document."""
+        provisioner = self.kernel(kernel_id)
+        name = self.kernel_manager.get_kernel(kernel_id).kernel_name
+        watched, job = self.app.watcher.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
+        return documents.kernel(kernel_id, name, provisioner, watched, job, self.app.idle.outlook(kernel_id))
+
+
+class StatusHandler(Handler):
+    """``status``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """The host, its GPUs, the policy, and how many kernels are in which state."""
+        self.reply(await self.app.status())
+
+
+class KernelsHandler(Handler):
+    """``kernels``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """All kernels of this server."""
+        self.app.look()
+        self.reply([self.document(kernel_id) for kernel_id in self.kernel_manager.list_kernel_ids()])
+
+
+class KernelHandler(Handler):
+    """``kernels/<id>``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self, kernel_id: str) -> None:
+        """One kernel, with the device memory it holds now."""
+        self.app.look()
+        provisioner = self.kernel(kernel_id)
+        held = await asyncio.to_thread(documents.on_device, provisioner)
+        self.reply({**self.document(kernel_id), "device_bytes": held})
+
+
+class PreflightHandler(Handler):
+    """``kernels/<id>/preflight``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self, kernel_id: str) -> None:
+        """Whether a checkpoint would be refused now."""
+        self.reply(await asyncio.to_thread(documents.findings, self.kernel(kernel_id)))
+
+
+class VerbHandler(Handler):
+    """``kernels/<id>/{suspend,resume,checkpoint,restore}``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def post(self, kernel_id: str, verb: str) -> None:
+        """Begin; 202 with the job."""
+        provisioner = self.kernel(kernel_id)
+        if provisioner is None or provisioner.lifecycle is None:
+            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+        parameters = self._parameters(verb)
+        job = self.app.jobs.start(kernel_id, verb, parameters, functools.partial(_call, provisioner, verb, parameters))
+        self.set_status(202)
+        self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
+        self.reply(job.as_dict())
+
+    def _parameters(self, verb: str) -> dict[str, Any]:
+        if not self.request.body.strip():
+            return {}
+        try:
+            body: Any = json.loads(self.request.body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest("The body is not JSON.") from error
+        allowed = {"gpu_map"} if verb == "restore" else set()
+        if not isinstance(body, dict) or not set(body) <= allowed:
+            raise BadRequest("The body may be empty or an object, which may have one field, gpu_map, for restore.")
+        if not body:
+            return {}
+        mapping = body["gpu_map"]
+        if not isinstance(mapping, dict) or not all(isinstance(uuid, str) for uuid in mapping.values()):
+            raise BadRequest("gpu_map must map GPU UUIDs to GPU UUIDs.")
+        return {"gpu_map": mapping}
+
+
+async def _call(provisioner: GpuCkptProvisioner, verb: str, parameters: dict[str, Any]) -> None:
+    call: Callable[..., Awaitable[Any]] = getattr(provisioner, verb)
+    await call(**parameters)
+
+
+class JobHandler(Handler):
+    """``jobs/<id>``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self, id: str) -> None:
+        """One job."""
+        job = self.app.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, "There is no such job, or it ended long ago.")
+        self.reply(job.as_dict())
+
+
+class ImagesHandler(Handler):
+    """``images``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """All images in the image directory."""
+        self.reply(await asyncio.to_thread(documents.images, self.app.store))
+
+
+class ImageHandler(Handler):
+    """``images/<id>``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self, id: str) -> None:
+        """One image."""
+        self.reply(await asyncio.to_thread(lambda: documents.image(self.app.store.get(id))))
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def delete(self, id: str) -> None:
+        """Delete it.  The only copy of a sleeping kernel only with ``force=true``."""
+        force = self.get_query_argument("force", "false")
+        if force not in ("true", "false"):
+            raise BadRequest("force must be true or false.")
+        freed = await asyncio.to_thread(documents.remove, self.app.store, id, force=force == "true")
+        self.reply({"id": id, "bytes": freed})
+
+
+class OpenapiHandler(Handler):
+    """``openapi.yaml``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """The description of all this."""
+        self.finish(await asyncio.to_thread(OPENAPI.read_bytes), set_content_type="application/yaml")
+
+
+HANDLERS: list[tuple[str, type[Handler]]] = [
+    (r"gpu-ckpt/status", StatusHandler),
+    (r"gpu-ckpt/kernels", KernelsHandler),
+    (r"gpu-ckpt/kernels/([^/]+)", KernelHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
+    (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
+    (r"gpu-ckpt/jobs/([^/]+)", JobHandler),
+    (r"gpu-ckpt/images", ImagesHandler),
+    (r"gpu-ckpt/images/([^/]+)", ImageHandler),
+    (r"gpu-ckpt/openapi\.yaml", OpenapiHandler),
+]

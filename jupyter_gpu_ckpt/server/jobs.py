@@ -1,0 +1,106 @@
+"""Verbs under way for REST: what a POST starts, and what a later GET finds."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import GpuCkptError
+
+#: Jobs that have ended are remembered, the newest of them.
+REMEMBERED = 200
+
+
+@dataclass
+class Job:
+    """One verb on one kernel.  Times are seconds since the epoch."""
+
+    id: str
+    kernel_id: str
+    verb: str
+    parameters: dict[str, Any]
+    started: float = field(default_factory=time.time)
+    ended: float | None = None
+    error: dict[str, Any] | None = None
+
+    @property
+    def status(self) -> str:
+        """``running``, ``done`` or ``failed``."""
+        if self.ended is None:
+            return "running"
+        return "failed" if self.error else "done"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The job as JSON-serialisable data."""
+        return {
+            "id": self.id,
+            "kernel_id": self.kernel_id,
+            "verb": self.verb,
+            "parameters": self.parameters,
+            "status": self.status,
+            "started": self.started,
+            "ended": self.ended,
+            "error": self.error,
+        }
+
+
+class Jobs:
+    """The jobs of this server.  Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(
+        self, kernel_id: str, verb: str, parameters: Mapping[str, Any], call: Callable[[], Awaitable[Any]]
+    ) -> Job:
+        """Begin ``call``; the same request again, while it is under way, is the same job."""
+        for job in self.running():
+            if (job.kernel_id, job.verb, job.parameters) == (kernel_id, verb, parameters):
+                return job
+        job = Job(secrets.token_hex(8), kernel_id, verb, dict(parameters))
+        self._jobs[job.id] = job
+        self._tasks[job.id] = asyncio.create_task(self._run(job, call), name=f"gpu-ckpt {verb} {kernel_id}")
+        return job
+
+    async def _run(self, job: Job, call: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            await call()
+        except asyncio.CancelledError:
+            job.error = GpuCkptError("The server stopped waiting for it.", hint="Look at the kernel's state.").as_dict()
+            raise
+        except Exception as error:
+            told = error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
+            job.error = told.as_dict()
+        finally:
+            job.ended = time.time()
+            self._tasks.pop(job.id, None)
+            self._forget()
+
+    def _forget(self) -> None:
+        ended = [job.id for job in self._jobs.values() if job.ended is not None]
+        for id in ended[:-REMEMBERED]:
+            del self._jobs[id]
+
+    def get(self, id: str) -> Job | None:
+        """The job of that id; None if there is none, or if it ended so long ago that it was forgotten."""
+        return self._jobs.get(id)
+
+    def running(self) -> list[Job]:
+        """Jobs under way, oldest first."""
+        return [job for job in self._jobs.values() if job.ended is None]
+
+    def of_kernel(self, kernel_id: str) -> Job | None:
+        """The kernel's newest job."""
+        return next((job for job in reversed(self._jobs.values()) if job.kernel_id == kernel_id), None)
+
+    async def close(self) -> None:
+        """Stop waiting.  The verbs themselves go on, on their kernels' own threads."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

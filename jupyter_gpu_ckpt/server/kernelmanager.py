@@ -1,0 +1,151 @@
+"""The server's kernel manager: a kernel that sleeps in an image is neither culled nor counted as running.
+
+A site with a kernel manager of its own puts the mixin before it::
+
+    class OurKernelManager(CheckpointKernelManagerMixin, TheirKernelManager): ...
+"""
+
+# mypy: allow-untyped-calls
+# (jupyter_server annotates only some of what is overridden here)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+from tornado.ioloop import PeriodicCallback
+from traitlets import Integer
+from traitlets.config import LoggingConfigurable
+
+from ..errors import GpuCkptError
+from ..kernel.provisioner import GpuCkptProvisioner
+from ..machine import State
+
+if TYPE_CHECKING:
+    _Base = AsyncMappingKernelManager
+else:
+    # Not the manager itself: the mixin goes before whatever manager there is.
+    _Base = LoggingConfigurable
+
+#: Called with each kernel that runs (again): its id and its provisioner.
+KernelListener = Callable[[str, GpuCkptProvisioner], object]
+
+#: The kernel jupyter_server's culler is judging now: ending that one means checkpointing it.
+_culling: ContextVar[str | None] = ContextVar("_culling", default=None)
+
+
+class CheckpointKernelManagerMixin(_Base):
+    """Makes jupyter_server's rules about idle kernels fit for kernels that can sleep."""
+
+    checkpointed_expiry = Integer(
+        0,
+        config=True,
+        help="Seconds after which a checkpointed kernel is shut down (looked at every cull_interval); 0: never. "
+        "GpuCkptProvisioner.keep_image_on_shutdown says what becomes of its image.",
+    )
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.kernel_listeners: list[KernelListener] = []
+        self._expiry_callback: PeriodicCallback | None = None
+
+    def provisioner_of(self, kernel_id: str) -> GpuCkptProvisioner | None:
+        """Our provisioner of a kernel; None where there is none (yet), or where it is somebody else's."""
+        provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
+        return provisioner if isinstance(provisioner, GpuCkptProvisioner) else None
+
+    def provisioners(self) -> dict[str, GpuCkptProvisioner]:
+        """Our provisioners by kernel id, also of kernels that could only be started plainly."""
+        found = {kernel_id: self.provisioner_of(kernel_id) for kernel_id in self.list_kernel_ids()}
+        return {kernel_id: provisioner for kernel_id, provisioner in found.items() if provisioner is not None}
+
+    def _state(self, kernel_id: str) -> State | None:
+        """The state of a kernel that can be checkpointed; None of any other."""
+        provisioner = self.provisioner_of(kernel_id)
+        return provisioner.state if provisioner is not None and provisioner.lifecycle is not None else None
+
+    # -- how many kernels there are
+
+    def __len__(self) -> int:
+        """Kernels that run: jupyter_server asks for ``shutdown_no_activity``, which sleepers must not keep off."""
+        return sum(self._state(kernel_id) is not State.CHECKPOINTED for kernel_id in self.list_kernel_ids())
+
+    def __bool__(self) -> bool:
+        """Whether there is any kernel.  On its way down the server asks by truth value whether there is work to do."""
+        return bool(self.list_kernel_ids())
+
+    def kernel_model(self, kernel_id: str) -> dict[str, Any]:
+        """Called for each kernel in a listing: jupyter_server's model with ``gpu_ckpt`` added for kernels of ours."""
+        model: dict[str, Any] = super().kernel_model(kernel_id)
+        if (provisioner := self.provisioner_of(kernel_id)) is not None:
+            model["gpu_ckpt"] = {
+                "state": provisioner.state.value,
+                "checkpointable": provisioner.lifecycle is not None,
+            }
+        return model
+
+    def start_watching_activity(self, kernel_id: str) -> None:
+        """Called from jupyter_server once a kernel is ready, and again after a restart."""
+        super().start_watching_activity(kernel_id)
+        if (provisioner := self.provisioner_of(kernel_id)) is not None:
+            for told in self.kernel_listeners:
+                told(kernel_id, provisioner)
+
+    # -- culling
+
+    def initialize_culler(self) -> None:
+        """Called from jupyter_server after the first kernel's start.  Expiry needs no culling of live kernels."""
+        super().initialize_culler()
+        if self._expiry_callback is None and self.checkpointed_expiry > 0 and self.cull_idle_timeout <= 0:
+            interval = self.cull_interval if self.cull_interval > 0 else self.cull_interval_default
+            self._expiry_callback = PeriodicCallback(self.cull_kernels, 1000 * interval)
+            self._expiry_callback.start()
+
+    async def cull_kernel_if_idle(self, kernel_id: str) -> None:
+        """Called from the culler.  What stock culling would end is checkpointed; what sleeps expires."""
+        state = self._state(kernel_id)
+        if state is State.CHECKPOINTED:
+            await self._expire(kernel_id)
+        elif self.cull_idle_timeout > 0:
+            # What idle means is left to jupyter_server (connections, busy kernels, the kernelspec's own timeout); only
+            # what it does about it, a call of `shutdown_kernel`, is turned into a checkpoint.
+            token = _culling.set(kernel_id)
+            try:
+                await super().cull_kernel_if_idle(kernel_id)
+            finally:
+                _culling.reset(token)
+
+    async def shutdown_kernel(  # type: ignore[override]
+        self, kernel_id: str, now: bool = False, restart: bool = False
+    ) -> None:
+        """Called from REST, sessions and the culler."""
+        provisioner = self.provisioner_of(kernel_id)
+        died = getattr(self._kernels.get(kernel_id), "execution_state", None) == "dead"
+        can_sleep = self._state(kernel_id) not in (None, State.DEAD) and not died
+        if _culling.get() == kernel_id and provisioner is not None and can_sleep:
+            try:
+                image = await provisioner.checkpoint()
+                self.log.info("Kernel %s was checkpointed instead of culled: image %s", kernel_id, image.id)
+            except GpuCkptError as error:
+                # It keeps its process: culling is to free what nobody uses, not to lose what somebody made.
+                self.log.warning("Kernel %s was not culled: %s", kernel_id, error)
+            return
+        await super().shutdown_kernel(kernel_id, now=now, restart=restart)
+
+    async def _expire(self, kernel_id: str) -> None:
+        provisioner = self.provisioner_of(kernel_id)
+        lifecycle = provisioner.lifecycle if provisioner is not None else None
+        image = lifecycle.image if lifecycle is not None else None
+        if self.checkpointed_expiry <= 0 or image is None:
+            return
+        asleep = time.time() - image.manifest.created
+        if asleep > self.checkpointed_expiry:
+            self.log.warning("Kernel %s expires: it was checkpointed %.0f s ago.", kernel_id, asleep)
+            await super().shutdown_kernel(kernel_id)
+
+
+class CheckpointKernelManager(CheckpointKernelManagerMixin, AsyncMappingKernelManager):
+    """What the extension installs where the user named no kernel manager."""

@@ -1,0 +1,81 @@
+"""Prometheus metrics, served by jupyter_server's own ``/metrics``.
+
+What changes at moments is counted at those moments; what is true at a moment (states, bytes away from the GPUs) is
+read from the watcher when Prometheus asks.  Bytes and seconds, names as in Prometheus' conventions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterable
+
+from prometheus_client import REGISTRY, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..machine import State
+from .watch import VERBS, Changed, Failed, Stepped, Watcher
+
+STEP_SECONDS = Histogram(
+    "gpu_ckpt_step_seconds",
+    "Seconds a completed step of a suspend, resume, checkpoint or restore took",
+    ["step"],
+    buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
+DONE = Counter("gpu_ckpt_verbs_total", "Verbs that reached their goal", ["verb"])
+FAILURES = Counter("gpu_ckpt_failures_total", "Verbs that failed, by the error's code", ["verb", "code"])
+FREED = Counter(
+    "gpu_ckpt_device_bytes_freed_total", "Bytes of device memory taken off the GPUs since the server's start"
+)
+
+
+class Metrics(Collector):
+    """A listener of `watch.Watcher`, and a collector of what holds now; registered until `close`."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+        REGISTRY.register(self)
+
+    def close(self) -> None:
+        """Take the figures of this server's kernels out of the registry."""
+        REGISTRY.unregister(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called from ``/metrics``."""
+        watched = list(self.watcher.kernels.values())
+        states = Tally(kernel.state for kernel in watched if kernel.state is not None)
+        kernels = GaugeMetricFamily("gpu_ckpt_kernels", "Kernels that can be checkpointed, by state", labels=["state"])
+        for state in State:
+            kernels.add_metric([state.value], states[state])
+        yield kernels
+        away = [kernel.away for kernel in watched if kernel.away is not None]
+        yield GaugeMetricFamily(
+            "gpu_ckpt_device_bytes_away",
+            "Bytes of device memory that kernels hold in host memory or images at this moment",
+            value=sum(sum(absence.device.values()) for absence in away),
+        )
+        now = time.time()
+        yield CounterMetricFamily(
+            "gpu_ckpt_gpu_seconds_given_back",
+            "Seconds, counted for each GPU, that kernels were off the GPUs they hold memory on",
+            value=self.watcher.given_back + sum(absence.gpu_seconds(now) for absence in away),
+        )
+
+    def changed(self, change: Changed) -> None:
+        """A kernel has another state."""
+        if change.previous in VERBS and change.state not in (State.DEAD, *VERBS) and change.code is None:
+            DONE.labels(VERBS[change.previous]).inc()
+
+    def stepped(self, step: Stepped) -> None:
+        """A step ended."""
+        event = step.event
+        if event.kind == "completed":
+            STEP_SECONDS.labels(event.step).observe(event.seconds or 0.0)
+            if event.step == "cuda_suspend" and event.bytes:
+                FREED.inc(event.bytes)
+
+    def failed(self, failure: Failed) -> None:
+        """A verb failed."""
+        FAILURES.labels(failure.verb, failure.code).inc()

@@ -1,0 +1,320 @@
+"""Watches the kernels: their traces and states, told on worker threads, become a story on the event loop.
+
+Events, metrics, the log and the REST documents all read this story; none of them listens to a kernel by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from logging import Logger
+from typing import Protocol
+
+from tornado.ioloop import IOLoop
+
+from .. import errors, preflight
+from ..engine.cuda import CudaState
+from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle import Lifecycle
+from ..machine import PLANS, Plan, State, Step
+from ..trace import StepEvent
+from .progress import Progress, Sizes
+
+#: What is being done to a kernel in each state that does not last.
+VERBS = {
+    State.SUSPENDING: "suspend",
+    State.RESUMING: "resume",
+    State.DUMPING: "checkpoint",
+    State.RESTORING: "restore",
+}
+
+_HINTS = {
+    error.code: error.default_hint
+    for _, error in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(error, errors.GpuCkptError)
+}
+
+_LEFT = {
+    State.RUNNING: "the kernel runs on",
+    State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
+    State.CHECKPOINTED: "the image is kept",
+    State.DEAD: "the kernel is gone",
+}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A kernel has another state.  ``at`` is seconds since the epoch, ``seconds`` what it spent in the one before."""
+
+    kernel_id: str
+    state: State
+    previous: State | None
+    at: float
+    seconds: float
+    image: str | None
+    device_bytes: int
+    code: str | None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """An edge of a step, and how far the verb is (``fraction``, 0 to 1)."""
+
+    event: StepEvent
+    verb: str
+    fraction: float
+    expected_bytes: int
+    expected_seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A verb failed and everything it did was undone; ``left`` says what there is."""
+
+    kernel_id: str
+    verb: str
+    step: str
+    code: str
+    hint: str
+    left: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Away:
+    """Device memory that left the GPUs: bytes by UUID, since when (seconds since the epoch)."""
+
+    since: float
+    device: Mapping[str, int]
+
+    def gpu_seconds(self, until: float) -> float:
+        """Time given back to others, counted for each GPU."""
+        return len(self.device) * max(0.0, until - self.since)
+
+
+class Listener(Protocol):
+    """Called on the event loop, in the order in which things happened."""
+
+    def changed(self, change: Changed) -> None:
+        """A kernel has another state."""
+
+    def stepped(self, step: Stepped) -> None:
+        """A step started, was completed, or failed."""
+
+    def failed(self, failure: Failed) -> None:
+        """A verb failed."""
+
+
+class Watcher:
+    """The kernels being watched, by id.  Belongs to one event loop; `Watched` brings everything there."""
+
+    def __init__(self, loop: IOLoop, log: Logger) -> None:
+        self.loop = loop
+        self.log = log
+        self.listeners: list[Listener] = []
+        self.kernels: dict[str, Watched] = {}
+        #: GPU-seconds of absences that have ended.
+        self.given_back = 0.0
+
+    def follow(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> Watched:
+        """Watch a kernel from now on; a kernel that is watched already is looked at again."""
+        watched = self.kernels.get(kernel_id)
+        if watched is None or watched.provisioner is not provisioner:
+            if watched is not None:
+                self.forget(kernel_id)
+            watched = self.kernels[kernel_id] = Watched(self, kernel_id, provisioner)
+        watched.attach()
+        return watched
+
+    def forget(self, kernel_id: str) -> None:
+        """The kernel was shut down."""
+        if (watched := self.kernels.pop(kernel_id, None)) is not None:
+            watched.end()
+
+    def keep(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> None:
+        """Watch these kernels and no others."""
+        for gone in set(self.kernels) - set(provisioners):
+            self.forget(gone)
+        for kernel_id, provisioner in provisioners.items():
+            self.follow(kernel_id, provisioner)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self.keep({})
+
+    def tell(self, call: Callable[[Listener], None]) -> None:
+        """Tell every listener, whatever becomes of the telling of another."""
+        for listener in self.listeners:
+            try:
+                call(listener)
+            except Exception:
+                self.log.exception("A listener to the kernels' states failed.")
+
+
+class Watched:
+    """One kernel's story.  Attributes are the event loop's; `_hear_*` run on the kernel's worker thread."""
+
+    def __init__(self, watcher: Watcher, kernel_id: str, provisioner: GpuCkptProvisioner) -> None:
+        self.watcher = watcher
+        self.kernel_id = kernel_id
+        self.provisioner = provisioner
+        self.state: State | None = None
+        self.since = time.time()
+        self.progress: Progress | None = None
+        self.away: Away | None = None
+        self.failure: Failed | None = None
+        self._sizes = Sizes()
+        self._broken: StepEvent | None = None
+        self._lifecycle: Lifecycle | None = None
+        self._attaching = threading.Lock()
+        provisioner.sinks.append(self._hear_step)
+
+    def attach(self, *, measure: bool = False) -> None:
+        """Listen to the lifecycle there is now: each launch has its own, and the provisioner does not say when."""
+        with self._attaching:
+            lifecycle = self.provisioner.lifecycle
+            if lifecycle is None or lifecycle is self._lifecycle:
+                return
+            self._release()
+            self._lifecycle = lifecycle
+            lifecycle.on_state.append(self._hear_state)
+        self._hear_state(lifecycle.state, measure)
+
+    def end(self) -> None:
+        """Stop listening."""
+        self._release()
+        with contextlib.suppress(ValueError):
+            self.provisioner.sinks.remove(self._hear_step)
+        self._return(time.time())
+
+    def _release(self) -> None:
+        if self._lifecycle is not None:
+            with contextlib.suppress(ValueError):
+                self._lifecycle.on_state.remove(self._hear_state)
+
+    # -- on the worker's thread.  A listener that raises would make the step fail, so these never do.
+
+    def _hear_step(self, event: StepEvent) -> None:
+        self.attach(measure=True)
+        self._post(lambda: self._take_step(event))
+
+    def _hear_state(self, state: State, measure: bool = True) -> None:
+        at, lifecycle = time.time(), self._lifecycle
+        # Not on the event loop, where only `attach` comes from: NVML may take its time.
+        sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle is not None else Sizes()
+        image = lifecycle.image if lifecycle is not None else None
+        known = Away(image.manifest.created, image.manifest.device_bytes) if image is not None else None
+        self._post(lambda: self._take_state(state, at, sizes, image.id if image else None, known))
+
+    def _measure(self, lifecycle: Lifecycle) -> Sizes:
+        """What the verb that begins will have to move."""
+        try:
+            if lifecycle.image is not None:
+                manifest = lifecycle.image.manifest
+                return Sizes(device=manifest.device_bytes, image=manifest.bytes)
+            if (capsule := lifecycle.capsule) is None:
+                return Sizes()
+            host = sum(found.rss for pid in capsule.processes() if (found := preflight.read_process(pid)))
+            return Sizes(host=host, device=device_bytes(lifecycle))
+        except Exception as error:  # an estimate is not worth a checkpoint
+            self.watcher.log.debug("Kernel %s could not be measured: %s", self.kernel_id, type(error).__name__)
+            return Sizes()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        # In order, from any thread, and no error when the loop is closed: a kernel may end after its server did.
+        self.watcher.loop.add_callback(call)
+
+    # -- on the event loop
+
+    def _take_state(self, state: State, at: float, sizes: Sizes, image: str | None, known: Away | None) -> None:
+        previous, began, progress = self.state, self.since, self.progress
+        if state is previous:
+            return
+        self.state, self.since = state, at
+        if state in VERBS:
+            plan = _plan(previous, state)
+            if state is State.RESUMING and self.away is not None:
+                sizes = Sizes(device=dict(self.away.device))
+            self._sizes, self._broken = sizes, None
+            self.progress = Progress(plan, sizes) if plan is not None else None
+            if known is not None and self.away is None and known.device:
+                self.away = known
+        else:
+            self.progress = None
+            if state is State.CHECKPOINTED and self.away is None and known is not None and known.device:
+                self.away = known
+            elif state is State.DEAD:
+                self._return(at)
+        code = None
+        if progress is not None and state not in VERBS and previous in VERBS:
+            code = self._settle(progress.plan, previous, state, at)
+        on_device = sum((self.away.device if self.away else self._sizes.device).values())
+        change = Changed(self.kernel_id, state, previous, at, max(0.0, at - began), image, on_device, code)
+        self.watcher.tell(lambda listener: listener.changed(change))
+        if code is not None and (failure := self.failure) is not None:
+            self.watcher.tell(lambda listener: listener.failed(failure))
+
+    def _settle(self, plan: Plan, via: State | None, state: State, at: float) -> str | None:
+        """A verb ended; the code of what made it fail, if it did."""
+        broken, self._broken = self._broken, None
+        if state is plan.to:
+            self.failure = None
+            return None
+        code = "KERNEL_LOST" if state is State.DEAD else (broken.code if broken else None) or "INTERNAL"
+        hint = _HINTS.get(code, errors.GpuCkptError.default_hint)
+        verb = VERBS[via] if via else ""
+        step = broken.step if broken else ""
+        self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at)
+        return code
+
+    def _take_step(self, event: StepEvent) -> None:
+        step, progress = Step(event.step), self.progress
+        if event.kind == "completed":
+            if step is Step.CUDA_SUSPEND and event.bytes:
+                self.away = Away(event.at, self._sizes.device or {"unknown": event.bytes})
+            elif step is Step.CUDA_RESUME and event.bytes:
+                self._return(event.at)
+            if progress is not None and self._broken is None:
+                progress.done(step)
+        elif event.kind == "failed" and self._broken is None:
+            self._broken = event
+        told = Stepped(
+            event,
+            verb=VERBS.get(self.state, "") if self.state else "",
+            fraction=progress.fraction if progress else 0.0,
+            expected_bytes=progress.bytes.get(step, 0) if progress else 0,
+            expected_seconds=progress.seconds.get(step, 0.0) if progress else 0.0,
+        )
+        self.watcher.tell(lambda listener: listener.stepped(told))
+
+    def _return(self, at: float) -> None:
+        """Its device memory is on the GPU again, or nobody will want it back."""
+        if self.away is not None:
+            self.watcher.given_back += self.away.gpu_seconds(at)
+            self.away = None
+
+
+def device_bytes(lifecycle: Lifecycle) -> dict[str, int]:
+    """Device memory a kernel with a process holds now, in bytes by GPU UUID.  Asks NVML: not for the event loop.
+
+    Raises `CudaError` where the driver or NVML does not answer.
+    """
+    capsule, engine = lifecycle.capsule, lifecycle.engine
+    if capsule is None or engine.cuda.state(capsule.host_pid) is not CudaState.RUNNING:
+        return {}
+    return engine.gpus.used_by(capsule.host_pid)
+
+
+def _plan(before: State | None, via: State) -> Plan | None:
+    """The plan that leads through ``via``; any such plan, if we came too late to see where it began."""
+    return next(_plans(before, via), None) or next(_plans(None, via), None)
+
+
+def _plans(before: State | None, via: State) -> Iterator[Plan]:
+    for (state, _), plan in PLANS.items():
+        if plan is not None and plan.via is via and before in (None, state):
+            yield plan

@@ -1,0 +1,78 @@
+"""The idle policy on a real GPU: who computes is seen, who only holds memory is suspended."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from harness import notebook, until
+
+from jupyter_gpu_ckpt.server.idle import IdlePolicy
+from jupyter_gpu_ckpt.server.senses import computing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+LOOP = """
+import torch
+a = torch.randn(4096, 4096, device='cuda')
+until = __import__('time').monotonic() + {seconds}
+while __import__('time').monotonic() < until:
+    a = (a @ a).clamp(-1, 1)
+    torch.cuda.synchronize()
+"""
+HOLD = "import torch; held = torch.ones(1 << 28, dtype=torch.uint8, device='cuda'); torch.cuda.synchronize()"
+BEHIND = """
+import threading, torch
+stop = threading.Event()
+def work():
+    a = torch.randn(4096, 4096, device='cuda')
+    while not stop.is_set():
+        a = (a @ a).clamp(-1, 1)
+        torch.cuda.synchronize()
+worker = threading.Thread(target=work, daemon=True)
+worker.start()
+"""
+
+
+def test_nvml_tells_who_computes(subject, gpus, record):
+    busy, idle = subject(), subject(HOLD)
+    began = time.time()
+    busy.run(LOOP.format(seconds=3))
+    shares = {gpu.uuid: gpus.process_utilisation(gpu.uuid, began) for gpu in gpus.list()}
+    record(
+        shares=shares,
+        busy=busy.pid,
+        idle=idle.pid,
+        listed={gpu.uuid: sorted(gpus.processes(gpu.uuid)) for gpu in gpus.list()},
+        utilisation={gpu.uuid: gpus.utilisation(gpu.uuid) for gpu in gpus.list()},
+    )
+    assert "busy" in computing(gpus, {"busy": [busy.pid], "idle": [idle.pid]}, began)
+    deadline = time.monotonic() + 20
+    while computing(gpus, {"busy": [busy.pid], "idle": [idle.pid]}, time.time() - 0.5):
+        assert time.monotonic() < deadline, "nobody computes any more"
+        time.sleep(0.2)
+
+
+async def test_who_only_holds_is_suspended_and_who_computes_behind_the_cells_is_not(tmp_path, runtime_base, record):
+    for name in ("holder", "worker"):
+        (tmp_path / name).mkdir()
+    async with (
+        notebook(tmp_path / "holder", runtime_base) as holder,
+        notebook(tmp_path / "worker", runtime_base) as worker,
+    ):
+        await holder.run(HOLD, 120)
+        await worker.run(BEHIND, 120)
+        kernels = {"holder": holder.provisioner, "worker": worker.provisioner}
+        policy = IdlePolicy(lambda: kernels, suspend_after=5, checkpoint_after=0, interval=0.5)
+        policy.start()
+        try:
+            await holder.settled("suspended", 60)
+            idle = policy.outlook("worker")["idle_s"]
+            record(idle_of_the_one_that_computes=idle)
+            assert worker.state == "running"
+            assert idle < 5
+            assert await holder.run("print(int(held.sum()))", 120) == str(1 << 28)
+            await worker.run("stop.set(); worker.join()", 60)
+            await until(lambda: worker.state == "suspended" and holder.state == "suspended", 60)
+        finally:
+            await policy.stop()

@@ -1,0 +1,100 @@
+"""The extension installs itself where the user left the defaults, and nowhere else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_server.serverapp import ServerApp
+from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+from live import until
+from traitlets.config import Config
+
+from jupyter_gpu_ckpt.server.app import PROVISIONER, defaults
+from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def chosen(config: Config) -> tuple[object, object]:
+    """What the extension would add to a server of that configuration."""
+    made = defaults(ServerApp(config=config))
+    return (
+        made.KernelProvisionerFactory.get("default_provisioner_name"),
+        made.ServerApp.get("kernel_manager_class"),
+    )
+
+
+def test_defaults_are_replaced():
+    assert chosen(Config()) == (PROVISIONER, CheckpointKernelManager)
+
+
+def test_a_named_provisioner_stays():
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = "local-provisioner"
+    assert chosen(config) == (None, CheckpointKernelManager)
+
+
+def test_a_provisioner_named_by_the_environment_stays(monkeypatch):
+    monkeypatch.setenv(KernelProvisionerFactory.default_provisioner_name_env, "somebody-elses")
+    assert chosen(Config()) == (None, CheckpointKernelManager)
+
+
+def test_a_named_kernel_manager_stays():
+    config = Config()
+    config.ServerApp.kernel_manager_class = AsyncMappingKernelManager
+    assert chosen(config) == (PROVISIONER, None)
+
+
+def test_with_a_gateway_the_gateways_manager_stays():
+    config = Config()
+    config.GatewayClient.url = "http://127.0.0.1:9"
+    assert chosen(config) == (PROVISIONER, None)
+
+
+def test_importing_the_package_does_not_import_the_server():
+    code = (
+        "import sys, jupyter_gpu_ckpt; print([m for m in sys.modules if m.startswith(('jupyter_server', 'tornado'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_jupyter_server_extension_list_knows_it(tmp_path):
+    file = tmp_path / "jupyter_server_config.d" / "jupyter_gpu_ckpt.json"
+    file.parent.mkdir()
+    file.write_text((ROOT / "jupyter-config" / "jupyter_server_config.d" / file.name).read_text())
+    command = [sys.executable, "-m", "jupyter_server.extension.serverextension", "list"]
+    environment = {"PATH": "", "HOME": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    said = done.stdout + done.stderr
+    assert "jupyter_gpu_ckpt" in said and "OK" in said, said
+    assert "not found" not in said
+
+
+def test_a_server_needs_no_configuration_for_it(live, kernel_id):
+    model = live.get(f"api/kernels/{kernel_id}")
+    assert model["gpu_ckpt"] == {"state": "running", "checkpointable": True}
+    assert "jupyter_gpu_ckpt | extension was successfully loaded." in live.log
+
+
+def test_a_kernel_sleeps_in_a_listing_and_wakes_on_execute(live, kernel_id):
+    live.run(kernel_id, "x = 41")
+    assert live.do(kernel_id, "checkpoint")["status"] == "done"
+    for _ in range(3):  # listing wakes nothing
+        (model,) = (model for model in live.get("api/kernels") if model["id"] == kernel_id)
+        assert model["gpu_ckpt"]["state"] == "checkpointed"
+    assert live.run(kernel_id, "print(x + 1)") == "42"
+    until(lambda: live.get(f"api/kernels/{kernel_id}")["gpu_ckpt"]["state"] == "running")
+
+
+def test_restarting_a_checkpointed_kernel_gives_a_fresh_one(live, kernel_id):
+    live.run(kernel_id, "x = 1")
+    live.do(kernel_id, "checkpoint")
+    assert live.ask("POST", f"api/kernels/{kernel_id}/restart").status_code == 200
+    assert live.run(kernel_id, "print('x' in globals())") == "False"
+    document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+    assert (document["state"], document["image"]) == ("running", None)
+    assert live.do(kernel_id, "checkpoint")["status"] == "done"

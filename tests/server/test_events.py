@@ -1,0 +1,171 @@
+"""The story of a kernel on the event bus and in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from jupyter_events import EventLogger
+
+from jupyter_gpu_ckpt.machine import PLANS, Checkpoint, Restore, State, Step
+from jupyter_gpu_ckpt.server.events import FAILURE, SCHEMAS, STATE, STEP, Events
+from jupyter_gpu_ckpt.server.progress import Progress, Sizes
+from jupyter_gpu_ckpt.server.watch import VERBS, Watcher
+
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
+GIB = 1 << 30
+
+
+def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:
+    """Events up to the one in which the kernel came into a state."""
+    events = []
+    for _ in range(limit):
+        events.append(next_event())
+        if events[-1]["schema_id"] == STATE and events[-1]["state"] == until_state:
+            return events
+    raise AssertionError(f"{until_state} did not come")
+
+
+def test_a_checkpoint_is_told_step_by_step(live, kernel_id):
+    with live.events() as next_event:
+        live.do(kernel_id, "checkpoint")
+        events = gather(next_event, until_state="checkpointed")
+    states = [event["state"] for event in events if event["schema_id"] == STATE]
+    assert states == ["dumping", "checkpointed"]
+    assert events[-1]["image"] and events[-1]["previous"] == "dumping"
+    steps = [event for event in events if event["schema_id"] == STEP]
+    plan = PLANS[State.RUNNING, Checkpoint]
+    assert [step["step"] for step in steps if step["status"] == "completed"] == [step.value for step in plan.steps]
+    assert {step["verb"] for step in steps} == {"checkpoint"}
+    fractions = [step["fraction"] for step in steps]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    (dump,) = (step for step in steps if step["step"] == "dump" and step["status"] == "completed")
+    assert dump["bytes"] > 1 << 20 and dump["seconds"] > 0
+    assert dump["expected_bytes"] > dump["bytes"] / 4, "the estimate is of the right kind"
+
+
+def test_a_wake_by_a_client_is_told_too(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    with live.events() as next_event:
+        live.run(kernel_id, "pass")
+        events = gather(next_event, until_state="running")
+    assert [event["state"] for event in events if event["schema_id"] == STATE] == ["restoring", "running"]
+    assert {event["verb"] for event in events if event["schema_id"] == STEP} == {"restore"}
+
+
+def test_a_failure_names_code_and_hint_and_what_is_left(live, kernel_id):
+    live.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    with live.events() as next_event:
+        live.do(kernel_id, "checkpoint")
+        events = gather(next_event, until_state="running")
+        failure = next_event()
+    assert failure["schema_id"] == FAILURE
+    assert failure["code"] == "CHILD_PROCESSES" and failure["step"] == "preflight" and failure["verb"] == "checkpoint"
+    assert "DataLoader" in failure["hint"] and failure["left"] == "the kernel runs on"
+    (broken,) = (event for event in events if event.get("status") == "failed")
+    assert broken["code"] == "CHILD_PROCESSES"
+
+
+def test_a_restart_is_noticed(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    with live.events() as next_event:
+        assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+        live.get("gpu-ckpt/kernels")
+        states = [event for event in gather(next_event, until_state="running") if event["schema_id"] == STATE]
+    assert states[-1]["image"] is None
+
+
+def test_each_transition_is_one_line_of_the_log(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    live.run(kernel_id, "secret = 'x'")
+    live.do(kernel_id, "checkpoint")
+    lines = [line for line in live.log.splitlines() if "gpu_ckpt transition" in line and kernel_id in line]
+    facts = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+    moves = [(fact["from"], fact["to"]) for fact in facts]
+    assert moves == [
+        ("-", "running"),
+        ("running", "dumping"),
+        ("dumping", "checkpointed"),
+        ("checkpointed", "restoring"),
+        ("restoring", "running"),
+        ("running", "dumping"),
+        ("dumping", "checkpointed"),
+    ]
+    assert {len(fact) for fact in facts} == {7}
+    assert not any(str(live.home) in line for line in lines)
+
+
+# -- without a server
+
+
+@pytest.mark.parametrize("file", sorted(SCHEMAS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_schemas_and_reference_name_the_same_fields(file):
+    schema = yaml.safe_load(file.read_text())
+    (row,) = (line for line in REFERENCE.read_text().splitlines() if line.startswith(f"| `{file.stem}/v1`"))
+    assert set(re.findall(r"`(\w+)`", row.split("|")[3])) == set(schema["properties"]) == set(schema["required"])
+    assert all("description" in field for field in schema["properties"].values())
+
+
+def test_schemas_know_every_state_and_verb():
+    state = yaml.safe_load((SCHEMAS / "kernel_state.yaml").read_text())["properties"]
+    assert state["state"]["enum"] == [state.value for state in State]
+    assert state["previous"]["enum"] == [*(state.value for state in State), None]
+    failure = yaml.safe_load((SCHEMAS / "kernel_failure.yaml").read_text())["properties"]
+    assert set(failure["verb"]["enum"]) == set(VERBS.values())
+
+
+def test_schemas_may_be_registered_twice():
+    bus = EventLogger()
+    Events(bus)
+    Events(bus)
+    assert {STATE, STEP, FAILURE} <= set(bus.schemas.schema_ids)
+
+
+def test_a_listener_that_fails_does_not_silence_the_others(caplog):
+    told = []
+
+    class Broken:
+        def changed(self, change):
+            raise RuntimeError("broken")
+
+    class Sound:
+        def changed(self, change):
+            told.append(change)
+
+    watcher = Watcher(None, logging.getLogger("watch"))
+    watcher.listeners += [Broken(), Sound()]
+    watcher.tell(lambda listener: listener.changed("news"))
+    assert told == ["news"]
+    assert "broken" in caplog.text
+
+
+def test_the_fraction_is_of_expected_time_and_counts_only_the_plan():
+    plan = PLANS[State.CHECKPOINTED, Restore]
+    progress = Progress(plan, Sizes(device={"GPU-a": 8 * GIB}, image=10 * GIB))
+    assert progress.fraction == 0.0
+    progress.done(Step.MATCH)
+    small = progress.fraction
+    progress.done(Step.CONTINUE)  # an undo step
+    assert progress.fraction == small < 0.01
+    progress.done(Step.RESERVE)
+    progress.done(Step.CRIU_RESTORE)
+    assert 0.4 < progress.fraction < 0.95
+    for step in plan.steps:
+        progress.done(step)
+    assert progress.fraction == 1.0
+
+
+def test_expected_bytes_follow_what_a_step_moves():
+    sizes = Sizes(host=1 * GIB, device={"GPU-a": 2 * GIB, "GPU-b": 1 * GIB}, image=4 * GIB)
+    moved = {step: sizes.moved_by(step) // GIB for step in Step if sizes.moved_by(step)}
+    assert moved == {
+        Step.CUDA_SUSPEND: 3,
+        Step.CUDA_RESUME: 3,
+        Step.DUMP: 4,
+        Step.PUBLISH: 4,
+        Step.CRIU_RESTORE: 4,
+    }

@@ -1,0 +1,284 @@
+"""The idle policy at work: on kernels that only count what is asked of them, and on real ones with a real CRIU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from harness import notebook, until
+from nbclient import NotebookClient
+from traitlets import TraitError
+from traitlets.config import Config
+
+from jupyter_gpu_ckpt.engine.cuda import CudaState
+from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, GpuCkptError, StateError
+from jupyter_gpu_ckpt.kernel.desk import Desk
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.server.idle import IdlePolicy, memory_of_host
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Stub:
+    """A provisioner, and its lifecycle and capsule, in all that the policy looks at; its kernel holds no GPU."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.state, self.error, self.tries = State.RUNNING, error, 0
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False)
+        self.desk = Desk(None)
+        self.lifecycle = self.capsule = self
+        self.host_pid, self.processes = 1, lambda: [1]
+        self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
+        self.home = SimpleNamespace(kernel_name="python3")
+
+    async def checkpoint(self) -> None:
+        self.tries += 1
+        self.begun.set()
+        await self.go_on.wait()
+        if self.error:
+            raise self.error
+        self.state = State.CHECKPOINTED
+
+
+def stubs(count: int, **traits) -> dict[str, Stub]:
+    return {str(n): Stub(**traits) for n in range(count)}
+
+
+@pytest.fixture
+async def started():
+    """Start a policy; it is stopped after the test."""
+    policies = []
+
+    def start(kernels, **traits) -> IdlePolicy:
+        settings = {"suspend_after": 0, "checkpoint_after": 0.05, "interval": 0.05, **traits}
+        policies.append(IdlePolicy(lambda: kernels, **settings))
+        policies[-1].start()
+        return policies[-1]
+
+    yield start
+    for policy in policies:
+        await policy.stop()
+
+
+class TestTurns:
+    async def test_two_at_a_time_until_all_are_gone(self, started):
+        kernels = stubs(5)
+        policy = started(kernels, max_parallel=2)
+        for expected in (2, 2, 1):
+            await until(lambda expected=expected: sum(k.begun.is_set() for k in kernels.values()) == expected)
+            assert policy.status()["under_way"] == expected
+            for kernel in kernels.values():
+                if kernel.begun.is_set():
+                    kernel.begun.clear()
+                    kernel.go_on.set()
+        await until(lambda: all(kernel.state is State.CHECKPOINTED for kernel in kernels.values()))
+        assert {kernel.tries for kernel in kernels.values()} == {1}
+
+    async def test_stopping_waits_for_nobody(self, started):
+        kernels = stubs(1)
+        policy = started(kernels)
+        await kernels["0"].begun.wait()
+        await asyncio.wait_for(policy.stop(), 5)
+        assert policy.status()["running"] is False
+        assert policy.status()["under_way"] == 0
+
+    async def test_stopping_at_the_moment_a_kernel_has_left(self):
+        for _ in range(20):
+            kernels = stubs(1)
+            policy = IdlePolicy(lambda kernels=kernels: kernels, suspend_after=0, checkpoint_after=0.01, interval=0.05)
+            policy.start()
+            await kernels["0"].begun.wait()
+            kernels["0"].go_on.set()
+            await until(lambda kernels=kernels: kernels["0"].state is State.CHECKPOINTED)
+            await asyncio.wait_for(policy.stop(), 5)
+
+    async def test_plainly_started_kernels_are_left_alone(self, started):
+        kernels = stubs(2)
+        kernels["0"].lifecycle = kernels["0"].gate = None
+        policy = started(kernels)
+        await kernels["1"].begun.wait()
+        assert kernels["0"].tries == 0
+        assert policy.outlook("0") is None
+
+    async def test_a_kernel_used_between_the_look_and_the_verb_is_not_touched(self):
+        kernels = stubs(1)
+        policy = IdlePolicy(lambda: kernels, suspend_after=0, checkpoint_after=0.01)
+        await policy.round()
+        await asyncio.sleep(0.02)
+        (action,) = await policy.round()
+        kernels["0"].gate.last_activity = time.monotonic()
+        await until(lambda: policy.status()["under_way"] == 0)
+        assert (action.kernel_id, kernels["0"].tries) == ("0", 0)
+        assert policy.outlook("0")["trouble"] is None
+
+    async def test_a_round_that_fails_is_not_the_last(self, started, caplog):
+        kernels = stubs(1)
+        broken = [True]
+
+        def listing():
+            if broken:
+                raise RuntimeError("the map changed")
+            return kernels
+
+        policy = IdlePolicy(listing, suspend_after=0, checkpoint_after=0.05, interval=0.05)
+        policy.start()
+        await until(lambda: "could not look" in caplog.text)
+        broken.clear()
+        await asyncio.wait_for(kernels["0"].begun.wait(), 5)
+        await policy.stop()
+
+
+class TestTrouble:
+    @pytest.mark.parametrize(
+        ("error", "refused", "level"),
+        [
+            (ChildProcesses("It has a child."), True, "INFO"),
+            (CriuError("CRIU failed."), False, "WARNING"),
+            (StateError("The gate is drained by another."), True, "INFO"),
+            (ZeroDivisionError("a bug"), False, "WARNING"),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+    )
+    async def test_it_is_kept_for_people_told_once_and_tried_again(self, started, caplog, error, refused, level):
+        caplog.set_level("INFO")
+        kernels = stubs(1, error=error)
+        kernels["0"].go_on.set()
+        policy = started(kernels, retry_after=0.05, longest_retry=0.05)
+        await until(lambda: kernels["0"].tries >= 4)
+        trouble = policy.outlook("0")["trouble"]
+        assert trouble["refused"] is refused
+        assert trouble["times"] >= 3
+        assert trouble["code"] == (error.code if isinstance(error, GpuCkptError) else "INTERNAL")
+        told = [record.levelname for record in caplog.records if "stays" in record.message]
+        assert told == [level]
+
+
+class TestTraits:
+    def test_defaults(self):
+        policy = IdlePolicy(dict)
+        assert (policy.suspend_after, policy.checkpoint_after, policy.max_parallel) == (300, 1800, 2)
+        assert policy.suspended_memory_limit == memory_of_host() // 2 > 1 << 30
+
+    def test_from_configuration(self):
+        config = Config()
+        config.IdlePolicy.suspend_after = 60
+        config.IdlePolicy.kernelspecs = {"big": {"checkpoint_after": 0}}
+        policy = IdlePolicy(dict, config=config)
+        rules = policy._settings()
+        assert (rules.rule_for("big").suspend_after, rules.rule_for("big").checkpoint_after) == (60, 0)
+        assert rules.rule_for("other").checkpoint_after == 1800
+        json.dumps(policy.status())
+
+    @pytest.mark.parametrize("rule", [{"suspend": 3}, {"suspend_after": -1}, {"suspend_after": "3"}, 7])
+    def test_nonsense_is_refused_at_once(self, rule):
+        with pytest.raises(TraitError, match="python3"):
+            IdlePolicy(dict, kernelspecs={"python3": rule})
+
+    @pytest.mark.parametrize(
+        ("name", "text", "limit"),
+        [("memory.max", "1048576\n", 1 << 20), ("memory.max", "max\n", None), ("none", "", None)]
+        + [("memory/memory.limit_in_bytes", "4096", 4096)],
+    )
+    def test_the_memory_of_a_container_is_the_cgroups(self, tmp_path, name, text, limit):
+        (tmp_path / "memory").mkdir()
+        (tmp_path / name).write_text(text)
+        assert memory_of_host(tmp_path) == (limit or memory_of_host(tmp_path / "nowhere"))
+
+
+@pytest.mark.timeout(120)
+class TestRealKernels:
+    async def test_an_idle_kernel_leaves_and_a_cell_brings_it_back(self, kernel, started):
+        await kernel.run("x = 41")
+        policy = started({"k": kernel.provisioner}, checkpoint_after=0.5, interval=0.1)
+        await kernel.settled("checkpointed")
+        assert policy.outlook("k")["next"] is None
+        assert await kernel.run("print(x + 1)") == "42"
+        await kernel.settled("running")
+        await kernel.settled("checkpointed")
+
+    async def test_looking_at_it_keeps_nobody_awake(self, kernel, started):
+        started({"k": kernel.provisioner}, checkpoint_after=0.5, interval=0.1)
+        deadline = time.monotonic() + 20
+        while kernel.state != "checkpointed":
+            assert time.monotonic() < deadline
+            await kernel.client.kernel_info(reply=True, timeout=20)
+            kernel.client.history(hist_access_type="tail", n=1)  # kept, once the kernel is away
+            await asyncio.sleep(0.05)
+        await kernel.client.kernel_info(reply=True, timeout=20)
+        assert kernel.state == "checkpointed"
+
+    async def test_a_running_cell_is_not_idle(self, kernel, started):
+        policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05)
+        await kernel.run("import time; time.sleep(1.5)")
+        assert "drain" not in {event.step for event in kernel.steps.events}
+        assert policy.outlook("k")["trouble"] is None
+        await kernel.settled("checkpointed")
+
+    async def test_a_kernel_that_was_brought_back_by_hand_gets_its_time(self, kernel, started):
+        started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
+        await kernel.settled("checkpointed")
+        await kernel.provisioner.restore()
+        back = time.monotonic()
+        await kernel.settled("running")
+        await kernel.settled("checkpointed")
+        assert time.monotonic() - back >= 1.0
+
+    async def test_a_protected_kernel_stays(self, kernel, started):
+        kernel.provisioner.desk.protect(3600)
+        policy = started({"k": kernel.provisioner}, checkpoint_after=0.1, interval=0.05)
+        await until(lambda: (policy.outlook("k") or {"idle_s": 0})["idle_s"] > 1)
+        assert kernel.state == "running"
+        assert 3500 < policy.outlook("k")["next_in_s"] <= 3600
+        kernel.provisioner.desk.protect(0)
+        await kernel.settled("checkpointed")
+
+    async def test_a_kernel_with_a_child_says_why_it_stays(self, kernel, started):
+        await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+        policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05, retry_after=0.5)
+        await until(lambda: (policy.outlook("k") or {}).get("trouble"))
+        trouble = policy.outlook("k")["trouble"]
+        assert (trouble["code"], trouble["refused"]) == ("CHILD_PROCESSES", True)
+        assert "sleep 1000" in trouble["message"]
+        assert await kernel.run("child.kill(); child.wait(); print('gone')") == "gone"
+        await kernel.settled("checkpointed")
+
+    async def test_a_restarted_kernel_is_a_fresh_one(self, kernel, started):
+        await kernel.provisioner.checkpoint()
+        started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.05)
+        await kernel.manager.restart_kernel(now=True)
+        back = time.monotonic()
+        await kernel.settled("running")
+        await kernel.settled("checkpointed")
+        assert time.monotonic() - back >= 0.9
+
+
+async def test_several_kernels_leave_while_another_one_works(tmp_path, runtime_base, started, criu_binary):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    async with notebook(tmp_path / "a", runtime_base) as a, notebook(tmp_path / "b", runtime_base) as b:
+        kernels = {"a": a.provisioner, "b": b.provisioner}
+        started(kernels, checkpoint_after=0.5, interval=0.05)
+        for n in range(1000):
+            assert await b.run(f"print({n})") == str(n)
+            if a.state == "checkpointed":
+                break
+        assert (a.state, b.state) == ("checkpointed", "running")
+
+
+def test_the_notebook_about_policies(tmp_path):
+    """Its cells assert what they say."""
+    book = nbformat.read(ROOT / "notebooks" / "policies.ipynb", as_version=4)
+    NotebookClient(book, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
+
+def test_the_reference_names_every_trait():
+    text = (ROOT / "docs" / "reference" / "policies.md").read_text()
+    for name, trait in IdlePolicy.class_own_traits(config=True).items():
+        row = f"| `IdlePolicy.{name}` | {'' if name == 'suspended_memory_limit' else trait.default()} | "
+        assert f"{row}{' '.join(trait.help.split())} |" in text, f"{row}{' '.join(trait.help.split())} |"

@@ -1,0 +1,277 @@
+"""REST against its own description, against intruders, and with a real kernel."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+import requests
+import schemathesis
+import yaml
+from hypothesis import settings
+from live import TOKEN, server, until
+
+from jupyter_gpu_ckpt.server.handlers import HANDLERS, OPENAPI, VERBS
+
+SPEC = yaml.safe_load(OPENAPI.read_text())
+#: Every operation of the description, with something in place of its parameters.
+OPERATIONS = [
+    (method.upper(), "gpu-ckpt" + re.sub(r"\{kernel_id\}|\{\w+\}", lambda m: str(uuid.UUID(int=7)), path))
+    for path, item in SPEC["paths"].items()
+    for method in item
+    if method in ("get", "post", "delete")
+]
+WRITING = [(method, path) for method, path in OPERATIONS if method != "GET"]
+
+schema = schemathesis.openapi.from_dict(SPEC)
+
+
+# -- the description and the handlers are one
+
+
+def test_every_route_is_described_and_every_description_has_a_route():
+    for pattern, handler in HANDLERS:
+        matching = [(method, path) for method, path in OPERATIONS if re.fullmatch(pattern, path)]
+        has = {name.upper() for name in ("get", "post", "put", "patch", "delete") if name in vars(handler)}
+        assert {method for method, _ in matching} == has, pattern
+    for _, path in OPERATIONS:
+        assert any(re.fullmatch(pattern, path) for pattern, _ in HANDLERS), path
+
+
+def test_the_description_is_served(live):
+    reply = live.ask("GET", "gpu-ckpt/openapi.yaml")
+    assert reply.headers["Content-Type"] == "application/yaml"
+    assert yaml.safe_load(reply.text) == SPEC
+
+
+def check(case, live, *excluded: str) -> None:
+    """Send it; the reply must be one that the description has, and say what it says."""
+    case.call_and_validate(
+        base_url=live.url + "gpu-ckpt",
+        headers={"Authorization": f"token {TOKEN}"},
+        timeout=30,
+        # jupyter_server replies 403 to whom it does not know, not 401; the tests below look at that.
+        excluded_checks=schemathesis.checks.CHECKS.get_by_names(["missing_required_header", *excluded]),
+    )
+
+
+@schema.parametrize()
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_nothing_is_replied_that_is_not_described(case, live):
+    check(case, live)
+
+
+@pytest.fixture(scope="module")
+def battered_kernel(live):
+    """A kernel that has to take whatever is thought up."""
+    return live.start_kernel()
+
+
+@schema.include(path_regex=r"^/kernels/\{kernel_id\}").parametrize()
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live, battered_kernel):
+    case.path_parameters["kernel_id"] = battered_kernel
+    # What was thought up to be wrong may have been the id.
+    check(case, live, "negative_data_rejection")
+
+
+# -- who may
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_without_a_token_nobody_is_told_anything(live, method, path):
+    reply = requests.request(method, live.url + path, timeout=30, allow_redirects=False)
+    assert reply.status_code == 403
+    assert "gpu" not in reply.text.lower()
+
+
+@pytest.mark.parametrize(("method", "path"), WRITING)
+def test_a_cookie_alone_changes_nothing_without_the_xsrf_token(live, method, path):
+    browser = logged_in(live)
+    reply = browser.request(method, live.url + path, timeout=30)
+    assert reply.status_code == 403
+    assert "_xsrf" in reply.text
+    with_token = {"X-XSRFToken": browser.cookies["_xsrf"]}
+    assert browser.request(method, live.url + path, headers=with_token, timeout=30).status_code == 404
+
+
+def logged_in(live) -> requests.Session:
+    """A browser's session: cookies, no token."""
+    browser = requests.Session()
+    form = browser.get(live.url + "login", timeout=30)
+    fields = {"password": TOKEN, "_xsrf": browser.cookies["_xsrf"]}
+    assert form.ok and browser.post(live.url + "login", data=fields, timeout=30).ok
+    assert browser.get(live.url + "gpu-ckpt/kernels", timeout=30).ok
+    return browser
+
+
+DENYING = """
+from jupyter_server.auth import Authorizer
+
+class Denying(Authorizer):
+    def is_authorized(self, handler, user, action, resource):
+        return resource != "gpu_ckpt"
+
+c.ServerApp.authorizer_class = Denying
+"""
+
+
+@pytest.fixture(scope="module")
+def denying(tmp_path_factory, module_runtime_base, criu_binary):
+    with server(tmp_path_factory.mktemp("denying"), module_runtime_base, config=DENYING) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_a_denying_authorizer_denies_everything_of_ours(denying, method, path):
+    reply = denying.ask(method, path)
+    assert reply.status_code == 403
+    assert "gpu_ckpt" in reply.json()["message"]
+    assert denying.ask("GET", "api/kernels").ok
+
+
+# -- activity
+
+
+def test_polling_is_no_activity_and_a_verb_is(live, kernel_id):
+    def last() -> str:
+        return live.get("api/status")["last_activity"]
+
+    live.do(kernel_id, "checkpoint")
+    before = last()
+    for path in ("status", "kernels", f"kernels/{kernel_id}", "images", "openapi.yaml"):
+        assert live.ask("GET", f"gpu-ckpt/{path}").ok
+    assert last() == before
+    live.do(kernel_id, "checkpoint")
+    assert last() > before
+
+
+# -- what it does
+
+
+def test_a_kernel_goes_through_all_verbs(live, kernel_id):
+    live.run(kernel_id, "x = 1")
+    for verb, state in (
+        ("suspend", "suspended"),
+        ("resume", "running"),
+        ("suspend", "suspended"),
+        ("checkpoint", "checkpointed"),
+        ("restore", "running"),
+    ):
+        job = live.do(kernel_id, verb)
+        assert (job["status"], job["error"]) == ("done", None), job
+        document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+        assert document["state"] == state
+        assert document["job"]["id"] == job["id"]
+        validate("/kernels/{kernel_id}", document)
+    assert live.run(kernel_id, "print(x)") == "1"
+
+
+def validate(path: str, document: object) -> None:
+    """The document is what the description says a GET of ``path`` replies."""
+    answer = SPEC["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    whole = {**nullable(answer), "components": nullable(SPEC["components"])}
+    jsonschema_rs.validator_for(whole).validate(document)
+
+
+def nullable(schema):
+    """OpenAPI 3.0's ``nullable`` in JSON Schema's words."""
+    if isinstance(schema, list):
+        return [nullable(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: nullable(value) for key, value in schema.items() if key != "nullable"}
+    return {"anyOf": [{"type": "null"}, made]} if schema.get("nullable") is True else made
+
+
+def test_documents_with_something_in_them_are_as_described(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    (image,) = (image for image in live.get("gpu-ckpt/images") if image["kernel_id"] == kernel_id)
+    assert image["only_copy"] and image["bytes"] > 1 << 20
+    validate("/images", [image])
+    validate("/images/{image_id}", live.get(f"gpu-ckpt/images/{image['id']}"))
+    validate("/kernels", live.get("gpu-ckpt/kernels"))
+    status = live.get("gpu-ckpt/status")
+    validate("/status", status)
+    assert status["kernels"]["checkpointed"] >= 1
+    assert status["policy"]["suspend_after"] == 300
+
+
+def test_the_same_request_joins_the_running_job_and_a_later_one_does_not(live, kernel_id):
+    path = f"gpu-ckpt/kernels/{kernel_id}/checkpoint"
+    with live.busy(kernel_id):
+        ids = {live.ask("POST", path).json()["id"] for _ in range(3)}
+        assert len(ids) == 1
+        (job,) = ids
+        assert live.get(f"gpu-ckpt/jobs/{job}")["status"] == "running"
+    until(lambda: live.get(f"gpu-ckpt/jobs/{job}")["status"] == "done")
+    reply = live.ask("POST", path)
+    assert reply.json()["id"] != job
+    assert reply.headers["Location"].endswith(f"/gpu-ckpt/jobs/{reply.json()['id']}")
+
+
+def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
+    live.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")
+    validate("/kernels/{kernel_id}/preflight", findings)
+    assert not findings["ok"]
+    assert [finding["code"] for finding in findings["findings"] if finding["blocks"]] == ["CHILD_PROCESSES"]
+    job = live.do(kernel_id, "checkpoint")
+    assert job["status"] == "failed"
+    assert job["error"]["code"] == "CHILD_PROCESSES"
+    assert job["error"]["left"] == "the kernel runs on"
+    failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
+    assert (failure["code"], failure["step"], failure["verb"]) == ("CHILD_PROCESSES", "preflight", "checkpoint")
+    live.run(kernel_id, "child.kill(); child.wait()")
+    assert live.do(kernel_id, "checkpoint")["status"] == "done"
+    assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"] is None
+
+
+def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    job = live.do(kernel_id, "suspend")
+    assert job["error"]["code"] == "WRONG_STATE"
+    assert live.ask("GET", f"gpu-ckpt/kernels/{kernel_id}/preflight").status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [("restore", {"gpu_map": ["a"]}), ("restore", {"other": 1}), ("checkpoint", {"gpu_map": {}}), ("suspend", "text")],
+)
+def test_a_malformed_body_is_refused(live, kernel_id, verb, body):
+    reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
+
+
+def test_the_only_copy_of_a_sleeping_kernel_is_not_deleted_by_mistake(live, kernel_id):
+    live.do(kernel_id, "checkpoint")
+    image = live.get(f"gpu-ckpt/kernels/{kernel_id}")["image"]
+    refused = live.ask("DELETE", f"gpu-ckpt/images/{image}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "IMAGE_BUSY")
+    assert live.ask("GET", f"gpu-ckpt/images/{image}").ok
+    deleted = live.ask("DELETE", f"gpu-ckpt/images/{image}?force=true")
+    assert deleted.ok and deleted.json()["bytes"] > 0
+    assert live.ask("GET", f"gpu-ckpt/images/{image}").status_code == 404
+
+
+def test_a_kernel_of_another_provisioner_is_listed_and_left_alone(tmp_path, runtime_base):
+    plain = 'c.KernelProvisionerFactory.default_provisioner_name = "local-provisioner"'
+    with server(tmp_path, runtime_base, config=plain) as running:
+        kernel_id = running.start_kernel()
+        document = running.get(f"gpu-ckpt/kernels/{kernel_id}")
+        validate("/kernels/{kernel_id}", document)
+        assert not document["checkpointable"] and document["reason"]
+        assert "gpu_ckpt" not in running.get(f"api/kernels/{kernel_id}")
+        for verb in VERBS:
+            assert running.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}").status_code == 409
+
+
+def test_the_reference_names_every_route():
+    reference = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "rest.md").read_text()
+    for path, item in SPEC["paths"].items():
+        for method in item:
+            if method in ("get", "post", "delete"):
+                assert f"`{method.upper()} {path}`" in reference, f"{method} {path}"

@@ -1,0 +1,75 @@
+"""What the idle policy sees of kernels and GPUs; the driver and NVML are the fakes of the contract suite."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.server.policy import Look
+from jupyter_gpu_ckpt.server.senses import closer, computing
+from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
+
+GIB = 2**30
+A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver({A: 10 * GIB, B: 10 * GIB})
+
+
+@pytest.fixture
+def gpus(driver, tmp_path):
+    return FakeGpus(driver, tmp_path / "locks")
+
+
+class TestComputing:
+    def test_only_the_one_that_does(self, driver, gpus):
+        busy, idle = driver.start({A: GIB}, computing=7), driver.start({A: GIB})
+        assert computing(gpus, {"busy": [busy], "idle": [idle]}, 0.0) == {"busy"}
+
+    def test_a_child_counts_for_its_kernel(self, driver, gpus):
+        kernel, child = driver.start({A: GIB}), driver.start({B: GIB}, computing=7)
+        assert computing(gpus, {"k": [kernel, child]}, 0.0) == {"k"}
+
+    def test_where_nvml_hides_who_computes_everybody_on_that_gpu_may_be_it(self, driver, gpus):
+        driver.hides_processes = True
+        driver.start({A: GIB}, computing=7)
+        near, far = driver.start({A: GIB}), driver.start({B: GIB})
+        assert computing(gpus, {"near": [near], "far": [far]}, 0.0) == {"near"}
+
+    def test_a_process_that_nvml_does_not_know_may_be_any_of_those_that_compute(self, driver, gpus):
+        """In a container NVML may count in process ids of the host."""
+        foreign = driver.start({A: GIB}, computing=7)
+        assert computing(gpus, {"k": [4711]}, 0.0) == {"k"}
+        driver.leave(foreign)
+        assert computing(gpus, {"k": [4711]}, 0.0) == set()
+
+
+class TestCloser:
+    def look(self, driver, state, cuda_state=None, working=False):
+        pid = os.getpid()
+        process = driver.processes[driver.start({A: GIB}, pid=pid)]
+        process.state = process.state if cuda_state is None else cuda_state
+        capsule = SimpleNamespace(host_pid=pid, processes=lambda: [pid])
+        lifecycle = SimpleNamespace(capsule=capsule, engine=SimpleNamespace(cuda=FakeCuda(driver)))
+        gate = SimpleNamespace(working=working)
+        return closer(Look("k", "python3", state, 0.0), lifecycle, gate)
+
+    def test_one_that_runs(self, driver):
+        look, pids = self.look(driver, State.RUNNING, working=True)
+        assert (look.on_gpu, look.working, look.process, look.resident) == (True, True, os.getpid(), 0)
+        assert pids == [os.getpid()]
+
+    def test_one_that_is_suspended_costs_host_memory(self, driver):
+        look, _ = self.look(driver, State.SUSPENDED)
+        assert not look.on_gpu
+        assert look.resident > 1 << 20
+
+    def test_one_in_the_middle_of_something_is_not_disturbed(self, driver):
+        driver.calls.clear()
+        look, pids = self.look(driver, State.RESUMING, LOCKED)
+        assert (look.on_gpu, pids, driver.calls) == (False, [], [])

@@ -138,7 +138,7 @@ def _rm(options: argparse.Namespace) -> int:
     from .kernel.registry import owned_kernel
 
     store = Store(_image_dir(options))
-    images = [store.get(id) for id in options.image]  # all of them exist, or none is deleted
+    images = [store.get(id) for id in dict.fromkeys(options.image)]  # all of them exist, or none is deleted
     for image in images:
         # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
         kernel = owned_kernel(Path(image.manifest.runtime_dir))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from . import machine
 from .engine.capsule import Capsule
-from .errors import GpuCkptError, ImageError, ImageNotFound, KernelLost, StateError
+from .errors import CapsuleError, GpuCkptError, ImageError, ImageNotFound, KernelLost, StateError
 from .image.store import Image
 from .machine import Kernel, State, Step
 from .steps import Engine, Gate, Home, Saved, Settings, Steps
@@ -41,6 +41,8 @@ class Lifecycle(Steps):
             capsule = Capsule.create(self.home.runtime_dir, stdout=self.home.stdout, stderr=self.home.stderr)
             try:
                 capsule.spawn(argv, env, cwd)
+                if self.home.outlive:
+                    capsule.outlive()
             except BaseException:
                 capsule.close()
                 raise
@@ -65,7 +67,8 @@ class Lifecycle(Steps):
         """Let go of a kernel that another server is to adopt: a living one goes on without an owner."""
         with self._lock:
             if self.capsule is not None:
-                self.capsule.outlive()
+                with contextlib.suppress(CapsuleError):  # ended meanwhile
+                    self.capsule.outlive()
                 self.capsule.abandon()
                 self.capsule = None
 
@@ -125,13 +128,11 @@ class Lifecycle(Steps):
         """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""
         if self.state is State.DEAD:
             return -signal.SIGKILL if self.exit_status is None else self.exit_status
-        capsule = self.capsule
-        if capsule is None or (status := capsule.poll()) is None:
-            return None
-        if not self._lock.acquire(blocking=False):
+        # The lock first: a verb may be in the middle of a request to the capsule, and `Capsule.poll` would wait for it.
+        if self.capsule is None or not self._lock.acquire(blocking=False):
             return None  # a verb is under way, and will notice
         try:
-            if self.capsule is capsule and self.kernel.plan is None:
+            if self.capsule is not None and self.kernel.plan is None and (status := self.capsule.poll()) is not None:
                 self._bury(status)
                 return status
         finally:

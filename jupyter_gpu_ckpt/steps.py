@@ -97,6 +97,8 @@ class Home:
     kernel_name: str
     runtime_dir: Path
     has_agent: bool
+    #: Whether the kernel goes on when this process dies.
+    outlive: bool = False
     #: Writes what a later server needs to serve this kernel into a directory: the image's.
     write_session: Callable[[Path], None] | None = None
     stdout: Any = None
@@ -179,21 +181,24 @@ class Steps:
         pid = self._alive().host_pid
         return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
 
-    def findings(self) -> list[preflight.Finding]:
-        """What preflight says now, from outside; the kernel is not disturbed."""
+    def findings(self, *, writes: bool = True) -> list[preflight.Finding]:
+        """What preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
         capsule = self._alive()
         return preflight.look(
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
             device_bytes=self.device_bytes(),
-            disk_free=self.engine.store.free(),
+            disk_free=self.engine.store.free() if writes else None,
         )
 
     # -- steps of a checkpoint
 
     def _preflight(self, _: Traced) -> None:
-        self.engine.store.prepare()
-        preflight.require(self.findings())
+        plan = self.kernel.plan
+        writes = plan is None or plan.to is State.CHECKPOINTED
+        if writes:
+            self.engine.store.prepare()
+        preflight.require(self.findings(writes=writes))
 
     def _drain(self, _: Traced) -> None:
         try:
@@ -309,6 +314,8 @@ class Steps:
 
     def _end_process(self, _: Traced) -> None:
         if self.capsule is not None:
+            # Whatever fails from here on, the process may be gone already, and its image must not be taken back.
+            self._step_done = True
             self.capsule.close()
             self.capsule = None
 
@@ -371,7 +378,8 @@ class Steps:
         assert self.image is not None
         manifest = self.image.manifest
         directory = Path(manifest.runtime_dir)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `parents` are made with the umask's mode
+        directory.mkdir(exist_ok=True, mode=0o700)
         for stale in directory.glob("kernel-*"):
             if stale.is_socket():
                 stale.unlink()
@@ -429,6 +437,8 @@ class Steps:
 
     def _discard_image(self, traced: Traced) -> None:
         """The kernel answers, so its image is history."""
+        if self.home.outlive:
+            self._alive().outlive()  # until now its image was there to come back from
         self._lease.close()
         if self.image is not None:
             traced.bytes = self.engine.store.remove(self.image)

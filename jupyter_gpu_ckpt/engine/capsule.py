@@ -154,8 +154,9 @@ class Capsule:
         capsule._connect()
         try:
             reply, _ = capsule._ask({"verb": "status"})
-            if reply["kernel"] and reply["status"] is None:
-                capsule.adopt(reply["kernel"])
+            if not reply["kernel"] or reply["status"] is not None:
+                raise CapsuleGone("The kernel of the capsule has ended.")
+            capsule.adopt(reply["kernel"])
         except BaseException:
             capsule.abandon()
             raise
@@ -396,10 +397,10 @@ class Capsule:
 
     def companions(self) -> list[int]:
         """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
-        if self._outer is None:
-            return [pid for pid in self.processes() if pid != self.host_pid]
         found: list[int] = []
-        fresh = [child for init in _children(self._outer.pid) for child in _children(init)]
+        # PID 1, to which daemons come: the child of our outer process; if that was a former owner's, the kernel's parent.
+        inits = [self._parent()] if self._outer is None else _children(self._outer.pid)
+        fresh = [child for init in inits for child in _children(init)]
         while fresh:
             found += fresh
             fresh = [child for pid in fresh for child in _children(pid)]

@@ -192,7 +192,9 @@ class Store:
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
         path = self.root / id
         try:
-            manifest = Manifest.from_json((path / MANIFEST).read_text())
+            manifest = Manifest.from_json((path / MANIFEST).read_text(errors="replace"))
+        except PermissionError as error:
+            raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ImageNotFound(f"There is no image {id!r}.", image=id) from error
         if manifest.id != id:
@@ -213,7 +215,9 @@ class Store:
             raise ImageFormat(f"The image is damaged: {', '.join(wrong[:3])}.", image=image.id, files=wrong)
 
     def remove(self, image: Image) -> int:
-        """Delete an image; returns the bytes freed.  Raises `ImageBusy` when a restore is using it."""
+        """Delete an image; returns the bytes freed.  Raises `ImageBusy` when a restore is using it, `ImageNotFound`."""
+        if not image.path.is_dir():
+            raise ImageNotFound(f"There is no image {image.id!r}.", image=image.id)
         with image.lease(), _mapped(self.root):
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{_DRAFT}{image.id}"

@@ -298,7 +298,7 @@ def describe(value: Any, memories: Mapping[tuple[str, int], Tensor]) -> str:
 
 
 def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
-    """IPython keeps results as ``Out[n]``, ``_n`` and ``_``, and in two more places."""
+    """IPython keeps results as ``Out[n]``, ``_n`` and ``_``, the latter two also among its hidden names, and more."""
 
     def holds(value: Any) -> bool:
         return any(tensor.memory in doomed for tensor in reachable("", value))
@@ -309,7 +309,8 @@ def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
             setattr(hook, name, "")
         if holds(shell.user_ns.get(name)):
             shell.user_ns[name] = ""
-    for space in (shell.user_ns, shell.user_ns.get("Out", {})):
+    hidden = getattr(shell, "user_ns_hidden", {})  # what was pushed with interactive=False, as results are
+    for space in (shell.user_ns, hidden, shell.user_ns.get("Out", {})):
         for key, value in list(space.items()):
             if (isinstance(key, int) or _RESULTS.fullmatch(key)) and key not in ("_oh", "_ih", "_dh") and holds(value):
                 del space[key]

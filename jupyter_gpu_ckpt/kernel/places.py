@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir
 
-from ..errors import StoreUnwritable
+from ..errors import CapsuleError
 
 
 def default_image_dir() -> Path:
@@ -30,18 +30,20 @@ def default_runtime_base() -> Path:
     return Path(tempfile.gettempdir()) / f"gpu-ckpt-{os.geteuid()}"
 
 
-def make_runtime_dir(base: Path) -> Path:
-    """A fresh 0700 directory for one kernel.
-
-    The base may lie in a directory everybody can write to, so it is refused unless it is ours alone: `StoreUnwritable`.
-    """
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+def require_private(base: Path) -> None:
+    """The base may lie in a directory everybody can write to: what is not ours alone is refused with `CapsuleError`."""
     facts = base.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        raise StoreUnwritable(
+        raise CapsuleError(
             f"{base} is not a directory that belongs to this user alone.",
             hint="Remove it, or set another runtime directory (GpuCkptProvisioner.runtime_base).",
         )
-    directory = base / secrets.token_hex(6)
-    directory.mkdir(mode=0o700)
+
+
+def make_runtime_dir(base: Path, name: str = "") -> Path:
+    """The 0700 directory of one kernel: a fresh one, or that of an adopted kernel.  Raises `CapsuleError`."""
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    require_private(base)
+    directory = base / (name or secrets.token_hex(6))
+    directory.mkdir(mode=0o700, exist_ok=bool(name))
     return directory

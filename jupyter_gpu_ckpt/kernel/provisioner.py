@@ -223,7 +223,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         except GpuCkptError as error:
             if self.lifecycle is None or self.state is State.DEAD:
                 return  # it was ended meanwhile; jupyter_client learns that by polling
-            self.log.error("Kernel %s could not be woken: %s", self.kernel_id, error)
+            self.log.error("Kernel %s could not be woken: %s", self.kernel_id, error.code)
 
     def _on_ask(self, content: dict[str, Any]) -> None:
         """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
@@ -248,7 +248,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         try:
             call()
         except GpuCkptError as error:
-            self.log.warning("Kernel %s: %s", self.kernel_id, error)
+            self.log.warning("Kernel %s did not do what was asked: %s", self.kernel_id, error.code)
             if gate.state is GateState.DRAINING:
                 gate.release()  # kept for us since the cell that asked
             if gate.state is GateState.OPEN:
@@ -271,7 +271,10 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _find_orphan(self) -> Orphan | None:
         """A kernel of this very id that nobody owns: it is adopted instead of starting another."""
-        return orphan(self.kernel_id, Path(self.runtime_base), Store(Path(self.image_dir)))
+        try:
+            return orphan(self.kernel_id, Path(self.runtime_base), Store(Path(self.image_dir)))
+        except HostError:
+            return None  # the launch meets it too, says why, and starts plainly
 
     def _take_front(self, front: Mapping[str, Any]) -> None:
         """The kernel manager gets the old ports and key, before it writes the connection file: clients come back."""
@@ -290,7 +293,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         """Called from the kernel manager; also on restart.  Falls back to a plain start on a host that is unfit."""
         try:
-            engine = shared_engine(Path(self.image_dir))
+            engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
             if self._orphan is not None:
                 await asyncio.to_thread(self._adopt, engine, self._orphan, kwargs)
             else:
@@ -332,16 +335,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             front=front,
         )
         gate, lifecycle = self._furnish(engine, session, back, kwargs)
-        lifecycle.launch(rewritten or argv, env, cwd)
-        if (kwargs.get("independent") or self.outlive_server) and lifecycle.capsule is not None:
-            lifecycle.capsule.outlive()
-        self._submit(functools.partial(self._open_gate, lifecycle, gate))
+        launched: Future[bool] = Future()
+        # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
+        self._submit(functools.partial(self._open_gate, lifecycle, gate, launched))
+        try:
+            lifecycle.launch(rewritten or argv, env, cwd)
+        finally:
+            launched.set_result(lifecycle.state is State.RUNNING)
 
     def _adopt(self, engine: Engine, found: Orphan, kwargs: Mapping[str, Any]) -> None:
         """Instead of launching: be the owner of a kernel whose own is gone."""
         self._orphan = None
         directory = found.directory or Path(found.session.runtime_dir)
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_runtime_dir(directory.parent, directory.name)
         self._registration = Registration(directory)
         session = dataclasses.replace(found.session, front=self._front_info())
         capsule = Capsule.attach(directory) if found.directory else None
@@ -378,6 +384,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             kernel_name=session.kernel_name,
             runtime_dir=self._registration.directory,
             has_agent=session.has_agent,
+            outlive=bool(kwargs.get("independent") or self.outlive_server),
             write_session=lambda place: dataclasses.replace(session, identity=gate.identity).write(place),
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
@@ -399,14 +406,16 @@ class GpuCkptProvisioner(LocalProvisioner):
     def _connection_file(self) -> str:
         return str(Path(self.parent.connection_file).resolve()) if self.parent else ""
 
-    def _open_gate(self, lifecycle: Lifecycle, gate: Gate) -> None:
+    def _open_gate(self, lifecycle: Lifecycle, gate: Gate, launched: Future[bool] | None = None) -> None:
         """First contact with a fresh kernel; clients' messages wait in the gate until then."""
+        if launched is not None and not launched.result():
+            return
         try:
             gate.open(self.start_timeout)
             gate.release()
         except GpuCkptError as error:
             if lifecycle is self.lifecycle and lifecycle.poll() is None:
-                self.log.error("Kernel %s does not answer through the gate: %s", self.kernel_id, error)
+                self.log.error("Kernel %s does not answer through the gate: %s", self.kernel_id, error.code)
 
     def _note_state(self, state: State) -> None:
         """The kernel has another state, and perhaps another process: keep the record others look at up to date."""
@@ -497,7 +506,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         try:
             await self.checkpoint()
         except GpuCkptError as error:
-            self.log.warning("Kernel %s is left running: %s", self.kernel_id, error)
+            self.log.warning("Kernel %s is left running: %s", self.kernel_id, error.code)
         await asyncio.to_thread(self._let_go, lifecycle)
 
     def _let_go(self, lifecycle: Lifecycle) -> None:

@@ -23,7 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..engine.capsule import Capsule
-from ..errors import CapsuleError
+from ..errors import CapsuleError, StateError
+from .places import require_private
 
 RECORD = "kernel.json"
 _LOCK = "owner.lock"
@@ -32,13 +33,19 @@ _TURN = 30.0
 
 
 class Registration:
-    """This process's claim on one kernel's directory.  Raises `CapsuleError` when others hold the base for too long."""
+    """This process's claim on one kernel's directory.
+
+    Raises `CapsuleError` when others hold the base for too long, `StateError` when another process has the claim.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock = FileLock(directory / _LOCK, timeout=0, mode=0o600, thread_local=False)
         with _turn(directory.parent):
-            self._lock.acquire()
+            try:
+                self._lock.acquire()
+            except Timeout as error:
+                raise StateError("Another server has this kernel.", hint="Use it there, or stop it.") from error
 
     def write(self, **facts: Any) -> None:
         """Replace the record, whole or not at all."""
@@ -102,7 +109,11 @@ def reap(base: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _turn(base: Path) -> Iterator[None]:
-    """The lock of the base: on the directory itself, which needs no file of its own to be made, left and trusted."""
+    """The lock of the base: on the directory itself, which needs no file of its own to be made, left and trusted.
+
+    Nothing below a base that others can write to is believed, locked or removed: `CapsuleError`.
+    """
+    require_private(base)
     fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + _TURN

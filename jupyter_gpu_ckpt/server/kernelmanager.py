@@ -10,7 +10,9 @@ A site with a kernel manager of its own puts the mixin before it::
 
 from __future__ import annotations
 
+import asyncio
 import time
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,7 @@ class CheckpointKernelManagerMixin(_Base):
         super().__init__(**kwargs)
         self.kernel_listeners: list[KernelListener] = []
         self._expiry_callback: PeriodicCallback | None = None
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def provisioner_of(self, kernel_id: str) -> GpuCkptProvisioner | None:
         """Our provisioner of a kernel; None where there is none (yet), or where it is somebody else's."""
@@ -133,7 +136,21 @@ class CheckpointKernelManagerMixin(_Base):
                 # It keeps its process: culling is to free what nobody uses, not to lose what somebody made.
                 self.log.warning("Kernel %s was not culled: %s", kernel_id, error)
             return
-        await super().shutdown_kernel(kernel_id, now=now, restart=restart)
+        async with self._turn(kernel_id):
+            await super().shutdown_kernel(kernel_id, now=now, restart=restart)
+
+    async def restart_kernel(self, kernel_id: str, now: bool = False) -> Any:  # type: ignore[override]
+        """Called from REST."""
+        async with self._turn(kernel_id):
+            return await super().restart_kernel(kernel_id, now=now)
+
+    def _turn(self, kernel_id: str) -> asyncio.Lock:
+        """Held while a kernel is restarted or shut down: one after the other.
+
+        jupyter_client has no order for these.  A shutdown in the middle of a restart fails (its ``ready`` is not done),
+        and the kernel that nobody wants any more lives on.
+        """
+        return self._turns.setdefault(kernel_id, asyncio.Lock())
 
     async def _expire(self, kernel_id: str) -> None:
         provisioner = self.provisioner_of(kernel_id)
@@ -144,7 +161,8 @@ class CheckpointKernelManagerMixin(_Base):
         asleep = time.time() - image.manifest.created
         if asleep > self.checkpointed_expiry:
             self.log.warning("Kernel %s expires: it was checkpointed %.0f s ago.", kernel_id, asleep)
-            await super().shutdown_kernel(kernel_id)
+            async with self._turn(kernel_id):
+                await super().shutdown_kernel(kernel_id)
 
 
 class CheckpointKernelManager(CheckpointKernelManagerMixin, AsyncMappingKernelManager):

@@ -12,11 +12,15 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..kernel.adoption import Session
+
+#: Seconds between two looks whether the kernels still have no owner.
+_LOOK = 5.0
 
 
 def main(argument: str) -> None:
@@ -32,12 +36,16 @@ async def _see_to_orphans(base: Path, image_dir: Path, timeout: float) -> None:
     from ..kernel.adoption import orphans
 
     store = Store(image_dir)
+    due = time.monotonic() + timeout
     while any(one.directory for one in orphans(base, store)):
-        # The same pause again for those that are busy: somebody's cell is still computing.
-        await asyncio.sleep(timeout)
+        await asyncio.sleep(min(timeout, _LOOK))
+        if time.monotonic() < due:
+            continue
         for one in orphans(base, store):
             if one.directory is not None:
                 await put_to_sleep(one.session, base, image_dir)
+        # The same pause again for those that are busy: somebody's cell is still computing.
+        due = time.monotonic() + timeout
 
 
 async def put_to_sleep(session: Session, base: Path, image_dir: Path) -> bool:

@@ -109,7 +109,7 @@ def test_the_kernel_takes_the_signals_an_ordinary_process_takes(capsule):
     """What init and Python ignore for themselves is not handed on: an ignored signal stays ignored across exec."""
     sleeper(capsule)
     ignored = int(status_of(capsule.host_pid)["SigIgn"], 16)
-    assert ignored == 0
+    assert ignored & 0x7FFFFFFF == 0  # 1 to 31; what whoever started the tests did to real-time signals is theirs
     capsule.signal(signal.SIGTERM)
     assert capsule.wait(5) == -signal.SIGTERM
 

@@ -60,4 +60,5 @@ async def test_keep_saves_a_model_and_nothing_else(kernel):
         await kernel.run("print(model(torch.ones(1, 1024, device='cuda')).shape)", timeout=120)
         == "torch.Size([1, 1024])"
     )
-    assert int(await kernel.run("print(torch.cuda.memory_allocated())")) < 64 * MIB
+    # The model, its gradients, and two workspaces of cuBLAS, 32 MiB each.
+    assert int(await kernel.run("print(torch.cuda.memory_allocated())")) < 96 * MIB

@@ -147,9 +147,11 @@ def test_torchs_functions_name_the_released_variable() -> None:
 def test_release_reaches_ipythons_results_but_no_other_variable() -> None:
     one, two = Array(1), Array(2)
     world = shell(x=one, y=two, alias=two, _3=one, _=one, Out={3: one, 4: [one], 5: two})
+    world.user_ns_hidden = {"_3": one, "_": one, "_5": two}
     world.displayhook._, world.last_execution_result = one, types.SimpleNamespace(result=one)
     assert tensors.release(world, ["x", "y", "gone"]) == {"x": 4096, "y": 0}  # `alias` still holds the second
     assert world.user_ns["alias"] is two and world.user_ns["Out"] == {5: two}
+    assert world.user_ns_hidden == {"_5": two}
     assert "_3" not in world.user_ns and world.user_ns["_"] == "" and world.displayhook._ == ""
     assert world.last_execution_result.result is None
 

@@ -18,6 +18,8 @@ import requests
 from jupyter_client.blocking import BlockingKernelClient
 from websocket import WebSocket, create_connection
 
+from jupyter_gpu_ckpt.engine.criu_install import find
+
 TOKEN = "a-token-for-tests"
 BASE_URL = "/user/ann%20b/"
 
@@ -167,6 +169,9 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
         "IPYTHONDIR": str(directories["ipython"]),
     }
     environment.pop("PYTEST_CURRENT_TEST", None)
+    criu = find()
+    if criu.origin == "unpacked":  # below the data directory of whoever runs the tests, which this server does not see
+        environment["JUPYTER_GPU_CKPT_CRIU"] = str(Path(criu.argv[-1]).parents[2])
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "jupyter_server", *(options or [])],

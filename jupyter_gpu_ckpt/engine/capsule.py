@@ -398,7 +398,7 @@ class Capsule:
     def companions(self) -> list[int]:
         """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
         found: list[int] = []
-        # PID 1, to which daemons come: the child of our outer process; if that was a former owner's, the kernel's parent.
+        # PID 1, to which daemons come, is our outer process's child; where that is not ours, the kernel's parent.
         inits = [self._parent()] if self._outer is None else _children(self._outer.pid)
         fresh = [child for init in inits for child in _children(init)]
         while fresh:

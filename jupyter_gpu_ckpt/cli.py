@@ -135,6 +135,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _rm(options: argparse.Namespace) -> int:
     from .errors import ImageBusy
     from .image.store import Store
+    from .kernel.adoption import Session
     from .kernel.registry import owned_kernel
 
     store = Store(_image_dir(options))
@@ -146,6 +147,11 @@ def _rm(options: argparse.Namespace) -> int:
             raise ImageBusy(
                 f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}, which sleeps.",
                 hint="Run a cell in its notebook to wake it, or use --force to lose it.",
+            )
+        if kernel is None and not image.retired and Session.read(image.path) is not None and not options.force:
+            raise ImageBusy(
+                f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}; its server has stopped.",
+                hint="The next server adopts it; use --force to lose it.",
             )
     freed = {image.id: store.remove(image) for image in images}
     if options.json:

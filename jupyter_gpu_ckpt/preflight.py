@@ -68,10 +68,18 @@ def read_process(pid: int) -> Process | None:
     return None
 
 
-def available_memory() -> int:
-    """Host memory that can be taken without swapping, in bytes (``MemAvailable``)."""
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that can be taken without swapping, in bytes: ``MemAvailable``, or less in a container.
+
+    A container's limit is that of its cgroup (version 2); pages of files it used and needs no more do not count.
+    """
     match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else 0
+    available = int(match.group(1)) * 1024 if match else 0
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        idle = re.search(r"^inactive_file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
+        available = min(available, limit - used + (int(idle.group(1)) if idle else 0))
+    return available
 
 
 def look(

@@ -295,7 +295,9 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
     assert not any(directory.exists() for directory in left)
     assert [kernel["kernel_id"] for kernel in site.json("list")["kernels"]] == [fresh.facts["kernel_id"]]
     assert stat.S_IMODE(site.base.stat().st_mode) == 0o700
-    assert set(site.json("rm", image)["removed"]) == {image}, "nobody sleeps in it any more"
+    status, error = site.error("rm", image)
+    assert (status, error["code"]) == (66, "IMAGE_BUSY"), "the next server would adopt it"
+    assert set(site.json("rm", "--force", image)["removed"]) == {image}
 
 
 SIDE_BY_SIDE = """

@@ -139,3 +139,14 @@ def test_the_first_finding_that_blocks_is_the_one_that_is_raised():
     findings = [*judge_report({"sockets": [{}]}), *judge_report({"debugger": True})]
     with pytest.raises(DebuggerAttached):
         require(findings)
+
+
+def test_a_container_has_no_more_memory_than_its_cgroup(tmp_path):
+    whole = preflight.available_memory(tmp_path)
+    assert whole > 0
+    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{48 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {8 << 20}\nactive_file 3\n")
+    assert preflight.available_memory(tmp_path) == 24 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert preflight.available_memory(tmp_path) > 24 << 20

@@ -73,6 +73,7 @@ class Capsule:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closing = threading.Lock()
+        self._asked = 0
         self._pidfd = -1
         self._status: int | None = None
         self.inner_pid = 0
@@ -254,10 +255,16 @@ class Capsule:
         with self._lock:
             if self._socket is None:
                 raise CapsuleGone("The capsule was closed.")
+            self._asked += 1
             try:
                 self._socket.settimeout(timeout)
-                self._socket.send(json.dumps(request).encode())
-                packet, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
+                self._socket.send(json.dumps({**request, "number": self._asked}).encode())
+                while True:
+                    packet, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
+                    if not packet or json.loads(packet).get("number") == self._asked:
+                        break
+                    for fd in fds:  # the late answer to a request that was given up
+                        os.close(fd)
             except TimeoutError as error:
                 raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
             except OSError as error:

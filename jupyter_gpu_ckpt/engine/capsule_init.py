@@ -97,6 +97,8 @@ class Init:
         self.rootless = rootless
         self.owner: socket.socket | None = None
         self.outlive = False
+        #: Of the request being answered: the owner tells by it a late answer from the one it waits for.
+        self.number = 0
         self.kernel = 0
         self.kernel_status: int | None = None
         self.job: dict[str, Any] | None = None
@@ -186,8 +188,9 @@ class Init:
                 self.kernel_status = code
             elif self.job and pid == self.job["pid"]:
                 job, self.job = self.job, None
+                seconds = time.monotonic() - job["began"]
                 self.answer(
-                    {"status": code, "timed_out": job["timed_out"], "seconds": time.monotonic() - job["began"]}
+                    {"number": job["number"], "status": code, "timed_out": job["timed_out"], "seconds": seconds}
                 )
 
     # -- requests
@@ -201,6 +204,7 @@ class Init:
         if not packet:
             return False
         request = json.loads(packet)
+        self.number = request.pop("number", 0)
         try:
             getattr(self, "do_" + request.pop("verb"))(**request)
         except Exception as error:
@@ -211,7 +215,7 @@ class Init:
         if self.owner is None:
             return
         try:
-            socket.send_fds(self.owner, [json.dumps(reply).encode()], list(fds))
+            socket.send_fds(self.owner, [json.dumps({"number": self.number, **reply}).encode()], list(fds))
         except OSError:
             self.drop_owner()
 
@@ -243,7 +247,14 @@ class Init:
         finally:
             os.close(log)
         began = time.monotonic()
-        self.job = {"pid": pid, "began": began, "deadline": began + timeout, "grace": grace, "timed_out": False}
+        self.job = {
+            "pid": pid,
+            "began": began,
+            "deadline": began + timeout,
+            "grace": grace,
+            "timed_out": False,
+            "number": self.number,
+        }
 
     def do_adopt(self, pid: int) -> None:
         os.kill(pid, 0)

@@ -192,6 +192,9 @@ class Store:
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
         path = self.root / id
         try:
+            if path.stat().st_uid != os.geteuid():
+                # CRIU trusts its images completely: what another user wrote is not brought to life as us.
+                raise PermissionError
             manifest = Manifest.from_json((path / MANIFEST).read_text(errors="replace"))
         except PermissionError as error:
             raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error

@@ -169,3 +169,12 @@ def test_free_space_is_told_before_the_directory_exists(tmp_path):
 def test_facts_are_immutable(store):
     with pytest.raises(dataclasses.FrozenInstanceError):
         FACTS.pid = 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_the_image_of_another_user_is_not_ours(store):
+    image = publish(store)
+    os.chown(image.path, 54321, 54321)
+    with pytest.raises(ImageNotFound, match="another user"):
+        store.get(image.id)
+    assert store.images() == []

@@ -20,7 +20,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
-	$(BIN)/python -m bench
+	$(BIN)/python scripts/bench
 
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)

@@ -65,7 +65,7 @@ def test_importing_the_package_does_not_import_the_server():
 def test_jupyter_server_extension_list_knows_it(tmp_path):
     file = tmp_path / "jupyter_server_config.d" / "jupyter_gpu_ckpt.json"
     file.parent.mkdir()
-    file.write_text((ROOT / "jupyter-config" / "jupyter_server_config.d" / file.name).read_text())
+    file.write_text((ROOT / "jupyter_gpu_ckpt" / "server" / file.name).read_text())
     command = [sys.executable, "-m", "jupyter_server.extension.serverextension", "list"]
     environment = {"PATH": "", "HOME": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)

@@ -1,7 +1,7 @@
 """What a gate costs: latency and throughput against the same kernel without one, and memory while the kernel sleeps.
 
-Run ``python bench/gate.py``; it needs ipykernel and takes about half a minute.  The limits in the last column are those
-that the design asks for; the exit status is 1 if one is missed.
+Run ``python scripts/bench/gate.py``; it needs ipykernel and takes about half a minute. The limits in the last column
+are those that the design asks for; the exit status is 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jupyter_client import BlockingKernelClient
 
 from jupyter_gpu_ckpt.kernel import wire
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernel"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernel"))
 
 from gate_world import DEADLINE, Kernel, World, until
 

@@ -1,4 +1,4 @@
-"""What checkpointed kernels cost a server: ``python -m bench.server [COUNT]``.
+"""What checkpointed kernels cost a server: ``python scripts/bench/server.py [COUNT]``.
 
 Starts a real ``jupyter server`` with the extension and, one after the other, COUNT kernels (200), checkpointing each
 before the next is started.  Limits of the design, for 200: the server's resident memory grows by at most 200 MB, and a
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "server"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "server"))
 
 from live import Server, server
 

@@ -1,4 +1,4 @@
-"""The whole way with device memory, beside the bare tools in the same run: ``python bench/gpu.py [GIB]``.
+"""The whole way with device memory, beside the bare tools in the same run: ``python scripts/bench/gpu.py [GIB]``.
 
 Bare is what a careful administrator would type: cuda.core's lock and checkpoint, ``criu dump``, ``sync``; then ``criu
 restore``, cuda.core's restore and unlock.  Ours is a kernel of the provisioner, checkpointed and woken by a client's
@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness import notebook
 

@@ -1,4 +1,4 @@
-"""A kernel without device memory: ``python -m bench.kernel``.
+"""A kernel without device memory: ``python scripts/bench/kernel.py``.
 
 Checkpoint, from the request to "no process left"; wake, from a client's execute on a checkpointed kernel to the first
 output; and what a checkpointed kernel costs its server in resident memory.
@@ -18,7 +18,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness import notebook
 

@@ -1,4 +1,4 @@
-"""Kernels leaving by the idle policy while another one runs cells: ``python -m bench.policy``.
+"""Kernels leaving by the idle policy while another one runs cells: ``python scripts/bench/policy.py``.
 
 Twenty idle kernels are due at the same moment, with the policy's defaults (two at a time); all the while a client of a
 21st runs cells, one after the other.  The limit is that of the design: the median round trip of a cell is at most twice
@@ -17,7 +17,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness import notebook
 

@@ -441,7 +441,13 @@ def test_a_beat_in_flight_is_returned_when_the_kernel_goes(own_world: World) -> 
     own_world.up()
     own_world.gate.drain(DEADLINE)
     own_world.gate.release()
-    own_world.kernel.process.send_signal(19)  # SIGSTOP: it accepts the beat and does not return it
+    process = own_world.kernel.process
+    process.send_signal(19)  # SIGSTOP: it accepts the beat and does not return it
+    threads = Path(f"/proc/{process.pid}/task")
+    until(
+        lambda: all("T" in (thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads.iterdir()),
+        "all its threads stopped",
+    )
     with wire.context().socket(zmq.REQ) as heart:
         heart.linger = 0
         heart.connect(wire.address(own_world.front, "hb"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import tempfile
 import threading
@@ -78,7 +79,13 @@ async def test_nothing_grows(tmp_path, runtime_base, criu_binary, monkeypatch, c
         for number in range(cycles):
             await cycle(number)
         assert facts(directories) == before
-        assert await kernel.run(KERNEL) == inside
+        # A descriptor or thread more or less for a moment is none that is left behind.
+        for _ in range(10):
+            after, first = json.loads(await kernel.run(KERNEL)), json.loads(inside)
+            if all(after[name] <= first[name] for name in first):
+                break
+        else:
+            raise AssertionError((after, first))
         assert rss() - size < SLACK
         logs = sum(path.stat().st_size for path in runtime_base.rglob("*") if path.is_file())
         assert logs < 1 << 20, "logs are of the last run only"

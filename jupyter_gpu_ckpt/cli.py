@@ -1,4 +1,4 @@
-"""``jupyter gpu-ckpt``: doctor, demo, list, inspect, rm, install-criu.
+"""``jupyter gpu-ckpt``: doctor, demo, list, inspect, rm, install-criu; and those of `cli_trust` and `cli_nodes`.
 
 Every command takes ``--json`` and then prints one JSON document.  Exit statuses are those of `errors`; 0 means done.
 """
@@ -12,10 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .errors import GpuCkptError
+
+if TYPE_CHECKING:
+    from .errors import ImageFormat
+    from .image.store import Image, Store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,10 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("image")
     remove = add("rm", "Delete images.", _rm)
     remove.add_argument("image", nargs="+")
-    remove.add_argument("--force", action="store_true", help="also the only copy of a sleeping kernel")
+    remove.add_argument("--force", action="store_true", help="also the only copy of a kernel, or of a newer release")
     demo = add("demo", "Run a notebook with a checkpoint in its middle and compare every value.", _demo)
     demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
     demo.add_argument("--kernel", default="python3", help="kernelspec to use (default: %(default)s)")
+    demo.add_argument("--timeout", type=float, default=300.0, help="seconds a cell may take (default: %(default)g)")
+    from . import cli_nodes, cli_trust
+
+    cli_trust.register(add, _store)
+    cli_nodes.register(add, _store)
     return parser
 
 
@@ -77,11 +86,18 @@ def _image_dir(options: argparse.Namespace) -> Path:
     return directory or default_image_dir()
 
 
+def _store(options: argparse.Namespace) -> Store:
+    from .image.store import Store
+
+    return Store(_image_dir(options))
+
+
 def _list(options: argparse.Namespace) -> int:
     from .image.store import Store
     from .kernel.places import default_runtime_base
     from .kernel.registry import kernels
 
+    store = Store(_image_dir(options))
     images: list[dict[str, Any]] = [
         {
             "id": image.id,
@@ -93,11 +109,12 @@ def _list(options: argparse.Namespace) -> int:
             "hostname": image.manifest.hostname,
             "device_bytes": sum(image.manifest.device_bytes.values()),
         }
-        for image in Store(_image_dir(options)).images()
+        for image in store.images()
     ]
+    damaged = [{"id": id, "code": error.code, "message": error.message} for id, error in store.damaged().items()]
     records = kernels(options.runtime_base or default_runtime_base())
     if options.json:
-        print(json.dumps({"kernels": records, "images": images}))
+        print(json.dumps({"kernels": records, "images": images, "damaged": damaged}))
         return 0
     print(f"{'KERNEL':38} {'STATE':13} {'PID':>8}  IMAGE")
     for record in records:
@@ -110,6 +127,8 @@ def _list(options: argparse.Namespace) -> int:
             f"{image['id']:32} {size(image['bytes']):>10} {size(image['device_bytes']):>10} {duration(age):>8}  "
             f"{image['kernel_id']}"
         )
+    for image in damaged:
+        print(f"{image['id']:32} {'-':>10} {'-':>10} {'-':>8}  {image['message']}")
     return 0
 
 
@@ -133,27 +152,22 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _rm(options: argparse.Namespace) -> int:
-    from .errors import ImageBusy
+    from .errors import ImageFormat
     from .image.store import Store
-    from .kernel.adoption import Session
-    from .kernel.registry import owned_kernel
+    from .kernel.adoption import only_copy
 
     store = Store(_image_dir(options))
-    images = [store.get(id) for id in dict.fromkeys(options.image)]  # all of them exist, or none is deleted
-    for image in images:
-        # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
-        kernel = owned_kernel(Path(image.manifest.runtime_dir))
-        if kernel is not None and kernel["image"] == image.id and not options.force:
-            raise ImageBusy(
-                f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}, which sleeps.",
-                hint="Run a cell in its notebook to wake it, or use --force to lose it.",
-            )
-        if kernel is None and not image.retired and Session.read(image.path) is not None and not options.force:
-            raise ImageBusy(
-                f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}; its server has stopped.",
-                hint="The next server adopts it; use --force to lose it.",
-            )
-    freed = {image.id: store.remove(image) for image in images}
+    found: dict[str, Image | None] = {}
+    for id in dict.fromkeys(options.image):  # all of them exist and may go, or none is deleted
+        try:
+            found[id] = image = store.get(id)
+            if not options.force and (refusal := only_copy(image, "use --force")) is not None:
+                raise refusal
+        except ImageFormat as error:
+            found[id] = None
+            if not options.force:
+                _require_unusable(store.root / id, error)
+    freed = {id: store.remove(image) if image else store.remove_damaged(id) for id, image in found.items()}
     if options.json:
         print(json.dumps({"removed": freed}))
     else:
@@ -162,10 +176,33 @@ def _rm(options: argparse.Namespace) -> int:
     return 0
 
 
+def _require_unusable(path: Path, error: ImageFormat) -> None:
+    """A damaged image may go, but not one that somebody could still make something of."""
+    from .errors import ImageBusy
+    from .kernel.adoption import Session
+    from .kernel.registry import owned_kernel
+
+    if "version" in error.details:
+        raise ImageBusy(f"Image {path.name}: {error.message}", hint="A newer release reads it; use --force to lose it.")
+    session = Session.read(path)
+    kernel = owned_kernel(Path(session.runtime_dir)) if session else None
+    if session and kernel and kernel["image"] == path.name:
+        raise ImageBusy(
+            f"Image {path.name} is damaged, and the only copy of kernel {session.kernel_id}, which sleeps.",
+            hint="Put it right if you can, or use --force to lose it.",
+        )
+
+
 def _demo(options: argparse.Namespace) -> int:
     from . import demo
 
-    return demo.run(options.notebook, kernel_name=options.kernel, image_dir=_image_dir(options), as_json=options.json)
+    return demo.run(
+        options.notebook,
+        kernel_name=options.kernel,
+        image_dir=_image_dir(options),
+        timeout=options.timeout,
+        as_json=options.json,
+    )
 
 
 def size(count: float) -> str:

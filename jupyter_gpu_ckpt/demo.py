@@ -14,10 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from .errors import BadRequest, GpuCkptError, KernelLost
+from .errors import BadRequest, GpuCkptError, KernelLost, KernelSilent
 from .kernel.provisioner import GpuCkptProvisioner
 from .preflight import read_process
 from .trace import Recorder, StepEvent
+
+#: Seconds a kernel may take until it answers; importing on a cold disk is slow.
+_START = 60.0
 
 
 def quickstart() -> Path:
@@ -31,14 +34,14 @@ def quickstart() -> Path:
     raise BadRequest("The quickstart notebook is not installed.", hint="Name a notebook.")
 
 
-def run(notebook: Path | None, *, kernel_name: str, image_dir: Path, as_json: bool) -> int:
-    """Run the demo; 0 when every value survived.
+def run(notebook: Path | None, *, kernel_name: str, image_dir: Path, timeout: float, as_json: bool) -> int:
+    """Run the demo; 0 when every value survived.  A cell may take ``timeout`` seconds.
 
-    Raises `GpuCkptError` when the kernel could not leave or come back.
+    Raises `GpuCkptError` when the kernel could not start, leave, come back or end a cell in time.
     """
     logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
     cells = _read(notebook or quickstart())
-    facts = asyncio.run(_Demo(cells, kernel_name, image_dir, None if as_json else sys.stdout).run())
+    facts = asyncio.run(_Demo(cells, kernel_name, image_dir, timeout, None if as_json else sys.stdout).run())
     if as_json:
         print(json.dumps(facts))
     return 0 if facts["intact"] else 1
@@ -63,10 +66,13 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 class _Demo:
-    def __init__(self, cells: list[dict[str, Any]], kernel_name: str, image_dir: Path, out: TextIO | None) -> None:
+    def __init__(
+        self, cells: list[dict[str, Any]], kernel_name: str, image_dir: Path, timeout: float, out: TextIO | None
+    ) -> None:
         self.cells = cells
         self.kernel_name = kernel_name
         self.image_dir = image_dir
+        self.timeout = timeout
         self.out = out
         self.fingerprints: list[str] = []
         self.failed: list[str] = []
@@ -77,6 +83,7 @@ class _Demo:
             print(text, file=self.out, flush=True)
 
     async def run(self) -> dict[str, Any]:
+        from jupyter_client.kernelspec import NoSuchKernel
         from jupyter_client.manager import AsyncKernelManager
         from jupyter_client.provisioning.factory import KernelProvisionerFactory
         from traitlets.config import Config
@@ -86,6 +93,10 @@ class _Demo:
         config.GpuCkptProvisioner.image_dir = str(self.image_dir)
         KernelProvisionerFactory.instance(config=config)
         manager = AsyncKernelManager(kernel_name=self.kernel_name, config=config)
+        try:
+            manager.kernel_spec_manager.get_kernel_spec(self.kernel_name)
+        except NoSuchKernel as error:
+            raise BadRequest(f"{error}.", hint="`jupyter kernelspec list` shows those there are.") from error
         await manager.start_kernel()
         try:
             provisioner = manager.provisioner
@@ -93,12 +104,15 @@ class _Demo:
                 raise BadRequest(f"The kernelspec {self.kernel_name!r} names a provisioner of its own.")
             self.client = manager.client()
             self.client.start_channels()
-            await self.client.wait_for_ready(timeout=60)
+            try:
+                await self.client.wait_for_ready(timeout=_START)
+            except RuntimeError as error:  # jupyter_client's only way to say either
+                raise KernelSilent(f"The kernel did not start: {error}.") from error
             return await self._cycle(provisioner)
         finally:
             if self.client is not None:
                 self.client.stop_channels()
-            await manager.shutdown_kernel()
+            await manager.shutdown_kernel(now=True)  # it has nothing to say any more, least of all while a cell runs
 
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
         middle = next(i for i, cell in enumerate(self.cells) if "checkpoint" in _tags(cell))
@@ -154,7 +168,16 @@ class _Demo:
                     printed.append(content["text"])
 
             source = "".join(cell["source"])
-            reply = await self.client.execute_interactive(source, timeout=300, output_hook=collect, allow_stdin=False)
+            try:
+                reply = await self.client.execute_interactive(
+                    source, timeout=self.timeout, output_hook=collect, allow_stdin=False
+                )
+            except TimeoutError as error:
+                raise KernelSilent(
+                    f"A cell did not end within {self.timeout:g} s: {_first_line(source)}",
+                    hint="Give cells more time by --timeout, or take a notebook with shorter ones.",
+                    left="the demo's kernel is ended",
+                ) from error
             text = "".join(printed)
             for line in text.splitlines():
                 self.say(f"  {line}")
@@ -173,6 +196,10 @@ class _Demo:
             rate = f"{count / seconds / 1e9:7.2f}" if count and seconds else ""
             self.say(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}")
         self.say(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
+
+
+def _first_line(source: str) -> str:
+    return source.strip().partition("\n")[0]
 
 
 def _tags(cell: dict[str, Any]) -> list[str]:

@@ -230,7 +230,10 @@ class CriuTimeout(CriuError):
     """CRIU did not finish before its deadline."""
 
     code = "CRIU_TIMEOUT"
-    default_hint = "Raise the deadline if the kernel holds very much memory."
+    default_hint = (
+        "The deadline is a minute and the time that the kernel's bytes take at GpuCkptProvisioner.slowest_rate "
+        "(bytes per second): lower that if the storage is slower."
+    )
 
 
 class CriuKilled(CriuError):
@@ -319,12 +322,86 @@ class ImageFormat(ImageError):
     default_hint = "A newer release may read it."
 
 
+class ImageDamaged(ImageError):
+    """The files of the image are not those its manifest lists: changed, cut short, missing, or not plain files."""
+
+    code = "IMAGE_DAMAGED"
+    default_hint = "It cannot be restored. Copy it again if there is another copy; `jupyter gpu-ckpt rm` deletes it."
+
+
+class ImageForged(ImageError):
+    """The image's manifest carries no seal of this user's keys: edited, of another user, or of an older release."""
+
+    code = "IMAGE_FORGED"
+    default_hint = (
+        "If it comes from your other machine, copy that one's keys (`jupyter gpu-ckpt keys` lists them). If you "
+        "know that nobody changed it, `jupyter gpu-ckpt seal IMAGE` vouches for it as it is."
+    )
+
+
+class ImageStale(ImageError):
+    """The image is an old one: its kernel has run on since, or there is a newer image of it."""
+
+    code = "IMAGE_STALE"
+    default_hint = "`jupyter gpu-ckpt rm` deletes it."
+
+
+class KeyUnusable(ImageError):
+    """A key that seals or encrypts images cannot be read or made."""
+
+    code = "KEY_UNUSABLE"
+    exit_status = 77
+    default_hint = "The keys must be files of yours alone: directory 0700, files 0600."
+
+
+class NodeUnfit(ImageError):
+    """This node lacks something that the image needs; nothing was started."""
+
+    code = "NODE_UNFIT"
+    exit_status = 69
+    default_hint = "`jupyter gpu-ckpt match IMAGE` lists what is missing here."
+
+
+class ImageArchived(ImageError):
+    """The content of the image is in the cold tier, and could not be brought back from there."""
+
+    code = "IMAGE_ARCHIVED"
+    default_hint = "A wake brings it back; the server's GpuCkptProvisioner.archive_url must be the one it was sent to."
+
+
+class RemoteUnsupported(ImageError):
+    """The package for this kind of URL is not installed."""
+
+    code = "REMOTE_UNSUPPORTED"
+    exit_status = 69
+    default_hint = "pip install 'jupyter_gpu_ckpt[s3]', [sftp] or [remote]; for gs: [remote] and gcsfs."
+
+
+class RemoteFailed(ImageError):
+    """The shared directory, object store or server that images are pushed to did not do what was asked."""
+
+    code = "REMOTE_FAILED"
+    exit_status = 74
+    default_hint = "Nothing is lost; try again: what was transferred is not sent twice."
+
+
 class StoreUnwritable(ImageError):
     """The image directory cannot be written."""
 
     code = "STORE_UNWRITABLE"
     exit_status = 73
     default_hint = "Check the directory's owner, mode and mount, or set another image directory."
+
+
+class StoreShared(ImageError):
+    """The image directory is one that other users can enter; it was not changed."""
+
+    code = "STORE_SHARED"
+    exit_status = 73
+    default_hint = (
+        "Name a directory that does not exist yet, for instance one below it: it is made for you alone. "
+        "If nobody else needs the present one, `chmod 700` it."
+    )
 
 
 # -- the gate and the agent -------------------------------------------------------------------------------------------
@@ -341,6 +418,13 @@ class KernelSilent(GateError):
 
     code = "KERNEL_SILENT"
     default_hint = "Interrupt or restart the kernel."
+
+
+class KernelAsleep(GateError):
+    """The kernel is away, and too many messages wait for it already."""
+
+    code = "KERNEL_ASLEEP"
+    default_hint = "Wait until the kernel is back, or look why it does not come, and send it again."
 
 
 class AgentError(GateError):

@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from . import machine
 from .engine.capsule import Capsule
-from .errors import CapsuleError, GpuCkptError, ImageError, ImageNotFound, KernelLost, StateError
+from .errors import CapsuleError, GpuCkptError, ImageNotFound, KernelLost, StateError
 from .image.store import Image
+from .leaving import Leaving
 from .machine import Kernel, State, Step
-from .steps import Engine, Gate, Home, Saved, Settings, Steps
+from .returning import Returning
+from .steps import Engine, Gate, Home, Saved, Settings
 from .trace import Step as Traced
 
 __all__ = ["Engine", "Gate", "Home", "Lifecycle", "Saved", "Settings"]
 
 
-class Lifecycle(Steps):
+class Lifecycle(Leaving, Returning):
     """One kernel's way between GPU, RAM and disk.
 
     Verbs (`suspend`, `resume`, `checkpoint`, `restore`, `wake`) return when the kernel is in the state they name, or
@@ -59,6 +61,11 @@ class Lifecycle(Steps):
         with self._lock:
             self.capsule, self.image = capsule, image
             state = State.CHECKPOINTED if capsule is None else self._mend(capsule)
+            # Its owner may have ended just after it had published an image.  Of a suspended kernel that still is the
+            # state, and what it could come back from if it died now.
+            self._outruns_images = capsule is not None
+            if state is State.RUNNING:
+                self._outrun_images()
             self._take(machine.advance(self.kernel, machine.Adopted(state))[0])
             if state is not State.RUNNING:
                 self.gate.sleep()
@@ -86,17 +93,22 @@ class Lifecycle(Steps):
         assert self.image is not None
         return self.image
 
-    def restore(self, gpu_map: Mapping[str, str] | None = None) -> None:
+    def restore(self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None) -> None:
         """Back from the image, on the GPUs named by ``gpu_map`` (old UUID: new UUID) or the same ones.
 
-        After failure the image is kept and the kernel stays checkpointed.
+        ``accept_changed_files``: files that were changed while the kernel was away are taken as they are now; None: as
+        the settings say.  After failure the image is kept and the kernel stays checkpointed.  Raises `StateError` for a
+        ``gpu_map`` and a kernel that is back already.
         """
         with self._lock:
-            self._gpu_map = gpu_map
+            if gpu_map and self.state is not State.CHECKPOINTED:
+                message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
+                raise StateError(message, left=self._left())
+            self._gpu_map, self._accept_changed_files = gpu_map, accept_changed_files
             try:
                 self._perform(machine.Restore())
             finally:
-                self._gpu_map = None
+                self._gpu_map = self._accept_changed_files = None
 
     def wake(self) -> None:
         """Resume or restore, whatever the kernel needs to run."""
@@ -104,10 +116,16 @@ class Lifecycle(Steps):
 
     def terminate(self) -> None:
         """End the kernel, now, whatever it is doing.  Its image, if there is one, stays until `discard_image`."""
-        if self.capsule is not None:
-            # Outside the lock: a verb under way then fails in its current step, unwinds, and lets the lock go.
-            self.capsule.close()
+        # Outside the lock: a verb under way then fails in its current step, unwinds, and lets the lock go.
+        self._ending.set()
+        self.gate.unask()
+        if (proof := self._proof) is not None:
+            proof.stop()
+        for capsule in (self._filling, self.capsule):
+            if capsule is not None:
+                capsule.close()
         with self._lock:
+            self._ending.clear()
             if self.capsule is not None:
                 self.capsule.close()
                 self.capsule = None
@@ -120,9 +138,12 @@ class Lifecycle(Steps):
         """Delete the kernel's image: its owner wants a fresh kernel."""
         with self._lock:
             if self.image is not None and self.state is not State.CHECKPOINTED:
-                with contextlib.suppress(ImageError):
-                    self.engine.store.remove(self.image)
-                self.image = None
+                try:
+                    self._remove_image()
+                except ImageNotFound:
+                    self.image = None
+                except GpuCkptError:  # in use, or not to be written: at least no server brings it back by itself
+                    self._retire_image()
 
     def poll(self) -> int | None:
         """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""
@@ -166,12 +187,14 @@ class Lifecycle(Steps):
                     steps = self._feed(machine.StepDone(steps[0]))
             # No resting state holds either; whatever step was to give them back may have failed before it could.
             self._room.close()
-            self._lease.close()
-            if self.state is not State.CHECKPOINTED:
-                self._notice_death(quiet=failure is not None)
             goal = self._goal(event)
-            if failure is not None:
-                self._serve(goal)
+            try:
+                if self.state is not State.CHECKPOINTED:
+                    self._notice_death(quiet=failure is not None)
+                if failure is not None:
+                    self._serve(goal)
+            finally:
+                self._unlease()
             if failure is not None and self.state is not goal:
                 told = self._told(failure)
                 if goal is State.RUNNING and self.state is not State.DEAD:
@@ -205,6 +228,9 @@ class Lifecycle(Steps):
 
     def _run(self, step: Step) -> None:
         self._step_done = False
+        plan = self.kernel.plan
+        if plan is not None and plan.to is State.RUNNING and not self.kernel.unwinding:
+            self._require_wanted()
         with self.trace.step(step.value) as traced:
             method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
             method(traced)
@@ -235,7 +261,8 @@ class Lifecycle(Steps):
 
     def _left(self) -> str:
         """What there is of the kernel now, for the ``left`` of an error."""
-        kept = f"the image is kept as {self.image.id}" if self.image else ""
+        image = self.image or self.kept
+        kept = f"the image is kept as {image.id}" if image else ""
         return {
             State.RUNNING: "the kernel runs on",
             State.SUSPENDED: "the kernel is suspended, its device memory is kept in host memory",
@@ -267,5 +294,13 @@ class Lifecycle(Steps):
         if self.capsule is not None:
             self.capsule.close()
             self.capsule = None
+        self._retire_image()
         self._take(machine.advance(self.kernel, machine.Exited())[0])
         self.gate.died()
+
+    def _retire_image(self) -> None:
+        """Keep the image, but for no server to bring back by itself: the kernel has been something else since."""
+        if self.image is not None:
+            self.kept, self.image = self.image, None
+            with contextlib.suppress(OSError):
+                self.kept.retire()

@@ -18,13 +18,14 @@ from .errors import GpuCkptError
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One edge of one step.
+    """One edge of one step; or, from those who watch a long one, a moment of it (``running``).
 
     ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` what it moved where that is
-    known, ``code`` the error's stable code on ``failed``.  Carries no path, token or user content.
+    known, both so far while it is ``running``; ``code`` the error's stable code on ``failed``.  Carries no path, token
+    or user content.
     """
 
-    kind: Literal["started", "completed", "failed"]
+    kind: Literal["started", "running", "completed", "failed"]
     step: str
     kernel_id: str
     at: float

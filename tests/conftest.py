@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from harness import notebook
 
 from jupyter_gpu_ckpt.engine.criu_install import find
+from jupyter_gpu_ckpt.engine.cuda_client import Helper
+from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What was not tested and why, each reason once with its count: a long list is one that nobody reads."""
+    places = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", ()):
+        path, _, reason = report.longrepr
+        places[reason.removeprefix("Skipped: ")].append(Path(path).name)
+    if places:
+        terminalreporter.section("skipped, by reason")
+    for reason, names in sorted(places.items(), key=lambda item: -len(item[1])):
+        terminalreporter.line(f"{len(names):4} {reason} ({', '.join(sorted(set(names)))})")
+
+
+@pytest.fixture(scope="session")
+def gpu_reason():
+    """Why there is no usable GPU, and what to do, or None; asked once."""
+    reason = why_no_gpu()
+    return reason and f"{reason}: `make gpu-bundle` here, `make gpu-check` where there is a GPU"
+
+
+@pytest.fixture(scope="session")
+def helper():
+    """One process at the driver for all tests."""
+    helper = Helper()
+    yield helper
+    helper.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keys(tmp_path_factory):
+    """The keys that seal images, away from the user's own; for the processes that tests start, too."""
+    directory = tmp_path_factory.mktemp("trust") / "keys"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_GPU_CKPT_KEYS", str(directory))
+        yield directory
 
 
 @pytest.fixture(scope="session")

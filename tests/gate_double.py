@@ -38,6 +38,13 @@ class GateDouble:
     def died(self) -> None:
         self._do("died")
 
+    def ask(self, prompt: str, timeout: float) -> str | None:
+        self._do("ask")
+        return None
+
+    def unask(self) -> None:
+        self._do("unask")
+
     def fail(self, error: GpuCkptError) -> None:
         self.told.append(error)
         self._do("fail")

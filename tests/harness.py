@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -90,11 +91,21 @@ async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "py
 
 
 async def until(true: Callable[[], bool], timeout: float = 10) -> None:
-    """Poll for what no event tells; a deadline that passes is a failure."""
+    """Poll for what no event tells; a deadline that passes is a failure.  `waiting.until` is for plain functions."""
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"
         await asyncio.sleep(0.005)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below ``pid``: capsules' inits, their kernels, CRIU's, helpers."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it ends while it is looked at
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 def alive(pids: list[int]) -> list[int]:

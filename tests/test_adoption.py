@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import waiting
 from harness import CellFailed, Notebook, alive, until
 from jupyter_client.asynchronous import AsyncKernelClient
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from traitlets.config import Config
 
+from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel import provisioner
 from jupyter_gpu_ckpt.kernel.adoption import Session, orphans
+from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
+from jupyter_gpu_ckpt.lifecycle import Lifecycle
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
 
@@ -102,7 +109,7 @@ async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
 async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_adopted_alive(server):
     first = await server.start(drain_timeout=0.2)
     first.client.execute("import time\nx = 0\nfor _ in range(40): x += 1; time.sleep(0.05)")
-    await until(lambda: first.provisioner._gate.pending == ["execute_request"])
+    await until(lambda: first.provisioner.gate.pending == ["execute_request"])
     (pid,) = first.lifecycle.capsule.processes()
     await first.provisioner.leave()
     assert alive([pid]) == [pid]
@@ -160,6 +167,109 @@ async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_but_its_image_is_ke
         await second.run("x")
     server.store.remove(server.store.images()[0])
     assert [path.name for path in server.store.root.iterdir()] == []
+
+
+async def said(kernel: Notebook, code: str) -> str:
+    """What a cell printed on stderr."""
+    printed = []
+
+    def collect(message) -> None:
+        if message["msg_type"] == "stream" and message["content"]["name"] == "stderr":
+            printed.append(message["content"]["text"])
+
+    await kernel.client.execute_interactive(code, timeout=60, output_hook=collect)
+    return "".join(printed)
+
+
+@pytest.mark.parametrize("image", [False, True], ids=["no image", "an older image"])
+async def test_a_kernel_that_ended_as_it_was_about_to_be_adopted(server, monkeypatch, caplog, image):
+    """A fresh kernel under the id, checkpointable, that says what it is; what there is on disk is kept and named."""
+    first = await server.start(drain_timeout=0.2)
+    kept = None
+    if image:
+        kept = await first.provisioner.checkpoint()
+        shutil.copytree(kept.path, server.place / "copy")
+        await first.run("x = 1")
+        await first.settled("running")
+        (server.place / "copy").rename(kept.path)
+    first.client.execute("import time\nwhile True: time.sleep(0.05)")
+    await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+    pids = first.lifecycle.capsule.processes()
+    await first.provisioner.leave()
+    find = GpuCkptProvisioner._find_orphan
+
+    def found_and_killed(self):
+        found = find(self)
+        assert found.directory is not None
+        os.kill(pids[0], signal.SIGKILL)
+        # Reaped: before that, one of its threads may be on its way out.
+        waiting.until(lambda: not Path(f"/proc/{pids[0]}").exists(), "the end of the kernel", 10)
+        return found
+
+    monkeypatch.setattr(GpuCkptProvisioner, "_find_orphan", found_and_killed)
+    with caplog.at_level("WARNING"):
+        second = await server.start(drain_timeout=10.0)
+    assert second.lifecycle is not None, "the host is as fit as it was"
+    notice = await said(second, "print('x' in globals())")
+    assert notice.startswith("This is a fresh kernel, without the variables of the one before: that one ended")
+    assert notice.strip() in caplog.text
+    assert await said(second, "pass") == "", "said once"
+    if kept:
+        assert f"kept as image {kept.id}" in notice
+        assert [(one.id, one.retired) for one in server.store.images()] == [(kept.id, True)]
+    await second.provisioner.checkpoint()
+    assert await said(second, "import os; assert 'x' not in globals(); print(os.environ)") == ""
+    assert "JUPYTER_GPU_CKPT_NOTICE" not in await second.run("import os; print(dict(os.environ))")
+
+
+async def test_a_sleeping_kernel_on_a_host_that_has_become_unfit(server, monkeypatch, caplog):
+    """A plain kernel under the id says so; the image waits for a server that can."""
+    first = await server.start()
+    await first.run("x = 41")
+    await first.provisioner.leave()
+    (image,) = server.store.images()
+
+    def unfit(_):
+        raise CriuMissing("No CRIU of a version that works was found.")
+
+    with monkeypatch.context() as patched, caplog.at_level("WARNING"):
+        patched.setattr(provisioner, "shared_engine", unfit)
+        second = await server.start()
+        assert (second.lifecycle, second.state) == (None, "running")
+        notice = await said(second, "print('x' in globals())")
+        for words in ("fresh kernel", "CRIU_MISSING", image.id, "install-criu"):
+            assert words in notice
+        assert notice.strip() in caplog.text
+    await second.manager.restart_kernel()
+    await second.client.wait_for_ready(timeout=60)
+    assert await second.run("print('x' in globals())") == "False"
+    await second.manager.shutdown_kernel(now=True)
+    assert [(one.id, one.retired) for one in server.store.images()] == [(image.id, False)]
+    third = await server.start()
+    assert await third.run("print(x)") == "41"
+    await third.settled("running")
+
+
+@pytest.mark.parametrize("asleep", [False, True], ids=["alive", "asleep"])
+async def test_an_adoption_that_fails_leaves_the_kernel_to_the_next_try(server, monkeypatch, asleep):
+    first = await server.start(drain_timeout=0.2)
+    await first.run("x = 41")
+    if not asleep:
+        first.client.execute("import time\nfor _ in range(20): time.sleep(0.05)")
+        await until(lambda: first.provisioner.gate.pending == ["execute_request"])
+    await first.provisioner.leave()
+
+    def fails(self, **_):
+        raise HelperGone("The helper ended.")
+
+    with monkeypatch.context() as patched, pytest.raises(HelperGone):
+        patched.setattr(Lifecycle, "adopt", fails)
+        await server.start()
+    (orphan,) = server.orphans()
+    assert (orphan.image is not None) == asleep
+    second = await server.start(drain_timeout=10.0)
+    assert await second.run("print(x)") == "41"
+    await second.settled("running")
 
 
 async def test_the_session_is_private_and_not_listed(server):

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from harness import alive, until
+from harness import alive, descendants, until
 
 from jupyter_gpu_ckpt import __version__
 
@@ -105,10 +104,6 @@ class Owner:
         self.process.stdin.flush()
         return self.answer()
 
-    def descendants(self) -> list[int]:
-        """The capsule's outer process, its init, the kernel, helpers: everything that this owner started."""
-        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(20)
@@ -150,7 +145,7 @@ def test_the_installed_script_is_a_jupyter_subcommand(site: Site):
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
     argv = [JUPYTER, "gpu-ckpt", "list", "--json"]
     done = subprocess.run(argv, env=site.env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, json.loads(done.stdout)) == (0, {"kernels": [], "images": []})
+    assert (done.returncode, json.loads(done.stdout)) == (0, {"kernels": [], "images": [], "damaged": []})
 
 
 def test_a_command_that_is_none_is_a_usage_error(site: Site):
@@ -210,7 +205,7 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
 
     manifest = site.json("inspect", id)
     assert (manifest["id"], manifest["path"], manifest["bytes"]) == (id, image["path"], image["bytes"])
-    assert manifest["bytes"] == sum(manifest["files"].values())
+    assert manifest["bytes"] == sum(entry["bytes"] for entry in manifest["files"].values())
     assert {"dump", "quiesce", "drain"} <= set(manifest["steps"])
 
     text = site.command("list").stdout
@@ -223,7 +218,7 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
     assert ([k["state"] for k in told["kernels"]], told["images"]) == (["running"], [])
 
     owner.end()
-    assert site.json("list") == {"kernels": [], "images": []}
+    assert site.json("list") == {"kernels": [], "images": [], "damaged": []}
 
 
 def test_the_only_copy_of_a_sleeping_kernel_is_not_deleted_without_force(site: Site):
@@ -279,7 +274,7 @@ def test_images_lie_elsewhere_by_an_option(site: Site, tmp_path: Path):
 async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies_up(site: Site):
     awake, asleep = site.owner(), site.owner()
     image = asleep.ask("checkpoint")["image"]
-    started = awake.descendants() + asleep.descendants()
+    started = descendants(awake.process.pid) + descendants(asleep.process.pid)
     assert awake.facts["pid"] in started
     for owner in (awake, asleep):
         owner.kill()

@@ -66,7 +66,7 @@ def test_the_quickstart_without_torch(tmp_path: Path):
 
 
 def test_the_quickstart_with_torch(tmp_path: Path):
-    pytest.importorskip("torch", reason="torch is optional; the quickstart leaves its tensors out without it")
+    pytest.importorskip("torch", reason="torch is missing: make test installs it")
     told = intact(demo(tmp_path, "--json"), tmp_path)
     assert "tensors    None" not in told["fingerprints"][0]
 
@@ -132,3 +132,27 @@ def test_a_file_that_is_no_notebook_is_a_bad_request(tmp_path: Path, text: str):
     (tmp_path / "demo.ipynb").write_text(text)
     done = demo(tmp_path, str(tmp_path / "demo.ipynb"), "--json")
     assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (64, "BAD_REQUEST")
+
+
+def test_a_cell_that_does_not_end_is_an_error_and_no_traceback(tmp_path: Path):
+    notebook = written(
+        tmp_path,
+        (FINGERPRINT, "print(1)"),
+        ([], "import time\nwhile True: time.sleep(0.05)"),
+        (CHECKPOINT, "pass"),
+        (FINGERPRINT, "print(1)"),
+    )
+    done = demo(tmp_path, notebook, "--json", "--timeout", "2")
+    assert (done.returncode, done.stdout) == (70, "")
+    told = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert told["code"] == "KERNEL_SILENT"
+    assert "within 2 s: import time" in told["message"]
+    assert "--timeout" in told["hint"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_kernel_that_there_is_not_is_a_bad_request(tmp_path: Path):
+    done = demo(tmp_path, "--json", "--kernel", "no-such-kernel")
+    assert (done.returncode, done.stdout) == (64, "")
+    assert json.loads(done.stderr.splitlines()[-1])["error"]["code"] == "BAD_REQUEST"
+    assert "Traceback" not in done.stderr

@@ -25,6 +25,14 @@ def test_links_lead_somewhere(document):
         assert (document.parent / target).exists(), target
 
 
+def test_every_test_that_the_threat_model_names_exists():
+    text = (ROOT / "docs" / "threat-model.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 10
+    for file, name in named:
+        assert f"def {name}" in (ROOT / file).read_text(), (file, name)
+
+
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"`?make ((?:[\w-]+ ?)+)", (ROOT / "README.md").read_text())

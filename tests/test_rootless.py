@@ -7,7 +7,6 @@ rights of an ordinary user alone, because Linux has no way left to give it other
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -16,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from harness import descendants
 
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu_install import VARIABLE
@@ -28,6 +27,8 @@ from jupyter_gpu_ckpt.engine.criu_install import VARIABLE
 ROOT = os.geteuid() == 0
 REPOSITORY = Path(__file__).resolve().parents[1]
 UID = 54321
+#: Seconds after which many tests together are taken to hang: several times what they take on a busy machine.
+HANGS = 600
 
 root_only = pytest.mark.skipif(not ROOT, reason="this run is an ordinary user's already: all of it is the proof")
 
@@ -110,14 +111,11 @@ class Nobody:
 
     def _watch(self, pid: int, over: threading.Event) -> None:
         """Note the user ids of every descendant, from when the first process has become the user's."""
-        while not over.is_set() and _uids(pid) != (UID,) * 4:
-            time.sleep(0.002)
-        while not over.is_set():
-            fresh = [pid]
-            while fresh:
-                self.seen |= {uids for process in fresh if (uids := _uids(process))}
-                fresh = [child for process in fresh for child in _children(process)]
-            time.sleep(0.01)
+        while _uids(pid) != (UID,) * 4:
+            if over.wait(0.002):
+                return
+        while not over.wait(0.01):
+            self.seen |= {uids for process in (pid, *descendants(pid)) if (uids := _uids(process))}
 
 
 def _uids(pid: int) -> tuple[int, ...]:
@@ -128,14 +126,6 @@ def _uids(pid: int) -> tuple[int, ...]:
         return ()
     line = next(line for line in text.splitlines() if line.startswith("Uid:"))
     return tuple(int(word) for word in line.split()[1:])
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # it ends while it is looked at
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-    return found
 
 
 @pytest.fixture
@@ -176,8 +166,9 @@ def pytest_of(*tests: str) -> list[str]:
 @root_only
 def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
-    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py"]
-    said = nobody.run(pytest_of("tests/test_cycle.py", *engine, "tests/test_rootless.py"), timeout=240)
+    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py", "tests/engine/test_rescue.py"]
+    tests = pytest_of("tests/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
+    said = nobody.run(tests, timeout=HANGS)
     assert " passed" in said
     assert " failed" not in said
     assert nobody.seen == {(UID,) * 4}, "some process had another user's id"
@@ -189,7 +180,7 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
     chosen = "grew or moved or somebody or unix or deleted or written or kill_in or dump"
     tests = ["tests/faults/test_leaving.py", "tests/faults/test_returning.py"]
-    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=240)
+    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}
 
 

@@ -30,6 +30,8 @@ from ..errors import CapsuleError, CapsuleGone, GpuCkptError
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
+#: Bytes of a request that are sent as one packet.
+_PACKET = 1 << 16
 _INIT = Path(__file__).with_name("capsule_init.py")
 
 
@@ -51,11 +53,15 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds."""
+    """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds.
+
+    ``unmended`` says what could not be made good of what it left in the kernel, and is empty as a rule.
+    """
 
     status: int
     timed_out: bool
     seconds: float
+    unmended: str = ""
 
 
 def first_pid() -> int:
@@ -88,6 +94,7 @@ class Capsule:
         directory: Path,
         *,
         offsets: Clocks = Clocks(0, 0),
+        known_as: Path | None = None,
         stdout: int | Any = None,
         stderr: int | Any = None,
     ) -> Capsule:
@@ -99,6 +106,8 @@ class Capsule:
             Existing 0700 directory; holds the init's socket.
         offsets:
             What to add to the host's clocks inside: `Clocks` of the dump minus `Clocks` now, zero for a new kernel.
+        known_as:
+            Where the kernel finds ``directory``, if not under its own path: where it was on the host it comes from.
         stdout, stderr:
             Where the kernel's raw output goes, as for `subprocess.Popen`; the caller's own by default.
 
@@ -112,6 +121,7 @@ class Capsule:
             "directory": str(directory),
             "monotonic_ns": offsets.monotonic,
             "boottime_ns": offsets.boottime,
+            "known_as": str(known_as) if known_as not in (None, directory) else "",
             "report": reported,
         }
         try:
@@ -258,7 +268,7 @@ class Capsule:
             self._asked += 1
             try:
                 self._socket.settimeout(timeout)
-                self._socket.send(json.dumps({**request, "number": self._asked}).encode())
+                _send(self._socket, json.dumps({**request, "number": self._asked}).encode())
                 while True:
                     packet, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
                     if not packet or json.loads(packet).get("number") == self._asked:
@@ -307,11 +317,13 @@ class Capsule:
         env: Mapping[str, str],
         inherit_pipes: bool = False,
         grace: float = 0.0,
+        on_kernel: bool = False,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
         ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
-        the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.
+        the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
+        program that works ``on_kernel`` finds it stopped; it stays so if the program ends well, else it goes on.
         """
         request = {
             "verb": "run",
@@ -322,9 +334,10 @@ class Capsule:
             "output": str(output),
             "inherit_pipes": inherit_pipes,
             "grace": grace,
+            "on_kernel": on_kernel,
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)
-        return Ran(reply["status"], reply["timed_out"], reply["seconds"])
+        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
 
     def clocks(self) -> Clocks:
         """The clocks as the kernel in the capsule reads them."""
@@ -412,6 +425,20 @@ class Capsule:
             found += fresh
             fresh = [child for pid in fresh for child in _children(pid)]
         return [pid for pid in found if pid != self.host_pid]
+
+
+def _send(connection: socket.socket, request: bytes) -> None:
+    """Send a request as one packet, or in a file of its own: the environment of a kernel may be larger than a packet.
+
+    A packet has to fit into the socket's buffer, of which a user has 200 KB (``net.core.wmem_max``).
+    """
+    if len(request) <= _PACKET:
+        connection.send(request)
+        return
+    with os.fdopen(os.memfd_create("request"), "wb") as file:
+        file.write(request)
+        file.flush()
+        socket.send_fds(connection, [b"{}"], [file.fileno()])
 
 
 def _ready(descriptors: list[int], timeout: float | None) -> list[int]:

@@ -4,10 +4,11 @@ Run as a script (``python -I -S capsule_init.py '<json>'``) by `capsule.Capsule`
 uses the standard library only and opens nothing it does not need: whatever the kernel inherits from here must be
 restorable.
 
-The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet, answers in order:
+The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet (or, where it is larger than a packet can
+be, in a file whose descriptor comes with an empty object), answers in order:
 
 ``spawn``   start the kernel                        -> ``{"pid", "pipes"}`` and a pidfd
-``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds"}``
+``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
 ``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
 ``status``  exit status of the kernel               -> ``{"status": int | null}``
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
@@ -32,6 +33,10 @@ from typing import Any
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt.engine import syscalls
+from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
+from jupyter_gpu_ckpt.engine.ptrace import let_go
+from jupyter_gpu_ckpt.engine.raw_output import Pipe
+from jupyter_gpu_ckpt.engine.rescue import Rescue, unguard
 
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
@@ -51,9 +56,14 @@ def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
+    # They count from the clocks of the host itself, and this process may be in a time namespace already; the new one
+    # has begun with that one's.
+    with open("/proc/self/timens_offsets") as file:
+        rows = [line.split() for line in file]
+    outer = {row[0]: int(row[1]) * 1_000_000_000 + int(row[2]) for row in rows}
     with open("/proc/self/timens_offsets", "w") as file:
         for clock, nanoseconds in (("monotonic", monotonic_ns), ("boottime", boottime_ns)):
-            seconds, rest = divmod(nanoseconds, 1_000_000_000)
+            seconds, rest = divmod(outer[clock] + nanoseconds, 1_000_000_000)
             file.write(f"{clock} {seconds} {rest}\n")
 
 
@@ -66,27 +76,25 @@ def mount_proc() -> None:
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
 
 
-class Pipe:
-    """A pipe between the kernel's raw stdout or stderr and ours.
+def mount_under_old_path(directory: int, old: str) -> None:
+    """Show the kernel its directory (a descriptor) where it was before: its sockets keep their paths for life.
 
-    ``inode`` names the pipe in CRIU's images: on restore CRIU is told to put our new pipe in the place of the old one.
+    Where that path cannot be made (another user's directory, ``/run/user/...`` of a session that this host does not
+    have), an empty file system covers the nearest directory above it, for this capsule only: what is there is out of
+    the user's reach anyhow.  One at the top of the tree is not covered: it has more in it than that.
     """
-
-    def __init__(self, target: int) -> None:
-        self.target = target
-        self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.reader, False)
-        self.inode = os.fstat(self.writer).st_ino
-
-    def forward(self) -> bool:
-        """Copy what is there; False at the end.  Output nobody takes (owner's pipe closed) is dropped, never blocks."""
-        try:
-            data = os.read(self.reader, 65536)
-        except BlockingIOError:
-            return True
-        with contextlib.suppress(OSError):
-            os.write(self.target, data)
-        return bool(data)
+    try:
+        os.makedirs(old, mode=0o700, exist_ok=True)
+        os.stat(f"{old}/.")
+    except OSError:
+        above = os.path.dirname(old)
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if above.count("/") < 2:
+            raise
+        syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+        os.makedirs(old, mode=0o700, exist_ok=True)
+    syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)
 
 
 class Init:
@@ -106,9 +114,7 @@ class Init:
         self.deadline = time.monotonic() + PATIENCE
         self.pipes: list[Pipe] = []
         for target in (1, 2):
-            pipe = Pipe(target)
-            self.pipes.append(pipe)
-            self.selector.register(pipe.reader, selectors.EVENT_READ, pipe)
+            self.pipes.append(Pipe(target, self.selector))
         waker, wakeup = socket.socketpair()
         for end in (waker, wakeup):
             end.setblocking(False)
@@ -136,8 +142,8 @@ class Init:
                 elif key.data == "owner":
                     if not self.hear():
                         self.drop_owner()
-                elif isinstance(key.data, Pipe) and not key.data.forward():
-                    self.selector.unregister(key.data.reader)
+                else:
+                    key.data()
             self.reap()
             if self.job and time.monotonic() >= self.job["deadline"]:
                 self.hurry(self.job)
@@ -148,8 +154,8 @@ class Init:
     def hurry(self, job: dict[str, Any]) -> None:
         """End a program that is overdue: by an error it can handle if it has a grace, after that by SIGKILL.
 
-        CRIU, killed while its code is in the kernel, leaves it there, and the kernel dies of it.  A file size limit
-        makes its next write fail instead, as a full disk would, and it takes everything back.
+        A file size limit makes CRIU's next write fail, as a full disk would, and it takes everything back by itself,
+        and also what `Rescue` cannot see: names it gave to deleted files, for instance.
         """
         grace = 0.0 if job["timed_out"] else job["grace"]
         job["timed_out"] = True
@@ -183,24 +189,56 @@ class Init:
                 return
             if pid == 0:
                 return
+            kept = let_go(pid, status)
+            if os.WIFSTOPPED(status):
+                if kept:  # a thread of the kernel
+                    continue
+                # A child of a CRIU that was killed, come to us just before it asked its parent to trace it.
+                os.kill(pid, signal.SIGKILL)
+                continue
             code = os.waitstatus_to_exitcode(status)
             if pid == self.kernel:
                 self.kernel_status = code
             elif self.job and pid == self.job["pid"]:
                 job, self.job = self.job, None
                 seconds = time.monotonic() - job["began"]
-                self.answer(
-                    {"number": job["number"], "status": code, "timed_out": job["timed_out"], "seconds": seconds}
-                )
+                told = {"status": code, "timed_out": job["timed_out"], "seconds": seconds}
+                unmended = self.conclude(job, code)
+                if job["owner"] is self.owner:  # a new owner has numbers of its own, and would take it for its job's
+                    self.answer({"number": job["number"], **told, "unmended": unmended})
+                if job["rescue"] and job["owner"] is not self.owner:
+                    job["rescue"].go_on()  # nobody is there any more who would let it
+
+    @staticmethod
+    def conclude(job: dict[str, Any], code: int) -> str:
+        """After a dump: what CRIU left is made good.  Why not, if not: that must not end the kernel, as our end would.
+
+        It is also written below what CRIU said, for a dump that went well has nobody who asks.
+        """
+        rescue: Rescue | None = job["rescue"]
+        if rescue is None:
+            return ""
+        try:
+            rescue.conclude(well=code == 0)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(OSError), open(job["output"], "a") as file:
+                file.write(f"Error: what CRIU left in the kernel is not made good: {why}\n")
+            return why
+        return ""
 
     # -- requests
 
     def hear(self) -> bool:
         assert self.owner is not None
         try:
-            packet = self.owner.recv(PACKET)
+            packet, fds, _, _ = socket.recv_fds(self.owner, PACKET, 1)
         except OSError:
             return False
+        for fd in fds:
+            with open(fd, "rb") as file:
+                file.seek(0)
+                packet = file.read()
         if not packet:
             return False
         request = json.loads(packet)
@@ -237,15 +275,17 @@ class Init:
         output: str,
         inherit_pipes: bool = False,
         grace: float = 0.0,
+        on_kernel: bool = False,
     ) -> None:
         if self.job:
             raise RuntimeError("a program is running already")
-        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        rescue = Rescue(self.kernel, time.monotonic() + STOP) if on_kernel else None
         try:
-            extra = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
-            pid = self.fork(argv, env, cwd, capable=True, stdio=[log, log], extra=extra)
-        finally:
-            os.close(log)
+            pid = self.start(argv, env, cwd, output, inherit_pipes)
+        except BaseException:
+            if rescue is not None:
+                rescue.conclude(well=False)
+            raise
         began = time.monotonic()
         self.job = {
             "pid": pid,
@@ -254,10 +294,23 @@ class Init:
             "grace": grace,
             "timed_out": False,
             "number": self.number,
+            "owner": self.owner,
+            "rescue": rescue,
+            "output": output,
         }
+
+    def start(self, argv: list[str], env: dict[str, str], cwd: str, output: str, inherit_pipes: bool) -> int:
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            extra = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
+            return self.fork(argv, env, cwd, capable=True, stdio=[log, log], extra=extra)
+        finally:
+            os.close(log)
 
     def do_adopt(self, pid: int) -> None:
         os.kill(pid, 0)
+        if pid != self.kernel:
+            unguard(pid)
         self.kernel = pid
         self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
 
@@ -315,9 +368,10 @@ class Init:
     ) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        # What is ignored here would stay ignored in the program: Python's own two, and those init ignores.
-        for name in ("SIGCHLD", "SIGPIPE", "SIGXFSZ", "SIGINT", "SIGTERM", "SIGHUP"):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        # What is ignored here would stay ignored in the program: by Python, by init, or by whoever started the server:
+        # a shell's background job ignores SIGQUIT.
+        for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(each, signal.SIG_DFL)
         if capable:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `hurry`
         if self.rootless:
@@ -369,6 +423,12 @@ def main(argument: str) -> int:
         os.setsid()
         syscalls.set_name("gpu-ckpt-init")
         mount_proc()
+        if options.get("known_as"):
+            at = "directory"
+            # Opened again: what is bound must be seen in this mount namespace.
+            again = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
+            mount_under_old_path(again, options["known_as"])
+            os.close(again)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"/proc/self/fd/{directory}/capsule.sock")

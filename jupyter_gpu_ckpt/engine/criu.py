@@ -9,10 +9,11 @@ state is suspended before the dump (`engine.cuda`), so for CRIU the process is a
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from ..errors import (
     UnsupportedSocket,
 )
 from .capsule import Capsule, Ran
+
+_log = logging.getLogger(__name__)
 
 #: Options of both verbs, and why.  A dump and its restore must agree on them.
 OPTIONS: tuple[tuple[str, ...], ...] = (
@@ -151,9 +154,12 @@ class Criu:
             grace=GRACE if verb == "dump" else 0.0,
             env=ENVIRONMENT,
             inherit_pipes=inherit_pipes,
+            on_kernel=verb == "dump",
         )
         if ran.status != 0:
             raise explain(verb, ran, log, output)
+        if ran.unmended:  # it goes on all the same, with what was there for CRIU's sake still in it
+            _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unmended)
         return ran
 
     def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:
@@ -165,16 +171,27 @@ class Criu:
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
         return self._run("dump", capsule, directory, timeout, options).seconds
 
-    def restore(self, capsule: Capsule, directory: Path, *, pid: int, pipes: Sequence[int], timeout: float) -> float:
+    def restore(
+        self,
+        capsule: Capsule,
+        directory: Path,
+        *,
+        pid: int,
+        pipes: Sequence[int],
+        timeout: float,
+        before_running: Callable[[], object] = lambda: None,
+    ) -> float:
         """Bring the process tree in ``directory`` to life in the empty ``capsule``; returns seconds.
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
+        ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
         After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
         """
-        options = ["--restore-detached"]
+        options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
+        before_running()
         capsule.adopt(pid)
         return ran.seconds
 
@@ -189,6 +206,8 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
             continue
     errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
     details: dict[str, Any] = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
+    if ran.unmended:
+        details["unmended"] = ran.unmended
     for cause in _CAUSES:
         for line in errors:
             match = cause.pattern.search(line)

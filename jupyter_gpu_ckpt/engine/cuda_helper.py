@@ -213,13 +213,14 @@ class Nvml:
         if not self.open():
             return []
         api = self._api
-        driver = api.nvmlSystemGetDriverVersion()
+        driver, known = api.nvmlSystemGetDriverVersion(), api.nvmlSystemGetCudaDriverVersion()
+        cuda = f"{known // 1000}.{known % 1000 // 10}"
         found = []
         for index in range(api.nvmlDeviceGetCount()):
             handle = api.nvmlDeviceGetHandleByIndex(index)
             memory = api.nvmlDeviceGetMemoryInfo(handle)
             gpu = {"index": index, "uuid": api.nvmlDeviceGetUUID(handle), "name": api.nvmlDeviceGetName(handle)}
-            gpu |= {"total": memory.total, "free": memory.free, "used": memory.used, "driver": driver}
+            gpu |= {"total": memory.total, "free": memory.free, "used": memory.used, "driver": driver, "cuda": cuda}
             found.append(gpu | {"mig": self._mig(handle), "mps": self._mps(handle)})
         return found
 

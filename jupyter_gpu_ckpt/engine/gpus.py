@@ -26,7 +26,8 @@ class Gpu:
     """One GPU at one moment.
 
     ``mig``: multi-instance mode is on.  ``mps``: a process of the multi-process service uses it (``None``: NVML cannot
-    say; an MPS daemon without clients is not seen).  ``driver``: the version of the NVIDIA driver.
+    say; an MPS daemon without clients is not seen).  ``driver``: the version of the NVIDIA driver; ``cuda``: the CUDA
+    version it knows (empty: it does not say).
     """
 
     index: int
@@ -38,6 +39,7 @@ class Gpu:
     mig: bool
     mps: bool | None
     driver: str
+    cuda: str = ""
 
 
 class Gpus:

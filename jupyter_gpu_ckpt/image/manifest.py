@@ -1,18 +1,35 @@
 """The manifest of an image: what it holds, and what a restore needs to know before it starts.
 
-Written last, so a directory without a manifest is no image.  The JSON form is stable: `VERSION` counts its changes.
+Written after everything it lists, so a directory without a manifest is no image.  The JSON form is stable and written
+down in ``manifest.schema.json``: `VERSION` counts its changes, older versions stay readable.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ImageFormat
 
-VERSION = 1
+VERSION = 2
+#: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
+MOST_FILES = 100_000
+MOST_BYTES = 64 << 20
+_MOST = 2**63
+
+_Text = str | bytes
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of an image: its size, and its BLAKE3 in hex (empty in a manifest of version 1)."""
+
+    bytes: int
+    blake3: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,32 +63,135 @@ class Manifest:
     report: dict[str, Any] = field(default_factory=dict)
     #: Seconds by step, of the checkpoint that made this image.
     steps: dict[str, float] = field(default_factory=dict)
-    #: Every file of the image with its size.
-    files: dict[str, int] = field(default_factory=dict)
+    #: Every file of the image but the manifest, its seal, and what leases write.
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    #: One up with every checkpoint of this kernel; 0 in version 1.
+    generation: int = 0
+    #: What the node had that a node which restores this must have too (`match.fingerprint`).
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    #: How CRIU's files are encrypted (`encryption`); None when they are not.
+    encryption: dict[str, Any] | None = None
     version: int = VERSION
 
     @property
     def bytes(self) -> int:
         """Size of the image."""
-        return sum(self.files.values())
+        return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
         """The manifest as it is written to disk."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """Read a manifest.  Raises `ImageFormat` with the version when it is newer, or with what is wrong with it."""
+    def from_json(cls, text: _Text) -> Manifest:
+        """Read a manifest.  Raises `ImageFormat` with the version when it is newer, or with what is wrong with it.
+
+        Nothing is believed of a text because it is sealed: names cannot lead out of the image's directory, and numbers
+        are what they are said to be.
+        """
+        if len(text) > MOST_BYTES:
+            raise ImageFormat("The image's manifest is too large to be one.", bytes=len(text))
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_once)
             version = data["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ImageFormat("The image's manifest is damaged.", reason=repr(error)) from error
-        if version != VERSION:
-            text = f"The image is of format {version}; this release reads format {VERSION}."
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ImageFormat("The image's manifest is damaged.", reason=type(error).__name__) from error
+        if type(version) is not int or version not in _READERS:
+            text = f"The image is of format {version}; this release reads formats 1 to {VERSION}."
             raise ImageFormat(text, version=version)
-        known = {f.name for f in dataclasses.fields(cls)}
-        try:
-            return cls(**{key: value for key, value in data.items() if key in known})
-        except TypeError as error:
-            raise ImageFormat("The image's manifest lacks a field.", reason=str(error)) from error
+        return cls(**_READERS[version](data))
+
+
+def safe_name(name: str) -> bool:
+    """Whether ``name`` can be that of a file in an image: relative, downwards, one spelling, nothing hidden."""
+    parts = name.split("/")
+    return (
+        1 <= len(parts) <= 4
+        and all(0 < len(part.encode(errors="replace")) <= 255 and not part.startswith(".") for part in parts)
+        and not re.search(r"[\x00-\x1f\x7f\\]", name)
+        and parts[0] not in RESERVED
+    )
+
+
+#: Files of an image that its manifest does not list: itself, its seal, and what leases write.
+RESERVED = frozenset({"manifest.json", "manifest.mac", "lease", "claim.json"})
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which a name comes twice can mean two things to two readers."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _version_1(data: dict[str, Any]) -> dict[str, Any]:
+    """Files had sizes only, and there was no seal."""
+    files = data.get("files")
+    if isinstance(files, dict):
+        data = {**data, "files": {name: {"bytes": size, "blake3": ""} for name, size in files.items()}}
+    return _version_2({**data, "generation": 0, "fingerprint": {}, "encryption": None})
+
+
+def _version_2(data: dict[str, Any]) -> dict[str, Any]:
+    facts = {}
+    for each in dataclasses.fields(Manifest):
+        if each.name not in data:
+            if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+                raise ImageFormat("The image's manifest lacks a field.", field=each.name)
+            continue
+        value = data[each.name]
+        if not _RULES[str(each.type)](value):
+            raise ImageFormat(f"The image's manifest is damaged: {each.name} is not of its type.", field=each.name)
+        facts[each.name] = value
+    files = facts.get("files", {})
+    if len(files) > MOST_FILES:
+        raise ImageFormat("The image's manifest lists too many files.", files=len(files))
+    for name, entry in files.items():
+        if not safe_name(name) or not _entry(entry, hashed=data["version"] > 1):
+            raise ImageFormat("The image's manifest lists a file that cannot be one of an image.", name=name[:300])
+    facts["files"] = {name: FileEntry(entry["bytes"], entry["blake3"]) for name, entry in files.items()}
+    return facts
+
+
+_READERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _version_1, 2: _version_2}
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < _MOST  # type: ignore[operator]
+
+
+def _entry(value: object, hashed: bool) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"bytes", "blake3"} or not _is_size(value["bytes"]):
+        return False
+    digest = value["blake3"]
+    return isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}" if hashed else "", digest))
+
+
+def _each(kind: type, rule: Callable[[object], bool]) -> Callable[[object], bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, kind):
+            return False
+        return all(map(rule, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
+
+    return check
+
+
+#: What a value must be, by the annotation of its field.
+_RULES: dict[str, Callable[[object], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": _is_size,
+    "float": _is_number,
+    "list[int]": _each(list, _is_size),
+    "list[str]": _each(list, lambda value: isinstance(value, str)),
+    "dict[str, int]": _each(dict, _is_size),
+    "dict[str, float]": _each(dict, _is_number),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "dict[str, Any] | None": lambda value: value is None or isinstance(value, dict),
+    "dict[str, FileEntry]": lambda value: isinstance(value, dict),
+}

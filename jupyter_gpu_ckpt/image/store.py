@@ -1,9 +1,4 @@
-"""A directory of images: drafts are written beside the images and become one by a rename.
-
-Publishing is: every file flushed to disk, the manifest written last and flushed, the directory renamed, the parent
-flushed. A crash at any point leaves either a whole image or a draft that the next sweep removes.  Limits: a file
-system that lies about fsync can lose a published image; NFS without a lock manager cannot tell two restorers apart.
-"""
+"""A directory of images: each is found by its name, proved, sealed and removed; drafts (`draft`) lie beside them."""
 
 from __future__ import annotations
 
@@ -12,169 +7,79 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import GpuCkptError, ImageBusy, ImageFormat, ImageNotFound, NoSpace, StoreUnwritable
-from .manifest import Manifest
+from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound, StoreShared
+from . import draft, integrity, leases
+from .disk import mapped
+from .draft import Draft
+from .encryption import Vault
+from .generations import Generations
+from .image import CRIU_DIRECTORY, Image
+from .integrity import MANIFEST, Progress
+from .keys import Keyring
+from .manifest import VERSION, Manifest
 
-MANIFEST = "manifest.json"
-CRIU_DIRECTORY = "criu"
-_DRAFT = ".draft-"
-
-
-@contextlib.contextmanager
-def _mapped(root: Path) -> Iterator[None]:
-    """Errors of the file system become ours."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpace("The disk of the image directory is full.", directory=str(root)) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise StoreUnwritable(
-                f"The image directory cannot be written: {os.strerror(error.errno)}.", directory=str(root)
-            ) from error
-        raise
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@dataclass(frozen=True)
-class Image:
-    """A published image."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def id(self) -> str:
-        """The image's name in its store."""
-        return self.manifest.id
-
-    @property
-    def criu_directory(self) -> Path:
-        """CRIU's files."""
-        return self.path / CRIU_DIRECTORY
-
-    def retire(self) -> None:
-        """Its owner shut the kernel down: no server is to bring it back by itself.  The image stays usable."""
-        self._mark.touch(0o600)
-
-    @property
-    def retired(self) -> bool:
-        """Whether `retire` was called."""
-        return self._mark.exists()
-
-    @property
-    def _mark(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.retired")
-
-    @contextlib.contextmanager
-    def lease(self) -> Iterator[None]:
-        """Hold the image for one restorer or remover.  Raises `ImageBusy` at once when another holds it."""
-        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"), timeout=0, mode=0o600)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise ImageBusy(f"Image {self.id} is in use by another process.", image=self.id) from error
-        try:
-            yield
-        finally:
-            lock.release()
-
-
-class Draft:
-    """An image being written; `publish` or `discard` ends it."""
-
-    def __init__(self, store: Store, id: str) -> None:
-        self.store = store
-        self.id = id
-        self.path = store.root / f"{_DRAFT}{id}"
-        self._lock = FileLock(store.root / f"{_DRAFT}{id}.lock", timeout=0, mode=0o600)
-        with _mapped(store.root):
-            self._lock.acquire()
-            self.criu_directory.mkdir(parents=True, mode=0o700)
-            self.path.chmod(0o700)
-
-    @property
-    def criu_directory(self) -> Path:
-        """Where CRIU writes."""
-        return self.path / CRIU_DIRECTORY
-
-    def publish(self, manifest: Manifest) -> Image:
-        """Make it an image.  After failure it is still a draft."""
-        with _mapped(self.store.root):
-            files = [path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name != MANIFEST]
-            for path in files:
-                path.chmod(0o600)
-            manifest = replace(
-                manifest, id=self.id, files={str(path.relative_to(self.path)): path.stat().st_size for path in files}
-            )
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(_flush, files))
-            fd = os.open(self.path / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(fd, "w") as file:
-                file.write(manifest.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            for directory in (self.criu_directory, self.path):
-                _flush(directory)
-            target = self.store.root / self.id
-            self.path.rename(target)
-            _flush(self.store.root)
-        self._unlock()
-        return Image(target, manifest)
-
-    def discard(self) -> None:
-        """Remove what was written.  Idempotent, never raises: it runs while another error is on its way."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        with contextlib.suppress(OSError):
-            Path(self._lock.lock_file).unlink()
-        self._lock.release()
+__all__ = ["Image", "Store"]
 
 
 class Store:
-    """The images below one directory, which is made on first use with mode 0700."""
+    """The images below one directory, which is made on first use and belongs to its user alone."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: int = 0) -> None:
         self.root = root
+        #: Encrypts the images made from now on; None: they are not.
+        self.vault = vault
+        self.quota = quota
+        self.keys = keys or Keyring()
+        self.generations = Generations(self.keys.directory / "generations")
 
     def prepare(self) -> None:
-        """Make the directory and prove that it can be written.  Raises `StoreUnwritable`."""
-        with _mapped(self.root):
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.root.stat().st_uid == os.geteuid():
-                self.root.chmod(0o700)
+        """Make the directory and prove that it can be written.
+
+        Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, and `StoreShared` for a directory that
+        others can enter: images hold every secret of a kernel.  Its mode is not ours to change.
+        """
+        with mapped(self.root):
+            if self.root.exists() and not self.root.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+            if not self.root.exists():
+                self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.root.chmod(0o700)  # whatever the umask
+            if not self._private():
+                raise StoreShared("The image directory can be entered by other users.", directory=str(self.root))
             probe = self.root / f".probe-{secrets.token_hex(4)}"
             probe.touch(0o600)
             probe.unlink()
+        self.keys.current()
+        if self.vault is not None:
+            self.vault.secret()
+
+    def _private(self) -> bool:
+        facts = self.root.stat()
+        return facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
 
     def free(self) -> int:
-        """Bytes an unprivileged user may still write."""
-        place = next(path for path in (self.root, *self.root.parents) if path.exists())
-        facts = os.statvfs(place)
-        return facts.f_bavail * facts.f_frsize
+        """Bytes an unprivileged user may still write, of the disk's and of the quota, if there is one."""
+        places = [self.root] if self.vault is None else [self.root, self.vault.base]
+        there = (next(path for path in (place, *place.parents) if path.exists()) for place in places)
+        free = min(one.f_bavail * one.f_frsize for one in map(os.statvfs, there))
+        if self.quota:
+            free = min(free, max(0, self.quota - sum(image.manifest.bytes for image in self.images())))
+        return free
 
     def begin(self, kernel_id: str) -> Draft:
         """Start an image of a kernel.  Raises `StoreUnwritable`, `NoSpace`."""
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        return Draft(self, f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}")
+        id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
+        return Draft(self.root, id, keys=self.keys, generations=self.generations, vault=self.vault)
 
     def images(self) -> list[Image]:
         """Every readable image, oldest first; an unreadable one is passed over here and explained by `get`."""
@@ -186,59 +91,140 @@ class Store:
                         found.append(self.get(path.name))
         return found
 
+    def damaged(self) -> dict[str, ImageFormat]:
+        """What `images` passes over, by id: directories of this user whose manifest cannot be used, and why."""
+        found = {}
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            try:
+                if path.is_dir():
+                    self.get(path.name)
+            except ImageFormat as error:
+                found[path.name] = error
+            except GpuCkptError:
+                continue
+        return found
+
     def get(self, id: str) -> Image:
         """The image named ``id``.  Raises `ImageNotFound`, `ImageFormat`."""
-        if not id or "/" in id or id.startswith("."):
-            raise ImageNotFound(f"There is no image {id!r}.", image=id)
-        path = self.root / id
+        path = self._own(id)
         try:
-            if path.stat().st_uid != os.geteuid():
-                # CRIU trusts its images completely: what another user wrote is not brought to life as us.
-                raise PermissionError
-            manifest = Manifest.from_json((path / MANIFEST).read_text(errors="replace"))
-        except PermissionError as error:
-            raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ImageNotFound(f"There is no image {id!r}.", image=id) from error
+            manifest = Manifest.from_json(integrity.read_manifest(path))
+        except OSError as error:
+            self._own(id)  # another may have removed it since
+            raise ImageFormat(f"The image's manifest cannot be read: {error.strerror}.", image=id) from error
         if manifest.id != id:
             raise ImageFormat(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
         return Image(path, manifest)
 
-    def check(self, image: Image) -> None:
-        """Every file of the manifest is there with its size, and no other.  Raises `ImageFormat`."""
-        root = image.path
-        found = {
-            str(path.relative_to(root)): path.stat().st_size
-            for path in root.rglob("*")
-            if path.is_file() and path.name != MANIFEST
-        }
-        if found != image.manifest.files:
-            expected = image.manifest.files
-            wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-            raise ImageFormat(f"The image is damaged: {', '.join(wrong[:3])}.", image=image.id, files=wrong)
+    def _own(self, id: str) -> Path:
+        """The directory of an image of this user, whatever is in it.
 
-    def remove(self, image: Image) -> int:
-        """Delete an image; returns the bytes freed.  Raises `ImageBusy` when a restore is using it, `ImageNotFound`."""
-        if not image.path.is_dir():
-            raise ImageNotFound(f"There is no image {image.id!r}.", image=image.id)
-        with image.lease(), _mapped(self.root):
-            # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
-            doomed = self.root / f"{_DRAFT}{image.id}"
-            image.path.rename(doomed)
-            shutil.rmtree(doomed)
-        for mark in ("lock", "retired"):
-            image.path.with_name(f".{image.path.name}.{mark}").unlink(missing_ok=True)
+        CRIU trusts its images completely: what another user wrote is not brought to life as us.
+        """
+        path = self.root / id
+        if not id or "/" in id or id.startswith("."):
+            raise ImageNotFound(f"There is no image {id!r}.", image=id)
+        try:
+            facts = path.lstat()
+        except PermissionError as error:
+            raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error
+        except OSError as error:
+            raise ImageNotFound(f"There is no image {id!r}.", image=id) from error
+        if facts.st_uid != os.geteuid():
+            raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id)
+        if not stat.S_ISDIR(facts.st_mode):
+            raise ImageNotFound(f"There is no image {id!r}.", image=id)
+        return path
+
+    def check(self, image: Image, progress: Progress | None = None) -> None:
+        """Prove that the image is whole, ours and the last of its kernel.
+
+        Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`, `ImageFormat`, `KeyUnusable`.
+        """
+        self._require_content(image)
+        self._require_current(image, integrity.verify(image.path, self.keys, progress))
+
+    def begin_check(self, image: Image) -> integrity.Proof:
+        """`check` for a restore: all that CRIU looks at is proved when this returns, and what it copies soon after.
+
+        Raises as `check`.  The caller runs nothing of the image before the proof is complete.
+        """
+        self._require_content(image)
+        manifest, proof = integrity.begin(image.path, self.keys)
+        try:
+            self._require_current(image, manifest)
+        except BaseException:
+            proof.give_up()
+            raise
+        return proof
+
+    def _require_content(self, image: Image) -> None:
+        if image.archived:
+            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
+
+    def _require_current(self, image: Image, proved: Manifest) -> None:
+        if proved != image.manifest:
+            raise ImageForged("The image's manifest was changed while it was looked at.", image=image.id)
+        self.generations.require_current(proved)
+
+    @contextlib.contextmanager
+    def plain(self, image: Image) -> Iterator[Path]:
+        """CRIU's files of ``image`` as CRIU wrote them: decrypted into memory for the body, if they are encrypted.
+
+        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`.
+        """
+        if image.manifest.encryption is None:
+            yield image.criu_directory
+            return
+        vault = self.vault or Vault()
+        with contextlib.closing(vault.decrypt(image.path, image.manifest, CRIU_DIRECTORY)) as plain:
+            yield plain.path
+
+    def seal(self, image: Image) -> Image:
+        """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
+        with leases.hold(image.path), mapped(self.root):
+            manifest = replace(image.manifest, files=integrity.entries(image.path), version=VERSION)
+            integrity.write_private(image.path / MANIFEST, manifest.to_json())
+            integrity.seal(image.path, self.keys.current())
+        return Image(image.path, manifest)
+
+    def remove(self, image: Image, *, leased: bool = False) -> int:
+        """Delete an image; returns the bytes freed.
+
+        ``leased``: the caller holds its lease.  Raises `ImageBusy` when a restore is using it, `ImageNotFound`.
+        """
+        self._delete(image.path, leased)
         return image.manifest.bytes
 
+    def remove_damaged(self, id: str) -> int:
+        """Delete an image whatever its manifest says; returns the bytes freed.  Raises as `remove`."""
+        path = self._own(id)
+        count = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        self._delete(path, leased=False)
+        return count
+
+    def _delete(self, path: Path, leased: bool) -> None:
+        with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
+            # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
+            doomed = self.root / f"{draft.PREFIX}{path.name}"
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
+            # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
+            for mark in ("lock", "retired", "accepts", "archived"):
+                path.with_name(f".{path.name}.{mark}").unlink(missing_ok=True)
+
     def sweep(self) -> int:
-        """Remove drafts whose writer is gone; returns how many.  Called when a server starts."""
-        swept = 0
-        for path in self.root.glob(f"{_DRAFT}*") if self.root.is_dir() else ():
+        """Remove drafts whose writer is gone; returns how many.  Called when a server starts.
+
+        Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
+        """
+        swept = (self.vault or Vault()).sweep()
+        for path in self.root.glob(f"{draft.PREFIX}*") if self.root.is_dir() and self._private() else ():
             if not path.is_dir():
                 continue
             lock = FileLock(path.with_name(path.name + ".lock"), timeout=0, mode=0o600)
-            with contextlib.suppress(Timeout, OSError):
-                with lock:
+            with contextlib.suppress(Timeout, OSError), lock:
+                if path.is_dir():  # another sweep may have held the lock before
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)

@@ -64,6 +64,14 @@ class Agent:
             self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, getattr(self, verb))
         self.outside.register()
         self.magics.register()
+        self._notice = os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", "")  # what this kernel starts is not meant
+        if self._notice:
+            self._shell.events.register("pre_run_cell", self._tell_notice)
+
+    def _tell_notice(self, _: Any) -> None:
+        """Called from IPython before the first cell that is not silent: its output is where its user looks."""
+        self._shell.events.unregister("pre_run_cell", self._tell_notice)
+        print(self._notice, file=sys.stderr, flush=True)
 
     def unregister(self) -> None:
         """Called from `unload_ipython_extension`."""

@@ -8,15 +8,16 @@ capsule, or leaves the kernel asleep on its image until a client wants it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import HostError, ImageBusy
 from ..image.store import Image, Store
-from .registry import kernels
+from .registry import kernels, owned_kernel
 
 SESSION = "session.json"
 
@@ -26,7 +27,9 @@ class Session:
     """What a later server needs to serve this kernel as if it had never been away.
 
     ``front``: the connection info clients use; ``identity``: the kernel's own words of who it is (`Gate.identity`);
-    ``path``: the working directory it was started in.
+    ``notebook``: its document's file, if it has one; ``path``: the working directory it was started in; ``root``:
+    the root directory of the server it was started by, if that has one; ``protected_until``: until when no policy
+    may take it away, seconds since the epoch.
     """
 
     kernel_id: str
@@ -36,10 +39,13 @@ class Session:
     path: str
     front: dict[str, Any]
     identity: dict[str, Any] | None = None
+    root: str = ""
+    protected_until: float | None = None
+    notebook: str = ""
 
     def write(self, directory: Path) -> None:
         """Write it to ``directory``, whole or not at all, readable by the owner alone."""
-        draft = directory / f".{SESSION}"
+        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # the desk and the worker may write at once
         draft.touch(0o600)
         draft.write_text(json.dumps(dataclasses.asdict(self)))
         draft.rename(directory / SESSION)
@@ -74,16 +80,63 @@ def orphans(base: Path, store: Store) -> list[Orphan]:
             owned.add(record["kernel_id"])
         elif session := Session.read(Path(record["directory"])):
             found[session.kernel_id] = Orphan(session, directory=Path(record["directory"]))
-    alive = set(found)
-    for image in store.images():
-        session = None if image.retired else Session.read(image.path)
-        if session and session.kernel_id not in alive | owned:
-            with contextlib.suppress(KeyError):
-                del found[session.kernel_id]  # an older image; the list is oldest first
-            found[session.kernel_id] = Orphan(session, image=image)
-    return list(found.values())
+    sleeping = {id: one for id, one in _sleepers(store).items() if id not in found and id not in owned}
+    return [*found.values(), *sleeping.values()]
 
 
 def orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
     """The orphan of that id."""
     return next((one for one in orphans(base, store) if one.session.kernel_id == kernel_id), None)
+
+
+def sleeper(kernel_id: str, store: Store) -> Orphan | None:
+    """The newest image of that id that a server is to bring back, whatever else there is of the kernel."""
+    return _sleepers(store).get(kernel_id)
+
+
+def _sleepers(store: Store) -> dict[str, Orphan]:
+    found: dict[str, Orphan] = {}
+    for image in store.images():
+        session = None if image.retired else Session.read(image.path)
+        if session:
+            found.pop(session.kernel_id, None)  # an older image; the list is oldest first
+            found[session.kernel_id] = Orphan(session, image=image)
+    return found
+
+
+def only_copy(image: Image, insist: str) -> ImageBusy | None:
+    """The refusal to delete an image that is all there is of its kernel; None where nobody needs it any more.
+
+    ``insist`` says how to delete it all the same.  Raises `CapsuleError` when others hold the kernels' base too long.
+    """
+    # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
+    owned = owned_kernel(Path(image.manifest.runtime_dir))
+    if owned is not None and owned["image"] == image.id:
+        why, hint = "which sleeps", "Run a cell in its notebook to wake it"
+    elif owned is None and not image.retired and Session.read(image.path) is not None:
+        why, hint = "whose server has stopped", "The next server brings it back"
+    else:
+        return None
+    return ImageBusy(
+        f"Image {image.id} is the only copy of kernel {image.manifest.kernel_id}, {why}.",
+        hint=f"{hint}, or {insist} to lose it.",
+        left=f"the image is kept as {image.id}",
+    )
+
+
+_FRESH = "This is a fresh kernel, without the variables of the one before:"
+
+
+def ended(last: Orphan | None) -> str:
+    """What the user of a fresh kernel reads when the one to adopt had ended; ``last`` is what it left on disk."""
+    kept = f" An earlier state of it is kept as image {last.image.id}." if last and last.image else ""
+    return f"{_FRESH} that one ended while no server had it.{kept}"
+
+
+def not_adopted(found: Orphan, error: HostError) -> str:
+    """What the user of a kernel that was started plainly reads when there was one to adopt."""
+    if found.image is not None:
+        there = f"Its image is kept as {found.image.id}, and the next server brings it back if it can."
+    else:
+        there = "It runs on, and the next server adopts it if it can."
+    return f"{_FRESH} that one could not be brought back ({error.code}: {error.message}) {there} {error.hint}"

@@ -29,13 +29,24 @@ _pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-desk")
 
 
 class Desk:
-    """Answers for one kernel."""
+    """Answers for one kernel.
 
-    def __init__(self, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+    ``protected_until``: what it was for an earlier server.  ``remember``: called when it has changed, to have it
+    written down for the next one; may raise `OSError`.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger | logging.LoggerAdapter[Any],
+        *,
+        protected_until: float | None = None,
+        remember: Callable[[], None] = lambda: None,
+    ) -> None:
         self._log = log
+        self._remember = remember
         #: Until when no policy may suspend or checkpoint this kernel, seconds since the epoch.  Who asks for it in so
         #: many words is not kept from it.
-        self.protected_until: float | None = None
+        self.protected_until = protected_until
         #: The widget in the notebook that shows the kernel's state, if there is one.
         self.panel: Panel | None = None
 
@@ -117,6 +128,7 @@ class Desk:
         if seconds < 0:
             raise BadRequest("A protection cannot end in the past.")
         self.protected_until = time.time() + seconds if seconds else None
+        self._remember()
         return {"protected_until": self.protected_until}
 
     def protection(self) -> float | None:

@@ -11,6 +11,7 @@ a call to the gate's thread and waits for it with a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -165,6 +166,19 @@ class Gate:
         return self._await(
             lambda proxy, future: proxy.request(future, msg_type, dict(content), timeout, "control"), timeout
         )
+
+    def ask(self, prompt: str, timeout: float) -> str | None:
+        """Ask the user whose cell waits for the kernel a question; None when nobody can be asked, or nobody answers."""
+        try:
+            return self._await(lambda proxy, future: proxy.ask(future, prompt), timeout)
+        except GateError:
+            self.unask()
+            return None
+
+    def unask(self) -> None:
+        """Whoever waits in `ask` gets no answer.  Does nothing if the gate was stopped."""
+        with contextlib.suppress(GateError):
+            self._do(lambda proxy: proxy.unask())
 
     def say(self, msg_type: str, content: Mapping[str, Any]) -> None:
         """Send clients an output in the kernel's name, also while the kernel is away."""

@@ -11,6 +11,9 @@ LAUNCH = Path(__file__).resolve().parent.parent / "inside" / "launch.py"
 #: Environment variable of a kernel that was started plainly: why, as JSON.  The agent reads it and takes it away.
 PLAIN = "JUPYTER_GPU_CKPT_PLAIN"
 
+#: Environment variable of a fresh kernel under the id of another: what its first cell tells the user on stderr.
+NOTICE = "JUPYTER_GPU_CKPT_NOTICE"
+
 #: Modules that start an ipykernel when run with ``-m``.
 KERNEL_MODULES = frozenset({"ipykernel", "ipykernel_launcher"})
 

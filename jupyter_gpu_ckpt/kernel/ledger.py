@@ -86,7 +86,7 @@ class Ledger:
 
     def working(self) -> bool:
         """Whether the kernel is at work on something that a user asked it to do, as far as can be told from here."""
-        return any(wakes(entry.request.msg_type) and not entry.straggles for entry in self._entries.values())
+        return any(wakes(entry.request) and not entry.straggles for entry in self._entries.values())
 
     def find(self, msg_id: str) -> Entry | None:
         """The entry of ``msg_id`` if it is under way."""

@@ -1,4 +1,4 @@
-"""Keeps the panel in the notebook (`jupyter_gpu_ckpt.widgets`) up to date while its own kernel cannot.
+"""Keeps the panel in the notebook (`inside.widgets`) up to date while its own kernel cannot.
 
 A widget lives half in the kernel and half in the browser; while the kernel leaves, is away and comes back, the half in
 the browser gets its updates from here, in the kernel's name.  The half in the kernel knows nothing of them and says how

@@ -10,73 +10,33 @@ A host that cannot checkpoint still starts kernels: plainly, with one line in th
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import functools
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
-from traitlets import Bool, Float, Unicode, default
+from traitlets import Bool, Float, Int, List, Unicode, default
 
-from ..engine.capsule import Capsule
-from ..engine.criu import Criu
-from ..engine.criu_install import dotted, find
-from ..engine.cuda import Cuda
-from ..engine.cuda_client import Helper
-from ..engine.gpus import Gpus
 from ..errors import GpuCkptError, HostError, StateError
 from ..estimate import RATES
+from ..image.encryption import Vault
+from ..image.node import unbindable
 from ..image.store import Image, Store
-from ..lifecycle import Engine, Home, Lifecycle, Settings
+from ..lifecycle import Lifecycle, Settings
 from ..machine import State
-from ..trace import Sink, StepEvent, Trace
-from .adoption import Orphan, Session, orphan
+from ..steps import REFRESHED
+from ..trace import Sink, StepEvent
+from .adoption import Orphan, not_adopted, orphan, sleeper
 from .desk import Desk
-from .gate import Gate, GateState
-from .inject import PLAIN, rewrite
-from .places import default_image_dir, default_runtime_base, make_runtime_dir
-from .registry import Registration, reap
-
-Result = TypeVar("Result")
-
-_engines: dict[Path, Engine] = {}
-_engines_lock = threading.Lock()
-
-
-def shared_engine(image_dir: Path) -> Engine:
-    """The process's engine: one CRIU, one helper for the CUDA driver, a store per directory.  Raises `HostError`."""
-    with _engines_lock:
-        if image_dir not in _engines:
-            known = next(iter(_engines.values()), None)
-            if known is None:
-                binary = find()
-                helper = Helper()
-                version = dotted(binary.version)
-                known = Engine(Criu(binary.argv), version, Cuda(helper), Gpus(helper), Store(image_dir))
-            store = Store(image_dir)
-            store.sweep()
-            _engines[image_dir] = Engine(known.criu, known.criu_version, known.cuda, known.gpus, store)
-        return _engines[image_dir]
-
-
-def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the kernel itself listens: unix sockets in its directory, under the key the clients have too."""
-    channels = ("shell", "iopub", "stdin", "control", "hb")
-    return {
-        "transport": "ipc",
-        "ip": str(directory / "kernel"),
-        **{f"{channel}_port": port for port, channel in enumerate(channels, 1)},
-        "key": front["key"],
-        "signature_scheme": front["signature_scheme"],
-        "kernel_name": front.get("kernel_name", ""),
-    }
+from .engines import shared_engine, with_own_store
+from .gate import Gate
+from .inject import NOTICE, PLAIN, rewrite
+from .places import default_image_dir, default_runtime_base
+from .premises import Launch, Premises
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -115,6 +75,39 @@ class GpuCkptProvisioner(LocalProvisioner):
         "`jupyter gpu-ckpt rm` deletes kept images.",
     ).tag(config=True)
 
+    accept_changed_files = Bool(
+        False,
+        help="Wake a kernel although files it has open were changed while it was away (a log that was rotated, a table "
+        "that grew): it goes on with them as they are now. Else the wake is refused, and the files are named.",
+    ).tag(config=True)
+    archive_url = Unicode(
+        help="The cold tier: a URL for fsspec (file:, s3:, gs:, sftp:). The server extension sends the content "
+        "of images there that are older than `archive_after`; a wake brings it back."
+    ).tag(config=True)
+    archive_after = Float(
+        7 * 86400.0, help="Seconds after which an image is archived, if there is an `archive_url`."
+    ).tag(config=True)
+    refresh_environment = List(
+        Unicode(),
+        list(REFRESHED),
+        help="Environment variables that a restored kernel gets anew from the server that restores it.",
+    ).tag(config=True)
+
+    encryption_key = Unicode(
+        help="Where the key that encrypts images comes from: file:PATH, env:NAME or command:COMMAND, which give 64 "
+        "hexadecimal digits. Empty: images are not encrypted. Encrypted ones need host memory of their size while a "
+        "kernel leaves or comes back."
+    ).tag(config=True)
+    memory_dir = Unicode(
+        "/dev/shm",  # noqa: S108 - a directory of this user's below it
+        help="Directory of a file system in memory, for the plain files of images that are encrypted.",
+    ).tag(config=True)
+    image_quota = Int(
+        0,
+        help="Bytes all images together may have; 0: as many as the disk holds. Beyond it a checkpoint is refused with "
+        "NO_SPACE; `jupyter gpu-ckpt prune` makes room.",
+    ).tag(config=True)
+
     @default("image_dir")
     def _default_image_dir(self) -> str:
         return str(default_image_dir())
@@ -125,20 +118,15 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.lifecycle: Lifecycle | None = None
-        self._last: Lifecycle | None = None
+        self._premises = Premises(self.kernel_id, on_state=self._note_state, on_step=self._tell_sinks, log=self.log)
         #: Listeners to the trace of this kernel's steps; see `trace`.
         self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
-        #: What the kernel is answered when it asks, and until when it is protected from policies.
-        self.desk = Desk(self.log)
-        self._gate: Gate | None = None
-        self._front: dict[str, Any] = {}
-        self._has_agent = False
-        self._registration: Registration | None = None
+        #: Called with each new state, on the thread of whoever made it; must not raise.  Unlike the lifecycle's own
+        #: listeners these outlive a restart.
+        self.on_state: list[Callable[[State], None]] = []
         self._orphan: Orphan | None = None
-        # One thread for this kernel's verbs: they take turns, and the caller's event loop (if it has one) stays free.
-        self._worker: ThreadPoolExecutor | None = None
-        self._joined: dict[str, Future[Any]] = {}
+        #: Only a first launch adopts; a restart is to be a fresh kernel.
+        self._launched = False
 
     # -- the programmatic way in
 
@@ -150,28 +138,44 @@ class GpuCkptProvisioner(LocalProvisioner):
         return State.RUNNING if self.process is not None else State.DEAD
 
     @property
+    def lifecycle(self) -> Lifecycle | None:
+        """The kernel's lifecycle; None for a kernel that was started plainly, or is gone."""
+        return self._premises.lifecycle
+
+    @property
+    def desk(self) -> Desk:
+        """What the kernel is answered when it asks, and until when it is protected from policies."""
+        return self._premises.desk
+
+    @property
     def gate(self) -> Gate | None:
         """The gate, for those who watch what clients do; None for a kernel that was started plainly."""
-        return self._gate
+        return self._premises.gate
 
     async def suspend(self) -> None:
         """CUDA state to host RAM, the GPU is free.  After failure the kernel runs on."""
-        await self._verb("suspend", self._checkpointable().suspend)
+        await self._premises.worker.verb("suspend", self._checkpointable().suspend)
 
     async def resume(self) -> None:
         """CUDA state back to the GPU.  After failure the kernel stays suspended."""
-        await self._verb("resume", self._checkpointable().resume)
+        await self._premises.worker.verb("resume", self._checkpointable().resume)
 
     async def checkpoint(self) -> Image:
         """Everything to an image, no process left.  After failure the kernel is as it was."""
-        return await self._verb("checkpoint", self._checkpointable().checkpoint)
+        return await self._premises.worker.verb("checkpoint", self._checkpointable().checkpoint)
 
-    async def restore(self, gpu_map: Mapping[str, str] | None = None) -> None:
+    async def restore(
+        self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
+    ) -> None:
         """Back from the image; ``gpu_map`` maps GPU UUIDs of the checkpoint to those to use.
 
-        After failure the image is kept, and the next try starts from it.
+        ``accept_changed_files``: in place of the trait of that name, this once.  After failure the image is kept, and
+        the next try starts from it.  Raises `StateError` when the kernel is on its way back already, to other GPUs.
         """
-        await self._verb("restore", functools.partial(self._checkpointable().restore, gpu_map))
+        await self._premises.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
+
+    def _restore(self, gpu_map: dict[str, str], accept_changed_files: bool | None) -> None:
+        self._checkpointable().restore(gpu_map, accept_changed_files=accept_changed_files)
 
     def _checkpointable(self) -> Lifecycle:
         if self.lifecycle is None:
@@ -180,19 +184,6 @@ class GpuCkptProvisioner(LocalProvisioner):
                 hint="`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel.",
             )
         return self.lifecycle
-
-    async def _verb(self, name: str, call: Callable[[], Result]) -> Result:
-        """Run a verb on the kernel's worker; a second request for the same verb joins the one under way."""
-        future: Future[Result] | None = self._joined.get(name)
-        if future is None or future.done():
-            future = self._joined[name] = self._submit(call)
-        # Shielded: a caller that is cancelled must not cancel what another caller waits for.
-        return await asyncio.shield(asyncio.wrap_future(future))
-
-    def _submit(self, call: Callable[[], Result]) -> Future[Result]:
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"gpu-ckpt-{self.kernel_id[:8]}")
-        return self._worker.submit(call)
 
     def _tell_sinks(self, event: StepEvent) -> None:
         # Not the list itself: each launch has a trace of its own, and would leave a listener of its own in it.
@@ -209,51 +200,6 @@ class GpuCkptProvisioner(LocalProvisioner):
         if self.desk.panel is not None:
             self.desk.panel.stepped(event)
 
-    # -- what the gate tells us, on its thread
-
-    def _on_wake(self, msg_type: str) -> None:
-        self.log.info("Waking kernel %s for a client's %s", self.kernel_id, msg_type)
-        self._submit(self._wake)
-
-    def _wake(self) -> None:
-        if self.lifecycle is None:
-            return
-        try:
-            self.lifecycle.wake()
-        except GpuCkptError as error:
-            if self.lifecycle is None or self.state is State.DEAD:
-                return  # it was ended meanwhile; jupyter_client learns that by polling
-            self.log.error("Kernel %s could not be woken: %s", self.kernel_id, error.code)
-
-    def _on_ask(self, content: dict[str, Any]) -> None:
-        """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
-        lifecycle, gate = self.lifecycle, self._gate
-        if lifecycle is None or gate is None:
-            return
-        if content.get("now"):
-            self.desk.take(content, lifecycle, gate)
-            return
-        verbs: dict[str, Callable[[], Any]] = {
-            "suspend": lifecycle.suspend,
-            "checkpoint": lifecycle.checkpoint,
-            "shutdown": lifecycle.terminate,
-        }
-        call = verbs.get(str(content.get("verb")))
-        if call is None:
-            self.log.warning("Kernel %s asked for something unknown.", self.kernel_id)
-            return
-        self._submit(functools.partial(self._do_asked, call, gate))
-
-    def _do_asked(self, call: Callable[[], Any], gate: Gate) -> None:
-        try:
-            call()
-        except GpuCkptError as error:
-            self.log.warning("Kernel %s did not do what was asked: %s", self.kernel_id, error.code)
-            if gate.state is GateState.DRAINING:
-                gate.release()  # kept for us since the cell that asked
-            if gate.state is GateState.OPEN:
-                self.desk.refused(error, gate)
-
     # -- jupyter_client's hooks
 
     @property
@@ -263,7 +209,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
         """Called from the kernel manager before each launch; writes the connection file and makes the command."""
-        if self._gate is None and self._last is None:
+        if not self._launched:
             self._orphan = await asyncio.to_thread(self._find_orphan)
             if self._orphan is not None:
                 self._take_front(self._orphan.session.front)
@@ -271,167 +217,90 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _find_orphan(self) -> Orphan | None:
         """A kernel of this very id that nobody owns: it is adopted instead of starting another."""
+        store = Store(Path(self.image_dir))
         try:
-            return orphan(self.kernel_id, Path(self.runtime_base), Store(Path(self.image_dir)))
-        except HostError:
-            return None  # the launch meets it too, says why, and starts plainly
+            return orphan(self.kernel_id, Path(self.runtime_base), store)
+        except HostError:  # the launch meets it too, and says why
+            return sleeper(self.kernel_id, store)
 
     def _take_front(self, front: Mapping[str, Any]) -> None:
-        """The kernel manager gets the old ports and key, before it writes the connection file: clients come back."""
+        """The kernel manager gets the old ports and key, before it writes the connection file: clients come back.
+
+        Of a kernel from another host the ports may be taken here, or the address be the other host's: then the manager
+        chooses, and clients that connect through a server notice nothing.
+        """
         manager = self.parent
         if manager is None:
             return
-        manager.transport, manager.ip = front["transport"], front["ip"]
-        for channel in ("shell", "iopub", "stdin", "control", "hb"):
-            setattr(manager, f"{channel}_port", front[f"{channel}_port"])
-        self.ports_cached = True
         manager.session.key = str(front["key"]).encode()
         for name in ("curve_publickey", "curve_secretkey"):
             if front.get(name):
                 setattr(manager, name, str(front[name]).encode())
+        channels = ("shell", "iopub", "stdin", "control", "hb")
+        ports = {f"{channel}_port": front[f"{channel}_port"] for channel in channels}
+        if front["transport"] == "tcp" and any(unbindable(front["ip"], port) for port in ports.values()):
+            self.log.info("Kernel %s gets new ports: its old ones cannot be had here.", self.kernel_id)
+            return
+        manager.transport, manager.ip = front["transport"], front["ip"]
+        for name, port in ports.items():
+            setattr(manager, name, port)
+        self.ports_cached = True
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         """Called from the kernel manager; also on restart.  Falls back to a plain start on a host that is unfit."""
+        found, self._orphan = self._orphan, None
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
-            if self._orphan is not None:
-                await asyncio.to_thread(self._adopt, engine, self._orphan, kwargs)
-            else:
-                await asyncio.to_thread(self._launch_in_capsule, engine, list(cmd), kwargs)
+            vault = Vault(self.encryption_key, Path(self.memory_dir)) if self.encryption_key else None
+            engine = with_own_store(engine, vault, self.image_quota)
+            await asyncio.to_thread(self._premises.fill, engine, self._launch(cmd, kwargs), found)
         except HostError as error:
-            self._drop_gate()
-            self.lifecycle = None
+            self._premises.close()
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it can say why, and still shows what holds the GPU's memory.
             kwargs["env"] = {**(kwargs.get("env") or os.environ), PLAIN: json.dumps(error.as_dict())}
+            if found is not None:
+                kwargs["env"][NOTICE] = notice = not_adopted(found, error)
+                self.log.warning("Kernel %s: %s", self.kernel_id, notice)
+            self._launched = True
             return await super().launch_kernel(rewrite(cmd) or cmd, **kwargs)
+        self._launched = True
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
 
-    def _launch_in_capsule(self, engine: Engine, cmd: list[str], kwargs: Mapping[str, Any]) -> None:
-        if self._registration is None:
-            reap(Path(self.runtime_base))
-            self._registration = Registration(make_runtime_dir(Path(self.runtime_base)))
-        directory = self._registration.directory
-        for stale in directory.glob("kernel-*"):
-            stale.unlink()
-        front = self._front_info()
-        back = _back_info(directory, front)
-        file = directory / "connection.json"
-        file.touch(0o600)
-        file.write_text(json.dumps(back))
-        argv = [argument.replace(self._connection_file(), str(file)) for argument in cmd]
-        rewritten = rewrite(argv)
+    def _launch(self, cmd: list[str], kwargs: Mapping[str, Any]) -> Launch:
+        info: dict[str, Any] = dict(self.connection_info)
+        front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
         env = dict(kwargs.get("env") or os.environ)
-        # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
-        env["JPY_PARENT_PID"] = "1"
-        cwd = str(kwargs.get("cwd") or Path.cwd())
-        session = Session(
-            kernel_id=self.kernel_id,
-            kernel_name=getattr(self.parent, "kernel_name", "") or "",
-            runtime_dir=str(directory),
-            has_agent=rewritten is not None,
-            path=cwd,
+        if self.encryption_key.startswith("env:"):
+            env.pop(self.encryption_key.removeprefix("env:"), None)  # no key in what it encrypts
+        return Launch(
+            cmd=list(cmd),
+            connection_file=str(Path(self.parent.connection_file).resolve()) if self.parent else "",
             front=front,
-        )
-        gate, lifecycle = self._furnish(engine, session, back, kwargs)
-        launched: Future[bool] = Future()
-        # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
-        self._submit(functools.partial(self._open_gate, lifecycle, gate, launched))
-        try:
-            lifecycle.launch(rewritten or argv, env, cwd)
-        finally:
-            launched.set_result(lifecycle.state is State.RUNNING)
-
-    def _adopt(self, engine: Engine, found: Orphan, kwargs: Mapping[str, Any]) -> None:
-        """Instead of launching: be the owner of a kernel whose own is gone."""
-        self._orphan = None
-        directory = found.directory or Path(found.session.runtime_dir)
-        make_runtime_dir(directory.parent, directory.name)
-        self._registration = Registration(directory)
-        session = dataclasses.replace(found.session, front=self._front_info())
-        capsule = Capsule.attach(directory) if found.directory else None
-        gate, lifecycle = self._furnish(engine, session, _back_info(directory, session.front), kwargs)
-        lifecycle.adopt(capsule=capsule, image=found.image)
-        self.log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
-        if lifecycle.state is State.RUNNING:
-            self._submit(functools.partial(self._open_gate, lifecycle, gate))
-
-    def _furnish(
-        self, engine: Engine, session: Session, back: dict[str, Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Gate, Lifecycle]:
-        """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
-        assert self._registration is not None
-        self.desk = Desk(self.log)  # what an earlier process had asked for went with it
-        if self._gate is None or session.front != self._front:
-            self._drop_gate()
-            self._gate = Gate(
-                session.front,
-                back,
-                on_wake=self._on_wake,
-                on_ask=self._on_ask,
-                kernel_id=self.kernel_id,
-                log=self.log,
-                identity=session.identity,
-            )
-            self._gate.start()
-            self._front = session.front
-        else:
-            self._gate.rebind_kernel(back)
-        gate = self._gate
-        home = Home(
-            kernel_id=self.kernel_id,
-            kernel_name=session.kernel_name,
-            runtime_dir=self._registration.directory,
-            has_agent=session.has_agent,
+            kernel_name=getattr(self.parent, "kernel_name", "") or "",
+            root=str(getattr(getattr(self.parent, "parent", None), "root_dir", "")),
+            base=Path(self.runtime_base),
+            env=env,
+            cwd=str(kwargs.get("cwd") or Path.cwd()),
             outlive=bool(kwargs.get("independent") or self.outlive_server),
-            write_session=lambda place: dataclasses.replace(session, identity=gate.identity).write(place),
+            start_timeout=self.start_timeout,
+            settings=Settings(
+                drain=self.drain_timeout,
+                connect=self.wake_timeout,
+                slowest_rate=self.slowest_rate,
+                refresh=tuple(self.refresh_environment),
+                accept_changed_files=self.accept_changed_files,
+                archive_url=self.archive_url,
+            ),
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
         )
-        session.write(self._registration.directory)
-        settings = Settings(drain=self.drain_timeout, connect=self.wake_timeout, slowest_rate=self.slowest_rate)
-        trace = Trace(self.kernel_id, [self._tell_sinks])
-        self.lifecycle = Lifecycle(home, engine, gate, settings=settings, trace=trace)
-        self.lifecycle.on_state.append(self._note_state)
-        return gate, self.lifecycle
 
-    def _front_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = dict(self.connection_info)
-        for name, value in info.items():
-            if isinstance(value, bytes):
-                info[name] = value.decode("ascii")
-        return info
-
-    def _connection_file(self) -> str:
-        return str(Path(self.parent.connection_file).resolve()) if self.parent else ""
-
-    def _open_gate(self, lifecycle: Lifecycle, gate: Gate, launched: Future[bool] | None = None) -> None:
-        """First contact with a fresh kernel; clients' messages wait in the gate until then."""
-        if launched is not None and not launched.result():
-            return
-        try:
-            gate.open(self.start_timeout)
-            gate.release()
-        except GpuCkptError as error:
-            if lifecycle is self.lifecycle and lifecycle.poll() is None:
-                self.log.error("Kernel %s does not answer through the gate: %s", self.kernel_id, error.code)
-
-    def _note_state(self, state: State) -> None:
-        """The kernel has another state, and perhaps another process: keep the record others look at up to date."""
-        lifecycle = self.lifecycle
-        capsule = lifecycle.capsule if lifecycle else None
-        self.pid = self.pgid = capsule.host_pid if capsule else None
-        if self.desk.panel is not None:
-            self.desk.panel.changed(state)
-        if self._registration is not None and lifecycle is not None:
-            self._registration.write(
-                kernel_id=self.kernel_id,
-                kernel_name=lifecycle.home.kernel_name,
-                state=state.value,
-                pid=self.pid,
-                image=lifecycle.image.id if lifecycle.image else None,
-            )
+    def _note_state(self, state: State, pid: int | None) -> None:
+        self.pid = self.pgid = pid
+        for told in tuple(self.on_state):
+            told(state)
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
@@ -445,16 +314,16 @@ class GpuCkptProvisioner(LocalProvisioner):
             return await super().wait()
         while (status := self.lifecycle.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # a process's end has no event loop of ours to tell it to
-        self._last, self.lifecycle = self.lifecycle, None
+        self._premises.vacate()
         return status
 
     async def send_signal(self, signum: int) -> None:
         """Called to interrupt and to end.  A sleeping kernel has nothing to interrupt; ending it drops the process."""
         if self.lifecycle is None:
             return await super().send_signal(signum)
-        if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._reachable):
+        if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._premises.reachable):
             await asyncio.to_thread(self.lifecycle.terminate)
-        elif self._reachable and self.lifecycle.capsule is not None:
+        elif self._premises.reachable and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.signal(signum)
         return None
 
@@ -468,31 +337,23 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
-        if self.lifecycle is not None and not self._reachable:
+        if self.lifecycle is not None and not self._premises.reachable:
             await asyncio.to_thread(self.lifecycle.terminate)
-
-    @property
-    def _reachable(self) -> bool:
-        """Whether the kernel gets what is sent to it: a wake opens the gate before the last of its steps is done."""
-        return self._gate is not None and self._gate.state in (GateState.OPEN, GateState.DRAINING)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
-        lifecycle = self.lifecycle or self._last
+        lifecycle = self.lifecycle or self._premises.last
         if lifecycle is not None:
+            if lifecycle.kept is not None:
+                message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
+                self.log.warning(message, self.kernel_id, lifecycle.kept.id)
             if restart or not self.keep_image_on_shutdown:
                 await asyncio.to_thread(lifecycle.discard_image)
             elif lifecycle.image is not None:
                 lifecycle.image.retire()
                 self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, lifecycle.image.id)
         if not restart:
-            await asyncio.to_thread(self._drop_gate)
-            if self._worker is not None:
-                self._worker.shutdown(wait=False)
-                self._worker = None
-            if self._registration is not None:
-                self._registration.end()
-                self._registration = None
+            await asyncio.to_thread(self._premises.end)
         await super().cleanup(restart)
 
     async def leave(self) -> None:
@@ -507,23 +368,17 @@ class GpuCkptProvisioner(LocalProvisioner):
             await self.checkpoint()
         except GpuCkptError as error:
             self.log.warning("Kernel %s is left running: %s", self.kernel_id, error.code)
-        await asyncio.to_thread(self._let_go, lifecycle)
+        await asyncio.to_thread(self._premises.leave, lifecycle)
 
-    def _let_go(self, lifecycle: Lifecycle) -> None:
-        self._drop_gate()
-        lifecycle.leave()
-        if self._worker is not None:
-            self._worker.shutdown(wait=False)
-            self._worker = None
-        if self._registration is not None:
-            self._registration.leave()
-            self._registration = None
-        self.lifecycle = self._last = None
+    async def give_up(self) -> None:
+        """Called when the server stops and `leave` took too long: the kernel stays as it is, without an owner.
 
-    def _drop_gate(self) -> None:
-        if self._gate is not None:
-            self._gate.stop()
-            self._gate = None
+        A drain under way ends at once.  Another step is not disturbed: this waits for it, and so does the end of this
+        process; what it leaves is mended by the next owner.
+        """
+        lifecycle = self._premises.disown()
+        if lifecycle is not None:
+            await asyncio.to_thread(self._premises.leave, lifecycle)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Called by the kernel manager to persist what a later server needs to find this kernel again."""
@@ -531,5 +386,5 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         info["state"] = self.state.value
         info["image"] = lifecycle.image.id if lifecycle and lifecycle.image else None
-        info["runtime_dir"] = str(self._registration.directory) if self._registration else None
+        info["runtime_dir"] = str(self._premises.directory) if self._premises.directory else None
         return info

@@ -86,6 +86,7 @@ class Proxy:
         self._drain = Drain(self.ledger, self._send_errand, self._freed)
         self._woken = False  # on_wake was called for this sleep
         self._dead = False
+        self._question: tuple[Request, Future[str | None]] | None = None
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
         self._rewire()
 
@@ -193,7 +194,7 @@ class Proxy:
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; drain it first.")
         self.state, self._woken = GateState.ASLEEP, False
-        waiting = self.hold.first(lambda request: wakes(request.msg_type))
+        waiting = self.hold.first(wakes)
         if waiting is not None:
             self._wake(waiting.msg_type)
 
@@ -213,6 +214,24 @@ class Proxy:
             self.voice.failed(request, error)
             if request.stops:
                 stopped.add(queue)
+
+    def ask(self, future: Future[str | None], prompt: str) -> None:
+        """Ask the client of the first cell that waits, if it lets itself be asked."""
+        self.unask()
+        waiting = self.hold.first(
+            lambda request: request.msg_type == "execute_request" and bool(request.content.get("allow_stdin"))
+        )
+        if waiting is None:
+            future.set_result(None)
+            return
+        self._question = waiting, future
+        self.voice.question(waiting, prompt)
+
+    def unask(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._question is not None and not self._question[1].done():
+            self._question[1].set_result(None)
+        self._question = None
 
     def request(
         self,
@@ -293,6 +312,10 @@ class Proxy:
 
     def _request_came(self, request: Request) -> None:
         kind = request.msg_type
+        if kind == "input_reply" and self._question is not None and request.idents == self._question[0].idents:
+            self._question[1].set_result(str(request.content.get("value", "")))
+            self._question = None
+            return
         # A running cell may need an answer to its input(), an interrupt, its end: those pass a drain.
         passes = request.channel == "stdin" or kind in _DONE_WITHOUT_KERNEL
         if self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
@@ -303,12 +326,10 @@ class Proxy:
                 self._tell(self._on_ask, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))})
         elif kind == "kernel_info_request" and self.voice.info is not None and not self._dead:
             self.voice.kernel_info(request)
-        elif self.hold.full and not wakes(kind):
+        elif not self.hold.append(request):
             self.voice.refused(request)
-        else:
-            self.hold.append(request)
-            if self.state is GateState.ASLEEP and wakes(kind):
-                self._wake(kind)
+        elif self.state is GateState.ASLEEP and wakes(request):
+            self._wake(kind)
 
     def _forward(self, request: Request) -> None:
         # A client's identity stays in front: the kernel returns it, and the front ROUTER finds the client by it.
@@ -316,7 +337,7 @@ class Proxy:
         self._forwarded(request)
 
     def _forwarded(self, request: Request) -> None:
-        if wakes(request.msg_type):
+        if wakes(request):
             self.last_activity = time.monotonic()
         if request.channel != "stdin":
             self.ledger.forwarded(request)
@@ -398,7 +419,7 @@ class Proxy:
         if b'"status"' in header:
             self._status_came(frames, rest)
         elif b'"iopub_welcome"' in header:
-            self.voice.kernel_welcomes = True  # it welcomes the gate; each client has a welcome of its own
+            self.voice.kernel_welcomed()  # it welcomes the gate; each client has a welcome of its own
         elif b'"' + ASK_TYPE.encode() + b'"' in header and self._ask_came(rest):
             pass
         else:
@@ -434,7 +455,7 @@ class Proxy:
 
     def _completed(self, entry: Entry | None) -> None:
         if entry is not None:
-            if wakes(entry.request.msg_type):
+            if wakes(entry.request):
                 self.last_activity = time.monotonic()
             self._asked([entry])
             self._settle_drain()

@@ -10,7 +10,7 @@ from typing import Any
 
 from jupyter_client.session import Session, new_id
 
-from ..errors import GpuCkptError
+from ..errors import GpuCkptError, KernelAsleep
 from .wire import Request
 
 Send = Callable[[str, list[bytes]], None]
@@ -27,7 +27,8 @@ class Voice:
         self._topic = f"kernel.{kernel_id}.".encode()
         self._send = send
         self.info: dict[str, Any] | None = None
-        self.kernel_welcomes = False
+        self._kernel_welcomes = False
+        self._unwelcomed: set[bytes] = set()  # topics of subscriptions that were not answered
 
     def learn(self, message: Mapping[str, Any]) -> None:
         """Take ``info`` and the kernel's session id from its ``kernel_info_reply``.
@@ -40,7 +41,8 @@ class Voice:
 
     def forget(self) -> None:
         """The kernel is another one from here on."""
-        self.info, self.kernel_welcomes = None, False
+        self.info, self._kernel_welcomes = None, False
+        self._unwelcomed.clear()
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -55,9 +57,17 @@ class Voice:
 
         A kernel that was heard and sent none itself is one that does not; its clients do not know the message.
         """
-        if self.info is None or self.kernel_welcomes or _version(self.info) >= (5, 4):
+        if self.info is not None and not self._kernel_welcomes and _version(self.info) < (5, 4):
+            self._unwelcomed.add(topic)
+        else:
             content = {"subscription": topic.decode("utf-8", "replace")}
             self._send("iopub", self._frames("iopub_welcome", content, None, [topic] if topic else []))
+
+    def kernel_welcomed(self) -> None:
+        """The kernel sends welcomes.  Its own may come after its first answer: clients came in between, perhaps."""
+        self._kernel_welcomes = True
+        while self._unwelcomed:
+            self.welcome(self._unwelcomed.pop())
 
     def say(self, msg_type: str, content: dict[str, Any]) -> None:
         """An output that answers no request: a ``comm_msg`` to a widget, for one."""
@@ -92,18 +102,18 @@ class Voice:
             content["restart"] = bool(request.content.get("restart", False))
         self.answer(request, content)
 
+    def question(self, request: Request, prompt: str) -> None:
+        """Ask the client of ``request`` for a line of text, as ``input()`` in its cell would."""
+        content = {"prompt": prompt, "password": False}
+        self._send("stdin", self._frames("input_request", content, request.header, request.idents))
+
     def aborted(self, request: Request) -> None:
         """Answer an execution that was queued behind one that failed."""
         self.answer(request, {"status": "aborted"})
 
     def failed(self, request: Request, error: GpuCkptError) -> None:
         """Answer an execution by ``error``, as if the cell had raised it."""
-        lines = [f"{error.code}: {error.message}"]
-        if error.left:
-            lines.append(f"Left behind: {error.left}.")
-        if error.hint:
-            lines.append(f"Hint: {error.hint}")
-        told = {"ename": error.code, "evalue": error.message, "traceback": lines}
+        told = _for_clients(error)
         # No cell ran, so the kernel's counter stands where it stood; the protocol wants the field.
         reply: dict[str, Any] = {
             "status": "error",
@@ -115,9 +125,13 @@ class Voice:
         self.answer(request, reply, None if request.content.get("silent", False) else told)
 
     def refused(self, request: Request) -> None:
-        """Answer a request for which there is no room."""
-        text = "The kernel is asleep and too many messages wait for it already."
-        self.answer(request, {"status": "error", "ename": "KERNEL_ASLEEP", "evalue": text, "traceback": [text]})
+        """Answer a request for which there is no room; one that has no reply, like a comm message, by an output."""
+        error = KernelAsleep("The kernel is away, and too many messages wait for it already.")
+        if request.msg_type == "execute_request":
+            self.failed(request, error)
+            return
+        told = _for_clients(error)
+        self.answer(request, {"status": "error", **told}, None if request.msg_type.endswith("_request") else told)
 
     def _iopub(self, msg_type: str, content: dict[str, Any], request: Request) -> None:
         self._send("iopub", self._frames(msg_type, content, request.header, [self._topic + msg_type.encode()]))
@@ -135,6 +149,16 @@ class Voice:
         # namespace.
         header["msg_id"] = new_id()
         return self._session.serialize(self._session.msg(msg_type, content, parent, header, metadata), idents)
+
+
+def _for_clients(error: GpuCkptError) -> dict[str, Any]:
+    """An error as the kernel tells one."""
+    lines = [f"{error.code}: {error.message}"]
+    if error.left:
+        lines.append(f"Left behind: {error.left}.")
+    if error.hint:
+        lines.append(f"Hint: {error.hint}")
+    return {"ename": error.code, "evalue": error.message, "traceback": lines}
 
 
 def _version(info: Mapping[str, Any]) -> tuple[int, ...]:

@@ -10,12 +10,29 @@ Source: the message types of "Messaging in Jupyter" (jupyter_client's documentat
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .wire import Request
+
 #: ``execute_request`` wakes also when it is silent: a front end that evaluates something in silence needs the answer
 #: all the same.  ``comm_open`` and ``comm_msg`` are a moved slider.  ``comm_close`` is missing on purpose: closing a
 #: page sends it.
 WAKE_TYPES = frozenset({"execute_request", "comm_open", "comm_msg", "input_reply"})
 
 
-def wakes(msg_type: str) -> bool:
-    """Whether a message of type ``msg_type`` wakes a kernel that sleeps."""
-    return msg_type in WAKE_TYPES
+#: What a page with widgets does by itself when it finds a kernel: it opens a comm of this target and asks for the
+#: states of all widgets there are (ipywidgets).  It goes on without an answer after some seconds.
+_PAGE_TARGETS = frozenset({"jupyter.widget.control"})
+_PAGE_METHODS = frozenset({"request_state", "request_states"})
+
+
+def wakes(request: Request) -> bool:
+    """Whether ``request`` wakes a kernel that sleeps."""
+    content = request.content
+    if request.msg_type == "comm_open":
+        return content.get("target_name") not in _PAGE_TARGETS
+    if request.msg_type == "comm_msg":
+        data = content.get("data")
+        return not (isinstance(data, dict) and data.get("method") in _PAGE_METHODS)
+    return request.msg_type in WAKE_TYPES

@@ -11,7 +11,7 @@ import os
 import socket as stdlib_socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,29 +79,22 @@ def bind(front: Mapping[str, Any]) -> dict[str, zmq.Socket[Any]]:
 
     Raises `GateError` with the address if one cannot be bound; then none is left bound.
     """
-    sockets: dict[str, zmq.Socket[Any]] = {}
-    try:
-        for channel in CHANNELS:
-            made = sockets[channel] = context().socket(_FRONT[channel])
-            made.linger = 0
-            made.setsockopt(zmq.RCVHWM, 0)
-            if channel == "iopub":
-                made.setsockopt(zmq.SNDHWM, _IOPUB_HIGH_WATER)
-                # Every subscription is to be seen, not only the first of its topic: each is answered by a welcome.
-                made.setsockopt(zmq.XPUB_VERBOSE, 1)
-            else:
-                made.setsockopt(zmq.SNDHWM, 0)
-                # A client that reconnects comes with the same identity before the old connection is known to be gone.
-                made.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            if front.get("curve_secretkey"):
-                made.curve_publickey = _bytes(front["curve_publickey"])
-                made.curve_secretkey = _bytes(front["curve_secretkey"])
-                made.curve_server = True
-            _bind(made, address(front, channel))
-    except BaseException:
-        close(sockets)
-        raise
-    return sockets
+
+    def settle(channel: str, made: zmq.Socket[Any]) -> None:
+        if channel == "iopub":
+            made.setsockopt(zmq.SNDHWM, _IOPUB_HIGH_WATER)
+            # Every subscription is to be seen, not only the first of its topic: each is answered by a welcome.
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)
+        else:
+            # A client that reconnects comes with the same identity before the old connection is known to be gone.
+            made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if front.get("curve_secretkey"):
+            made.curve_publickey = _bytes(front["curve_publickey"])
+            made.curve_secretkey = _bytes(front["curve_secretkey"])
+            made.curve_server = True
+        _bind(made, address(front, channel))
+
+    return _sockets(_FRONT, settle)
 
 
 def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[Any]]:
@@ -110,27 +103,35 @@ def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[An
     ``identity`` names shell, control and stdin alike: the kernel sends an ``input_request`` to the identity from which
     the ``execute_request`` came.  A kernel that is not there is no error: ZMQ connects when it comes.
     """
+
+    def settle(channel: str, made: zmq.Socket[Any]) -> None:
+        if channel == "iopub":
+            made.setsockopt(zmq.SUBSCRIBE, b"")
+        if channel in ("shell", "control", "stdin"):
+            made.setsockopt(zmq.IDENTITY, identity)
+        if back.get("curve_secretkey"):
+            made.curve_serverkey = _bytes(back["curve_publickey"])
+            made.curve_publickey = _bytes(back["curve_publickey"])
+            made.curve_secretkey = _bytes(back["curve_secretkey"])
+        endpoint = address(back, channel)
+        try:
+            made.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise GateError(f"The gate cannot connect to {endpoint}: {error.strerror}.") from error
+
+    return _sockets(_BACK, settle)
+
+
+def _sockets(kinds: Mapping[str, int], settle: Callable[[str, zmq.Socket[Any]], None]) -> dict[str, zmq.Socket[Any]]:
+    """A socket a channel, without limits on what waits in it, brought to its place by ``settle``; all or none."""
     sockets: dict[str, zmq.Socket[Any]] = {}
     try:
         for channel in CHANNELS:
-            made = sockets[channel] = context().socket(_BACK[channel])
+            made = sockets[channel] = context().socket(kinds[channel])
             made.linger = 0
             made.setsockopt(zmq.RCVHWM, 0)
-            if channel == "iopub":
-                made.setsockopt(zmq.SUBSCRIBE, b"")
-            else:
-                made.setsockopt(zmq.SNDHWM, 0)
-            if channel in ("shell", "control", "stdin"):
-                made.setsockopt(zmq.IDENTITY, identity)
-            if back.get("curve_secretkey"):
-                made.curve_serverkey = _bytes(back["curve_publickey"])
-                made.curve_publickey = _bytes(back["curve_publickey"])
-                made.curve_secretkey = _bytes(back["curve_secretkey"])
-            endpoint = address(back, channel)
-            try:
-                made.connect(endpoint)
-            except zmq.ZMQError as error:
-                raise GateError(f"The gate cannot connect to {endpoint}: {error.strerror}.") from error
+            made.setsockopt(zmq.SNDHWM, 0)
+            settle(channel, made)
     except BaseException:
         close(sockets)
         raise

@@ -7,6 +7,8 @@ part of the server.
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
 from .. import __version__
-from ..image.store import Store
+from ..errors import StateError
+from ..image.store import Image, Store
+from ..kernel.adoption import orphan as find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
 from . import documents
+from .cold import ColdTier
 from .comeback import Comeback
 from .events import Events, Log
 from .handlers import HANDLERS
@@ -29,6 +34,7 @@ from .idle import IdlePolicy
 from .jobs import Jobs
 from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
+from .usage import GpuUsage
 from .watch import Watcher
 
 PROVISIONER = "gpu-ckpt-provisioner"
@@ -44,13 +50,15 @@ class GpuCkptApp(ExtensionApp):
     extension_url = "/"
     load_other_extensions = True
     description = "Checkpoints idle kernels with their CUDA state, and wakes them on demand."
-    classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, Comeback]  # noqa: RUF012
+    classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, Comeback, GpuUsage]  # noqa: RUF012
 
     jobs: Jobs
     watcher: Watcher
     store: Store
     idle: IdlePolicy
+    cold: ColdTier
     comeback: Comeback
+    usage: GpuUsage
 
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server before it makes its kernel manager: the last moment to say of which class."""
@@ -84,8 +92,11 @@ class GpuCkptApp(ExtensionApp):
         self.jobs = Jobs()
         self.watcher = Watcher(self.serverapp.io_loop, self.serverapp.log)
         self._metrics = Metrics(self.watcher)
-        self.watcher.listeners += [Log(self.serverapp.log), Events(self.serverapp.event_logger), self._metrics]
+        events = Events(self.serverapp.event_logger)
+        self.usage = GpuUsage(self.provisioners, self.watcher, self.store.root, events.usage, parent=self)
+        self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage]
         self.idle = IdlePolicy(self.provisioners, parent=self)
+        self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
         manager = self.serverapp.kernel_manager
@@ -98,12 +109,19 @@ class GpuCkptApp(ExtensionApp):
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # jupyter_server handles it on a terminal only; elsewhere (a service, JupyterHub) it would end in the middle
+            # of its loop without stopping anything.
+            signal.signal(signal.SIGINT, lambda number, frame: serverapp.stop(from_signal=True))
         if isinstance(serverapp.kernel_manager, CheckpointKernelManagerMixin):
             root = Path(serverapp.root_dir)
             manager, sessions = serverapp.kernel_manager, serverapp.session_manager
             await self.comeback.start(manager, sessions, root, self._runtime_base, self.store)
             self.comeback.watch(self._runtime_base, self.store.root)
         self.idle.start()
+        self.cold.start()
+        self.usage.start()
 
     def current_activity(self) -> list[dict[str, Any]]:
         """Called from jupyter_server before it shuts down for want of activity: a job under way is some."""
@@ -111,7 +129,9 @@ class GpuCkptApp(ExtensionApp):
 
     async def stop_extension(self) -> None:
         """Called from jupyter_server when it stops, while its kernels are still there."""
+        await self.usage.stop()
         await self.idle.stop()
+        await self.cold.stop()
         await self.comeback.stop()
         await self.jobs.close()
         self.watcher.close()
@@ -134,6 +154,30 @@ class GpuCkptApp(ExtensionApp):
     def look(self) -> None:
         """Watch the kernels there are now.  Finds what nobody told: restarts, and kernels of another manager."""
         self.watcher.keep(self.provisioners())
+
+    @property
+    def root(self) -> Path:
+        """What paths of notebooks are relative to."""
+        assert self.serverapp is not None
+        return Path(self.serverapp.root_dir)
+
+    async def adopt(self, image: Image) -> None:
+        """Serve the kernel that sleeps in an image, under its old id and with its notebook; it sleeps on.
+
+        Raises `StateError` where it has an owner, or is no kernel's only copy any more.
+        """
+        assert self.serverapp is not None
+        kernels, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
+        if not isinstance(kernels, CheckpointKernelManagerMixin):
+            raise StateError("This server's kernel manager cannot take over kernels.")
+        orphan = await asyncio.to_thread(find_orphan, image.manifest.kernel_id, self._runtime_base, self.store)
+        if orphan is None or orphan.image is None or orphan.image.id != image.id:
+            raise StateError("The kernel of this image has a server, or has gone on from it.")
+        await self.comeback.take_over(kernels, orphan)
+        path = await asyncio.to_thread(documents.notebook, image, self.root)
+        if path is not None and not await sessions.session_exists(path):
+            name = path.rsplit("/", 1)[-1]
+            await sessions.create_session(path=path, name=name, type="notebook", kernel_id=orphan.session.kernel_id)
 
     async def status(self) -> dict[str, Any]:
         """The document of ``status``."""

@@ -1,7 +1,8 @@
 """A server stops and its kernels stay: checkpointed on the way down, adopted on the way up, watched over in between.
 
-Which kernels come back: those of this user on this host that no server owns and that were started below this server's
-root directory.  Their sessions (notebook path and name) are kept in a database of ours, where the user configured none.
+Which kernels come back: those of this user on this host that no server owns and that were started in or below this
+server's root directory, or by a server of that root directory.  Their sessions (notebook path and name) are kept in a
+database of ours, where the user configured none.
 """
 
 from __future__ import annotations
@@ -109,20 +110,22 @@ class Comeback(LoggingConfigurable):
         rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
         adopted = []
         for orphan in await asyncio.to_thread(orphans, base, store):
-            if not _below(Path(orphan.session.path), root):
+            if not any(_below(Path(place), root) for place in (orphan.session.path, orphan.session.root) if place):
                 continue
             try:
-                await self._adopt(kernels, orphan)
+                await self.take_over(kernels, orphan)
             except Exception as error:
                 # Whatever it was, the image or the living kernel is where it was, and the others come back.
-                self.log.error("Kernel %s could not be adopted: %s", orphan.session.kernel_id, error)
+                self.log.error("Kernel %s could not be adopted: %s", orphan.session.kernel_id, _code(error))
+                self.log.debug("It could not be adopted because:", exc_info=error)
                 continue
             adopted.append(orphan.session.kernel_id)
             if (row := rows.get(orphan.session.kernel_id)) and not await sessions.session_exists(row["path"]):
                 await sessions.save_session(**{name: row[name] for name in _ROW})
         return adopted
 
-    async def _adopt(self, kernels: Kernels, orphan: Orphan) -> None:
+    async def take_over(self, kernels: Kernels, orphan: Orphan) -> None:
+        """Have ``kernels`` serve an orphan under its old id; one that sleeps sleeps on."""
         session = orphan.session
         await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=session.kernel_name or None)
         manager = kernels.get_kernel(session.kernel_id)
@@ -135,15 +138,26 @@ class Comeback(LoggingConfigurable):
         """Called when the server stops, while its kernels are still there: each leaves, within a common deadline."""
         kernels = {id: one for id, one in self._provisioners().items() if one.lifecycle is not None}
         if self.checkpoint_on_stop and kernels:
+            for one in kernels.values():
+                # One that has left has no process any more, and would be started anew while the others still leave.
+                if one.parent is not None:
+                    one.parent.stop_restarter()
             timeout = self.stop_timeout or self.deadline(kernels)
             tasks = {asyncio.ensure_future(one.leave()): id for id, one in kernels.items()}
             _, late = await asyncio.wait(tasks, timeout=timeout)
             for task in late:
-                self.log.warning("Kernel %s was not checkpointed within %.0f s; it runs on.", tasks[task], timeout)
+                self.log.warning(
+                    "Kernel %s was not checkpointed within %.0f s; it is left as it is.", tasks[task], timeout
+                )
                 task.cancel()
+            if late:
+                await asyncio.wait(
+                    [asyncio.ensure_future(kernels[tasks[task]].give_up()) for task in late], timeout=_GRACE
+                )
             for task in tasks.keys() - late:
                 if (error := task.exception()) is not None:
-                    self.log.error("Kernel %s: %s", tasks[task], error)
+                    self.log.error("Kernel %s could not be left: %s", tasks[task], _code(error))
+                    self.log.debug("It could not be left because:", exc_info=error)
         if self._watchdog is not None and self._watchdog.stdin is not None:
             self._watchdog.stdin.close()
         if self._database is not None:
@@ -161,7 +175,7 @@ class Comeback(LoggingConfigurable):
             try:
                 device = sum(lifecycle.device_bytes().values())
             except GpuCkptError as error:
-                self.log.warning("Kernel %s: its device memory cannot be told: %s", one.kernel_id, error)
+                self.log.warning("Kernel %s: its device memory cannot be told: %s", one.kernel_id, error.code)
             seconds += one.drain_timeout + 2 * RATES.estimate(process.rss if process else 0, device).saved
         return _GRACE + seconds
 
@@ -181,3 +195,8 @@ def _rows(sessions: Any) -> list[Any]:
 
 def _below(path: Path, root: Path) -> bool:
     return path.resolve().is_relative_to(root.resolve())
+
+
+def _code(error: BaseException) -> str:
+    """What may stand in a log: the text of an error may name what is the user's own."""
+    return error.code if isinstance(error, GpuCkptError) else type(error).__name__

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import doctor
-from ..errors import GpuCkptError, ImageBusy, PreflightError, StateError
+from ..errors import BadRequest, GpuCkptError, HostError, ImageError, ImageNotFound, PreflightError, StateError
 from ..image.store import Image, Store
-from ..kernel.provisioner import GpuCkptProvisioner, shared_engine
-from ..kernel.registry import owned_kernel
+from ..kernel.adoption import Session, only_copy
+from ..kernel.engines import shared_engine
+from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
 from ..preflight import Finding
 from .jobs import Job
@@ -89,8 +90,8 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
     }
 
 
-def image(of: Image) -> dict[str, Any]:
-    """One image.  Asks the disk who owns it."""
+def image(of: Image, root: Path) -> dict[str, Any]:
+    """One image, with its notebook's path below ``root``.  Asks the disk who owns it."""
     manifest = of.manifest
     return {
         "id": of.id,
@@ -102,30 +103,31 @@ def image(of: Image) -> dict[str, Any]:
         "hostname": manifest.hostname,
         "criu_version": manifest.criu_version,
         "steps": manifest.steps,
-        "only_copy": _is_only_copy(of),
+        "only_copy": only_copy(of, "") is not None,
+        "notebook": notebook(of, root),
     }
 
 
-def images(store: Store) -> list[dict[str, Any]]:
+def images(store: Store, root: Path) -> list[dict[str, Any]]:
     """Every readable image, oldest first.  Asks the disk."""
-    return [image(of) for of in store.images()]
+    return [image(of, root) for of in store.images()]
+
+
+def notebook(of: Image, root: Path) -> str | None:
+    """The notebook of the kernel in an image, as a path below ``root``; None where it is elsewhere or has none."""
+    session = Session.read(of.path)
+    if session is None or not session.notebook:
+        return None
+    place = Path(session.notebook)
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) and place.is_file() else None
 
 
 def remove(store: Store, id: str, *, force: bool) -> int:
-    """Delete an image; the bytes freed.  The only copy of a sleeping kernel only with ``force``, else `ImageBusy`."""
+    """Delete an image; the bytes freed.  The only copy of a kernel only with ``force``, else `ImageBusy`."""
     doomed = store.get(id)
-    if not force and _is_only_copy(doomed):
-        raise ImageBusy(
-            f"Image {id} is the only copy of kernel {doomed.manifest.kernel_id}, which sleeps.",
-            hint="Run a cell in its notebook to wake it, or add force=true to lose it.",
-            left=f"the image is kept as {id}",
-        )
+    if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
+        raise refusal
     return store.remove(doomed)
-
-
-def _is_only_copy(of: Image) -> bool:
-    record = owned_kernel(Path(of.manifest.runtime_dir))
-    return record is not None and record["image"] == of.id
 
 
 def host(image_dir: Path) -> dict[str, Any]:
@@ -152,8 +154,6 @@ def counts(provisioners: Iterable[GpuCkptProvisioner]) -> dict[str, int]:
 
 def http_status(error: GpuCkptError) -> int:
     """The status of an error in REST."""
-    from ..errors import BadRequest, HostError, ImageError, ImageNotFound
-
     for classes, status in (
         ((ImageNotFound,), 404),
         ((BadRequest,), 400),

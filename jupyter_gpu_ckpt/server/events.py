@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from logging import Logger
 from pathlib import Path
+from typing import Any
 
 from jupyter_events import EventLogger
 
@@ -17,11 +18,12 @@ _BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"
 STATE = f"{_BASE}/kernel_state/v1"
 STEP = f"{_BASE}/kernel_step/v1"
 FAILURE = f"{_BASE}/kernel_failure/v1"
+USAGE = f"{_BASE}/gpu_usage/v1"
 
 
 def register(bus: EventLogger) -> None:
     """Make our schemas known; one that is known already is left alone."""
-    for schema_id in (STATE, STEP, FAILURE):
+    for schema_id in (STATE, STEP, FAILURE, USAGE):
         if schema_id not in bus.schemas:
             bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
@@ -33,52 +35,46 @@ class Events:
         self.bus = bus
         register(bus)
 
+    def usage(self, document: dict[str, Any]) -> None:
+        """Who holds the GPUs' memory."""
+        self.bus.emit(schema_id=USAGE, data=document)
+
     def changed(self, change: Changed) -> None:
         """The state of a kernel."""
-        self.bus.emit(
-            schema_id=STATE,
-            data={
-                "kernel_id": change.kernel_id,
-                "state": change.state.value,
-                "previous": change.previous.value if change.previous else None,
-                "seconds": change.seconds,
-                "image": change.image,
-                "device_bytes": change.device_bytes,
-            },
+        self._emit(
+            STATE,
+            change.kernel_id,
+            state=change.state.value,
+            previous=change.previous.value if change.previous else None,
+            seconds=change.seconds,
+            image=change.image,
+            device_bytes=change.device_bytes,
         )
 
     def stepped(self, step: Stepped) -> None:
         """The progress of a verb."""
         event = step.event
-        self.bus.emit(
-            schema_id=STEP,
-            data={
-                "kernel_id": event.kernel_id,
-                "verb": step.verb,
-                "step": event.step,
-                "status": event.kind,
-                "fraction": step.fraction,
-                "bytes": event.bytes,
-                "seconds": event.seconds,
-                "expected_bytes": step.expected_bytes,
-                "expected_seconds": step.expected_seconds,
-                "code": event.code,
-            },
+        self._emit(
+            STEP,
+            event.kernel_id,
+            verb=step.verb,
+            step=event.step,
+            status=event.kind,
+            fraction=step.fraction,
+            bytes=event.bytes,
+            seconds=event.seconds,
+            expected_bytes=step.expected_bytes,
+            expected_seconds=step.expected_seconds,
+            code=event.code,
         )
 
     def failed(self, failure: Failed) -> None:
         """The failure of a verb."""
-        self.bus.emit(
-            schema_id=FAILURE,
-            data={
-                "kernel_id": failure.kernel_id,
-                "verb": failure.verb,
-                "step": failure.step,
-                "code": failure.code,
-                "hint": failure.hint,
-                "left": failure.left,
-            },
-        )
+        said = {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left")}
+        self._emit(FAILURE, failure.kernel_id, **said)
+
+    def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
+        self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})
 
 
 class Log:

@@ -75,6 +75,19 @@ class Handler(ExtensionHandlerMixin, APIHandler):
     def _has(self, method: str) -> bool:
         return method.lower() in vars(type(self))
 
+    def body(self, allowed: set[str]) -> dict[str, Any]:
+        """The request's JSON object, empty if there is none.  Raises `BadRequest`."""
+        if not self.request.body.strip():
+            return {}
+        try:
+            body: Any = json.loads(self.request.body)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest("The body is not JSON.") from error
+        if not isinstance(body, dict) or not set(body) <= allowed:
+            fields = f", which may have: {', '.join(sorted(allowed))}" if allowed else " without fields"
+            raise BadRequest(f"The body may be empty or an object{fields}.")
+        return body
+
     def kernel(self, kernel_id: str) -> GpuCkptProvisioner | None:
         """The kernel's provisioner if it is ours.  404 when there is no such kernel."""
         if kernel_id not in self.kernel_manager:
@@ -155,26 +168,35 @@ class VerbHandler(Handler):
         self.reply(job.as_dict())
 
     def _parameters(self, verb: str) -> dict[str, Any]:
-        if not self.request.body.strip():
-            return {}
-        try:
-            body: Any = json.loads(self.request.body)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest("The body is not JSON.") from error
-        allowed = {"gpu_map"} if verb == "restore" else set()
-        if not isinstance(body, dict) or not set(body) <= allowed:
-            raise BadRequest("The body may be empty or an object, which may have one field, gpu_map, for restore.")
-        if not body:
-            return {}
-        mapping = body["gpu_map"]
+        body = self.body({"gpu_map", "accept_changed_files"} if verb == "restore" else set())
+        mapping = body.get("gpu_map", {})
         if not isinstance(mapping, dict) or not all(isinstance(uuid, str) for uuid in mapping.values()):
             raise BadRequest("gpu_map must map GPU UUIDs to GPU UUIDs.")
-        return {"gpu_map": mapping}
+        if not isinstance(body.get("accept_changed_files", False), bool):
+            raise BadRequest("accept_changed_files is true or false.")
+        return body
 
 
 async def _call(provisioner: GpuCkptProvisioner, verb: str, parameters: dict[str, Any]) -> None:
     call: Callable[..., Awaitable[Any]] = getattr(provisioner, verb)
     await call(**parameters)
+
+
+class ProtectHandler(Handler):
+    """``kernels/<id>/protect``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def post(self, kernel_id: str) -> None:
+        """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
+        provisioner = self.kernel(kernel_id)
+        if provisioner is None or provisioner.lifecycle is None:
+            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+        body = self.body({"seconds"})
+        if "seconds" not in body:
+            raise BadRequest("The body must have a field, seconds.")
+        self.reply(await asyncio.to_thread(provisioner.desk.protect, body["seconds"]))
 
 
 class JobHandler(Handler):
@@ -191,6 +213,17 @@ class JobHandler(Handler):
         self.reply(job.as_dict())
 
 
+class GpusHandler(Handler):
+    """``gpus``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """Who holds the GPUs' memory, now and during the last hour."""
+        self.reply(await self.app.usage.document())
+
+
 class ImagesHandler(Handler):
     """``images``"""
 
@@ -199,7 +232,7 @@ class ImagesHandler(Handler):
     @_told
     async def get(self) -> None:
         """All images in the image directory."""
-        self.reply(await asyncio.to_thread(documents.images, self.app.store))
+        self.reply(await asyncio.to_thread(documents.images, self.app.store, self.app.root))
 
 
 class ImageHandler(Handler):
@@ -210,7 +243,7 @@ class ImageHandler(Handler):
     @_told
     async def get(self, id: str) -> None:
         """One image."""
-        self.reply(await asyncio.to_thread(lambda: documents.image(self.app.store.get(id))))
+        self.reply(await asyncio.to_thread(lambda: documents.image(self.app.store.get(id), self.app.root)))
 
     @web.authenticated
     @authorized
@@ -222,6 +255,22 @@ class ImageHandler(Handler):
             raise BadRequest("force must be true or false.")
         freed = await asyncio.to_thread(documents.remove, self.app.store, id, force=force == "true")
         self.reply({"id": id, "bytes": freed})
+
+
+class AdoptHandler(Handler):
+    """``images/<id>/adopt``"""
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def post(self, id: str) -> None:
+        """Take over the kernel that sleeps in the image; it sleeps on."""
+        self.body(set())
+        image = await asyncio.to_thread(self.app.store.get, id)
+        kernel_id = image.manifest.kernel_id
+        if kernel_id not in self.kernel_manager:
+            await self.app.adopt(image)
+        self.reply(self.document(kernel_id))
 
 
 class OpenapiHandler(Handler):
@@ -241,8 +290,11 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)", KernelHandler),
     (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
+    (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
+    (r"gpu-ckpt/gpus", GpusHandler),
     (r"gpu-ckpt/jobs/([^/]+)", JobHandler),
     (r"gpu-ckpt/images", ImagesHandler),
     (r"gpu-ckpt/images/([^/]+)", ImageHandler),
+    (r"gpu-ckpt/images/([^/]+)/adopt", AdoptHandler),
     (r"gpu-ckpt/openapi\.yaml", OpenapiHandler),
 ]

@@ -176,7 +176,8 @@ class IdlePolicy(LoggingConfigurable):
         refused = isinstance(error, PreflightError | StateError)
         news = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
         tell = self.log.debug if not news else self.log.info if refused else self.log.warning
-        tell("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error)
+        # The code alone: the text of an error may name what is the user's own.  `outlook` has all of it.
+        tell("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error.code)
 
     def _settings(self) -> Settings:
         common = {key: getattr(self, key) for key in _RULE_KEYS}

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from jupyter_server._tz import utcnow
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from tornado.ioloop import PeriodicCallback
 from traitlets import Integer
@@ -82,6 +83,11 @@ class CheckpointKernelManagerMixin(_Base):
 
     def kernel_model(self, kernel_id: str) -> dict[str, Any]:
         """Called for each kernel in a listing: jupyter_server's model with ``gpu_ckpt`` added for kernels of ours."""
+        kernel = self._kernels.get(kernel_id)
+        if kernel is not None and getattr(kernel, "execution_state", None) is None:
+            # In the map, but jupyter_server has not come to mark it: a listing at that moment, as while kernels are
+            # adopted, would fail as a whole.
+            kernel.execution_state, kernel.reason, kernel.last_activity = "starting", "", utcnow()
         model: dict[str, Any] = super().kernel_model(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
             model["gpu_ckpt"] = {
@@ -108,8 +114,13 @@ class CheckpointKernelManagerMixin(_Base):
             self._expiry_callback.start()
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Called from the culler.  What stock culling would end is checkpointed; what sleeps expires."""
-        state = self._state(kernel_id)
+        """Called from the culler.  What stock culling would end is checkpointed; what sleeps expires.
+
+        A kernel whose user protected it is left alone.
+        """
+        provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
+        if provisioner is not None and state is not None and provisioner.desk.protection() is not None:
+            return
         if state is State.CHECKPOINTED:
             await self._expire(kernel_id)
         elif self.cull_idle_timeout > 0:
@@ -134,7 +145,7 @@ class CheckpointKernelManagerMixin(_Base):
                 self.log.info("Kernel %s was checkpointed instead of culled: image %s", kernel_id, image.id)
             except GpuCkptError as error:
                 # It keeps its process: culling is to free what nobody uses, not to lose what somebody made.
-                self.log.warning("Kernel %s was not culled: %s", kernel_id, error)
+                self.log.warning("Kernel %s was not culled: %s", kernel_id, error.code)
             return
         async with self._turn(kernel_id):
             await super().shutdown_kernel(kernel_id, now=now, restart=restart)

@@ -56,11 +56,10 @@ class Metrics(Collector):
             "Bytes of device memory that kernels hold in host memory or images at this moment",
             value=sum(sum(absence.device.values()) for absence in away),
         )
-        now = time.time()
         yield CounterMetricFamily(
             "gpu_ckpt_gpu_seconds_given_back",
             "Seconds, counted for each GPU, that kernels were off the GPUs they hold memory on",
-            value=self.watcher.given_back + sum(absence.gpu_seconds(now) for absence in away),
+            value=self.watcher.gpu_seconds(time.time()),
         )
 
     def changed(self, change: Changed) -> None:

@@ -1,7 +1,7 @@
 """How far a verb is: what each of its steps will probably take, from bytes known beforehand and this host's rates.
 
-Nothing is interpolated: the fraction moves when a step ends.  The expected bytes and seconds of the step under way are
-handed on, and a front end that wants a moving bar can move it by them, as the estimate that they are.
+Inside a step the fraction moves by the bytes that can be seen on the disk, else by the seconds that have passed.  Both
+are measured against an estimate, so the last tenth of a step is never taken for done before the step has ended.
 """
 
 from __future__ import annotations
@@ -41,19 +41,31 @@ class Progress:
         self.plan = plan
         self.bytes = {step: sizes.moved_by(step) for step in plan.steps}
         self.seconds = {step: _seconds(step, bytes) for step, bytes in self.bytes.items()}
-        self._done: set[Step] = set()
+        self._parts: dict[Step, float] = {}
 
     @property
     def fraction(self) -> float:
-        """The part of the expected time whose steps are done, 0 to 1."""
-        if self._done >= set(self.seconds):
+        """The part of the expected time that has been done, 0 to 1.  Never goes back; 1 when all steps are done."""
+        if all(self._parts.get(step) == 1.0 for step in self.seconds):
             return 1.0
-        return min(1.0, sum(self.seconds[step] for step in self._done) / sum(self.seconds.values()))
+        return sum(self.seconds[step] * part for step, part in self._parts.items()) / sum(self.seconds.values())
+
+    def under_way(self, step: Step, seconds: float, bytes: int | None = None) -> None:
+        """A step has run for ``seconds`` and, where that can be seen, has moved ``bytes``."""
+        if step in self.seconds:
+            by_bytes = bytes is not None and self.bytes[step] > 0
+            share = (bytes or 0) / self.bytes[step] if by_bytes else seconds / self.seconds[step]
+            self._parts[step] = max(self._parts.get(step, 0.0), _believed(share))
 
     def done(self, step: Step) -> None:
         """A step of the plan was completed; undo steps do not count."""
         if step in self.seconds:
-            self._done.add(step)
+            self._parts[step] = 1.0
+
+
+def _believed(share: float) -> float:
+    """An estimate of how much is done: as it says up to nine tenths, then slower and slower, and never all."""
+    return max(0.0, share) if share <= 0.9 else 1.0 - 0.09 / share
 
 
 def _seconds(step: Step, bytes: int) -> float:

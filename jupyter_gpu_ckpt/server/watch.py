@@ -5,12 +5,11 @@ Events, metrics, the log and the REST documents all read this story; none of the
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from logging import Logger
 from typing import Protocol
 
@@ -31,6 +30,10 @@ VERBS = {
     State.DUMPING: "checkpoint",
     State.RESTORING: "restore",
 }
+
+#: Seconds between two looks at a step under way, and the part of the verb that is worth an event.
+PULSE = 0.25
+NEWS = 0.005
 
 _HINTS = {
     error.code: error.default_hint
@@ -62,7 +65,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Stepped:
-    """An edge of a step, and how far the verb is (``fraction``, 0 to 1)."""
+    """An edge or a moment of a step, and how far the verb is (``fraction``, 0 to 1)."""
 
     event: StepEvent
     verb: str
@@ -103,7 +106,7 @@ class Listener(Protocol):
         """A kernel has another state."""
 
     def stepped(self, step: Stepped) -> None:
-        """A step started, was completed, or failed."""
+        """A step started, goes on, was completed, or failed."""
 
     def failed(self, failure: Failed) -> None:
         """A verb failed."""
@@ -119,15 +122,15 @@ class Watcher:
         self.kernels: dict[str, Watched] = {}
         #: GPU-seconds of absences that have ended.
         self.given_back = 0.0
+        self._pulsing = False
 
     def follow(self, kernel_id: str, provisioner: GpuCkptProvisioner) -> Watched:
-        """Watch a kernel from now on; a kernel that is watched already is looked at again."""
+        """Watch a kernel from now on, through all its restarts."""
         watched = self.kernels.get(kernel_id)
         if watched is None or watched.provisioner is not provisioner:
             if watched is not None:
                 self.forget(kernel_id)
             watched = self.kernels[kernel_id] = Watched(self, kernel_id, provisioner)
-        watched.attach()
         return watched
 
     def forget(self, kernel_id: str) -> None:
@@ -145,6 +148,27 @@ class Watcher:
     def close(self) -> None:
         """Watch nothing any more."""
         self.keep({})
+
+    def step_began(self) -> None:
+        """A kernel is in the middle of a step: look how it goes on, until there is none any more."""
+        if not self._pulsing:
+            self._pulsing = True
+            self.loop.add_callback(self._pulse)
+
+    async def _pulse(self) -> None:
+        while any(watched.step is not None for watched in self.kernels.values()):
+            await asyncio.sleep(PULSE)
+            for watched in list(self.kernels.values()):
+                try:
+                    await watched.pulse()
+                except Exception:  # the next look may see more
+                    self.log.exception("The progress of a kernel could not be told.")
+        self._pulsing = False
+
+    def gpu_seconds(self, until: float) -> float:
+        """GPU time given back to others since this server's start, by absences that ended and those that last."""
+        away = (watched.away for watched in self.kernels.values() if watched.away is not None)
+        return self.given_back + sum(absence.gpu_seconds(until) for absence in away)
 
     def tell(self, call: Callable[[Listener], None]) -> None:
         """Tell every listener, whatever becomes of the telling of another."""
@@ -165,46 +189,32 @@ class Watched:
         self.state: State | None = None
         self.since = time.time()
         self.progress: Progress | None = None
+        #: The step under way: the event of its start.
+        self.step: StepEvent | None = None
         self.away: Away | None = None
         self.failure: Failed | None = None
         self._sizes = Sizes()
         self._broken: StepEvent | None = None
-        self._lifecycle: Lifecycle | None = None
-        self._attaching = threading.Lock()
+        self._told = 0.0
         provisioner.sinks.append(self._hear_step)
-
-    def attach(self, *, measure: bool = False) -> None:
-        """Listen to the lifecycle there is now: each launch has its own, and the provisioner does not say when."""
-        with self._attaching:
-            lifecycle = self.provisioner.lifecycle
-            if lifecycle is None or lifecycle is self._lifecycle:
-                return
-            self._release()
-            self._lifecycle = lifecycle
-            lifecycle.on_state.append(self._hear_state)
-        self._hear_state(lifecycle.state, measure)
+        provisioner.on_state.append(self._hear_state)
+        if provisioner.lifecycle is not None:
+            self._hear_state(provisioner.lifecycle.state, measure=False)  # the event loop has no time for NVML
 
     def end(self) -> None:
         """Stop listening."""
-        self._release()
-        with contextlib.suppress(ValueError):
-            self.provisioner.sinks.remove(self._hear_step)
+        self.step = None
+        self.provisioner.sinks.remove(self._hear_step)
+        self.provisioner.on_state.remove(self._hear_state)
         self._return(time.time())
-
-    def _release(self) -> None:
-        if self._lifecycle is not None:
-            with contextlib.suppress(ValueError):
-                self._lifecycle.on_state.remove(self._hear_state)
 
     # -- on the worker's thread.  A listener that raises would make the step fail, so these never do.
 
     def _hear_step(self, event: StepEvent) -> None:
-        self.attach(measure=True)
         self._post(lambda: self._take_step(event))
 
     def _hear_state(self, state: State, measure: bool = True) -> None:
-        at, lifecycle = time.time(), self._lifecycle
-        # Not on the event loop, where only `attach` comes from: NVML may take its time.
+        at, lifecycle = time.time(), self.provisioner.lifecycle
         sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle is not None else Sizes()
         image = lifecycle.image if lifecycle is not None else None
         known = Away(image.manifest.created, image.manifest.device_bytes) if image is not None else None
@@ -244,7 +254,7 @@ class Watched:
             if known is not None and self.away is None and known.device:
                 self.away = known
         else:
-            self.progress = None
+            self.progress = self.step = None
             if state is State.CHECKPOINTED and self.away is None and known is not None and known.device:
                 self.away = known
             elif state is State.DEAD:
@@ -273,6 +283,9 @@ class Watched:
 
     def _take_step(self, event: StepEvent) -> None:
         step, progress = Step(event.step), self.progress
+        self.step = event if event.kind == "started" and progress is not None and self._broken is None else None
+        if self.step is not None:
+            self.watcher.step_began()
         if event.kind == "completed":
             if step is Step.CUDA_SUSPEND and event.bytes:
                 self.away = Away(event.at, self._sizes.device or {"unknown": event.bytes})
@@ -282,10 +295,31 @@ class Watched:
                 progress.done(step)
         elif event.kind == "failed" and self._broken is None:
             self._broken = event
+        self._tell_step(event)
+
+    async def pulse(self) -> None:
+        """Called now and then while a step is under way: tell how far it is, if that is news."""
+        began, progress, lifecycle = self.step, self.progress, self.provisioner.lifecycle
+        if began is None or progress is None:
+            return
+        step, written = Step(began.step), None
+        if step is Step.DUMP and lifecycle is not None:
+            written = await asyncio.to_thread(lifecycle.written)
+            if self.step is not began:
+                return  # it ended while we looked
+        now = time.time()
+        seconds = max(0.0, now - began.at)
+        progress.under_way(step, seconds, written)
+        if progress.fraction - self._told >= NEWS:
+            self._tell_step(replace(began, kind="running", at=now, seconds=seconds, bytes=written))
+
+    def _tell_step(self, event: StepEvent) -> None:
+        step, progress = Step(event.step), self.progress
+        self._told = progress.fraction if progress else 0.0
         told = Stepped(
             event,
             verb=VERBS.get(self.state, "") if self.state else "",
-            fraction=progress.fraction if progress else 0.0,
+            fraction=self._told,
             expected_bytes=progress.bytes.get(step, 0) if progress else 0,
             expected_seconds=progress.seconds.get(step, 0.0) if progress else 0.0,
         )

@@ -1,18 +1,55 @@
-"""``make bench``: every benchmark that this machine can run."""
+"""``make bench``: every benchmark that this machine can run, one after the other; all of them, whatever becomes of one.
+
+``python scripts/bench [--strict] [SCRIPT ...]``.  The exit status is 1 if a benchmark broke or did not end.  A figure
+beyond its limit is said; it is an error (status 3, as that of the benchmark alone) with ``--strict`` only: where other
+work runs it tells of that work.
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
+from limits import MISSED
+
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("kernel.py", "image.py", "gate.py", "policy.py", "server.py", "remote.py", "gpu.py")
+DEADLINE = 3600.0  # seconds for one of them
 
-for script in ("kernel.py", "gate.py", "policy.py", "server.py", "gpu.py"):
+
+def outcome(script: str) -> tuple[str, int]:
+    """Run one; what became of it in words, and the status it contributes."""
     if script == "gpu.py" and (reason := why_no_gpu()):
-        print(f"\n== {script}: left out: {reason}")
-        continue
+        return f"left out: {reason}", 0
     print(f"\n== {script}", flush=True)
-    subprocess.run([sys.executable, str(HERE / script)], check=True)
+    try:
+        status = subprocess.run([sys.executable, str(HERE / script)], timeout=DEADLINE).returncode
+    except subprocess.TimeoutExpired:
+        return f"did not end within {DEADLINE:g} s", 1
+    if status == MISSED:
+        return "ran, a limit was MISSED", MISSED
+    return ("ran", 0) if status == 0 else (f"BROKE, status {status}", 1)
+
+
+def main() -> int:
+    """Run and sum up."""
+    parser = argparse.ArgumentParser(prog="scripts/bench", description="Run the benchmarks that this machine can run.")
+    parser.add_argument("scripts", nargs="*", default=SCRIPTS, metavar="SCRIPT", help="by default all of them")
+    parser.add_argument("--strict", action="store_true", help="a missed limit is an error")
+    arguments = parser.parse_args()
+    outcomes = {script: outcome(script) for script in arguments.scripts}
+    print("\n== together")
+    for script, (words, _) in outcomes.items():
+        print(f"  {script:12} {words}")
+    statuses = {status for _, status in outcomes.values()}
+    if 1 in statuses:
+        return 1
+    return MISSED if arguments.strict and MISSED in statuses else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
@@ -15,6 +15,7 @@ from typing import Any
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import run_sync
+from waiting import until
 
 from jupyter_gpu_ckpt.image.store import Image
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
@@ -85,7 +86,7 @@ class Blocking:
 
     def settled(self, state: str, timeout: float = 20) -> None:
         """Wait for ``state``; a wake goes on tidying up after the cell that caused it was answered."""
-        wait_until(lambda: self.state == state, timeout)
+        until(lambda: self.state == state, f"the kernel is {state}", timeout)
 
 
 @contextmanager
@@ -120,24 +121,38 @@ def executed(
 
 
 def replies(client: BlockingKernelClient, count: int, timeout: float = 30) -> list[dict[str, Any]]:
-    """The next ``count`` messages of the shell channel."""
+    """The next ``count`` messages of the shell channel.
+
+    But for answers to ``kernel_info``: `wait_for_ready` asks once a second, and reads the first answer only.
+    """
+    found: list[dict[str, Any]] = []
     deadline = time.monotonic() + timeout
-    return [client.get_shell_msg(timeout=deadline - time.monotonic()) for _ in range(count)]
+    while len(found) < count:
+        message = client.get_shell_msg(timeout=deadline - time.monotonic())
+        if message["msg_type"] != "kernel_info_reply":
+            found.append(message)
+    return found
+
+
+def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 30) -> list[dict[str, Any]]:
+    """What comes over iopub until each request in ``sent`` has its idle, and what comes in a moment after."""
+    messages, running, deadline = [], set(sent), time.monotonic() + timeout
+    while running:
+        message = client.get_iopub_msg(timeout=deadline - time.monotonic())
+        messages.append(message)
+        if message["content"].get("execution_state") == "idle":
+            running.discard(message["parent_header"].get("msg_id"))
+    return messages + drained(client.get_iopub_msg)
 
 
 def drained(get: Callable[..., dict[str, Any]], timeout: float = 0.2) -> list[dict[str, Any]]:
-    """Everything a channel has, up to a pause of ``timeout`` seconds."""
+    """Everything a channel has, up to a pause of ``timeout`` seconds.
+
+    For what must not come: nothing tells of that but time.
+    """
     messages = []
     while True:
         try:
             messages.append(get(timeout=timeout))
         except Empty:
             return messages
-
-
-def wait_until(true: Callable[[], bool], timeout: float = 20) -> None:
-    """Poll for what no event tells; a deadline that passes is a failure."""
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,41 +10,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness import alive
+from waiting import until
 
 from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, first_pid
+from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, Ran, first_pid
+from jupyter_gpu_ckpt.engine.capsule_init import Init
+from jupyter_gpu_ckpt.engine.raw_output import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 
 ENV = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
 SECOND = 1_000_000_000
-
-
-def until(true: Callable[[], object], timeout: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.005)
-
-
-@pytest.fixture
-def directory():
-    path = Path(tempfile.mkdtemp(prefix="gc-"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def capsule(directory):
-    with Capsule.create(directory) as capsule:
-        yield capsule
 
 
 def sleeper(capsule: Capsule) -> Capsule:
@@ -53,9 +35,13 @@ def sleeper(capsule: Capsule) -> Capsule:
 
 def tell(capsule: Capsule, code: str) -> dict:
     """Run ``code``, which fills ``found``, as the capsule's kernel; ``found``."""
+    return tell_with(capsule, ENV, code)
+
+
+def tell_with(capsule: Capsule, env: dict[str, str], code: str) -> dict:
     file = capsule.directory / "found.json"
     source = f"import json, os, time\nfound = {{}}\n{code}\njson.dump(found, open({str(file)!r}, 'w'))"
-    capsule.spawn([sys.executable, "-I", "-S", "-c", source], ENV, str(capsule.directory))
+    capsule.spawn([sys.executable, "-I", "-S", "-c", source], env, str(capsule.directory))
     assert capsule.wait(20) == 0
     return json.loads(file.read_text())
 
@@ -105,11 +91,21 @@ def test_a_descriptor_of_the_owner_does_not_get_in(directory):
     assert found["count"] == 3 + 1, "one is the listing's own"
 
 
-def test_the_kernel_takes_the_signals_an_ordinary_process_takes(capsule):
-    """What init and Python ignore for themselves is not handed on: an ignored signal stays ignored across exec."""
+@pytest.fixture
+def ignoring():
+    """This process ignores signals, as one does that a script or ``nohup`` started."""
+    numbers = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGRTMIN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_kernel_takes_the_signals_an_ordinary_process_takes(ignoring, capsule):
+    """What its owner, init and Python ignore is not handed on: an ignored signal stays ignored across exec."""
     sleeper(capsule)
     ignored = int(status_of(capsule.host_pid)["SigIgn"], 16)
-    assert ignored & 0x7FFFFFFF == 0  # 1 to 31; what whoever started the tests did to real-time signals is theirs
+    assert [number for number in signal.valid_signals() if ignored >> (number - 1) & 1] == []
     capsule.signal(signal.SIGTERM)
     assert capsule.wait(5) == -signal.SIGTERM
 
@@ -136,6 +132,20 @@ def test_a_process_that_cannot_be_started_is_told_with_its_reason(capsule):
     with pytest.raises(CapsuleError, match="No such file"):
         capsule.spawn(["true"], ENV, "/does/not/exist")
     capsule.clocks()
+
+
+def test_an_environment_larger_than_a_packet(capsule):
+    """Clusters export whole shell functions: what a process can be started with, a kernel can."""
+    large = {f"FUNCTION_{number}": "y" * 100_000 for number in range(3)}
+    found = tell_with(capsule, {**ENV, **large}, "found['env'] = dict(os.environ)")
+    assert found["env"] == {**ENV, **large}
+    capsule.clocks()
+
+
+def test_an_environment_larger_than_a_process_may_have(capsule):
+    with pytest.raises(CapsuleError, match="Argument list too long"):
+        capsule.spawn([sys.executable], {**ENV, "LARGE": "y" * 300_000}, None)
+    assert tell(capsule, "found['pid'] = os.getpid()")["pid"] >= first_pid()
 
 
 def test_a_second_kernel_is_refused(capsule):
@@ -212,6 +222,50 @@ def test_output_nobody_reads_does_not_stop_the_kernel(directory):
         line = "x" * 100  # together more than a pipe holds
         capsule.spawn(["sh", "-c", f"i=0; while [ $i -lt 3000 ]; do echo {line}; i=$((i+1)); done"], ENV, None)
         assert capsule.wait(20) == 0
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_output_into_a_full_pipe_neither_stops_the_kernel_nor_its_owner(directory, kind):
+    """Somebody holds the other end and does not read: the first of it is kept for them, the rest is dropped."""
+    if kind == "pipe":
+        reader, writer = os.pipe()
+    else:
+        reader, writer = (end.detach() for end in socket.socketpair())
+    line = "x" * 99
+    lines = 4 * BACKLOG // 100  # far more than the pipe and what is kept beside it
+    source = f"import os\nfor i in range({lines // 1000}): os.write(1, b'{line}\\n' * 1000)"
+    try:
+        with Capsule.create(directory, stdout=writer) as capsule:
+            capsule.spawn([sys.executable, "-I", "-S", "-c", source], ENV, None)
+            assert capsule.wait(20) == 0
+            capsule.clocks()  # its init answers
+            assert os.get_blocking(writer), "the owner's own descriptor is as it was"
+            os.set_blocking(reader, False)
+            read = bytearray()
+
+            def enough() -> bool:
+                with contextlib.suppress(BlockingIOError):
+                    read.extend(os.read(reader, 1 << 20))
+                return len(read) >= BACKLOG
+
+            until(enough)
+            capsule.clocks()
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert set(bytes(read[:BACKLOG]).split(b"\n")[:-1]) == {line.encode()}, "whole lines, from the first on"
+
+
+def test_a_file_that_both_write_to_keeps_what_each_wrote(directory):
+    """The position is shared with the owner: `jupyter server > log` is not written over."""
+    with open(directory / "raw", "wb") as raw, Capsule.create(directory, stdout=raw) as capsule:
+        raw.write(b"owner 1\n")
+        raw.flush()
+        capsule.spawn(["sh", "-c", "echo kernel"], ENV, None)
+        assert capsule.wait(10) == 0
+        until(lambda: b"kernel" in (directory / "raw").read_bytes())
+        raw.write(b"owner 2\n")
+    assert (directory / "raw").read_bytes() == b"owner 1\nkernel\nowner 2\n"
 
 
 # -- the end
@@ -306,6 +360,53 @@ def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
         assert capsule.wait(10) == -signal.SIGTERM
         capsule.outlive(False)
     until(lambda: alive(pids) == [])
+
+
+def test_a_new_owner_is_not_told_how_the_old_ones_program_ended(directory):
+    """Its numbers begin at 1 again, and the old one's answer may bear the number that it waits for."""
+
+    def run(capsule: Capsule, script: str) -> Ran:
+        return capsule.run(["sh", "-c", script], cwd=directory, output=directory / "output", timeout=30, env=ENV)
+
+    old = sleeper(Capsule.create(directory))
+    old.outlive()
+
+    def forsaken() -> None:
+        with contextlib.suppress(CapsuleGone):
+            run(old, "touch began; until test -e gone; do sleep 0.01; done")
+
+    thread = threading.Thread(target=forsaken)
+    thread.start()
+    until((directory / "began").exists)
+    number = old._asked
+    old._socket.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    with Capsule.attach(directory) as new:
+        (directory / "gone").touch()
+
+        def ended() -> bool:
+            new._asked = number - 1
+            try:
+                ran = run(new, "sleep 0.2; exit 7")
+            except CapsuleError:  # "a program is running already"
+                return False
+            assert ran.status == 7
+            return True
+
+        until(ended)
+    old.close()
+
+
+class Unmendable:
+    def conclude(self, well: bool) -> None:
+        raise KeyError("registers")
+
+
+def test_what_cannot_be_made_good_is_told_and_ends_nothing(directory):
+    output = directory / "output"
+    for code in (0, 1):
+        assert Init.conclude({"rescue": Unmendable(), "output": str(output)}, code) == "KeyError: 'registers'"
+    assert output.read_text().count("KeyError: 'registers'") == 2
 
 
 def test_an_outliving_capsule_ends_once_its_kernel_has(directory):

@@ -14,7 +14,7 @@ from jupyter_gpu_ckpt.engine.capsule import Capsule
 def test_descriptors_above_1023(runtime_base):
     wanted, (_, most) = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < wanted + 100:
-        pytest.skip(f"this user may open {most} files only")
+        pytest.skip(reason=f"this user may open {most} files only: raise the hard limit (ulimit -Hn)")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], wanted + 100), most))

@@ -6,39 +6,19 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from harness import alive
+from waiting import until
 
 from jupyter_gpu_ckpt.engine.capsule import Capsule, Ran
-from jupyter_gpu_ckpt.engine.criu import OPTIONS, Criu, explain
+from jupyter_gpu_ckpt.engine.criu import OPTIONS, explain
 from jupyter_gpu_ckpt.errors import CriuError, CriuKilled, CriuTimeout
 from jupyter_gpu_ckpt.preflight import read_process
 
 ENV = {"PATH": os.environ["PATH"]}
 FAILED = Ran(1, False, 0.1)
-
-
-@pytest.fixture
-def criu(criu_binary):
-    return Criu(criu_binary.argv)
-
-
-@pytest.fixture
-def home():
-    path = Path(tempfile.mkdtemp(prefix="gc-"))
-    (path / "image").mkdir(0o700)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def capsule(home):
-    with Capsule.create(home) as capsule:
-        yield capsule
 
 
 # -- the verbs
@@ -71,10 +51,7 @@ def hear(told: Path, word: str) -> str:
     said.unlink(missing_ok=True)
     told.with_name("part").write_text(word)
     told.with_name("part").rename(told)
-    deadline = time.monotonic() + 10
-    while not said.exists():
-        assert time.monotonic() < deadline, "it does not answer"
-        time.sleep(0.002)
+    until(said.exists, "an answer")
     return said.read_text()
 
 

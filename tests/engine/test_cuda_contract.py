@@ -8,10 +8,9 @@ import contextlib
 import pytest
 
 from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.engine.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
-from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject, why_no_gpu
+from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 MIB = 2**20
@@ -90,24 +89,12 @@ class RealRig:
             subject.close()
 
 
-@pytest.fixture(scope="module")
-def helper():
-    helper = Helper()
-    yield helper
-    helper.close()
-
-
-@pytest.fixture(scope="module")
-def missing():
-    return why_no_gpu()
-
-
 @pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
 def driver(request, tmp_path):
     if request.param == "real":
-        reason = request.getfixturevalue("missing")
+        reason = request.getfixturevalue("gpu_reason")
         if reason:
-            pytest.skip(reason)
+            pytest.skip(reason=reason)
         rig = RealRig(tmp_path / "locks", request.getfixturevalue("helper"))
     else:
         rig = FakeRig(tmp_path / "locks")

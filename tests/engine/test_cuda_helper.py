@@ -321,7 +321,7 @@ class TestCudaDriver:
 
 def test_the_real_structures_take_uuids():
     """Needs cuda-bindings, but no driver."""
-    api = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    api = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is missing: pip install cuda-bindings")
     driver, seen = CudaDriver(), []
 
     def restore(pid, args):

@@ -159,7 +159,7 @@ class TestLockFiles:
         assert (tmp_path / "locks").stat().st_mode & 0o7777 == 0o1777
         assert (tmp_path / "locks" / f"{A}.lock").stat().st_mode & 0o7777 == 0o644
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="needs two users: run as root")
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
     def test_two_users_share_a_lock(self):
         """In a sticky directory, where ``fs.protected_regular`` has its say; whoever came first made the file."""
 
@@ -233,6 +233,7 @@ def nvml(**changes):
     functions = {
         "Init": lambda: None,
         "SystemGetDriverVersion": lambda: "580.1",
+        "SystemGetCudaDriverVersion": lambda: 13020,
         "DeviceGetCount": lambda: 1,
         "DeviceGetHandleByIndex": lambda index: index,
         "DeviceGetHandleByUUID": lambda uuid: 0,
@@ -264,7 +265,7 @@ class TestNvml:
     def test_a_gpu(self, monkeypatch):
         (gpu,) = self.ask(monkeypatch).gpus()
         expected = {"index": 0, "uuid": A, "name": "H", "total": 10, "free": 7, "used": 3}
-        assert gpu == expected | {"mig": False, "mps": False, "driver": "580.1"}
+        assert gpu == expected | {"mig": False, "mps": False, "driver": "580.1", "cuda": "13.2"}
 
     @pytest.mark.parametrize("number", [9, 12])
     def test_no_driver_no_gpus(self, monkeypatch, number):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
+import pytest_asyncio
 from faulty import Subject
 from harness import notebook
 
@@ -25,3 +30,14 @@ async def heavy(tmp_path, runtime_base, criu_binary):
         subject = await Subject.of(kernel, tmp_path, "ballast = bytearray(b'x') * 400_000_000")
         yield subject
         subject.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory, criu_binary):
+    """One kernel for all faults of a module: what one of them leaves behind, the next one meets."""
+    directory, base = tmp_path_factory.mktemp("shared"), Path(tempfile.mkdtemp(prefix="gc-"))
+    async with notebook(directory, base) as kernel:
+        subject = await Subject.of(kernel, directory)
+        yield subject
+        subject.close()
+    shutil.rmtree(base, ignore_errors=True)

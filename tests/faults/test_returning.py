@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from harness import CellFailed, alive, until
 
 from jupyter_gpu_ckpt import lifecycle
 from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.preflight import read_process
 
 
@@ -72,7 +74,7 @@ async def test_a_damaged_image_is_told_and_not_tried(subject):
     victim = max(image.criu_directory.iterdir(), key=lambda path: path.stat().st_size)
     content = victim.read_bytes()
     os.truncate(victim, len(content) - 1)
-    error = await subject.fails(subject.provisioner.restore, "IMAGE_FORMAT")
+    error = await subject.fails(subject.provisioner.restore, "IMAGE_DAMAGED")
     assert error.left == f"the image is kept as {image.id}"
     assert subject.kernel.state == "checkpointed"
     victim.write_bytes(content)
@@ -145,6 +147,132 @@ async def test_a_kill_in_the_middle_of_a_restore(heavy, monkeypatch, victim):
     assert alive([pid]) == []
     await heavy.wakes()
     assert await heavy.run("print(ran)") == "[]"
+
+
+async def test_a_client_that_shuts_the_kernel_down_in_the_middle_of_a_restore(subject, monkeypatch):
+    """By a message, as a console does: the gate takes it, and it does not wait behind the wake either."""
+    await subject.provisioner.checkpoint()
+    created = Created(monkeypatch)
+    subject.send()
+    await until(lambda: bool(created.criu()), 30)
+    (pid,) = created.criu()
+    os.kill(pid, signal.SIGSTOP)
+    inside = created._inside()
+    subject.kernel.client.shutdown()
+    await until(lambda: subject.kernel.state == "dead", 20)
+    assert alive([pid, *inside]) == []
+
+
+async def test_a_fault_of_this_program_in_a_wake_is_logged_and_told_to_the_cell(subject, monkeypatch, caplog):
+    await subject.provisioner.checkpoint()
+
+    def broken() -> None:
+        raise RuntimeError("a fault")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subject.kernel.lifecycle, "wake", broken)
+        with pytest.raises(CellFailed, match="INTERNAL: RuntimeError: a fault"):
+            await subject.run("x")
+    (record,) = [record for record in caplog.records if record.exc_info and record.exc_info[0] is RuntimeError]
+    assert record.levelname == "ERROR"
+    await subject.wakes()
+
+
+async def test_restores_to_different_gpus_are_not_one(subject):
+    """A second request joins the first only if it asks for the same; a mapping is never dropped in silence."""
+    await subject.provisioner.checkpoint()
+    verb = subject.provisioner.restore
+    go_on = threading.Event()
+
+    def stop(event) -> None:
+        assert event.step != "match" or go_on.wait(20)
+
+    subject.provisioner.sinks.append(stop)
+    first = asyncio.create_task(verb())
+    await until(lambda: subject.kernel.state == "restoring")
+    error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")
+    assert "not the same" in error.message
+    second = asyncio.create_task(verb({}))
+    go_on.set()
+    await asyncio.gather(first, second)
+    subject.provisioner.sinks.remove(stop)
+    error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")
+    assert error.left == "the kernel runs on"
+    await verb()
+    await subject.wakes()
+
+
+@pytest.mark.parametrize("ending", ["shutdown", "restart"])
+async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(subject, monkeypatch, ending):
+    """CRIU hangs, as on a file system that does not answer; its deadline is a minute away."""
+    image = await subject.provisioner.checkpoint()
+    created = Created(monkeypatch)
+    subject.send()
+    await until(lambda: bool(created.criu()), 30)
+    (pid,) = created.criu()
+    os.kill(pid, signal.SIGSTOP)
+    inside = created._inside()
+    manager = subject.kernel.manager
+    await asyncio.wait_for(
+        manager.shutdown_kernel(now=True) if ending == "shutdown" else manager.restart_kernel(now=True), 20
+    )
+    assert alive([pid, *inside]) == []
+    assert (await subject.reply())["status"] == "error"
+    assert [(kept.id, kept.retired) for kept in Store(subject.images).images()] == (
+        [(image.id, True)] if ending == "shutdown" else []
+    )
+    if ending == "restart":
+        await subject.kernel.client.wait_for_ready(timeout=60)
+        assert await subject.run("print('x' in globals())") == "False"
+
+
+@pytest.mark.parametrize("edge", ["started", "completed"])
+@pytest.mark.parametrize("step", ["match", "reserve", "criu_restore", "connect", "thaw"])
+async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
+    """Whatever the verb is doing: it takes no further step, and no process is left."""
+    image = await subject.provisioner.checkpoint()
+    ended: list[asyncio.Future[None]] = []
+    loop = asyncio.get_running_loop()
+
+    def end(event) -> None:
+        if (event.kind, event.step) == (edge, step):
+            lifecycle = subject.kernel.lifecycle
+            ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(lifecycle.terminate), loop))
+            assert lifecycle._ending.wait(10)
+
+    subject.provisioner.sinks.append(end)
+    await subject.fails(subject.provisioner.restore, "KERNEL_LOST", "CAPSULE_GONE")
+    await asyncio.wait_for(asyncio.wrap_future(ended[0]), 10)
+    assert subject.kernel.state == "dead"
+    assert subject.kernel.lifecycle.capsule is None
+    subject.kernel.lifecycle.engine.store.check(image)
+    assert subject.kernel.lifecycle.image == image, "what becomes of it is its owner's to say"
+
+
+@pytest.mark.parametrize("outlive", [False, True])
+@pytest.mark.parametrize("step", ["release", "discard_image"])
+async def test_the_kernel_killed_just_before_its_image_is_deleted(subject, step, outlive):
+    """The error says that the image is kept, and so it is: also after the restart that jupyter_client then does."""
+    subject.kernel.lifecycle.home.outlive = outlive
+    image = await subject.provisioner.checkpoint()
+
+    def kill(event) -> None:
+        if (event.kind, event.step) == ({"release": "completed", "discard_image": "started"}[step], step):
+            pid = subject.capsule.host_pid
+            os.kill(pid, signal.SIGKILL)
+            assert subject.capsule.wait(10) is not None
+
+    subject.provisioner.sinks.append(kill)
+    error = await subject.fails(subject.provisioner.restore, "KERNEL_LOST")
+    assert error.left == f"the kernel is gone; the image is kept as {image.id}"
+    assert await subject.provisioner.poll() == -signal.SIGKILL
+    subject.provisioner.sinks.remove(kill)
+    await subject.kernel.manager.restart_kernel()
+    await subject.kernel.client.wait_for_ready(timeout=60)
+    assert await subject.run("print('x' in globals())") == "False"
+    store = subject.kernel.lifecycle.engine.store
+    store.check(store.get(image.id))
+    assert store.get(image.id).retired, "the fresh kernel is not replaced by it when the next server starts"
 
 
 @pytest.mark.parametrize("step", ["connect", "thaw"])

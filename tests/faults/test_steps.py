@@ -6,9 +6,6 @@ The fault comes through the trace: a listener that raises makes the step fail wi
 from __future__ import annotations
 
 import pytest
-import pytest_asyncio
-from faulty import Subject
-from harness import notebook
 
 from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.errors import GpuCkptError
@@ -32,21 +29,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 class Injected(Exception):
     """The fault."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory, criu_binary):
-    """One kernel for all faults: what one of them leaves behind, the next one meets."""
-    import shutil
-    import tempfile
-    from pathlib import Path
-
-    directory, base = tmp_path_factory.mktemp("steps"), Path(tempfile.mkdtemp(prefix="gc-"))
-    async with notebook(directory, base) as kernel:
-        subject = await Subject.of(kernel, directory)
-        yield subject
-        subject.close()
-    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)

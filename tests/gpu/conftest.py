@@ -1,4 +1,4 @@
-"""What the tests on a real GPU share: a reason to skip, one helper, and a place for what they measure."""
+"""What the tests on a real GPU share: skipping where there is none, and a place for what they measure."""
 
 import json
 import os
@@ -7,17 +7,10 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.engine.cuda import Cuda
-from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.engine.gpus import Gpus
-from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject, why_no_gpu
+from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 
 RECORDS = pytest.StashKey[dict]()
-
-
-@pytest.fixture(scope="session")
-def gpu_reason():
-    """Why there is no usable GPU, or None; asked once."""
-    return why_no_gpu()
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +24,6 @@ def _needs_gpus(request):
         found = len(request.getfixturevalue("gpus").list())
         if found < wanted:
             pytest.skip(f"needs {wanted} GPUs, this machine has {found}")
-
-
-@pytest.fixture(scope="session")
-def helper():
-    helper = Helper()
-    yield helper
-    helper.close()
 
 
 @pytest.fixture(scope="session")

@@ -156,7 +156,7 @@ class TestWhatSurvives:
 class TestWhatIsNotCuda:
     def test_a_process_that_only_uses_nvml(self, cuda, helper, subject, record):
         """NVML may initialise CUDA for its own ends; the driver then saves it like any other.  Else it holds files."""
-        pytest.importorskip("pynvml")
+        pytest.importorskip("pynvml", reason="pynvml is missing: pip install nvidia-ml-py")
         process = subject("import pynvml; pynvml.nvmlInit(); handle = pynvml.nvmlDeviceGetHandleByIndex(0)")
         libraries = "sorted({line.split('/')[-1].strip() for line in open('/proc/self/maps') if '/lib' in line})"
         record(libraries=[name for name in process.run(f"result = {libraries}") if "cuda" in name or "nvidia" in name])
@@ -173,7 +173,7 @@ class TestWhatIsNotCuda:
         record(files_at_the_end=cuda.device_files(process.pid))
 
     def test_nvml_beside_cuda(self, cuda, subject, record):
-        pytest.importorskip("pynvml")
+        pytest.importorskip("pynvml", reason="pynvml is missing: pip install nvidia-ml-py")
         process = subject(filled(2**20) + "; import pynvml; pynvml.nvmlInit(); pynvml.nvmlDeviceGetHandleByIndex(0)")
         suspend(cuda, process.pid)
         record(files_when_suspended=cuda.device_files(process.pid))

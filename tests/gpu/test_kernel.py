@@ -6,15 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from harness import CellFailed, alive, notebook, until
 
-from jupyter_gpu_ckpt.errors import DeviceHeld
+from jupyter_gpu_ckpt.engine.cuda import CudaState
+from jupyter_gpu_ckpt.errors import CriuKilled, DeviceHeld
 
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
+KILLED_CRIU = Path(__file__).parents[1] / "engine" / "killed_criu.py"
 
 SETUP = """
 import hashlib, json, random
@@ -138,6 +141,27 @@ async def test_blocks_nobody_uses_are_not_saved(kernel, record):
     assert await kernel.run("print(bool((live == 7).all()))") == "True"
 
 
+@pytest.mark.parametrize("call", [1, 30, 90, 200, 350, 500, 700])
+async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, record, monkeypatch, call):
+    """As CRIU enters its ``call``-th ptrace: the driver's threads go on too, and the device has its memory back."""
+    await kernel.run("import torch; x = torch.arange(1 << 24, device='cuda'); total = x.sum().item()")
+    criu = kernel.lifecycle.engine.criu
+    with monkeypatch.context() as patch:
+        patch.setattr(criu, "argv", (sys.executable, str(KILLED_CRIU), str(call), *criu.argv))
+        try:
+            await kernel.provisioner.checkpoint()
+        except CriuKilled as error:
+            record(killed=call, details={key: error.details.get(key) for key in ("unmended", "seconds")})
+            assert "unmended" not in error.details
+            assert kernel.lifecycle.engine.cuda.state(kernel.lifecycle.capsule.host_pid) is CudaState.RUNNING
+        else:
+            record(killed="never: the dump makes fewer calls")
+    assert await kernel.run("print(x.sum().item() == total)") == "True"
+    await kernel.settled("running")
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x.sum().item() == total, torch.ones(3, device='cuda').sum().item())") == "True 3.0"
+
+
 async def test_too_little_room_is_refused_and_nothing_is_lost(kernel, record):
     await kernel.run("import torch; x = torch.full((1 << 30,), 3, dtype=torch.uint8, device='cuda')")
     image = await kernel.provisioner.checkpoint()
@@ -160,42 +184,44 @@ async def test_too_little_room_is_refused_and_nothing_is_lost(kernel, record):
     assert await kernel.run("print(x[5].item())") == "3"
 
 
-async def test_a_kernel_that_opened_nvml_besides_cuda(kernel, record):
-    """NVML keeps /dev/nvidiactl open; either it is saved all the same, or it is refused with the reason."""
+@pytest.fixture
+async def nvml(kernel):
+    """The kernel has NVML open, and with it /dev/nvidiactl."""
     try:
-        await kernel.run("import pynvml; pynvml.nvmlInit(); import torch; x = torch.ones(5, device='cuda')")
+        await kernel.run("import pynvml; pynvml.nvmlInit()")
     except CellFailed:
-        pytest.skip("the package nvidia-ml-py is not installed here")
+        pytest.skip("pynvml is missing: pip install nvidia-ml-py")
+
+
+async def saved_or_refused(kernel, record) -> bool:
+    """Checkpoint with NVML open: saved all the same (True), or refused with the reason and saved without it."""
     try:
         await kernel.provisioner.checkpoint()
-        record(outcome="saved")
     except DeviceHeld as error:
         record(outcome="refused", details=error.details)
         assert error.left == "the kernel runs on"
         await kernel.run("pynvml.nvmlShutdown()")
         await kernel.provisioner.checkpoint()
+        return False
+    record(outcome="saved")
+    return True
+
+
+async def test_a_kernel_that_opened_nvml_besides_cuda(kernel, nvml, record):
+    await kernel.run("import torch; x = torch.ones(5, device='cuda')")
+    await saved_or_refused(kernel, record)
     assert await kernel.run("print(x.sum().item())") == "5.0"
 
 
-async def test_only_nvml_without_cuda(kernel, record):
-    try:
-        await kernel.run(
-            "import pynvml; pynvml.nvmlInit(); x = pynvml.nvmlDeviceGetHandleByIndex(0)\n"
-            "def total(): return pynvml.nvmlDeviceGetMemoryInfo(x).total\n"
-            "before = total()"
-        )
-    except CellFailed:
-        pytest.skip("the package nvidia-ml-py is not installed here")
+async def test_only_nvml_without_cuda(kernel, nvml, record):
+    await kernel.run(
+        "x = pynvml.nvmlDeviceGetHandleByIndex(0)\n"
+        "def total(): return pynvml.nvmlDeviceGetMemoryInfo(x).total\n"
+        "before = total()"
+    )
     cuda, pid = kernel.lifecycle.engine.cuda, kernel.lifecycle.capsule.host_pid
     record(state=cuda.state(pid).value, files=cuda.device_files(pid))
-    try:
-        await kernel.provisioner.checkpoint()
-        record(outcome="saved")
-    except DeviceHeld as error:
-        record(outcome="refused", details=error.details)
-        assert error.left == "the kernel runs on"
-        await kernel.run("pynvml.nvmlShutdown()")
-        await kernel.provisioner.checkpoint()
+    if not await saved_or_refused(kernel, record):
         await kernel.run("pynvml.nvmlInit(); x = pynvml.nvmlDeviceGetHandleByIndex(0)")
     assert await kernel.run("print(total() == before)") == "True"
 

@@ -9,32 +9,23 @@ import subprocess
 import sys
 
 import pytest
+from blake3 import blake3
+from images import FACTS
 
-from jupyter_gpu_ckpt.errors import ImageBusy, ImageFormat, ImageNotFound, NoSpace, StoreUnwritable
-from jupyter_gpu_ckpt.image import store as store_module
-from jupyter_gpu_ckpt.image.manifest import Manifest
-from jupyter_gpu_ckpt.image.store import MANIFEST, Store
-
-FACTS = Manifest(
-    id="",
-    kernel_id="0123456789ab",
-    created=1.0,
-    kernel_name="python3",
-    uid=os.geteuid(),
-    hostname="here",
-    pid=8192,
-    pipes=[1, 2],
-    monotonic=1,
-    boottime=2,
-    runtime_dir="/nowhere",
-    criu_version="4.2.1",
-    device_bytes={"GPU-1": 3},
+from jupyter_gpu_ckpt.errors import (
+    ImageBusy,
+    ImageDamaged,
+    ImageFormat,
+    ImageNotFound,
+    NoSpace,
+    StoreShared,
+    StoreUnwritable,
 )
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "images")
+from jupyter_gpu_ckpt.image import draft as draft_module
+from jupyter_gpu_ckpt.image import store as store_module
+from jupyter_gpu_ckpt.image.integrity import MANIFEST, SEAL
+from jupyter_gpu_ckpt.image.manifest import FileEntry, Manifest
+from jupyter_gpu_ckpt.image.store import Store
 
 
 def publish(store: Store, content: bytes = b"pages"):
@@ -48,7 +39,8 @@ def test_a_published_image_is_found_whole_and_private(store):
     image = publish(store)
     (found,) = store.images()
     assert found == image
-    assert found.manifest.files == {"criu/pages-1.img": 5}
+    (entry,) = found.manifest.files.items()
+    assert entry == ("criu/pages-1.img", FileEntry(5, blake3(b"pages").hexdigest()))
     assert found.manifest.bytes == 5
     store.check(found)
     assert store.root.stat().st_mode & 0o777 == 0o700
@@ -93,7 +85,7 @@ def test_a_damaged_image_is_named(store, damage):
         pages.unlink()
     else:
         (image.criu_directory / "extra.img").touch()
-    with pytest.raises(ImageFormat) as caught:
+    with pytest.raises(ImageDamaged) as caught:
         store.check(image)
     assert len(caught.value.details["files"]) == 1
 
@@ -143,12 +135,39 @@ def test_a_sweep_removes_the_drafts_of_the_dead_and_no_others(store):
 def test_a_crash_between_writing_and_renaming_leaves_no_image(store, monkeypatch):
     """The manifest is written before the rename; whatever fails after it, there is a draft and not an image."""
     draft = store.begin("kernel")
-    flush = store_module._flush
-    monkeypatch.setattr(store_module, "_flush", lambda path: flush(path) if path.is_file() else _full())
+    flush = draft_module.flush
+    monkeypatch.setattr(draft_module, "flush", lambda path: flush(path) if path.is_file() else _full())
     with pytest.raises(NoSpace):
         draft.publish(FACTS)
     assert store.images() == []
     draft.discard()
+
+
+def test_a_rename_that_may_not_last_is_withdrawn(store, monkeypatch):
+    """The last flush fails: the caller keeps the kernel, so no image of it may be left."""
+    draft = store.begin("kernel")
+    flush = draft_module.flush
+    monkeypatch.setattr(draft_module, "flush", lambda path: _full() if path == store.root else flush(path))
+    with pytest.raises(NoSpace):
+        draft.publish(FACTS)
+    assert store.images() == []
+    assert draft.path.is_dir()
+    draft.discard()
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_rename_that_can_not_be_withdrawn_is_discarded(store, monkeypatch):
+    draft = store.begin("kernel")
+    flush, rename = draft_module.flush, type(store.root).rename
+    monkeypatch.setattr(draft_module, "flush", lambda path: _full() if path == store.root else flush(path))
+    back = draft.path
+    monkeypatch.setattr(
+        type(store.root), "rename", lambda self, target: _full() if target == back else rename(self, target)
+    )
+    with pytest.raises(NoSpace):
+        draft.publish(FACTS)
+    draft.discard()
+    assert list(store.root.iterdir()) == []
 
 
 def _full():
@@ -162,8 +181,123 @@ def test_a_place_that_cannot_be_a_store(tmp_path):
     assert caught.value.code == "STORE_UNWRITABLE"
 
 
+def test_a_store_that_is_a_file(tmp_path):
+    (tmp_path / "images").write_text("mine")
+    with pytest.raises(StoreUnwritable, match="it is a file") as caught:
+        Store(tmp_path / "images").prepare()
+    assert (caught.value.code, bool(caught.value.hint)) == ("STORE_UNWRITABLE", True)
+    assert (tmp_path / "images").read_text() == "mine"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o1777])
+def test_a_directory_that_others_can_enter_is_refused_and_left_as_it_is(tmp_path, mode):
+    shared = tmp_path / "home"
+    shared.mkdir()
+    shared.chmod(mode)
+    (shared / ".draft-of-somebody").mkdir()
+    with pytest.raises(StoreShared, match="other users") as caught:
+        Store(shared).begin("kernel")
+    assert "chmod 700" in caught.value.hint
+    assert shared.stat().st_mode & 0o7777 == mode
+    assert Store(shared).sweep() == 0
+    assert [path.name for path in shared.iterdir()] == [".draft-of-somebody"]
+    Store(shared / "images").prepare()
+
+
+def test_a_private_directory_of_the_user_is_taken_as_it_is(tmp_path):
+    (tmp_path / "images").mkdir(mode=0o700)
+    publish(Store(tmp_path / "images"))
+
+
+def test_a_damaged_image_can_be_told_and_removed(store):
+    image, whole = publish(store, b"12345"), publish(store)
+    (image.path / MANIFEST).write_text("{")
+    assert [found.id for found in store.images()] == [whole.id]
+    assert [(id, error.code) for id, error in store.damaged().items()] == [(image.id, "IMAGE_FORMAT")]
+    with image.lease(), pytest.raises(ImageBusy):
+        store.remove_damaged(image.id)
+    assert store.remove_damaged(image.id) == 5 + 1 + (whole.path / SEAL).stat().st_size
+    assert store.damaged() == {}
+    with pytest.raises(ImageNotFound):
+        store.remove_damaged(image.id)
+    (whole.path / MANIFEST).unlink()
+    assert set(store.damaged()) == {whole.id}
+    (whole.path / SEAL).unlink()
+    assert store.remove_damaged(whole.id) == 5
+    assert list(store.root.iterdir()) == []
+
+
+def test_who_removes_under_the_lease_leaves_no_moment_to_another(store, monkeypatch):
+    """Whoever gets the lease afterwards is told that there is no image, and leaves no lock file behind."""
+    image = publish(store)
+    rmtree, met = store_module.shutil.rmtree, []
+
+    def looked_at(path, **options):
+        with pytest.raises(ImageBusy), image.lease():
+            pass
+        met.append(path)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(store_module.shutil, "rmtree", looked_at)
+    with image.lease():
+        assert store.remove(image, leased=True) == 5
+    assert len(met) == 1
+    with pytest.raises(ImageNotFound), image.lease():
+        pass
+    assert list(store.root.iterdir()) == []
+
+
+SWEEPER = """
+import sys
+from pathlib import Path
+from jupyter_gpu_ckpt.image.store import Store
+sys.stdin.readline()
+print(Store(Path(sys.argv[1])).sweep())
+"""
+
+
+def test_several_sweeps_at_the_same_moment_remove_each_draft_once(store):
+    store.prepare()
+    for number in range(300):
+        (store.root / f".draft-{number}" / "criu").mkdir(parents=True)
+    argv = [sys.executable, "-c", SWEEPER, str(store.root)]
+    sweepers = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for sweeper in sweepers:
+        sweeper.stdin.write("\n")
+        sweeper.stdin.flush()
+    counts = [int(sweeper.communicate(timeout=60)[0]) for sweeper in sweepers]
+    assert [sweeper.returncode for sweeper in sweepers] == [0, 0, 0]
+    assert sum(counts) == 300
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_sweep_that_comes_upon_a_removal_does_not_disturb_it(store, monkeypatch):
+    image = publish(store)
+    rmtree = store_module.shutil.rmtree
+
+    def swept_first(path, **options):
+        monkeypatch.setattr(store_module.shutil, "rmtree", rmtree)
+        assert store.sweep() == 1
+        rmtree(path, **options)
+
+    monkeypatch.setattr(store_module.shutil, "rmtree", swept_first)
+    assert store.remove(image) == 5
+    assert list(store.root.iterdir()) == []
+
+
 def test_free_space_is_told_before_the_directory_exists(tmp_path):
     assert Store(tmp_path / "not" / "yet").free() > 0
+
+
+def test_a_quota_bounds_what_all_images_have_together(store):
+    bounded = Store(store.root, store.keys, quota=10)
+    assert bounded.free() == 10
+    image = publish(bounded, b"1234567")
+    assert bounded.free() == 3
+    publish(store, b"1234567")
+    assert bounded.free() == 0
+    store.remove(image)
+    assert bounded.free() == 3
 
 
 def test_facts_are_immutable(store):
@@ -171,7 +305,7 @@ def test_facts_are_immutable(store):
         FACTS.pid = 1
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
 def test_the_image_of_another_user_is_not_ours(store):
     image = publish(store)
     os.chown(image.path, 54321, 54321)

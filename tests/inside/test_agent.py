@@ -124,7 +124,7 @@ def test_a_quiesced_kernel_that_nobody_thaws_heals_itself_before_the_next_cell(s
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been(start: Callable[..., Any]) -> None:
-    pytest.importorskip("numpy")
+    pytest.importorskip("numpy", reason="numpy is missing: pip install numpy")
     kernel = start()
     kernel.run("import random, numpy, pickle; random.seed(1); numpy.random.seed(1); rng = numpy.random.default_rng(1)")
     state = "print(hash(pickle.dumps((random.getstate(), numpy.random.get_state(), rng.bit_generator.state))))"
@@ -165,7 +165,7 @@ def test_a_subshell_is_not_the_main_thread(start: Callable[..., Any]) -> None:
     kernel = start()
     client = kernel.client
     if "kernel subshells" not in kernel.ask("kernel_info_request")["supported_features"]:
-        pytest.skip("this ipykernel has no subshells")
+        pytest.skip("subshells need ipykernel >= 7")
     client.control_channel.send(client.session.msg("create_subshell_request"))
     subshell = client.get_control_msg(timeout=60)["content"]["subshell_id"]
     message = client.session.msg("gpu_ckpt_quiesce_request", {})
@@ -257,11 +257,12 @@ def test_a_failing_probe_is_a_line_and_no_more(start: Callable[..., Any]) -> Non
 
 def test_a_loaded_torch_without_cuda(start: Callable[..., Any]) -> None:
     if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, timeout=120, check=False).returncode:
-        pytest.skip("needs torch")
+        pytest.skip("torch is missing: make test installs it")
     kernel = start()
     kernel.run("import torch; torch.manual_seed(3); t = torch.rand(1000); s = torch.get_rng_state()")
     report = kernel.report("quiesce")
-    assert report["cuda"]["modules"] == ["torch"] and report["probe_errors"] == []
+    # torch imports the bindings where they are installed.
+    assert set(report["cuda"]["modules"]) - {"cuda.bindings"} == {"torch"} and report["probe_errors"] == []
     assert report["deleted_mappings"] == []
     kernel.report("thaw")
     assert kernel.run("print(torch.equal(s, torch.get_rng_state()), t.sum().item() > 0)") == "True True"

@@ -17,7 +17,7 @@ def deleted(kernel: Any) -> list[str]:
 
 
 def test_the_semaphores_of_tqdm_are_rehomed_and_tqdm_goes_on(start: Callable[..., Any]) -> None:
-    pytest.importorskip("tqdm")
+    pytest.importorskip("tqdm", reason="tqdm is missing: pip install tqdm")
     kernel = start()
     kernel.run("from tqdm import tqdm; bar = tqdm(total=4); bar.update(1)")
     assert len(deleted(kernel)) == 1 and deleted(kernel)[0].startswith("/dev/shm/sem.")

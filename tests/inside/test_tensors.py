@@ -102,7 +102,7 @@ def test_cycles_depth_and_code_of_the_users_end_nowhere_bad() -> None:
 
 
 def test_modules_optimizers_gradients_and_views_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch = pytest.importorskip("torch", reason="torch is missing: make test installs it")
     monkeypatch.setattr(tensors, "_HOST", ("meta",))  # CPU tensors stand for device tensors
     model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters())
@@ -137,7 +137,7 @@ def test_a_released_variable_says_what_it_was_whatever_is_done_with_it() -> None
 
 
 def test_torchs_functions_name_the_released_variable() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch = pytest.importorskip("torch", reason="torch is missing: make test installs it")
     world = shell(x=Array(1))
     tensors.release(world, ["x"])
     with pytest.raises(tensors.ReleasedError, match="`x`"):

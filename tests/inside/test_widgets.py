@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import until
 
-pytest.importorskip("ipywidgets", reason="the panel needs ipywidgets")
+pytest.importorskip("ipywidgets", reason="ipywidgets is missing: pip install ipywidgets")
 
 PANEL = "from jupyter_gpu_ckpt import CheckpointPanel; panel = CheckpointPanel()"
 

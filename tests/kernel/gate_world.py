@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,6 @@ from jupyter_gpu_ckpt.kernel.gate import Gate
 
 KEY = "0123456789abcdef"
 DEADLINE = 20.0
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Poll until ``condition`` holds; fail the test with ``what`` after the deadline."""
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.005)
 
 
 class Kernel:
@@ -106,6 +97,8 @@ class World:
         self.clients.append(client)
         if ready:
             client.wait_for_ready(timeout=DEADLINE)
+            if self.gate.state == "open":
+                settle(client)
         return client
 
     def in_thread(self, what: Callable[[], Any]) -> InThread:
@@ -134,6 +127,14 @@ class InThread:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def settle(client: BlockingKernelClient) -> None:
+    """Read all that came for `wait_for_ready`, which asks once a second and reads the first answer only."""
+    last = client.comm_info()
+    while client.get_shell_msg(timeout=DEADLINE)["parent_header"]["msg_id"] != last:
+        pass
+    outputs(client, last)
 
 
 def send(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gate_world import until
+from waiting import until
 
 from jupyter_gpu_ckpt.errors import BadRequest, KernelSilent
 from jupyter_gpu_ckpt.kernel.desk import Desk
@@ -70,3 +70,12 @@ def test_an_answer_that_cannot_be_made_is_an_error_without_details(desk: Desk) -
     until(lambda: gate.told, "an answer")
     assert gate.told[0]["error"]["code"] == "INTERNAL"
     assert gate.told[0]["error"]["message"] == "The question could not be answered: AttributeError."
+
+
+def test_a_protection_is_written_down_and_taken_over() -> None:
+    remembered = []
+    log = logging.getLogger("test")
+    before = Desk(log, remember=lambda: remembered.append(before.protected_until))
+    before.protect(100)
+    assert remembered == [before.protection()]
+    assert Desk(log, protected_until=remembered[0]).protection() == remembered[0]

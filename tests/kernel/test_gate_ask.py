@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gate_world import DEADLINE, kinds, outputs, reply, until
+from gate_world import DEADLINE, kinds, outputs, reply
+from waiting import until
 
 from jupyter_gpu_ckpt.errors import KernelSilent
 

@@ -116,14 +116,45 @@ def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPat
     assert [r.msg_id for r in kept.take(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
     assert len(kept) == 1
     monkeypatch.setattr(hold, "MAX_BYTES", 10)
-    assert kept.full
-    kept.take()
-    assert not kept.full
+    assert not kept.append(request("3", "history_request"))
+    assert len(kept.take()) == 1
+    assert kept.append(request("4", "history_request"))
+
+
+def test_the_hold_has_room_for_a_users_own_longer_and_refuses_those_behind_one_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Hold()
+    monkeypatch.setattr(hold, "MAX_BYTES", 0)
+    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 3 * 2048)
+    assert [kept.append(request(str(n), "execute_request")) for n in range(4)] == [True, True, True, False]
+    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 1 << 30)
+    assert not kept.append(request("5", "comm_msg")), "there is room, but what came before it was refused"
+    assert [r.msg_id for r in kept.take()] == ["0", "1", "2"]
+    assert kept.append(request("6", "execute_request"))
 
 
 def test_looking_at_a_notebook_wakes_nothing() -> None:
-    woken = {kind for kind in REPLIED_TYPES | {"comm_open", "comm_msg", "comm_close", "input_reply"} if wakes(kind)}
+    kinds = REPLIED_TYPES | {"comm_open", "comm_msg", "comm_close", "input_reply"}
+    woken = {kind for kind in kinds if wakes(request("1", kind))}
     assert woken == {"execute_request", "comm_open", "comm_msg", "input_reply"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "does"),
+    [
+        ("comm_open", {"target_name": "jupyter.widget.control"}, False),
+        ("comm_msg", {"data": {"method": "request_states"}}, False),
+        ("comm_msg", {"data": {"method": "request_state"}}, False),
+        ("comm_open", {"target_name": "jupyter.widget"}, True),
+        ("comm_msg", {"data": {"method": "update", "state": {"value": 4}}}, True),
+        ("comm_msg", {"data": "of somebody else's making"}, True),
+    ],
+)
+def test_a_page_that_looks_for_its_widgets_wakes_nothing_and_a_moved_slider_does(
+    kind: str, content: dict[str, Any], does: bool
+) -> None:
+    assert wakes(request("1", kind, **content)) is does
 
 
 @pytest.mark.parametrize(

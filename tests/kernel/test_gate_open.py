@@ -9,8 +9,9 @@ from queue import Empty
 
 import pytest
 import zmq
-from gate_world import DEADLINE, World, kinds, outputs, reply, send, until
+from gate_world import DEADLINE, World, kinds, outputs, reply, send
 from jupyter_client import AsyncKernelClient
+from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, StateError
 from jupyter_gpu_ckpt.kernel import wire
@@ -287,7 +288,7 @@ def test_a_thread_that_fails_is_no_secret(up: World, monkeypatch: pytest.MonkeyP
 
 curve_client = pytest.mark.skipif(
     not (zmq.has("curve") and hasattr(AsyncKernelClient, "curve_publickey")),
-    reason="no CURVE in pyzmq or jupyter_client",
+    reason="CURVE needs libzmq with libsodium and jupyter_client >= 8.9",
 )
 
 

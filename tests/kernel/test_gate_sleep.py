@@ -7,8 +7,9 @@ from queue import Empty
 
 import pytest
 import zmq
-from gate_world import DEADLINE, Kernel, World, kinds, outputs, reply, send, until
+from gate_world import DEADLINE, Kernel, World, kinds, outputs, reply, send
 from jupyter_client import BlockingKernelClient
+from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, GpuFull, KernelBusy, KernelSilent
 from jupyter_gpu_ckpt.kernel import hold, wire
@@ -347,6 +348,32 @@ def test_when_too_much_waits_looking_is_refused_and_cells_are_not(up: World, mon
     assert (answer["msg_type"], answer["content"]["ename"]) == ("comm_info_reply", "KERNEL_ASLEEP")
     client.execute("1")
     until(lambda: up.gate.held == 3, "the cell is kept")
+
+
+def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_and_nothing_is_lost(
+    up: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = up.client()
+    up.to_sleep()
+    big = client.execute(f"x = len({'a' * 10_000!r})")
+    until(lambda: up.gate.held == 1, "the first is kept")
+    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 10_000)
+    refused = [client.execute("x = 0"), client.execute("x = 1")]
+    slider = client.session.send(client.shell_channel.socket, "comm_msg", {"comm_id": "c", "data": {}})
+    for cell in refused:
+        content = reply(client, cell)["content"]
+        assert (content["status"], content["ename"]) == ("error", "KERNEL_ASLEEP")
+        assert "Hint: Wait until" in content["traceback"][-1]
+    outputs = {}
+    while len(outputs) < 3:
+        message = client.get_iopub_msg(timeout=DEADLINE)
+        if message["msg_type"] == "error":
+            outputs[message["parent_header"]["msg_id"]] = message["content"]["ename"]
+    assert outputs == dict.fromkeys([*refused, slider["header"]["msg_id"]], "KERNEL_ASLEEP")
+    up.wake()
+    assert reply(client, big)["content"]["status"] == "ok"
+    after = client.execute("assert x == 10_000")
+    assert reply(client, after)["content"]["status"] == "ok", "the refused ones were not run"
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

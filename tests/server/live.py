@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import requests
+import waiting
 from jupyter_client.blocking import BlockingKernelClient
 from websocket import WebSocket, create_connection
 
@@ -131,17 +131,23 @@ class Server:
 
 
 def until(true: Callable[[], Any], timeout: float = 30) -> Any:
-    """Poll for what no event tells; a deadline that passes is a failure."""
-    deadline = time.monotonic() + timeout
-    while not (value := true()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
-    return value
+    """`waiting.until` with the patience that a whole server needs."""
+    return waiting.until(true, timeout=timeout)
 
 
 @contextmanager
-def server(home: Path, runtime_base: Path, *, config: str = "", options: list[str] | None = None) -> Iterator[Server]:
-    """A server whose every file is in ``home``; ``config`` is appended to its configuration file."""
+def server(
+    home: Path,
+    runtime_base: Path,
+    *,
+    config: str = "",
+    options: list[str] | None = None,
+    module: str = "jupyter_server",
+) -> Iterator[Server]:
+    """A server whose every file is in ``home``; ``config`` is appended to its configuration file.
+
+    ``module`` is what ``python -m`` starts: ``jupyterlab`` and ``notebook`` bring a front end.
+    """
     directories = {name: home / name for name in ("config", "data", "runtime", "work", "ipython")}
     for directory in directories.values():
         directory.mkdir(parents=True, exist_ok=True)
@@ -174,7 +180,7 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
         environment["JUPYTER_GPU_CKPT_CRIU"] = str(Path(criu.argv[-1]).parents[2])
     with (home / "server.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_server", *(options or [])],
+            [sys.executable, "-m", module, *(options or [])],
             env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live import Server, server, until
 
+from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.adoption import orphans
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.server import comeback
+from jupyter_gpu_ckpt.server.comeback import Comeback
+from jupyter_gpu_ckpt.trace import StepEvent
 
 
 @pytest.fixture
@@ -33,11 +40,14 @@ def pids(running: Server, base: Path) -> dict[str, int]:
     return {record["kernel_id"]: record["pid"] for record in records}
 
 
-def test_sigterm_and_a_new_server_same_session_same_kernel_same_variables(home, runtime_base, criu_binary):
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_and_a_new_server_same_session_same_kernel_same_variables(home, runtime_base, criu_binary, end):
     with server(home, runtime_base) as first:
         before = open_notebook(first)
         kernel_id = before["kernel"]["id"]
         (pid,) = pids(first, runtime_base).values()
+        first.process.send_signal(end)
+        first.process.wait(60)
     assert not Path(f"/proc/{pid}").exists(), "it was checkpointed on the way down"
     (image,) = Store(home / "images").images()
     assert image.manifest.kernel_id == kernel_id
@@ -63,6 +73,48 @@ def test_kill_9_of_the_server_and_the_living_kernel_is_adopted(home, runtime_bas
         assert second.run(kernel_id, "print(x)") == "41"
 
 
+def test_a_living_kernel_is_adopted_without_a_touch_of_its_random_numbers(home, runtime_base, criu_binary):
+    with server(home, runtime_base) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        first.run(kernel_id, "import random; random.seed(7); state = random.getstate()")
+        first.process.kill()
+        first.process.wait()
+    with server(home, runtime_base) as second:
+        until(lambda: second.get("api/kernels"))
+        assert second.run(kernel_id, "print(random.getstate() == state)") == "True"
+
+
+def test_a_kernel_started_without_a_path_comes_back_to_the_server_of_the_same_root(home, runtime_base, criu_binary):
+    with server(home, runtime_base) as first:
+        kernel_id = first.start_kernel()
+        first.run(kernel_id, "x = 41")
+    with server(home, runtime_base) as second:
+        until(lambda: second.get("api/kernels"))
+        assert second.run(kernel_id, "print(x + 1)") == "42"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["asleep", "alive"])
+def test_a_protection_outlives_the_server(home, runtime_base, criu_binary, end):
+    with server(home, runtime_base) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        first.run(kernel_id, "%gpu_checkpoint --protect 2h")
+        first.process.send_signal(end)
+        first.process.wait(60)
+    config = "c.IdlePolicy.interval = 0.1"
+    with server(home, runtime_base, config=config) as second:
+
+        def policy() -> dict:
+            return next((kernel["policy"] for kernel in second.get("gpu-ckpt/kernels")), None) or {}
+
+        until(lambda: policy().get("protected_s"))
+        assert 7000 < policy()["protected_s"] <= 7200
+        second.run(kernel_id, "%gpu_checkpoint --protect off")
+        second.process.send_signal(signal.SIGTERM)
+        second.process.wait(60)
+    (left,) = orphans(runtime_base, Store(home / "images"))
+    assert left.session.protected_until is None
+
+
 def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, runtime_base, criu_binary):
     config = "c.Comeback.orphan_timeout = 0.5"
     with server(home, runtime_base, config=config) as first:
@@ -78,6 +130,68 @@ def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, 
         assert second.run(kernel_id, "print(x)") == "41"
 
 
+def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_adopted_with_its_cell(home, runtime_base, criu_binary):
+    # Longer than a restarter looks for dead kernels: the one that left early must not be taken for one.
+    config = "c.Comeback.stop_timeout = 4\nc.GpuCkptProvisioner.drain_timeout = 100"
+    flag = home / "go"
+    code = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\nx = 42"
+    with server(home, runtime_base, config=config) as first:
+        kernel_id, early = open_notebook(first)["kernel"]["id"], first.start_kernel()
+        first.run(early, "y = 1")
+        running = pids(first, runtime_base)
+        with first.client(kernel_id) as client:
+            client.execute(code)
+            while client.get_iopub_msg(timeout=60)["msg_type"] != "execute_input":
+                pass
+            first.process.send_signal(signal.SIGTERM)
+            first.process.wait(60)
+        assert "was not checkpointed within" in first.log
+    assert [image.manifest.kernel_id for image in Store(home / "images").images()] == [early]
+    with server(home, runtime_base, config=config) as second:
+        until(lambda: len(second.get("api/kernels")) == 2)
+        assert pids(second, runtime_base) == {kernel_id: running[kernel_id], early: None}
+        flag.touch()
+        assert second.run(kernel_id, "print(x)") == "42"
+        assert second.run(early, "print(y)") == "1"
+
+
+def test_a_kernel_in_the_middle_of_its_dump_at_the_deadline_is_not_lost(home, runtime_base, criu_binary):
+    with server(home, runtime_base, config="c.Comeback.stop_timeout = 0.3") as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        first.run(kernel_id, "block = os.urandom(800 << 20)")
+        first.process.send_signal(signal.SIGTERM)
+        first.process.wait(60)
+        assert "was not checkpointed within" in first.log
+    with server(home, runtime_base) as second:
+        until(lambda: second.get("api/kernels"))
+        assert second.run(kernel_id, "print(x, len(block) >> 20)") == "41 800"
+
+
+def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkeypatch):
+    def kernel(**memory: int) -> SimpleNamespace:
+        lifecycle = SimpleNamespace(
+            state=State.RUNNING, capsule=SimpleNamespace(host_pid=1), device_bytes=lambda: memory
+        )
+        return SimpleNamespace(kernel_id="k", lifecycle=lifecycle, drain_timeout=10.0)
+
+    resident = {"rss": 1 << 30}
+    monkeypatch.setattr(comeback, "read_process", lambda pid: SimpleNamespace(**resident))
+    monkeypatch.setattr(comeback, "RATES", Rates())  # not what the tests before this one measured
+    policy = Comeback(dict)
+    small = policy.deadline({"a": kernel()})
+    assert policy.deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - comeback._GRACE)
+    on_gpu = policy.deadline({"a": kernel(gpu=8 << 30)})
+    slow = Rates()
+    for step in ("cuda_suspend", "dump", "publish"):
+        slow(StepEvent("completed", step, "k", 0.0, 10.0, 1 << 30))
+    monkeypatch.setattr(comeback, "RATES", slow)
+    # Nine GiB at 10 s each through dump and publish, eight through the driver, and twice that to be on the safe side.
+    assert policy.deadline({"a": kernel(gpu=8 << 30)}) > 2 * (2 * 9 + 8) * 10 > 10 * on_gpu > 10 * small
+    asleep = kernel()
+    asleep.lifecycle.state = State.CHECKPOINTED
+    assert policy.deadline({"a": asleep}) == comeback._GRACE
+
+
 def test_a_kernel_that_was_shut_down_does_not_come_back(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
         session = open_notebook(first)
@@ -85,6 +199,32 @@ def test_a_kernel_that_was_shut_down_does_not_come_back(home, runtime_base, criu
     with server(home, runtime_base) as second:
         assert second.get("api/sessions") == []
         assert second.get("api/kernels") == []
+
+
+# jupyter_server looks once a minute whether there was activity.
+OFTEN = """
+from tornado import ioloop
+
+class Often(ioloop.PeriodicCallback):
+    def __init__(self, callback, callback_time, jitter=0):
+        super().__init__(callback, min(callback_time, 200), jitter)
+
+ioloop.PeriodicCallback = Often
+c.ServerApp.shutdown_no_activity_timeout = 1
+"""
+
+
+def test_a_server_with_none_but_sleeping_kernels_shuts_down_for_want_of_activity(home, runtime_base, criu_binary):
+    with server(home, runtime_base, config=OFTEN) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.process.wait(3)  # what is tested is that in so much time nothing happens: a kernel runs
+        assert first.do(kernel_id, "checkpoint")["status"] == "done"
+        assert first.process.wait(60) == 0
+        assert "shutting down" in first.log
+    with server(home, runtime_base) as second:
+        until(lambda: second.get("api/kernels"))
+        assert second.run(kernel_id, "print(x)") == "41"
 
 
 def test_switched_off_the_kernels_end_with_the_server(home, runtime_base, criu_binary):

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from harness import until
 from jupyter_events import EventLogger
+from live import until as until_true
+from tornado.ioloop import IOLoop
 
 from jupyter_gpu_ckpt.machine import PLANS, Checkpoint, Restore, State, Step
+from jupyter_gpu_ckpt.server import watch
 from jupyter_gpu_ckpt.server.events import FAILURE, SCHEMAS, STATE, STEP, Events
 from jupyter_gpu_ckpt.server.progress import Progress, Sizes
-from jupyter_gpu_ckpt.server.watch import VERBS, Watcher
+from jupyter_gpu_ckpt.server.watch import VERBS, Stepped, Watcher
+from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
 GIB = 1 << 30
@@ -48,6 +55,32 @@ def test_a_checkpoint_is_told_step_by_step(live, kernel_id):
     assert dump["expected_bytes"] > dump["bytes"] / 4, "the estimate is of the right kind"
 
 
+def test_a_long_dump_is_told_of_while_it_lasts(live, kernel_id):
+    live.run(kernel_id, "import os; block = os.urandom(800 << 20)")
+    with live.events() as next_event:
+        live.do(kernel_id, "checkpoint")
+        events = gather(next_event, until_state="checkpointed")
+    steps = [event for event in events if event["schema_id"] == STEP]
+    moments = [step for step in steps if step["status"] == "running"]
+    assert moments, "copying so much takes longer than a look"
+    assert {step["verb"] for step in moments} == {"checkpoint"}
+    fractions = [step["fraction"] for step in steps]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0 > moments[-1]["fraction"] > 0
+
+
+async def test_what_a_dump_has_written_so_far_can_be_asked(kernel):
+    written = []
+
+    def look(event: StepEvent) -> None:
+        if event.step in ("preflight", "dump", "publish") and event.kind == "completed":
+            written.append(kernel.lifecycle.written())
+
+    kernel.provisioner.sinks.append(look)
+    image = await kernel.provisioner.checkpoint()
+    assert written == [0, pytest.approx(image.manifest.bytes, rel=0.01), 0]
+
+
 def test_a_wake_by_a_client_is_told_too(live, kernel_id):
     live.do(kernel_id, "checkpoint")
     with live.events() as next_event:
@@ -74,9 +107,20 @@ def test_a_restart_is_noticed(live, kernel_id):
     live.do(kernel_id, "checkpoint")
     with live.events() as next_event:
         assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
-        live.get("gpu-ckpt/kernels")
         states = [event for event in gather(next_event, until_state="running") if event["schema_id"] == STATE]
     assert states[-1]["image"] is None
+
+
+def test_a_kernel_that_died_and_was_restarted_by_the_server_is_noticed_at_once(live, kernel_id):
+    with live.events() as next_event, live.client(kernel_id) as client:
+        client.execute("import os; os._exit(3)")
+        events = gather(next_event, until_state="running")
+    assert [(event["previous"], event["state"]) for event in events] == [("running", "dead"), ("dead", "running")]
+    model = live.get(f"api/kernels/{kernel_id}")
+    assert model["gpu_ckpt"] == {"state": "running", "checkpointable": True}
+    until_true(lambda: live.get(f"api/kernels/{kernel_id}")["execution_state"] == "idle")
+    assert live.run(kernel_id, "print(1)") == "1"
+    assert live.do(kernel_id, "checkpoint")["status"] == "done"
 
 
 def test_each_transition_is_one_line_of_the_log(live, kernel_id):
@@ -150,6 +194,7 @@ def test_the_fraction_is_of_expected_time_and_counts_only_the_plan():
     progress.done(Step.MATCH)
     small = progress.fraction
     progress.done(Step.CONTINUE)  # an undo step
+    progress.under_way(Step.CONTINUE, 100.0)
     assert progress.fraction == small < 0.01
     progress.done(Step.RESERVE)
     progress.done(Step.CRIU_RESTORE)
@@ -157,6 +202,48 @@ def test_the_fraction_is_of_expected_time_and_counts_only_the_plan():
     for step in plan.steps:
         progress.done(step)
     assert progress.fraction == 1.0
+
+
+def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_the_end():
+    plan = PLANS[State.RUNNING, Checkpoint]
+    by_bytes, by_seconds = (Progress(plan, Sizes(host=10 * GIB)) for _ in range(2))
+    expected = by_bytes.seconds[Step.DUMP]
+    share = expected / sum(by_bytes.seconds.values())
+    for part in (0.1, 0.5, 0.9):
+        by_bytes.under_way(Step.DUMP, 0.0, int(part * 10 * GIB))
+        by_seconds.under_way(Step.DUMP, part * expected)
+        assert by_bytes.fraction == pytest.approx(part * share) == pytest.approx(by_seconds.fraction)
+    seen = [by_seconds.fraction]
+    for late in (1.0, 2.0, 100.0, 1.0):  # later than expected, and a clock that was set back
+        by_seconds.under_way(Step.DUMP, late * expected)
+        seen.append(by_seconds.fraction)
+    assert seen == sorted(seen)
+    assert seen[0] < seen[1] < seen[-1] < share
+    by_seconds.done(Step.DUMP)
+    assert by_seconds.fraction == pytest.approx(share)
+
+
+async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(monkeypatch):
+    monkeypatch.setattr(watch, "PULSE", 0.01)
+    told: list[Stepped] = []
+    watcher = Watcher(IOLoop.current(), logging.getLogger("watch"))
+    watcher.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))
+    watched = watcher.follow("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[]))
+    watched._take_state(State.CHECKPOINTED, 0.0, Sizes(), None, None)
+    watched._take_state(State.RESTORING, 0.0, Sizes(image=GIB), None, None)
+    start = StepEvent("started", "criu_restore", "k", time.time())
+    watched._take_step(start)
+    await until(lambda: len(told) > 3)
+    assert {(step.event.kind, step.event.step, step.verb) for step in told[1:]} == {
+        ("running", "criu_restore", "restore")
+    }
+    fractions = [step.fraction for step in told]
+    assert fractions == sorted(set(fractions)) and fractions[-1] < 1
+    assert watched.progress.fraction >= fractions[-1], "what REST says"
+    watched._take_step(StepEvent("failed", "criu_restore", "k", time.time(), 1.0, code="CRIU_FAILED"))
+    watched._take_step(StepEvent("started", "unlease", "k", time.time()))  # an undo
+    await until(lambda: not watcher._pulsing)
+    assert [step.event.kind for step in told[-2:]] == ["failed", "started"]
 
 
 def test_expected_bytes_follow_what_a_step_moves():

@@ -10,6 +10,8 @@ import pytest
 from harness import until
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server._tz import utcnow
+from live import server
+from live import until as until_true
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
@@ -63,7 +65,9 @@ async def test_culling_a_live_kernel_checkpoints_it(tmp_path, runtime_base, criu
         assert kernel_id in made
 
 
-async def test_a_kernel_that_refuses_is_not_culled(tmp_path, runtime_base, criu_binary):
+async def test_a_kernel_that_refuses_is_not_culled_and_the_log_says_the_code(
+    tmp_path, runtime_base, criu_binary, caplog
+):
     async with manager(tmp_path, runtime_base, cull_idle_timeout=100, cull_interval=3600) as made:
         kernel_id = await start(made, tmp_path)
         client = made.get_kernel(kernel_id).client()
@@ -74,6 +78,44 @@ async def test_a_kernel_that_refuses_is_not_culled(tmp_path, runtime_base, criu_
         idle_for(made, kernel_id, 200)
         await made.cull_kernels()
         assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "running"
+        assert "was not culled: CHILD_PROCESSES" in caplog.text
+        assert "sleep" not in caplog.text
+
+
+async def test_a_protected_kernel_is_neither_culled_nor_expired(tmp_path, runtime_base, criu_binary):
+    traits = {"cull_idle_timeout": 100, "cull_interval": 3600, "checkpointed_expiry": 1}
+    async with manager(tmp_path, runtime_base, **traits) as made:
+        kernel_id = await start(made, tmp_path)
+        provisioner = made.provisioner_of(kernel_id)
+        provisioner.desk.protect(3600)
+        idle_for(made, kernel_id, 200)
+        await made.cull_kernels()
+        assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "running"
+        image = await provisioner.checkpoint()  # its user may ask for it all the same
+        await until(lambda: utcnow().timestamp() - image.manifest.created > 1.1)
+        await made.cull_kernels()
+        assert kernel_id in made
+        provisioner.desk.protect(0)
+        await made.cull_kernels()
+        assert kernel_id not in made
+
+
+def test_a_server_that_culls_checkpoints_first_and_lets_sleepers_expire(tmp_path, runtime_base, criu_binary):
+    config = '''
+c.MappingKernelManager.cull_idle_timeout = c.MappingKernelManager.cull_interval = 1
+c.CheckpointKernelManager.checkpointed_expiry = 3
+'''
+    with server(tmp_path, runtime_base, config=config) as running, running.events() as next_event:
+        kernel_id = running.start_kernel()
+        states = []
+        while "checkpointed" not in states:
+            event = next_event()
+            states += [event["state"]] if event["schema_id"].endswith("/kernel_state/v1") else []
+        until_true(lambda: "was checkpointed instead of culled" in running.log)
+        until_true(lambda: running.get("api/kernels") == [])
+        assert f"{kernel_id} expires" in running.log
+        (image,) = running.get("gpu-ckpt/images")
+        assert (image["kernel_id"], image["only_copy"]) == (kernel_id, False), "kept, as the trait says, for nobody"
 
 
 async def test_a_checkpointed_kernel_expires_by_its_own_trait_only(tmp_path, runtime_base, criu_binary):
@@ -93,6 +135,15 @@ async def test_a_checkpointed_kernel_expires_by_its_own_trait_only(tmp_path, run
         await until(lambda: utcnow().timestamp() - image.manifest.created > 1.1)
         await made.cull_kernels()
         assert kernel_id not in made
+
+
+async def test_a_kernel_that_is_in_the_map_but_not_marked_yet_spoils_no_listing(tmp_path, runtime_base, criu_binary):
+    async with manager(tmp_path, runtime_base) as made:
+        kernel_id = await start(made, tmp_path)
+        kernel = made.get_kernel(kernel_id)
+        kernel.execution_state = None
+        del kernel._trait_values["last_activity"]
+        assert [model["execution_state"] for model in made.list_kernels()] == ["starting"]
 
 
 async def test_sleepers_do_not_count_but_are_there(tmp_path, runtime_base, criu_binary):

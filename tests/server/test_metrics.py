@@ -60,6 +60,7 @@ class Provisioner:
 
     def __init__(self):
         self.sinks = []
+        self.on_state = []
 
 
 @pytest.fixture

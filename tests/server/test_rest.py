@@ -239,7 +239,13 @@ def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
 
 @pytest.mark.parametrize(
     ("verb", "body"),
-    [("restore", {"gpu_map": ["a"]}), ("restore", {"other": 1}), ("checkpoint", {"gpu_map": {}}), ("suspend", "text")],
+    [
+        ("restore", {"gpu_map": ["a"]}),
+        ("restore", {"accept_changed_files": "yes"}),
+        ("restore", {"other": 1}),
+        ("checkpoint", {"gpu_map": {}}),
+        ("suspend", "text"),
+    ],
 )
 def test_a_malformed_body_is_refused(live, kernel_id, verb, body):
     reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}", json=body)
@@ -257,6 +263,18 @@ def test_the_only_copy_of_a_sleeping_kernel_is_not_deleted_by_mistake(live, kern
     assert live.ask("GET", f"gpu-ckpt/images/{image}").status_code == 404
 
 
+def test_an_image_that_waits_for_its_server_is_not_deleted_by_mistake_either(tmp_path, runtime_base, criu_binary):
+    adopt = "c.Comeback.adopt = {}"
+    with server(tmp_path / "home", runtime_base) as first:
+        first.run(first.start_kernel(), "x = 41")
+    with server(tmp_path / "home", runtime_base, config=adopt.format(False)) as another:
+        (image,) = another.get("gpu-ckpt/images")
+        assert image["only_copy"]
+        refused = another.ask("DELETE", f"gpu-ckpt/images/{image['id']}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "IMAGE_BUSY")
+        assert another.ask("DELETE", f"gpu-ckpt/images/{image['id']}?force=true").ok
+
+
 def test_a_kernel_of_another_provisioner_is_listed_and_left_alone(tmp_path, runtime_base):
     plain = 'c.KernelProvisionerFactory.default_provisioner_name = "local-provisioner"'
     with server(tmp_path, runtime_base, config=plain) as running:
@@ -267,6 +285,47 @@ def test_a_kernel_of_another_provisioner_is_listed_and_left_alone(tmp_path, runt
         assert "gpu_ckpt" not in running.get(f"api/kernels/{kernel_id}")
         for verb in VERBS:
             assert running.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}").status_code == 409
+
+
+def test_a_protection_is_in_the_outlook_and_can_be_ended(live, kernel_id):
+    def protect(seconds):
+        return live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/protect", json={"seconds": seconds})
+
+    def left() -> float:
+        return (live.get(f"gpu-ckpt/kernels/{kernel_id}")["policy"] or {"protected_s": -1})["protected_s"]
+
+    assert protect(7200).json()["protected_until"] > 0
+    until(lambda: 7000 < left() <= 7200)
+    assert protect(0).json() == {"protected_until": None}
+    until(lambda: left() == 0)
+
+
+@pytest.mark.parametrize("body", [{}, {"seconds": "1"}, {"seconds": -1}, {"seconds": True}, {"other": 1}, [1]])
+def test_a_protection_needs_a_number_of_seconds(live, kernel_id, body):
+    reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/protect", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
+
+
+def test_a_kernel_without_a_server_is_taken_over_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):
+    model = {"path": "a b.ipynb", "name": "a b.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
+    with server(tmp_path / "home", runtime_base) as first:
+        (tmp_path / "home" / "work" / "a b.ipynb").write_text("{}")
+        kernel_id = first.ask("POST", "api/sessions", json=model).json()["kernel"]["id"]
+        first.run(kernel_id, "x = 41")
+    with server(tmp_path / "home", runtime_base, config="c.Comeback.adopt = False") as second:
+        (image,) = second.get("gpu-ckpt/images")
+        assert image["notebook"] == "a b.ipynb"
+        assert second.get("api/kernels") == []
+        reply = second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+        assert (reply.status_code, reply.json()["state"]) == (200, "checkpointed"), reply.text
+        (session,) = second.get("api/sessions")
+        assert (session["path"], session["kernel"]["id"]) == ("a b.ipynb", kernel_id)
+        assert second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt").ok  # it is here already
+        assert second.run(kernel_id, "print(x + 1)") == "42"
+
+
+def test_what_gpus_there_are_is_told_as_described(live):
+    validate("/gpus", live.get("gpu-ckpt/gpus"))
 
 
 def test_the_reference_names_every_route():

@@ -21,7 +21,7 @@ from typing import Any
 import ipywidgets
 from IPython import get_ipython  # type: ignore[attr-defined]
 
-from .errors import HostError
+from ..errors import HostError
 
 _AGENT = "_jupyter_gpu_ckpt_agent"
 

@@ -1,0 +1,240 @@
+"""What CRIU wrote about a kernel's files, and the one thing in it that may be changed: the size a file must have.
+
+CRIU refuses to restore a process whose open or mapped file has another size or mode than at the dump
+(``validate_file`` in its files-reg.c; no option turns that off).  Both are optional fields of the record in
+``files.img``: what a record does not have is not compared.  So a restore that accepts a changed file is given a *view*
+of the image, links to everything but with a ``files.img`` of its own; the image itself is never written to.
+
+The format (CRIU's wiki, "Images"; its criu/include/magic.h and images/*.proto): two magic numbers, then records, each a
+length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of four messages.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ImageFormat
+
+_COMMON_MAGIC = 0x54564319
+_FILES_MAGIC = 0x56303138
+_FDINFO_MAGIC = 0x56213732
+_REMAP_MAGIC = 0x59133954
+_FILES = "files.img"
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+# message file_entry
+_ENTRY_REG, _ENTRY_INET = 3, 4
+# message inet_sk_entry
+_INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 11
+_TCP_LISTEN = 10
+# message reg_file_entry
+_REG_ID, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 6, 8, 10
+# messages fdinfo_entry and remap_file_path_entry
+_FDINFO_ID, _REMAP_ID = 1, 1
+
+Field = tuple[int, int, int | bytes]
+
+
+@dataclass(frozen=True)
+class RegularFile:
+    """A regular file or directory the kernel holds.
+
+    ``size`` in bytes, None where a restore does not insist on one: of directories, and of files that are only appended
+    to.  ``mode`` as in ``stat(2)``, ``open``: there is a descriptor for it, else it is mapped, or is the root or
+    working directory.
+    """
+
+    path: str
+    size: int | None
+    mode: int | None
+    open: bool
+
+
+@dataclass(frozen=True)
+class Port:
+    """A TCP or UDP port a restore binds again.  ``type`` is that of ``socket(2)``."""
+
+    family: int
+    type: int
+    address: str
+    number: int
+
+
+def regular_files(directory: Path) -> list[RegularFile]:
+    """What the kernel of the dump in ``directory`` holds, ordered by path.
+
+    Left out is what travels in the image or is made anew (deleted files), and /proc, /dev and the like.
+    Raises `ImageFormat`.
+    """
+    opened = {
+        _number(fields, _FDINFO_ID)
+        for path in directory.glob("fdinfo-*.img")
+        for fields in map(_fields, _records(path, _FDINFO_MAGIC))
+    }
+    remaps = directory / "remap-fpath.img"
+    deleted = (
+        {_number(fields, _REMAP_ID) for fields in map(_fields, _records(remaps, _REMAP_MAGIC))}
+        if remaps.exists()
+        else set()
+    )
+    found = set()
+    for record in _records(directory / _FILES, _FILES_MAGIC):
+        fields = _submessage(record, _ENTRY_REG)
+        mode = _number(fields, _REG_MODE)
+        kept = fields and _number(fields, _REG_ID) not in deleted
+        if kept and (mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            opened_here = _number(fields, _REG_ID) in opened
+            found.add(RegularFile(_name(fields), _number(fields, _REG_SIZE), mode, opened_here))
+    return sorted(found, key=lambda file: (file.path, file.open))
+
+
+def ports(directory: Path) -> list[Port]:
+    """The TCP ports the kernel of the dump in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
+    found = set()
+    for record in _records(directory / _FILES, _FILES_MAGIC):
+        fields = _submessage(record, _ENTRY_INET)
+        kind, number = _number(fields, _INET_TYPE), _number(fields, _INET_PORT)
+        listens = _number(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
+        if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            family = _number(fields, _INET_FAMILY) or 0
+            words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
+            length = 4 if family == socket.AF_INET else 16
+            address = socket.inet_ntop(family, words.ljust(length, b"\0")[:length])
+            found.add(Port(family, kind, address, number or 0))
+    return sorted(found, key=lambda port: (port.number, port.type, port.address))
+
+
+def view(directory: Path, target: Path, changed: Container[str]) -> Path:
+    """Make ``target`` a view of the dump in ``directory`` that asks for no size or mode of the ``changed`` paths.
+
+    Returns ``target``, whose links must be removed when the restore is over.  Raises `ImageFormat`, `OSError`.
+    """
+    target.mkdir(mode=0o700)
+    for path in directory.iterdir():
+        if path.name != _FILES:
+            (target / path.name).symlink_to(path)
+    with os.fdopen(os.open(target / _FILES, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(struct.pack("<II", _COMMON_MAGIC, _FILES_MAGIC))
+        for record in _records(directory / _FILES, _FILES_MAGIC):
+            fields = _submessage(record, _ENTRY_REG)
+            if fields and _name(fields) in changed:
+                kept = b"".join(_encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
+                record = b"".join(
+                    _encode((number, kind, kept if number == _ENTRY_REG else value))
+                    for number, kind, value in _fields(record)
+                )
+            file.write(struct.pack("<I", len(record)) + record)
+    return target
+
+
+def _name(fields: list[Field]) -> str:
+    return next(
+        (os.fsdecode(value) for number, _, value in fields if number == _REG_NAME and isinstance(value, bytes)), ""
+    )
+
+
+def _submessage(record: bytes, wanted: int) -> list[Field]:
+    """The fields of one kind of file in a record of files.img; none for a file of another kind."""
+    for number, _, value in _fields(record):
+        if number == wanted and isinstance(value, bytes):
+            return _fields(value)
+    return []
+
+
+def _records(path: Path, magic: int) -> Iterator[bytes]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ImageFormat(f"CRIU's {path.name} cannot be read: {error.strerror}.") from error
+    if struct.unpack_from("<II", data.ljust(8, b"\0")) != (_COMMON_MAGIC, magic):
+        raise ImageFormat(f"CRIU's {path.name} is of a kind this release does not know.")
+    at = 8
+    while at < len(data):
+        if at + 4 > len(data):
+            raise ImageFormat(f"CRIU's {path.name} ends in the middle.")
+        (length,) = struct.unpack_from("<I", data, at)
+        at += 4 + length
+        if at > len(data):
+            raise ImageFormat(f"CRIU's {path.name} ends in the middle.")
+        yield data[at - length : at]
+
+
+def _fields(message: bytes) -> list[Field]:
+    """A protobuf message as (number, wire type, value), in its order; CRIU uses no groups."""
+    found: list[Field] = []
+    at = 0
+    try:
+        while at < len(message):
+            key, at = _varint(message, at)
+            number, kind = key >> 3, key & 7
+            value: int | bytes
+            if kind == _VARINT:
+                value, at = _varint(message, at)
+            else:
+                if kind == _BYTES:
+                    length, at = _varint(message, at)
+                else:
+                    length = {_FIXED64: 8, _FIXED32: 4}[kind]
+                value, at = message[at : at + length], at + length
+                if at > len(message):
+                    raise IndexError("a field is longer than its message")
+            found.append((number, kind, value))
+    except (IndexError, KeyError) as error:
+        raise ImageFormat("A record of CRIU's image is damaged.", reason=repr(error)) from error
+    return found
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError("a number of more than 64 bits")
+
+
+def _encode(field: Field) -> bytes:
+    number, kind, value = field
+    key = _encode_varint(number << 3 | kind)
+    if isinstance(value, int):
+        return key + _encode_varint(value)
+    return key + (_encode_varint(len(value)) if kind == _BYTES else b"") + value
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _number(fields: list[Field], wanted: int) -> int | None:
+    return next((value for number, _, value in fields if number == wanted and isinstance(value, int)), None)
+
+
+def _numbers(fields: list[Field], wanted: int) -> list[int]:
+    """A repeated field, packed or not."""
+    found: list[int] = []
+    for number, _, value in fields:
+        if number != wanted:
+            continue
+        if isinstance(value, int):
+            found.append(value)
+        else:
+            at = 0
+            while at < len(value):
+                word, at = _varint(value, at)
+                found.append(word)
+    return found

@@ -1,0 +1,270 @@
+"""A stopped thread of another process, held by ``ptrace(2)``: its registers, signal mask, system calls in its name.
+
+Names and numbers are the kernel's own (``include/uapi/linux/{ptrace,elf}.h``).  Standard library only: a capsule's init
+imports this module with nothing else of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PTRACE_POKEUSER = 6
+PTRACE_DETACH = 17
+PTRACE_SYSCALL = 24
+PTRACE_GETREGSET = 0x4204
+PTRACE_SETREGSET = 0x4205
+PTRACE_SEIZE = 0x4206
+PTRACE_INTERRUPT = 0x4207
+PTRACE_GETSIGMASK = 0x420A
+PTRACE_SETSIGMASK = 0x420B
+PTRACE_O_TRACESYSGOOD = 1
+
+NT_PRSTATUS = 1
+NT_PRFPREG = 2
+NT_X86_XSTATE = 0x202
+NT_X86_SHSTK = 0x204
+NT_ARM_HW_BREAK = 0x402
+
+WALL = 0x40000000
+#: What a tracee that stops for `PTRACE_SYSCALL` says, and no signal can be.
+SYSCALL_STOP = signal.SIGTRAP | 0x80
+#: All signals blocked but SIGTRAP, which breaks a process that meets a trap while it is blocked.
+ALL_BUT_SIGTRAP = (1 << 64) - 1 & ~(1 << signal.SIGTRAP - 1)
+#: Seconds a thread has to reach a stop that it is bound for.
+PATIENCE = 5.0
+_REGSET_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a system call and its parts stand in NT_PRSTATUS (an array of 64-bit words), and the numbers we use."""
+
+    instruction: bytes
+    pc: int
+    sp: int
+    number: int
+    result: int
+    arguments: tuple[int, ...]
+    #: The word that says "in system call N": -1, or a changed ``pc`` is taken for a call to be restarted.
+    in_call: int | None
+    #: ``offsetof(struct user, u_debugreg[7])``: what arms the hardware breakpoints of a thread.
+    debug_control: int | None
+    regsets: tuple[int, ...]
+    close: int
+    mprotect: int
+    munmap: int
+    rt_sigaction: int
+    getpid: int
+
+
+_MACHINES = {
+    "x86_64": Machine(
+        instruction=b"\x0f\x05",
+        pc=16,
+        sp=19,
+        number=10,
+        result=10,
+        arguments=(14, 13, 12, 7, 9, 8),
+        in_call=15,
+        debug_control=848 + 7 * 8,
+        regsets=(NT_PRSTATUS, NT_X86_XSTATE, NT_X86_SHSTK),
+        close=3,
+        mprotect=10,
+        munmap=11,
+        rt_sigaction=13,
+        getpid=39,
+    ),
+    "aarch64": Machine(
+        instruction=b"\x01\x00\x00\xd4",
+        pc=32,
+        sp=31,
+        number=8,
+        result=0,
+        arguments=(0, 1, 2, 3, 4, 5),
+        in_call=None,
+        debug_control=None,
+        regsets=(NT_PRSTATUS, NT_PRFPREG, NT_ARM_HW_BREAK),
+        close=57,
+        mprotect=226,
+        munmap=215,
+        rt_sigaction=134,
+        getpid=172,
+    ),
+}
+#: Of this host, or None where nobody wrote it down.
+MACHINE = _MACHINES.get(os.uname().machine)
+
+#: Threads that `Tracee.release` could not let go, because they did not stop: ours until they do (`let_go`).
+_kept: set[int] = set()
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.restype = ctypes.c_long
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    if _libc.ptrace(request, tid, address, data) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace({request:#x}): {os.strerror(number)}")
+
+
+def let_go(tid: int, status: int) -> bool:
+    """Let go of a thread that has stopped, or ended, later than `Tracee.release` waited; whether it is such a one.
+
+    ``status`` is what waitpid(2) said.  A signal that the thread stopped for comes to it, but for SIGTRAP: see
+    `Tracee.call`.
+    """
+    if tid not in _kept:
+        return False
+    _kept.discard(tid)
+    if os.WIFSTOPPED(status):
+        number = status >> 8  # a ptrace event has more bits, a stop at a system call too
+        arrives = number in signal.valid_signals() and number != signal.SIGTRAP
+        with contextlib.suppress(ProcessLookupError):  # killed meanwhile
+            _ptrace(PTRACE_DETACH, tid, 0, number if arrives else 0)
+    return True
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class Tracee:
+    """A thread in a group stop (state ``T``), ours until `release`; then it is in that stop again.
+
+    Raises `OSError` where the thread is gone, another's tracee or not stopped.
+    """
+
+    def __init__(self, machine: Machine, tid: int) -> None:
+        self.machine = machine
+        self.tid = tid
+        _ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
+        try:
+            self._wait()
+        except BaseException:
+            self.release()
+            raise
+
+    def __enter__(self) -> Tracee:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go; a signal it was stopped for is dropped.  One that does not stop is left for `let_go`."""
+        try:
+            _ptrace(PTRACE_DETACH, self.tid)
+        except ProcessLookupError:
+            try:  # it is gone; or somebody woke it, and only who stands is let go
+                _ptrace(PTRACE_INTERRUPT, self.tid)
+                self._wait()
+                _ptrace(PTRACE_DETACH, self.tid)
+            except TimeoutError:
+                _kept.add(self.tid)
+            except OSError:
+                pass
+
+    def _wait(self) -> int:
+        """The signal of its next stop.  Its end is left for the loop that reaps."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
+            found = os.waitid(os.P_PID, self.tid, options)
+            if found is not None:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"thread {self.tid} does not stop")
+            time.sleep(0.0001)
+        if found.si_code not in (os.CLD_TRAPPED, os.CLD_STOPPED):
+            raise ProcessLookupError(f"thread {self.tid} ended")
+        os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | WALL)
+        return found.si_status & 0xFF
+
+    # -- registers
+
+    def regset(self, kind: int) -> bytes | None:
+        """A register set as bytes; None where the thread has none of that kind."""
+        buffer = ctypes.create_string_buffer(_REGSET_BYTES)
+        vector = _Iovec(ctypes.addressof(buffer), _REGSET_BYTES)
+        try:
+            _ptrace(PTRACE_GETREGSET, self.tid, kind, ctypes.addressof(vector))
+        except ProcessLookupError:
+            raise
+        except OSError:
+            return None
+        return buffer.raw[: vector.length]
+
+    def set_regset(self, kind: int, data: bytes) -> None:
+        """Write what `regset` gave."""
+        buffer = ctypes.create_string_buffer(data, len(data))
+        vector = _Iovec(ctypes.addressof(buffer), len(data))
+        _ptrace(PTRACE_SETREGSET, self.tid, kind, ctypes.addressof(vector))
+
+    def words(self) -> list[int]:
+        """The general registers, as `Machine` numbers them."""
+        data = self.regset(NT_PRSTATUS)
+        if data is None:
+            raise ProcessLookupError(f"thread {self.tid} has no registers")
+        return list(struct.unpack(f"={len(data) // 8}Q", data))
+
+    def disarm(self) -> None:
+        """Take a hardware breakpoint away.  (Where `Machine.regsets` holds the breakpoints, they were put back.)"""
+        if self.machine.debug_control is not None:
+            _ptrace(PTRACE_POKEUSER, self.tid, self.machine.debug_control, 0)
+
+    @property
+    def mask(self) -> int:
+        """The blocked signals, bit 0 being signal 1."""
+        value = ctypes.c_uint64()
+        _ptrace(PTRACE_GETSIGMASK, self.tid, 8, ctypes.addressof(value))
+        return value.value
+
+    @mask.setter
+    def mask(self, mask: int) -> None:
+        value = ctypes.c_uint64(mask)
+        _ptrace(PTRACE_SETSIGMASK, self.tid, 8, ctypes.addressof(value))
+
+    # -- a system call in its name
+
+    def call(self, at: int, number: int, *arguments: int) -> int:
+        """Run system call ``number`` by the instruction at address ``at``; its result, negative for an error.
+
+        Registers and mask are afterwards as before.  A SIGTRAP or a stop signal that waits for the thread comes to it
+        first and is dropped: the one is a trap of somebody who is gone, the other has had its effect.
+        """
+        machine = self.machine
+        before, mask = self.words(), self.mask
+        words = [*before]
+        words[machine.pc], words[machine.number] = at, number
+        if machine.in_call is not None:
+            words[machine.in_call] = (1 << 64) - 1
+        for place, value in zip(machine.arguments, arguments, strict=False):
+            words[place] = value
+        self.mask = ALL_BUT_SIGTRAP
+        try:
+            self._set_words(words)
+            self._to_syscall_stop()  # at its entry
+            self._to_syscall_stop()  # at its exit
+            (result,) = struct.unpack("=q", struct.pack("=Q", self.words()[machine.result]))
+        finally:
+            self._set_words(before)
+            self.mask = mask
+        return int(result)
+
+    def _set_words(self, words: Sequence[int]) -> None:
+        self.set_regset(NT_PRSTATUS, struct.pack(f"={len(words)}Q", *words))
+
+    def _to_syscall_stop(self) -> None:
+        for _ in range(16):
+            _ptrace(PTRACE_SYSCALL, self.tid)
+            if self._wait() == SYSCALL_STOP:
+                return
+        raise OSError(f"thread {self.tid} comes to no system call")

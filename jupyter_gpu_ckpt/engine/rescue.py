@@ -1,0 +1,384 @@
+"""What keeps a kernel alive when CRIU is killed while it dumps it.  Runs in a capsule's init, the parent of both.
+
+For a dump CRIU holds every thread by ptrace and runs code of its own in them.  When it is killed, Linux lets go of the
+threads where they are: in that code, or at a trap, of which the process then dies (``kernel/signal.c: ptrace_stop``
+keeps the SIGTRAP that its tracer cannot take back any more).  Three things before the dump make all of that mendable:
+
+1. *The processes are stopped by SIGSTOP.*  A thread whose tracer dies goes back into that stop (``kernel/ptrace.c:
+   __ptrace_unlink``) before it runs one more instruction, so nothing of CRIU's code is run to any effect.
+2. *SIGTRAP has a handler*, at an address where nothing is.  It never runs, because the stop comes first; but a signal
+   with a handler does not kill.  It travels into the image, so that every restore takes it away too (`unguard`).
+3. *Registers, signal masks and what CRIU overwrites* are kept here, and put back if CRIU does not end well.
+
+One thread may have gone on by itself: the parasite in the main thread sees that CRIU is gone and returns to the
+program, which runs until Linux takes the tracer away.  Such a thread is recognized by where it is, and left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from jupyter_gpu_ckpt.engine.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, PATIENCE, Machine, Tracee
+
+#: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
+GUARD = {int(signal.SIG_DFL): 0x10, int(signal.SIG_IGN): 0x20}
+_SA_RESTORER = 0x04000000
+#: handler, flags, restorer, mask: the kernel's ``struct sigaction``.
+_SIGACTION = struct.Struct("=4Q")
+#: Bytes of the first executable mapping that CRIU may overwrite (compel's syscall and the name of its memfd: 16).
+_ENTRY_BYTES = 64
+#: compel's name for the file that its code lies in.
+_PARASITE = b"/memfd:CRIUMFD"
+_TRAP = 1 << signal.SIGTRAP - 1
+_UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
+_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    start: int
+    end: int
+    protection: bytes
+    name: bytes
+
+    def holds(self, address: int) -> bool:
+        return self.start <= address < self.end
+
+
+@dataclass
+class _Thread:
+    """What a thread was before CRIU came."""
+
+    regsets: dict[int, bytes]
+    mask: int
+
+
+@dataclass
+class _Process:
+    pid: int
+    machine: Machine
+    mappings: list[_Mapping]
+    descriptors: set[int]
+    #: Address of a system call instruction.
+    gate: int
+    entry: int
+    entry_bytes: bytes
+    #: SIGTRAP's: the guard, or one of the program's own.
+    handler: int
+    threads: dict[int, _Thread]
+
+
+def stop(pid: int, deadline: float) -> None:
+    """Stop ``pid`` and wait until all its threads have stopped.  Raises `TimeoutError`; they go on then."""
+    if _all_stopped(pid):
+        return
+    os.kill(pid, signal.SIGSTOP)
+    while not _all_stopped(pid):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGCONT)
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.0005)
+
+
+def _all_stopped(pid: int) -> bool:
+    return all(_state(pid, tid) in "TZX" for tid in _threads(pid))
+
+
+def _state(pid: int, tid: int) -> str:
+    try:
+        return _read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _lives(pid: int) -> bool:
+    return _state(pid, pid) not in "ZX"
+
+
+def _threads(pid: int) -> list[int]:
+    return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def _signals(pid: int, tid: int) -> int:
+    """The signals that wait for one thread."""
+    for line in _read(f"/proc/{pid}/task/{tid}/status").splitlines():
+        if line.startswith(b"SigPnd:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _mappings(maps: bytes) -> Iterator[_Mapping]:
+    for found in _MAPPING.finditer(maps):
+        start, end, protection, name = found.groups()
+        yield _Mapping(int(start, 16), int(end, 16), protection, name)
+
+
+def _tree(root: int, deadline: float) -> Iterator[int]:
+    """``root`` and its descendants, each of them stopped: a stopped parent makes no more."""
+    fresh = [root]
+    while fresh:
+        pid = fresh.pop()
+        if _state(pid, pid) == "Z":
+            continue
+        stop(pid, deadline)
+        yield pid
+        for tid in _threads(pid):
+            fresh += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
+
+
+class _Memory:
+    """``/proc/PID/mem``: writes go through whatever the mapping's protection is, as a debugger's do."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+
+    def __enter__(self) -> _Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, address: int, size: int) -> bytes:
+        return os.pread(self._fd, size, address)
+
+    def write(self, address: int, data: bytes) -> None:
+        os.pwrite(self._fd, data, address)
+
+
+def _gate(machine: Machine, memory: _Memory, mappings: list[_Mapping]) -> int:
+    """Address of a system call instruction, in the vdso: nothing has to be written for it."""
+    for mapping in mappings:
+        if mapping.name == b"[vdso]":
+            place = memory.read(mapping.start, mapping.end - mapping.start).find(machine.instruction)
+            if place >= 0:
+                return mapping.start + place
+    raise OSError("there is no system call instruction in the vdso")
+
+
+def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = None) -> int:
+    """Set SIGTRAP's handler (None: leave it); the handler it had."""
+    machine = leader.machine
+    # The stopped thread's own stack lends the room; what was there is put back.
+    room = leader.words()[machine.sp] & ~15
+    kept = memory.read(room, 2 * _SIGACTION.size)
+    old, new = room, 0
+    try:
+        if handler is not None:
+            new = room + _SIGACTION.size
+            # All signals wait while it would run, so that no other handler is entered after it.
+            memory.write(new, _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1))
+        if result := leader.call(gate, machine.rt_sigaction, signal.SIGTRAP, new, old, 8):
+            raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
+        return int(_SIGACTION.unpack(memory.read(old, _SIGACTION.size))[0])
+    finally:
+        memory.write(room, kept)
+
+
+def _look(machine: Machine, pid: int) -> _Process:
+    """What has to be known of a stopped process, and SIGTRAP's guard in place."""
+    maps = _read(f"/proc/{pid}/maps")
+    mappings = list(_mappings(maps))
+    entry = next((each.start for each in mappings if each.protection[2:3] == b"x"), 0)
+    threads = {}
+    with _Memory(pid) as memory:
+        gate = _gate(machine, memory, mappings)
+        for tid in _threads(pid):
+            with Tracee(machine, tid) as tracee:
+                regsets = {kind: data for kind in machine.regsets if (data := tracee.regset(kind)) is not None}
+                threads[tid] = _Thread(regsets, tracee.mask)
+                if tid == pid:
+                    handler = _sigtrap(tracee, gate, memory)
+                    if handler in GUARD:
+                        handler = GUARD[handler]
+                        _sigtrap(tracee, gate, memory, handler)
+        return _Process(
+            pid=pid,
+            machine=machine,
+            mappings=mappings,
+            descriptors=_descriptors(pid),
+            gate=gate,
+            entry=entry,
+            entry_bytes=memory.read(entry, _ENTRY_BYTES),
+            handler=handler,
+            threads=threads,
+        )
+
+
+def _descriptors(pid: int) -> set[int]:
+    return set(map(int, os.listdir(f"/proc/{pid}/fd")))
+
+
+def _drop_guard(leader: Tracee, gate: int, memory: _Memory) -> None:
+    handler = _sigtrap(leader, gate, memory)
+    for was, guard in GUARD.items():
+        if handler == guard:
+            _sigtrap(leader, gate, memory, was)
+
+
+def _unguard(machine: Machine, pid: int) -> None:
+    stop(pid, time.monotonic() + PATIENCE)
+    with _Memory(pid) as memory:
+        gate = _gate(machine, memory, list(_mappings(_read(f"/proc/{pid}/maps"))))
+        with Tracee(machine, pid) as leader:
+            _drop_guard(leader, gate, memory)
+
+
+def unguard(root: int) -> None:
+    """Take SIGTRAP's guard away from restored processes, and let them go on: they were stopped when dumped.
+
+    Raises `OSError`.
+    """
+    pids = []
+    for pid in _tree(root, time.monotonic() + PATIENCE):
+        pids.append(pid)
+        if MACHINE is not None:
+            _unguard(MACHINE, pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def _mend(process: _Process) -> None:
+    """Make a process what it was before CRIU came.  It is stopped before and after."""
+    pid, machine, gate = process.pid, process.machine, process.gate
+    stop(pid, time.monotonic() + PATIENCE)
+    with _Memory(pid) as memory, ExitStack() as held:
+        tracees = {tid: held.enter_context(Tracee(machine, tid)) for tid in _threads(pid) if tid in process.threads}
+        leader = tracees[pid]
+        if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
+            memory.write(process.entry, process.entry_bytes)
+        known = {mapping.start for mapping in process.mappings}
+        now = list(_mappings(_read(f"/proc/{pid}/maps")))
+        parasite = [each for each in now if each.name.startswith(_PARASITE) and each.start not in known]
+        astray = _astray(process, leader, parasite)
+        for tid, tracee in tracees.items():
+            before = process.threads[tid]
+            if tid != pid or astray:
+                for kind, data in before.regsets.items():
+                    tracee.set_regset(kind, data)
+                tracee.mask = before.mask
+                tracee.disarm()
+            elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
+                tracee.mask = before.mask
+            if _signals(pid, tid) & _TRAP:
+                tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
+        if astray:
+            for descriptor in _descriptors(pid) - process.descriptors:
+                leader.call(gate, machine.close, descriptor)
+            for mapping in _changed(process.mappings, now):
+                length = mapping.end - mapping.start
+                leader.call(gate, machine.mprotect, mapping.start, length, _protection(mapping))
+        for mapping in parasite:
+            leader.call(gate, machine.munmap, mapping.start, mapping.end - mapping.start)
+        _drop_guard(leader, gate, memory)
+
+
+def _astray(process: _Process, leader: Tracee, parasite: list[_Mapping]) -> bool:
+    """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
+    if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
+        return True
+    at = leader.words()[process.machine.pc]
+    in_entry = process.entry <= at < process.entry + _ENTRY_BYTES
+    return in_entry or at == process.handler or any(mapping.holds(at) for mapping in parasite)
+
+
+def _changed(before: list[_Mapping], now: list[_Mapping]) -> Iterator[_Mapping]:
+    """Those of ``before`` whose protection is another one ``now``."""
+    for was in before:
+        for mapping in now:
+            if mapping.start < was.end and was.start < mapping.end and mapping.protection[:3] != was.protection[:3]:
+                yield was
+                break
+
+
+def _protection(mapping: _Mapping) -> int:
+    letters = zip(b"rwx", mapping.protection, (mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC), strict=False)
+    return sum(bit for letter, found, bit in letters if letter == found)
+
+
+class Rescue:
+    """Stops a process tree for a dump, and afterwards makes good what CRIU left.
+
+    Parameters
+    ----------
+    root:
+        Pid of the kernel, a child of the caller.
+    deadline:
+        `time.monotonic` by which all threads must have stopped.
+
+    Raises `OSError`, of which `TimeoutError` is one; everything goes on as before then.
+    """
+
+    def __init__(self, root: int, deadline: float) -> None:
+        self._pids: list[int] = []
+        self._processes: list[_Process] = []
+        try:
+            for pid in _tree(root, deadline):
+                self._pids.append(pid)
+                if MACHINE is not None:
+                    self._processes.append(_look(MACHINE, pid))
+            for pid in self._pids:
+                # One that is still on its way back into the stop would be taken by CRIU for one that runs.
+                stop(pid, deadline)
+        except BaseException as error:
+            # Of all, and not of `_processes` only: `_look` may have failed after it had set the guard.
+            unknown = self._unguard_all()
+            self.go_on()
+            if unknown:
+                raise OSError(f"{error}; whether SIGTRAP is handled as before is not known: {unknown}") from error
+            raise
+
+    def _unguard_all(self) -> str:
+        """Why not, if not."""
+        why: list[str] = []
+        if MACHINE is None:
+            return ""
+        for pid in self._pids:
+            try:
+                _unguard(MACHINE, pid)
+            except Exception as error:
+                if _lives(pid):
+                    why.append(f"process {pid}: {error}")
+        return ", ".join(why)
+
+    def conclude(self, well: bool) -> None:
+        """CRIU has ended: well, and the processes stay stopped, or not, and they go on as if it had never been.
+
+        Raises `OSError`; what could be done was done.
+        """
+        with ExitStack() as last:
+            if not well:
+                last.callback(self.go_on)
+            for process in self._processes:
+                last.callback(self._after, process, well)
+
+    @staticmethod
+    def _after(process: _Process, well: bool) -> None:
+        try:
+            if well:
+                _unguard(process.machine, process.pid)
+                stop(process.pid, time.monotonic() + PATIENCE)  # it is on its way back into the stop
+            else:
+                _mend(process)
+        except Exception:
+            if _lives(process.pid):
+                raise
+
+    def go_on(self) -> None:
+        """Let all processes run."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,70 @@
+"""Whether an image fits this node: the engine's answers put together for `image.match`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from .engine import criu_images
+from .engine.gpus import Gpus, gpu_mapping
+from .errors import CudaError
+from .image.manifest import Manifest
+from .image.match import Mismatch, fingerprint, look, match
+from .image.store import Store
+from .preflight import available_memory
+
+
+class Node(Protocol):
+    """What is asked of a node (`steps.Engine`)."""
+
+    criu_version: str
+    gpus: Gpus
+    store: Store
+
+
+def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`."""
+    return fingerprint(
+        files=map(dataclasses.asdict, criu_images.regular_files(directory)),
+        ports=map(dataclasses.asdict, criu_images.ports(directory)),
+        criu=node.criu_version,
+        gpus=_gpus(node) if cuda else [],
+        cuda=cuda,
+        device_bytes=device_bytes,
+        memory=sum(path.stat().st_blocks * 512 for path in directory.glob("pages-*.img")),
+    )
+
+
+def mismatches(
+    manifest: Manifest,
+    node: Node,
+    *,
+    accept_changed_files: bool = False,
+    gpu_map: Mapping[str, str] | None = None,
+) -> list[Mismatch]:
+    """What this node lacks of the one the image was made on.  The GPUs are asked only for an image that needs them.
+
+    Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
+    """
+    wanted = manifest.fingerprint
+    gpus = _gpus(node) if manifest.cuda else []
+    here = look(
+        wanted,
+        criu=node.criu_version,
+        gpus=gpus,
+        memory=available_memory(),
+        disk=node.store.free(),
+    )
+    mapping: Mapping[str, str] | None = None
+    if manifest.cuda:
+        try:
+            mapping = gpu_mapping(manifest.node_gpus, [gpu["uuid"] for gpu in gpus], gpu_map)
+        except CudaError:
+            mapping = gpu_map  # fewer GPUs than there were, which is one of the mismatches
+    return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=mapping)
+
+
+def _gpus(node: Node) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(gpu) for gpu in node.gpus.list()]

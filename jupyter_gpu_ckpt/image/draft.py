@@ -1,0 +1,119 @@
+"""An image being written: a directory beside the images, which becomes one by a rename.
+
+Publishing is: every file hashed and flushed to disk, then the manifest and its seal, the directory renamed, the parent
+flushed.  A crash at any point leaves either a whole image or a draft that the next sweep removes.  Limit: a file system
+that lies about fsync can lose a published image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from ..errors import KeyUnusable
+from . import integrity, leases
+from .disk import flush, mapped
+from .encryption import Plain, Vault
+from .generations import Generations
+from .image import CRIU_DIRECTORY, Image
+from .integrity import MANIFEST
+from .keys import Keyring
+from .manifest import Manifest
+
+#: What the name of a draft's directory begins with, and of no image's.
+PREFIX = ".draft-"
+
+
+class Draft:
+    """An image being written; `publish` or `discard` ends it."""
+
+    def __init__(self, root: Path, id: str, *, keys: Keyring, generations: Generations, vault: Vault | None) -> None:
+        self.id = id
+        self.path = root / f"{PREFIX}{id}"
+        self._root = root
+        self._keys = keys
+        self._generations = generations
+        self._vault = vault
+        self._lock = FileLock(root / f"{PREFIX}{id}.lock", timeout=0, mode=0o600)
+        with mapped(root):
+            self._lock.acquire()
+            for directory in (self.path, self.path / CRIU_DIRECTORY):
+                directory.mkdir(mode=0o700)
+                directory.chmod(0o700)  # whatever the umask
+        self._plain: Plain | None = None
+        if vault is not None:
+            try:
+                self._plain = Plain(vault.base, id)
+            except BaseException:
+                self.discard()
+                raise
+
+    @property
+    def criu_directory(self) -> Path:
+        """Where CRIU writes: for an image that will be encrypted a directory in memory."""
+        return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
+
+    def size(self) -> int:
+        """Bytes written so far; from any thread."""
+        found = 0
+        with contextlib.suppress(OSError):  # renamed or removed meanwhile
+            for path in [*self.path.rglob("*"), *(self._plain.path.rglob("*") if self._plain is not None else ())]:
+                found += path.stat().st_size
+        return found
+
+    def publish(self, manifest: Manifest, *, living: int | None = None) -> Image:
+        """Make it an image.  After failure it is still a draft.
+
+        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image.
+        """
+        with mapped(self._root):
+            key = self._keys.current()
+            if self._plain is not None and self._vault is not None:
+                told = self._vault.encrypt(self._plain, self.path, CRIU_DIRECTORY)
+                manifest = replace(manifest, encryption=told)
+            files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
+            for path in files:
+                path.chmod(0o600)
+            # Hashed while the disk is busy with it: CPU time that costs no time.  What becomes a hole reads the same.
+            with ThreadPoolExecutor(8) as pool:
+                flushing = [pool.submit(flush, path) for path in files]
+                manifest = replace(manifest, id=self.id, files=integrity.entries(self.path, punch=True))
+                for flushed in flushing:
+                    flushed.result()
+            integrity.write_private(self.path / MANIFEST, manifest.to_json())
+            integrity.seal(self.path, key)
+            if living is not None:
+                leases.publish_claim(self.path, living)
+            for directory in (self.path / CRIU_DIRECTORY, self.path):
+                flush(directory)
+            target = self._root / self.id
+            self.path.rename(target)
+            try:
+                flush(self._root)
+            except BaseException:
+                # A rename that may not last is none: the caller keeps the kernel, so there must be no image of it.
+                draft, self.path = self.path, target  # what `discard` is to remove, if the way back fails too
+                target.rename(draft)
+                self.path = draft
+                raise
+        self._unlock()
+        with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
+            self._generations.published(manifest)
+        return Image(target, manifest)
+
+    def discard(self) -> None:
+        """Remove what was written.  Idempotent, never raises: it runs while another error is on its way."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._plain is not None:
+            self._plain.close()
+        with contextlib.suppress(OSError):
+            Path(self._lock.lock_file).unlink()
+        self._lock.release()

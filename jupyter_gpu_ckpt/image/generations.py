@@ -1,0 +1,108 @@
+"""What became of each kernel's images, as this user's own machine remembers it: an old image put back is noticed.
+
+A seal proves that this user made an image, not that it is the last one: who can write the image directory can put back
+an older copy.  So the generation that was published last, and the last one that a kernel came back from, are kept
+outside it, beside the keys.  A machine that never saw the kernel knows nothing of it and accepts what is sealed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from ..errors import ImageStale, KeyUnusable
+from .disk import flush
+from .integrity import write_private
+from .manifest import Manifest
+
+#: Seconds to wait for another process that is writing a record, which takes it a moment.
+_PATIENCE = 10.0
+_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
+
+
+class Generations:
+    """The record of each kernel in one directory, which is made on first use."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def next(self, kernel_id: str, last: int) -> int:
+        """The generation of the kernel's next image; ``last`` is that of the image it came from, or 0."""
+        return max(last, self._read(kernel_id)["published"]) + 1
+
+    def published(self, manifest: Manifest) -> None:
+        """An image was published.  Raises `KeyUnusable`."""
+        self._raise_to(manifest.kernel_id, published=manifest.generation)
+
+    def spent(self, kernel_id: str, generation: int | None = None) -> None:
+        """The kernel lives on after its image of ``generation`` (or the last): none up to that one is to come back.
+
+        Raises `KeyUnusable`.
+        """
+        if generation is None:
+            generation = self._read(kernel_id)["published"]
+        if generation:
+            self._raise_to(kernel_id, spent=generation)
+
+    def require_current(self, manifest: Manifest) -> None:
+        """Raises `ImageStale` for an image that is not the last of its kernel, or that the kernel came back from."""
+        record = self._read(manifest.kernel_id)
+        if manifest.generation < record["published"]:
+            message = f"The image is number {manifest.generation} of its kernel; the last was {record['published']}."
+            raise ImageStale(message, image=manifest.id)
+        if manifest.generation and manifest.generation <= record["spent"]:
+            raise ImageStale("The kernel came back from this image and has run on since.", image=manifest.id)
+
+    def _read(self, kernel_id: str) -> dict[str, int]:
+        record: Any = None
+        try:
+            # An empty one is what a crash leaves on some disks: it knows nothing, as on a machine that is new.
+            record = json.loads(self._path(kernel_id).read_text() or "{}")
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise self._unusable() from error
+        if record is None:
+            record = {}
+        if not isinstance(record, dict) or not all(type(value) is int for value in record.values()):
+            raise self._unusable()
+        return {"published": record.get("published", 0), "spent": record.get("spent", 0)}
+
+    def _raise_to(self, kernel_id: str, **facts: int) -> None:
+        path = self._path(kernel_id)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Two that read the same record would each write back what the other has not raised.
+            with FileLock(self.directory / ".lock", timeout=_PATIENCE, mode=0o600):
+                record = self._read(kernel_id)
+                for name, value in facts.items():
+                    record[name] = max(record[name], value)
+                _replace(path, json.dumps(record))
+        except OSError as error:
+            raise self._unusable() from error
+
+    def _path(self, kernel_id: str) -> Path:
+        if not _NAME.fullmatch(kernel_id):
+            raise ImageStale("The image's kernel has a name that none of ours has.")
+        return self.directory / f"{kernel_id}.json"
+
+    def _unusable(self) -> KeyUnusable:
+        message = "The record of this kernel's images cannot be read or written."
+        return KeyUnusable(message, path=str(self.directory), hint="Delete it: then older images are not noticed.")
+
+
+def _replace(path: Path, text: str) -> None:
+    """The old content or the new, also after a crash of the machine; on disk when this returns.  Raises `OSError`."""
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        write_private(draft, text)
+        draft.rename(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    flush(path.parent)

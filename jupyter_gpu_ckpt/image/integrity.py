@@ -1,0 +1,238 @@
+"""Whether an image is what a checkpoint of this user wrote: a seal over the manifest, and a hash of every file.
+
+`verify` proves it before CRIU, which trusts its images completely, sees one byte.  The order is part of the proof: the
+seal over the exact bytes of the manifest first, so nothing of a forged one is interpreted; then names, kinds and sizes,
+so nothing but plain files of the stated size is opened; then the content.  Hashes are BLAKE3: a tree hash, faster than
+any disk here on one core.
+
+A restore need not wait for all of it: CRIU copies the kernel's memory (`MEMORY`, nearly all of an image) and looks at
+nothing in it, so `begin` proves everything else at once and the memory beside the restore, and the restored processes
+stay stopped until that is proved too.
+
+What it does not prove is in docs/threat-model.md: who can run programs as this user can do all that this user can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hmac
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from blake3 import blake3
+
+from ..errors import ImageDamaged, ImageForged, ImageFormat
+from .blocks import BLOCK, blocks, punch_zeros, reader
+from .keys import ALGORITHM, Key, Keyring
+from .manifest import MOST_BYTES, RESERVED, FileEntry, Manifest
+
+MANIFEST = "manifest.json"
+SEAL = "manifest.mac"
+
+#: The pages of the processes: what CRIU copies without a look.
+MEMORY = "criu/pages-*.img"
+
+#: Told the bytes of each block that was hashed; from the thread that called.
+Progress = Callable[[int], object]
+
+
+def read_manifest(path: Path) -> bytes:
+    """The bytes of the manifest of the image at ``path``.  Raises `OSError`, `ImageFormat`."""
+    return _read_plain(path / MANIFEST, MOST_BYTES)
+
+
+def seal(path: Path, key: Key) -> None:
+    """Vouch for the manifest of the image at ``path``; the seal is on disk when this returns.  Raises `OSError`."""
+    text = json.dumps({"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path))})
+    write_private(path / SEAL, text)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of 0600, whatever the umask, and flush it to disk.  Raises `OSError`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w") as file:
+        os.fchmod(fd, 0o600)
+        file.write(text)
+        file.flush()
+        os.fsync(fd)
+
+
+def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manifest:
+    """Prove the image at ``path``; returns its manifest, read from the very bytes that were proved.
+
+    Raises `ImageForged` when no key of ``keys`` made its seal, `ImageDamaged` for anything but exactly the files of the
+    manifest, `ImageFormat`, `KeyUnusable`.
+    """
+    manifest = require_sealed(path, keys)
+    require_tree(path, manifest)
+    _verify_content(path, manifest.files, progress)
+    return manifest
+
+
+class Proof:
+    """The rest of a `verify` that has begun: that of the memory, on a thread of its own."""
+
+    def __init__(self, path: Path, files: Mapping[str, FileEntry]) -> None:
+        self._given_up = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-proof")
+        self._proved = self._thread.submit(_verify_content, path, files, self._go_on)
+        self._thread.shutdown(wait=False)
+
+    def _go_on(self, _: int) -> None:
+        if self._given_up.is_set():
+            raise CancelledError
+
+    def require(self) -> bool:
+        """Wait until it is done; False if it was stopped.  Raises `ImageDamaged`."""
+        try:
+            self._proved.result()
+        except CancelledError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Nobody wants to know any more: `require` returns soon.  From any thread."""
+        self._given_up.set()
+
+    def give_up(self) -> None:
+        """`stop`, and no file is open when this returns."""
+        self.stop()
+        wait([self._proved])
+
+
+def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
+    """`verify`, but the `MEMORY` is still being proved when this returns.  Raises as that does."""
+    manifest = require_sealed(path, keys)
+    require_tree(path, manifest)
+    memory = {name: entry for name, entry in manifest.files.items() if fnmatch.fnmatch(name, MEMORY)}
+    _verify_content(path, {name: entry for name, entry in manifest.files.items() if name not in memory}, None)
+    return manifest, Proof(path, memory)
+
+
+def require_sealed(path: Path, keys: Keyring) -> Manifest:
+    """The first part of `verify`: the manifest is one that this user sealed.  Raises as that does."""
+    id = path.name
+    try:
+        text = read_manifest(path)
+    except OSError as error:
+        raise ImageFormat(f"The image's manifest cannot be read: {error.strerror}.", image=id) from error
+    _verify_seal(path, text, keys)
+    manifest = Manifest.from_json(text)
+    if manifest.id != id:
+        raise ImageForged(f"The manifest in {id!r} is that of {manifest.id!r}.", image=id)
+    return manifest
+
+
+def _verify_seal(path: Path, text: bytes, keys: Keyring) -> None:
+    try:
+        told = json.loads(_read_plain(path / SEAL, 4096))
+        algorithm, id, mac = (told[name] for name in ("algorithm", "key", "mac"))
+    except FileNotFoundError as error:
+        raise ImageForged("The image is not sealed.", image=path.name) from error
+    except (OSError, ImageFormat, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ImageForged("The image's seal cannot be read.", image=path.name) from error
+    if algorithm != ALGORITHM or not isinstance(id, str) or not isinstance(mac, str):
+        raise ImageForged("The image's seal is of an unknown kind.", image=path.name)
+    key = keys.get(id)
+    if key is None:
+        raise ImageForged("The image was sealed with a key that is not one of yours.", image=path.name)
+    if not hmac.compare_digest(key.mac(text).encode(), mac.encode(errors="replace")):
+        raise ImageForged("The image's manifest is not the one that was sealed.", image=path.name)
+
+
+def require_tree(path: Path, manifest: Manifest) -> None:
+    """The second part of `verify`: exactly the files of the manifest, plain and of their sizes."""
+    try:
+        found = {name: 0 if name.endswith("/") else facts.st_size for name, facts in tree(path)}
+    except OSError as error:
+        raise ImageDamaged(f"The image cannot be read: {error.strerror}.", image=path.name) from error
+    listed = {name: entry.bytes for name, entry in manifest.files.items()}
+    for name in manifest.files:
+        parts = name.split("/")[:-1]
+        listed.update({"/".join(parts[: depth + 1]) + "/": 0 for depth in range(len(parts))})
+    wrong = sorted(name for name in {*found, *listed} if found.get(name) != listed.get(name))
+    if wrong:
+        raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
+
+
+def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Every file below an image but the `RESERVED` ones, by its name in a manifest, and directories, with a "/" added.
+
+    Raises `ImageDamaged` for what is neither a directory nor a plain file of one name and this user's, `OSError`.
+    """
+    for directory, subdirectories, names in os.walk(path, onerror=_raise):
+        at = Path(directory)
+        if at == path:
+            names = [name for name in names if name not in RESERVED]
+            subdirectories[:] = [name for name in subdirectories if name not in RESERVED]
+        for name in [*subdirectories, *names]:
+            facts = (at / name).lstat()
+            plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != os.geteuid():
+                shown = str((at / name).relative_to(path))
+                message = f"The image is damaged: {shown!r} is not a plain file of yours."
+                raise ImageDamaged(message, image=path.name, files=[shown])
+            yield str((at / name).relative_to(path)) + ("" if plain else "/"), facts
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progress | None) -> None:
+    wrong = []
+    try:
+        with reader() as pool:
+            for name, entry in sorted(files.items()):
+                if digest(path / name, entry.bytes, pool, progress=progress) != entry.blake3:
+                    wrong.append(name)
+    except OSError as error:
+        raise ImageDamaged(f"The image cannot be read: {error.strerror}.", image=path.name) from error
+    if wrong:
+        raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
+
+
+def entries(path: Path, *, punch: bool = False) -> dict[str, FileEntry]:
+    """The manifest's `files` for what is below ``path``; ``punch``: stretches of zeros become holes on the way.
+
+    Raises as `tree`.
+    """
+    found = {}
+    with reader() as pool:
+        for name, facts in sorted(tree(path)):
+            if name.endswith("/"):
+                continue
+            found[name] = FileEntry(facts.st_size, digest(path / name, facts.st_size, pool, punch=punch))
+    return found
+
+
+def digest(
+    path: Path, size: int, pool: ThreadPoolExecutor, *, punch: bool = False, progress: Progress | None = None
+) -> str:
+    """BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.closing(os.fdopen(fd, "r+b" if punch else "rb", buffering=0)):
+        for number, block in enumerate(blocks(fd, size, pool)):
+            hasher.update(block)
+            if punch:
+                punch_zeros(fd, block, number * BLOCK)
+            if progress is not None:
+                progress(len(block))
+    return hasher.hexdigest()
+
+
+def _read_plain(path: Path, most: int) -> bytes:
+    """A file that is one, and no larger than ``most`` bytes.  Raises `OSError`, `ImageFormat`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1 or facts.st_size > most:
+            raise ImageFormat(f"The image's {path.name} is not one.", image=path.parent.name)
+        return file.read(most + 1)

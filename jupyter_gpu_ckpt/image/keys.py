@@ -1,0 +1,115 @@
+"""The keys that seal manifests: one directory a user, one file a key, the newest seals and all of them verify.
+
+They lie outside the image directory, so who can write images cannot seal them.  A key is 32 random bytes; its name
+begins with the moment it was made.  Several processes may make the first key at once: then there are two, which harms
+nothing, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jupyter_core.paths import jupyter_data_dir
+
+from ..errors import KeyUnusable
+
+ALGORITHM = "hmac-sha256"
+BYTES = 32
+_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
+
+
+def default_key_dir() -> Path:
+    """``gpu-ckpt/keys`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_KEYS``."""
+    override = os.environ.get("JUPYTER_GPU_CKPT_KEYS")
+    return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "keys"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key and the name that seals give it."""
+
+    id: str
+    secret: bytes = field(repr=False)
+
+    def mac(self, text: bytes) -> str:
+        """HMAC-SHA256 over ``text``, in hex."""
+        return hmac.new(self.secret, text, hashlib.sha256).hexdigest()
+
+
+class Keyring:
+    """The keys in one directory.  Every method raises `KeyUnusable` for a directory or file that others can read."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory or default_key_dir()
+
+    def ids(self) -> list[str]:
+        """Names of the keys, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        self._require_private(self.directory, stat.S_ISDIR, 0o077)
+        return sorted(path.name for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
+
+    def current(self) -> Key:
+        """The newest key, made now if there is none."""
+        ids = self.ids()
+        key = self.get(ids[-1]) if ids else None
+        return key or self.rotate()
+
+    def get(self, id: str) -> Key | None:
+        """The key of that name; None when there is none."""
+        path = self.directory / id
+        if not _NAME.fullmatch(id) or not path.exists():
+            return None
+        self._require_private(path, stat.S_ISREG, 0o077)
+        try:
+            secret = bytes.fromhex(path.read_text().strip())
+        except (OSError, ValueError) as error:
+            raise KeyUnusable("A key file cannot be read.", path=str(path)) from error
+        if len(secret) != BYTES:
+            raise KeyUnusable(f"A key file does not hold {BYTES} bytes in hex.", path=str(path))
+        return Key(id, secret)
+
+    def rotate(self) -> Key:
+        """Make a new key, which seals from now on; the older ones still verify until their files are deleted."""
+        # Never before the newest one, even if the clock was set back.
+        newest = max([*self.ids(), time.strftime("%Y%m%dT%H%M%S", time.gmtime())])
+        id = f"{newest[:15]}-{secrets.token_hex(4)}"
+        while self.ids() and id <= self.ids()[-1]:
+            id = f"{newest[:15]}-{secrets.token_hex(4)}"
+        key = Key(id, secrets.token_bytes(BYTES))
+        try:
+            if not self.directory.exists():
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.directory.chmod(0o700)  # whatever the umask
+            self._require_private(self.directory, stat.S_ISDIR, 0o077)
+            draft = self.directory / f".{id}"
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(fd, "w") as file:
+                file.write(key.secret.hex() + "\n")
+                file.flush()
+                os.fchmod(fd, 0o600)
+                os.fsync(fd)
+            draft.rename(self.directory / id)
+            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise KeyUnusable(f"No key can be made: {error.strerror}.", path=str(self.directory)) from error
+        return key
+
+    @staticmethod
+    def _require_private(path: Path, kind: object, mask: int) -> None:
+        facts = path.lstat()
+        assert callable(kind)
+        if not kind(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & mask:
+            raise KeyUnusable("The keys can be read or changed by other users.", path=str(path))

@@ -1,0 +1,440 @@
+"""The fingerprint of the node an image was made on, and what another node lacks of it.
+
+A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at the checkpoint, `look` answers the same
+questions on the node the image is to be restored on, and `match` compares the two: one `Mismatch` for each thing that
+is different.  A hard one means that the restore would fail, or that the kernel would break later without a word.
+
+Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
+(versions), ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``cuda`` (the version the driver knows;
+empty: the kernel never used CUDA, and nothing about GPUs is asked), ``driver``, ``gpus``, ``device_bytes`` (by UUID),
+``memory`` and ``disk``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken
+from . import node
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One difference.  ``field``: a stable word for programs; ``hard``: the image is not restored here because of it.
+
+    ``path`` is the file it is about, if it is about one.
+    """
+
+    field: str
+    what: str
+    wanted: str
+    found: str
+    advice: str
+    hard: bool
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: wanted {self.wanted}, found {self.found}. {self.advice}"
+
+
+def fingerprint(
+    *,
+    files: Iterable[Facts],
+    ports: Iterable[Facts],
+    criu: str,
+    gpus: Sequence[Facts] = (),
+    cuda: bool = False,
+    device_bytes: Mapping[str, int] | None = None,
+    memory: int = 0,
+) -> dict[str, Any]:
+    """Taken at a checkpoint, when the dump has been written.
+
+    Parameters
+    ----------
+    files, ports:
+        What the dump says the kernel holds: ``path``, ``size``, ``mode`` and ``open``; ``family``, ``type``,
+        ``address`` and ``number``.
+    criu:
+        The version of CRIU that made the dump.
+    gpus:
+        All GPUs of the node in the driver's order: ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
+    cuda, device_bytes:
+        Whether the kernel used CUDA, and how much memory it held by UUID.
+    memory:
+        How much host memory the restored kernel takes.
+    """
+    held = _held(files)
+    points = node.mounts()
+    used = {node.mount_of(path, points) for path in held} - {"/"}
+    return {
+        **_self(criu),
+        "files": held,
+        "packages": node.packages(held),
+        "mounts": {point: points[point] for point in sorted(used)},
+        "ports": [dict(port) for port in ports],
+        "driver": str(gpus[0]["driver"]) if cuda and gpus else "",
+        "cuda": str(gpus[0].get("cuda") or "unknown") if cuda and gpus else "",
+        "gpus": [{key: gpu[key] for key in ("uuid", "name", "total")} for gpu in gpus] if cuda else [],
+        "device_bytes": dict(device_bytes or {}),
+        "memory": memory,
+        "disk": memory,
+    }
+
+
+def look(wanted: Facts, *, criu: str, gpus: Sequence[Facts], memory: int, disk: int) -> dict[str, Any]:
+    """What this node answers to the questions of a fingerprint.
+
+    ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.
+    """
+    points = node.mounts()
+    return {
+        **_self(criu),
+        "files": {path: node.file_facts(path) for path in wanted.get("files", {})},
+        "packages": {directory: node.installed(directory) for directory in wanted.get("packages", {})},
+        "mounts": {point: points.get(point, "") for point in wanted.get("mounts", {})},
+        "ports": [
+            {**port, "problem": node.unbindable(port["address"], port["number"], port["family"], port["type"])}
+            for port in wanted.get("ports", [])
+        ],
+        "driver": str(gpus[0]["driver"]) if gpus else "",
+        "cuda": str(gpus[0].get("cuda") or "unknown") if gpus else "",
+        "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],
+        "memory": memory,
+        "disk": disk,
+    }
+
+
+def match(
+    wanted: Facts, found: Facts, *, accept_changed_files: bool = False, gpu_map: Mapping[str, str] | None = None
+) -> list[Mismatch]:
+    """Every difference that matters, the hard ones first.
+
+    ``accept_changed_files``: a data file that is not what it was is taken as it is now (soft).  ``gpu_map``: on which
+    GPU each one of the image goes; by default on itself, or else in the order of both nodes.  A fingerprint that lacks
+    a key (of an older image) is not asked about it.
+    """
+    mismatches: list[Mismatch] = []
+    for key, compare in _COMPARE.items():
+        if key in wanted:
+            mismatches += compare(wanted, found)
+    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files)
+    if wanted.get("cuda"):
+        mismatches += _gpus(wanted, found, gpu_map)
+    return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
+
+
+def accepted_files(mismatches: Iterable[Mismatch]) -> list[str]:
+    """The changed files that a restore is to take as they are."""
+    return sorted({each.path for each in mismatches if each.field == "file_changed" and not each.hard})
+
+
+def require(mismatches: Sequence[Mismatch]) -> None:
+    """Raise the error of the hard mismatches, with all of them in its details: nothing was started."""
+    hard = [mismatch for mismatch in mismatches if mismatch.hard]
+    if not hard:
+        return
+    first = hard[0]
+    more = f" (and {len(hard) - 1} more: `jupyter gpu-ckpt match` lists them)" if hard[1:] else ""
+    kind: type[GpuCkptError] = _ERRORS.get(first.field, NodeUnfit)
+    raise kind(
+        f"{first.what}: wanted {first.wanted}, found {first.found}{more}.",
+        hint=first.advice,
+        culprit=first.path or first.what,
+        mismatches=[str(mismatch) for mismatch in hard],
+    )
+
+
+_ERRORS: dict[str, type[GpuCkptError]] = {
+    "file_changed": ChangedFile,
+    "file_missing": MissingFile,
+    "port": PortTaken,
+}
+
+
+def _self(criu: str) -> dict[str, Any]:
+    architecture, kernel = node.uname()
+    return {"architecture": architecture, "kernel": kernel, "cpu": node.cpu(), "criu": criu, "glibc": node.glibc()}
+
+
+def _held(files: Iterable[Facts]) -> dict[str, dict[str, Any]]:
+    """By path: ``size``, ``mode``, ``build_id``, how the kernel holds it, and whether a restore insists on the size."""
+    held: dict[str, dict[str, Any]] = {}
+    for file in files:
+        facts = node.file_facts(file["path"]) or {"size": 0, "mode": file["mode"], "build_id": ""}
+        entry = held.setdefault(file["path"], {**facts, "open": False, "mapped": False, "checked": False})
+        entry["open" if file["open"] else "mapped"] = True
+        if file["size"] is not None:  # the dump's own words, where it has any, are what the restore goes by
+            entry |= {"size": file["size"], "checked": True}
+        if file["mode"] is not None:
+            entry["mode"] = file["mode"]
+    return held
+
+
+# -- one comparison a key
+
+
+def _architecture(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if wanted["architecture"] != found["architecture"]:
+        yield Mismatch(
+            "architecture",
+            "CPU architecture",
+            wanted["architecture"],
+            found["architecture"],
+            "Restore it on a node of that architecture.",
+            hard=True,
+        )
+
+
+def _cpu(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if missing := sorted(set(wanted["cpu"]) - set(found["cpu"])):
+        yield Mismatch(
+            "cpu",
+            "CPU features",
+            ", ".join(missing),
+            "a CPU without them",
+            "The kernel has chosen code that needs them; restore it on a node with the same or a newer CPU.",
+            hard=True,
+        )
+
+
+def _kernel(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if _version(found["kernel"])[:2] < _version(wanted["kernel"])[:2]:
+        yield Mismatch(
+            "kernel",
+            "Linux",
+            f"{wanted['kernel']} or newer",
+            found["kernel"],
+            "What is saved may use what an older Linux does not have; update this node.",
+            hard=True,
+        )
+
+
+def _criu(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if _version(found["criu"]) < _version(wanted["criu"]):
+        yield Mismatch(
+            "criu",
+            "CRIU",
+            f"{wanted['criu']} or newer",
+            found["criu"],
+            "Run `jupyter gpu-ckpt install-criu` on this node.",
+            hard=True,
+        )
+
+
+def _glibc(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if wanted["glibc"] != found["glibc"]:
+        yield Mismatch(
+            "glibc",
+            "C library (glibc)",
+            wanted["glibc"] or "another one",
+            found["glibc"] or "another one",
+            "The kernel has the old one mapped; use the same operating system image on both nodes.",
+            hard=True,
+        )
+
+
+def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    for directory, versions in wanted["packages"].items():
+        here = found["packages"].get(directory, {})
+        different = [name for name in sorted({*versions, *here}) if versions.get(name) != here.get(name)]
+        if not different:
+            continue
+        shown, rest = different[:5], len(different) - 5
+        more = f" and {rest} more" if rest > 0 else ""
+        yield Mismatch(
+            "packages",
+            f"Python packages in {directory}",
+            ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more,
+            ", ".join(here.get(name, "none") for name in shown) + more,
+            "What is imported after the restore comes from here; use the same environment on both nodes.",
+            hard=False,
+            path=directory,
+        )
+
+
+def _mounts(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    for point, kind in wanted["mounts"].items():
+        here = found["mounts"].get(point, "")
+        if here != kind:
+            yield Mismatch(
+                "mount",
+                f"Mount {point}",
+                kind,
+                here or "nothing mounted there",
+                "Files below it are meant to be the same ones; mount it here.",
+                hard=False,
+                path=point,
+            )
+
+
+def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    for port in found["ports"]:
+        if port["problem"]:
+            yield Mismatch(
+                "port",
+                f"Port {port['number']} on {port['address']}",
+                "free: the kernel listens there",
+                port["problem"],
+                "End the process that uses it, or restore the kernel on another node.",
+                hard=True,
+            )
+
+
+def _memory(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if found["memory"] < wanted["memory"]:
+        yield Mismatch(
+            "memory",
+            "Free host memory",
+            _size(wanted["memory"]),
+            _size(found["memory"]),
+            "Free some on this node, or checkpoint another kernel.",
+            hard=True,
+        )
+
+
+def _disk(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    if found["disk"] < wanted["disk"]:
+        yield Mismatch(
+            "disk",
+            "Free disk space in the image directory",
+            _size(wanted["disk"]),
+            _size(found["disk"]),
+            "The kernel can come back, but its next checkpoint will not fit; free some.",
+            hard=False,
+        )
+
+
+_COMPARE: dict[str, Callable[[Facts, Facts], Iterator[Mismatch]]] = {
+    "architecture": _architecture,
+    "cpu": _cpu,
+    "kernel": _kernel,
+    "criu": _criu,
+    "glibc": _glibc,
+    "packages": _packages,
+    "mounts": _mounts,
+    "ports": _ports,
+    "memory": _memory,
+    "disk": _disk,
+}
+
+
+def _files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accept: bool) -> Iterator[Mismatch]:
+    for path, was in wanted.items():
+        now = found[path]
+        if now is None:
+            use = "has it open" if was["open"] else "uses it"
+            yield Mismatch(
+                "file_missing", path, f"{_size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
+            )
+        elif was["build_id"] and now["build_id"] != was["build_id"]:
+            yield Mismatch(
+                "build",
+                path,
+                f"build-id {was['build_id'][:12]}",
+                f"build-id {now['build_id'][:12]}" if now["build_id"] else "no build-id",
+                "The kernel has this program code mapped; install the same version as on the other node.",
+                hard=True,
+                path=path,
+            )
+        elif now["mode"] != was["mode"] or now["size"] != was["size"]:
+            yield from _changed(path, was, now, accept)
+
+
+def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismatch]:
+    if now["mode"] != was["mode"]:
+        yield Mismatch(
+            "file_changed",
+            path,
+            f"mode {was['mode']:o}",
+            f"mode {now['mode']:o}",
+            f"chmod {was['mode'] & 0o7777:o} {path}",
+            hard=not accept or bool((now["mode"] ^ was["mode"]) & ~0o7777),
+            path=path,
+        )
+    if not (was["checked"] or was["open"]) or now["size"] == was["size"]:
+        return  # a directory, whose size says nothing
+    if not was["checked"]:
+        advice, hard = "The kernel only appends to it, and goes on at its end.", False
+    elif was["build_id"] or (was["mapped"] and now["size"] < was["size"]):
+        # Beyond the end of a mapped file there is no memory: a touch of it ends the process (SIGBUS).
+        advice, hard = "The kernel has it mapped into its memory; put it back as it was.", True
+    elif accept:
+        advice, hard = "The kernel goes on with it as it is now.", False
+    else:
+        advice = "Put it back, or have it taken as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
+        hard = True
+    yield Mismatch("file_changed", path, f"{was['size']} bytes", f"{now['size']} bytes", advice, hard, path)
+
+
+def _gpus(wanted: Facts, found: Facts, gpu_map: Mapping[str, str] | None) -> Iterator[Mismatch]:
+    if wanted["driver"] != found["driver"]:
+        yield Mismatch(
+            "driver",
+            "NVIDIA driver",
+            wanted["driver"],
+            found["driver"] or "none",
+            "The kernel has the driver's library mapped; install the same version here.",
+            hard=True,
+        )
+    if wanted["cuda"] != found["cuda"]:
+        yield Mismatch(
+            "cuda",
+            "CUDA version of the driver",
+            wanted["cuda"],
+            found["cuda"] or "none",
+            "It comes with the driver; install the same version here.",
+            hard=True,
+        )
+    if len(wanted["gpus"]) != len(found["gpus"]):
+        yield Mismatch(
+            "gpu_count",
+            "Number of GPUs",
+            str(len(wanted["gpus"])),
+            str(len(found["gpus"])),
+            "The driver maps every GPU of the one node to one of the other; use a node with as many.",
+            hard=True,
+        )
+        return
+    here = {gpu["uuid"]: gpu for gpu in found["gpus"]}
+    for was, goes_to in zip(wanted["gpus"], _successors(wanted["gpus"], found["gpus"], gpu_map), strict=True):
+        yield from _gpu(was, here.get(goes_to), goes_to, wanted["device_bytes"].get(was["uuid"], 0))
+
+
+def _successors(wanted: Sequence[Facts], found: Sequence[Facts], gpu_map: Mapping[str, str] | None) -> list[str]:
+    olds, news = [gpu["uuid"] for gpu in wanted], [gpu["uuid"] for gpu in found]
+    mapping = dict(gpu_map or {})
+    for uuid in olds:
+        if uuid not in mapping and uuid in news and uuid not in mapping.values():
+            mapping[uuid] = uuid
+    unused = iter([uuid for uuid in news if uuid not in mapping.values()])
+    return [mapping.get(uuid) or next(unused, "") for uuid in olds]
+
+
+def _gpu(was: Facts, now: Facts | None, uuid: str, needed: int) -> Iterator[Mismatch]:
+    what = f"GPU {was['uuid']}"
+    if now is None:
+        yield Mismatch("gpu_count", what, f"a successor ({uuid})", "no such GPU", "Name one that is here.", True)
+        return
+    if now["name"] != was["name"]:
+        advice = "The saved state fits this model only; use a node with the same."
+        yield Mismatch("gpu_model", what, was["name"], now["name"], advice, hard=True)
+    if now["total"] < was["total"]:
+        advice = "Use a GPU with as much memory."
+        yield Mismatch("gpu_memory", what, _size(was["total"]), _size(now["total"]), advice, hard=True)
+    if now["free"] < needed:
+        advice = "Nothing is lost: checkpoint another kernel there, or name another GPU."
+        yield Mismatch("device_memory", what, f"{_size(needed)} free", f"{_size(now['free'])} free", advice, hard=True)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,134 @@
+"""Facts about this node that a process carries in its memory, and takes for granted when it is restored elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+#: CPU features that programs choose their code by.  The others in /proc/cpuinfo are Linux's own business.
+_USED_BY_PROGRAMS = re.compile(
+    r"(sse|ssse|avx|amx|bmi|sha|vaes|vpclmul)\w*"
+    r"|xsave(opt|c)?|xop|tbm|rdrand|rdseed|fma4?|f16c|aes|pclmulqdq|popcnt|abm|movbe|adx|gfni|cx16|rtm|clflushopt|clwb|movdiri|movdir64b|serialize|fsgsbase"
+)
+
+_NT_GNU_BUILD_ID = 3
+_PT_NOTE = 4
+#: Bytes of an ELF file's tables that are read; a damaged header may promise any number.
+_ENOUGH = 1 << 16
+_DISTRIBUTION = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(dist|egg)-info")
+
+
+def cpu() -> list[str]:
+    """The CPU's features, as Linux names them; sorted."""
+    with Path("/proc/cpuinfo").open() as file:  # the first CPU's; Linux asks each one for its speed as it writes them
+        for line in file:
+            name, _, words = line.partition(":")
+            if name.strip() == "Features":  # Arm's list has nothing but what programs may use
+                return sorted(words.split())
+            if name.strip() == "flags":
+                return sorted(word for word in words.split() if _USED_BY_PROGRAMS.fullmatch(word))
+    return []
+
+
+def glibc() -> str:
+    """The version of the C library, ``2.36``; empty with another one."""
+    with contextlib.suppress(ValueError, OSError):
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2]
+    return ""
+
+
+def file_facts(path: str) -> dict[str, Any] | None:
+    """``size`` (bytes), ``mode`` (``stat(2)``) and ``build_id`` (hex, empty without); None when there is no file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return {"size": status.st_size, "mode": status.st_mode, "build_id": build_id(path)}
+
+
+def build_id(path: str) -> str:
+    """The build-id in a 64-bit ELF file's notes (elf(5), ``NT_GNU_BUILD_ID``), in hex; empty when there is none."""
+    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error), open(path, "rb") as file:
+        head = file.read(64)
+        if head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian: all that CRIU and CUDA run on
+            return ""
+        (start,) = struct.unpack_from("<Q", head, 32)
+        size, count = struct.unpack_from("<HH", head, 54)
+        file.seek(start)
+        table = file.read(min(size * count, _ENOUGH))
+        for at in range(0, len(table), size):
+            kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", table, at)
+            if kind == _PT_NOTE:
+                file.seek(offset)
+                if found := _build_id_note(file.read(min(length, _ENOUGH))):
+                    return found
+    return ""
+
+
+def _build_id_note(notes: bytes) -> str:
+    at = 0
+    while at + 12 <= len(notes):
+        name, content, kind = struct.unpack_from("<III", notes, at)
+        begin = at + 12 + (name + 3 & ~3)
+        if kind == _NT_GNU_BUILD_ID and notes[at + 12 : at + 16] == b"GNU\0":
+            return notes[begin : begin + content].hex()
+        at = begin + (content + 3 & ~3)
+    return ""
+
+
+def packages(paths: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Versions by distribution, for each site-packages directory that one of ``paths`` lies in."""
+    directories = {
+        path[: match.end()] for path in paths if (match := re.search(r"/(site|dist)-packages(?=/)", path)) is not None
+    }
+    return {directory: installed(directory) for directory in sorted(directories)}
+
+
+def installed(directory: str) -> dict[str, str]:
+    """Versions by distribution in one directory (the names of its ``.dist-info``s); empty when it is not there."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in Path(directory).iterdir():
+            if match := _DISTRIBUTION.fullmatch(path.name):
+                found[match["name"]] = match["version"]
+    return found
+
+
+def mounts() -> dict[str, str]:
+    """The type of file system by mount point (proc_pid_mountinfo(5))."""
+    found = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        words = line.split()
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4])  # a blank is written \040
+        found[point] = words[words.index("-") + 1]
+    return found
+
+
+def mount_of(path: str, points: Mapping[str, str]) -> str:
+    """The mount point that ``path`` lies below."""
+    above = (point for point in points if path == point or path.startswith(point.rstrip("/") + "/"))
+    return max(above, key=len, default="/")
+
+
+def unbindable(address: str, number: int, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> str:
+    """Why a port cannot be bound now; empty when it can."""
+    try:
+        with socket.socket(family, kind) as trial:
+            if kind == socket.SOCK_STREAM:  # as CRIU and ZMQ do: connections that linger are in nobody's way
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((address, number))
+    except OSError as error:
+        return error.strerror or "it cannot be bound"
+    return ""
+
+
+def uname() -> tuple[str, str]:
+    """Architecture and release of Linux."""
+    facts = os.uname()
+    return facts.machine, facts.release

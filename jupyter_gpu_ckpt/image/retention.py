@@ -1,0 +1,41 @@
+"""Which images may go when there are too many, too old or too large ones.  Pure: it chooses, `Store.remove` deletes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .image import Image
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is to be left: images for each kernel, their age in seconds, the bytes of all together.  None: no limit."""
+
+    keep_last: int | None = None
+    max_age: float | None = None
+    max_bytes: int | None = None
+
+
+def choose(images: Iterable[Image], limits: Limits, now: float, protected: Callable[[Image], bool]) -> list[Image]:
+    """The images that go, oldest first.
+
+    ``protected`` ones never go, whatever the limits say; they count all the same.  ``now``: seconds since the epoch.
+    """
+    newest_first = sorted(images, key=lambda image: (image.manifest.created, image.id), reverse=True)
+    kept: list[Image] = []
+    going: list[Image] = []
+    of_kernel: Counter[str] = Counter()
+    for image in newest_first:
+        of_kernel[image.manifest.kernel_id] += 1
+        surplus = limits.keep_last is not None and of_kernel[image.manifest.kernel_id] > limits.keep_last
+        old = limits.max_age is not None and now - image.manifest.created > limits.max_age
+        (going if (surplus or old) and not protected(image) else kept).append(image)
+    if limits.max_bytes is not None:
+        total = sum(image.manifest.bytes for image in kept)
+        for image in reversed(kept):
+            if total > limits.max_bytes and not protected(image):
+                going.append(image)
+                total -= image.manifest.bytes
+    return sorted(going, key=lambda image: (image.manifest.created, image.id))

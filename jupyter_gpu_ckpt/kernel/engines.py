@@ -1,0 +1,49 @@
+"""The engine that all kernels of one process share, and the store that each of them has on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+from ..engine.criu import Criu
+from ..engine.criu_install import dotted, find
+from ..engine.cuda import Cuda
+from ..engine.cuda_client import Helper
+from ..engine.gpus import Gpus
+from ..image.encryption import Vault
+from ..image.store import Store
+from ..lifecycle import Engine
+
+_engines: dict[Path, Engine] = {}
+_engines_lock = threading.Lock()
+
+
+def shared_engine(image_dir: Path) -> Engine:
+    """The process's engine: one CRIU, one helper for the CUDA driver, a store per directory.  Raises `HostError`."""
+    with _engines_lock:
+        if image_dir not in _engines:
+            known = next(iter(_engines.values()), None)
+            if known is None:
+                binary = find()
+                helper = Helper()
+                version = dotted(binary.version)
+                known = Engine(Criu(binary.argv), version, Cuda(helper), Gpus(helper), Store(image_dir))
+            store = Store(image_dir)
+            store.sweep()
+            _engines[image_dir] = Engine(known.criu, known.criu_version, known.cuda, known.gpus, store)
+        return _engines[image_dir]
+
+
+def use_engine(engine: Engine) -> None:
+    """Have this process use ``engine``, with a store for each image directory: how tests bring GPUs of their own."""
+    with _engines_lock:
+        _engines[engine.store.root] = engine
+
+
+def with_own_store(engine: Engine, vault: Vault | None, quota: int) -> Engine:
+    """``engine`` with a store as one kernel's configuration wants it; ``quota`` in bytes, 0 for none."""
+    store = Store(engine.store.root, engine.store.keys, vault, quota)
+    if vault is not None:
+        vault.sweep()
+    return dataclasses.replace(engine, store=store)

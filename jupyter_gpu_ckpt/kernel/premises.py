@@ -1,0 +1,372 @@
+"""What one kernel id has on this host: a directory with its claim, the gate, the desk, and the kernel's lifecycle.
+
+The provisioner says what is to be started (`Launch`); here a kernel is launched into a capsule, or adopted with what
+its last owner left, and what clients ask of it through the gate is brought to its lifecycle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.capsule import Capsule
+from ..errors import CapsuleGone, GpuCkptError
+from ..lifecycle import Engine, Home, Lifecycle, Settings
+from ..machine import State
+from ..trace import Sink, Trace
+from .adoption import Orphan, Session, ended, sleeper
+from .desk import Desk
+from .gate import Gate, GateState
+from .inject import NOTICE, rewrite
+from .places import make_runtime_dir
+from .registry import Registration, reap
+from .worker import Worker
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the kernel manager wants started.
+
+    ``front``: the connection info clients use, and ``connection_file`` where ``cmd`` would read it.  ``root``: the root
+    directory of the server, if there is one.  ``base``: the directory of the kernels' sockets.  Times in seconds.
+    """
+
+    cmd: list[str]
+    connection_file: str
+    front: dict[str, Any]
+    kernel_name: str
+    root: str
+    base: Path
+    env: dict[str, str]
+    cwd: str
+    outlive: bool
+    start_timeout: float
+    settings: Settings
+    stdout: Any = None
+    stderr: Any = None
+
+
+def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the kernel itself listens: unix sockets in its directory, under the key the clients have too."""
+    channels = ("shell", "iopub", "stdin", "control", "hb")
+    return {
+        "transport": "ipc",
+        "ip": str(directory / "kernel"),
+        **{f"{channel}_port": port for port, channel in enumerate(channels, 1)},
+        "key": front["key"],
+        "signature_scheme": front["signature_scheme"],
+        "kernel_name": front.get("kernel_name", ""),
+    }
+
+
+class Premises:
+    """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
+
+    ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
+    each event of the trace, on the thread of whoever made them.
+    """
+
+    def __init__(
+        self,
+        kernel_id: str,
+        *,
+        on_state: Callable[[State, int | None], None],
+        on_step: Sink,
+        log: logging.Logger | logging.LoggerAdapter[Any],
+    ) -> None:
+        self.kernel_id = kernel_id
+        self.lifecycle: Lifecycle | None = None
+        #: The lifecycle of the kernel that has ended, until another one comes.
+        self.last: Lifecycle | None = None
+        self.gate: Gate | None = None
+        self.desk = Desk(log)
+        #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
+        self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
+        self._on_state, self._on_step, self._log = on_state, on_step, log
+        self._front: dict[str, Any] = {}
+        self._registration: Registration | None = None
+
+    @property
+    def directory(self) -> Path | None:
+        """The kernel's runtime directory."""
+        return self._registration.directory if self._registration else None
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the kernel gets what is sent to it: a wake opens the gate before the last of its steps is done."""
+        return self.gate is not None and self.gate.state in (GateState.OPEN, GateState.DRAINING)
+
+    # -- a kernel comes
+
+    def fill(self, engine: Engine, launch: Launch, found: Orphan | None) -> None:
+        """Adopt ``found``, or launch a fresh kernel where there is none, or none any more.
+
+        Raises `HostError` when neither can be done here; whatever was found is then left as it was.
+        """
+        if found is not None:
+            try:
+                return self._adopt(engine, launch, found)
+            except CapsuleGone:
+                # It ended since it was found.  What it left on disk, if anything, is older than its end: kept, but not
+                # brought back as if nothing had been.
+                last = sleeper(self.kernel_id, engine.store)
+                if last is not None and last.image is not None:
+                    last.image.retire()
+                notice = ended(last)
+                self._log.warning("Kernel %s: %s", self.kernel_id, notice)
+                launch = dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
+        return self._launch(engine, launch)
+
+    def _launch(self, engine: Engine, launch: Launch) -> None:
+        if self._registration is None:
+            reap(launch.base)
+            self._registration = Registration(make_runtime_dir(launch.base))
+        directory = self._registration.directory
+        for stale in directory.glob("kernel-*"):
+            stale.unlink()
+        back = _back_info(directory, launch.front)
+        file = directory / "connection.json"
+        file.touch(0o600)
+        file.write_text(json.dumps(back))
+        argv = [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
+        rewritten = rewrite(argv)
+        # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
+        env = {**launch.env, "JPY_PARENT_PID": "1"}
+        session = Session(
+            kernel_id=self.kernel_id,
+            kernel_name=launch.kernel_name,
+            runtime_dir=str(directory),
+            has_agent=rewritten is not None,
+            path=launch.cwd,
+            front=launch.front,
+            root=launch.root,
+            notebook=env.get("JPY_SESSION_NAME", ""),
+        )
+        gate, lifecycle = self._furnish(engine, launch, session, back)
+        launched: Future[bool] = Future()
+        # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
+        self.worker.submit(functools.partial(self._open_gate, lifecycle, gate, launch.start_timeout, launched))
+        try:
+            lifecycle.launch(rewritten or argv, env, launch.cwd)
+        finally:
+            launched.set_result(lifecycle.state is State.RUNNING)
+
+    def _adopt(self, engine: Engine, launch: Launch, found: Orphan) -> None:
+        """Instead of launching: be the owner of a kernel whose own is gone."""
+        # A sleeping kernel gets a directory of this host's; it will find it where it was (`Home.known_as`).
+        known_as = Path(found.session.runtime_dir)
+        directory = found.directory or launch.base / known_as.name
+        make_runtime_dir(directory.parent, directory.name)
+        self._registration = Registration(directory)
+        capsule: Capsule | None = None
+        try:
+            capsule = Capsule.attach(directory) if found.directory else None
+            session = dataclasses.replace(found.session, front=launch.front)
+            gate, lifecycle = self._furnish(engine, launch, session, _back_info(directory, session.front))
+            lifecycle.adopt(capsule=capsule, image=found.image)
+        except BaseException:
+            # It is left as it was found, for the next try.
+            self._stop_gate()
+            if capsule is not None:
+                capsule.abandon()
+            self._registration.leave()
+            self._registration = self.lifecycle = None
+            raise
+        self._log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
+        if lifecycle.state is State.RUNNING:
+            self.worker.submit(functools.partial(self._open_gate, lifecycle, gate, launch.start_timeout))
+
+    def _furnish(
+        self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
+    ) -> tuple[Gate, Lifecycle]:
+        """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
+        assert self._registration is not None
+        directory = self._registration.directory
+
+        def write_session(place: Path) -> None:
+            dataclasses.replace(session, identity=gate.identity, protected_until=desk.protection()).write(place)
+
+        # What an earlier process had asked for went with it; what an adopted one has, its session says.
+        desk = self.desk = Desk(
+            self._log, protected_until=session.protected_until, remember=lambda: write_session(directory)
+        )
+        if self.gate is None or session.front != self._front:
+            self._stop_gate()
+            self.gate = Gate(
+                session.front,
+                back,
+                on_wake=self._on_wake,
+                on_ask=self._on_ask,
+                kernel_id=self.kernel_id,
+                log=self._log,
+                identity=session.identity,
+            )
+            self.gate.start()
+            self._front = session.front
+        else:
+            self.gate.rebind_kernel(back)
+        gate = self.gate
+        home = Home(
+            kernel_id=self.kernel_id,
+            kernel_name=session.kernel_name,
+            runtime_dir=directory,
+            has_agent=session.has_agent,
+            known_as=Path(session.runtime_dir),
+            outlive=launch.outlive,
+            write_session=write_session,
+            stdout=launch.stdout,
+            stderr=launch.stderr,
+        )
+        session.write(directory)
+        trace = Trace(self.kernel_id, [self._on_step])
+        self.lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
+        self.lifecycle.on_state.append(self._note_state)
+        return gate, self.lifecycle
+
+    def _open_gate(
+        self, lifecycle: Lifecycle, gate: Gate, timeout: float, launched: Future[bool] | None = None
+    ) -> None:
+        """First contact with a fresh kernel; clients' messages wait in the gate until then."""
+        if launched is not None and not launched.result():
+            return
+        try:
+            gate.open(timeout)
+            self._note_identity(lifecycle)  # before it has any work in it
+            # Its own idle was for the gate, and a server that restarted it by itself asks nothing: to that one it would
+            # be starting, or be busy with the cell in which it died, until somebody runs something.
+            gate.say("status", {"execution_state": "idle"})
+            gate.release()
+        except GpuCkptError as error:
+            if lifecycle is self.lifecycle and lifecycle.poll() is None:
+                self._log.error("Kernel %s does not answer through the gate: %s", self.kernel_id, error.code)
+
+    def _note_identity(self, lifecycle: Lifecycle) -> None:
+        """For a server that adopts the living kernel: it must not ask who that is, see `Proxy.open`."""
+        if self._registration is None or lifecycle.home.write_session is None:
+            return
+        try:
+            lifecycle.home.write_session(self._registration.directory)
+        except OSError as error:
+            self._log.warning("Kernel %s: its session could not be written: %s", self.kernel_id, error.strerror)
+
+    def _note_state(self, state: State) -> None:
+        """The kernel has another state, and perhaps another process: keep the record others look at up to date."""
+        lifecycle = self.lifecycle
+        capsule = lifecycle.capsule if lifecycle else None
+        pid = capsule.host_pid if capsule else None
+        if self.desk.panel is not None:
+            self.desk.panel.changed(state)
+        self._on_state(state, pid)
+        if self._registration is not None and lifecycle is not None:
+            self._registration.write(
+                kernel_id=self.kernel_id,
+                kernel_name=lifecycle.home.kernel_name,
+                state=state.value,
+                pid=pid,
+                image=lifecycle.image.id if lifecycle.image else None,
+            )
+
+    # -- and goes
+
+    def vacate(self) -> None:
+        """The kernel has ended; what is to become of its image is still to be said."""
+        self.last, self.lifecycle = self.lifecycle, None
+
+    def close(self) -> None:
+        """No kernel of ours is here: clients are not served."""
+        self._stop_gate()
+        self.lifecycle = None
+
+    def end(self) -> None:
+        """Nothing comes after the kernel that has ended: give everything up."""
+        self._stop_gate()
+        self.worker.end()
+        if self._registration is not None:
+            self._registration.end()
+            self._registration = None
+
+    def disown(self) -> Lifecycle | None:
+        """Nobody gets at the kernel through here any more; `leave` does the rest."""
+        lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
+        return lifecycle
+
+    def leave(self, lifecycle: Lifecycle) -> None:
+        """Give everything up as it is, for another owner to find; a living kernel goes on."""
+        self._stop_gate()
+        lifecycle.leave()
+        self.worker.end()
+        if self._registration is not None:
+            self._registration.leave()
+            self._registration = None
+        self.lifecycle = self.last = None
+
+    def _stop_gate(self) -> None:
+        if self.gate is not None:
+            self.gate.stop()
+            self.gate = None
+
+    # -- what the gate tells us, on its thread
+
+    def _on_wake(self, msg_type: str) -> None:
+        self._log.info("Waking kernel %s for a client's %s", self.kernel_id, msg_type)
+        self.worker.submit(self._wake)
+
+    def _wake(self) -> None:
+        lifecycle = self.lifecycle
+        if lifecycle is None:
+            return
+        try:
+            lifecycle.wake()
+        except GpuCkptError as error:
+            current = self.lifecycle
+            if current is None or current.state is State.DEAD:
+                return  # it was ended meanwhile; jupyter_client learns that by polling
+            self._log.error("Kernel %s could not be woken: %s", self.kernel_id, error.code)
+        except Exception as error:
+            told = self._unexpected("wake", error)
+            with contextlib.suppress(GpuCkptError):  # it came back all the same, or its gate is gone
+                lifecycle.gate.fail(told)
+
+    def _unexpected(self, verb: str, error: Exception) -> GpuCkptError:
+        """An error that is none of ours: a fault in this program, whose log must tell where."""
+        self._log.error("Kernel %s: an unexpected error in %s", self.kernel_id, verb, exc_info=error)
+        return GpuCkptError(f"{type(error).__name__}: {error}")
+
+    def _on_ask(self, content: dict[str, Any]) -> None:
+        """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
+        lifecycle, gate = self.lifecycle, self.gate
+        if lifecycle is None or gate is None:
+            return
+        if content.get("now"):
+            self.desk.take(content, lifecycle, gate)
+            return
+        verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
+        verb = str(content.get("verb"))
+        if verb == "shutdown":
+            # Not on the worker: it does not wait for the verb under way there but ends it.
+            arguments = (lifecycle.terminate, gate)
+            threading.Thread(target=self._do_asked, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
+        elif verb in verbs:
+            self.worker.submit(functools.partial(self._do_asked, verbs[verb], gate))
+        else:
+            self._log.warning("Kernel %s asked for something unknown.", self.kernel_id)
+
+    def _do_asked(self, call: Callable[[], Any], gate: Gate) -> None:
+        try:
+            call()
+        except Exception as foreign:
+            error = foreign if isinstance(foreign, GpuCkptError) else self._unexpected("what it asked for", foreign)
+            self._log.warning("Kernel %s did not do what was asked: %s", self.kernel_id, error.code)
+            if gate.state is GateState.DRAINING:
+                gate.release()  # kept for us since the cell that asked
+            if gate.state is GateState.OPEN:
+                self.desk.refused(error, gate)

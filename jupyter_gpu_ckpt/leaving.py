@@ -1,0 +1,180 @@
+"""The steps by which a kernel leaves the GPU, and then its process: suspend and checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+from . import fit, preflight
+from .engine.cuda import CudaState
+from .errors import CapsuleGone, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .image.manifest import Manifest
+from .machine import State
+from .steps import Saved, Steps
+from .trace import Step as Traced
+
+
+class Leaving(Steps):
+    """Each step of the way out, a method of its name; and what can be said of that way before it and on it."""
+
+    def written(self) -> int:
+        """Bytes of the image that is being made; 0 while none is.  From any thread; asks the disk."""
+        draft = self._draft
+        return draft.size() if draft is not None else 0
+
+    def findings(self, *, writes: bool = True) -> list[preflight.Finding]:
+        """What preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
+        capsule = self._alive()
+        return preflight.look(
+            kernel_pid=capsule.host_pid,
+            companions=capsule.companions(),
+            device_bytes=self.device_bytes(),
+            disk_free=self._room_for_image() if writes else None,
+        )
+
+    def _room_for_image(self) -> int:
+        store = self.engine.store
+        # An image that is encrypted lies in memory first.
+        return min(store.free(), preflight.available_memory()) if store.vault is not None else store.free()
+
+    def _preflight(self, _: Traced) -> None:
+        plan = self.kernel.plan
+        writes = plan is None or plan.to is State.CHECKPOINTED
+        if writes:
+            self.engine.store.prepare()
+        preflight.require(self.findings(writes=writes))
+
+    def _drain(self, _: Traced) -> None:
+        try:
+            with self._answering():
+                self.gate.drain(self.settings.drain)
+        except CapsuleGone:
+            raise
+        except GpuCkptError:
+            self.gate.release()
+            raise
+
+    def _quiesce(self, traced: Traced) -> None:
+        self._saved = Saved()
+        if not self.home.has_agent:
+            return
+        report = self._ask_agent("quiesce", {"trim": True, "files": True}).get("report", {})
+        traced.bytes = report.get("trimmed_bytes")
+        try:
+            preflight.require(preflight.judge_report(report))
+        except PreflightError:
+            self._ask_agent("thaw", {"environ": {}})
+            raise
+        self._saved.report = report
+
+    def _cuda_suspend(self, traced: Traced) -> None:
+        pid, cuda, saved = self._alive().host_pid, self.engine.cuda, self._saved
+        if cuda.state(pid) is CudaState.NONE:
+            self._refuse_device_files(pid)
+            return
+        saved.device_bytes = self.engine.gpus.used_by(pid)
+        saved.node_gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
+        traced.bytes = sum(saved.device_bytes.values())
+        saved.cuda = True
+        try:
+            cuda.lock(pid, self.settings.cuda)
+            cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
+            self._refuse_device_files(pid)
+        except GpuCkptError:
+            # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
+            # needs proof of room: so the undo of this step finds out, and does what is left to do.
+            self._step_done = True
+            raise
+
+    def _refuse_device_files(self, pid: int) -> None:
+        if held := self.engine.cuda.device_files(pid):
+            raise DeviceHeld("The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held)
+
+    def _disconnect(self, _: Traced) -> None:
+        """Close the gate's side and wait until the kernel has closed its own: no foreign connection in the image."""
+        pid, directory = self._alive().host_pid, self.home.runtime_dir
+        before = preflight.open_connections(pid, directory)
+        self.gate.close()
+        deadline = time.monotonic() + self.settings.connect
+        # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and of a
+        # stranger CRIU tells who it is.
+        while any(count >= before[path] for path, count in preflight.open_connections(pid, directory).items()):
+            if time.monotonic() > deadline:
+                raise GateError("The kernel does not let go of its connections to the gate.")
+            time.sleep(0.002)
+
+    def _dump(self, traced: Traced) -> None:
+        capsule = self._alive()
+        bytes = sum(process.rss for pid in capsule.processes() if (process := preflight.read_process(pid)))
+        self._clocks = capsule.clocks()
+        self._draft = draft = self.engine.store.begin(self.home.kernel_id)  # from here on `written` counts
+        try:
+            self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
+        except BaseException:
+            self._draft = None
+            draft.discard()
+            # A CRIU that was killed may have left the kernel stopped.
+            capsule.signal(signal.SIGCONT)
+            raise
+        traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
+
+    def _publish(self, traced: Traced) -> None:
+        capsule, draft, clocks = self._alive(), self._draft, self._clocks
+        assert draft is not None and clocks is not None
+        manifest = Manifest(
+            id=draft.id,
+            kernel_id=self.home.kernel_id,
+            created=time.time(),
+            kernel_name=self.home.kernel_name,
+            uid=os.geteuid(),
+            hostname=socket.gethostname(),
+            pid=capsule.inner_pid,
+            pipes=capsule.pipes,
+            monotonic=clocks.monotonic,
+            boottime=clocks.boottime,
+            runtime_dir=str(self.home.known_as or self.home.runtime_dir),
+            criu_version=self.engine.criu_version,
+            device_bytes=self._saved.device_bytes,
+            node_gpus=self._saved.node_gpus,
+            cuda=self._saved.cuda,
+            report=self._saved.report,
+            steps=self._recorder.seconds(),
+            generation=self.engine.store.generations.next(self.home.kernel_id, self._generation),
+            fingerprint=fit.taken(
+                draft.criu_directory, self.engine, cuda=self._saved.cuda, device_bytes=self._saved.device_bytes
+            ),
+        )
+        if self.home.write_session is not None:
+            self.home.write_session(draft.path)
+        self.image = draft.publish(manifest, living=capsule.host_pid)
+        self._generation = manifest.generation
+        self._draft = None
+        traced.bytes = self.image.manifest.bytes
+
+    def _end_process(self, _: Traced) -> None:
+        if self.capsule is not None:
+            # Whatever fails from here on, the process may be gone already, and its image must not be taken back.
+            self._step_done = True
+            self.capsule.close()
+            self.capsule = None
+        if self.image is not None and self._lease is None:
+            with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
+                self.image.ended()
+
+    def _sleep(self, _: Traced) -> None:
+        plan = self.kernel.plan
+        if self.kernel.unwinding and plan is not None and plan.to is State.RUNNING:
+            # A wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake
+            # again at once, for messages that are about to hear that it failed.
+            return
+        self.gate.sleep()
+
+    def _continue(self, _: Traced) -> None:
+        """Undo of a dump: the stopped processes go on."""
+        if self._draft is not None:
+            self._draft.discard()
+            self._draft = None
+        self._alive().signal(signal.SIGCONT)

@@ -1,0 +1,259 @@
+"""The steps by which a kernel comes back to the GPU: resume, restore, and the undo of a way out that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from . import fit, preflight
+from .engine import criu_images
+from .engine.capsule import Capsule, Clocks
+from .engine.cuda import CudaState
+from .engine.gpus import gpu_mapping
+from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
+from .image import archive, match
+from .image.remote import Remote
+from .image.store import Image
+from .machine import State
+from .steps import Saved, Steps
+from .trace import Step as Traced
+
+#: The driver's states in which a process holds its device memory.
+_ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
+
+
+class Returning(Steps):
+    """Each step of the way back, a method of its name; and the way back of a kernel whose owner ended half-way."""
+
+    def _match(self, _: Traced) -> None:
+        assert self.image is not None
+        image = self.engine.store.get(self.image.id)
+        lease = image.acquire()
+        try:
+            if image.archived:
+                self._bring_back_content(image)
+            self._proof = self.engine.store.begin_check(image)
+            self._changed_files = self._require_fit(image)
+        except BaseException:
+            self._drop_proof()
+            lease.end()
+            raise
+        self._lease = lease
+        manifest = image.manifest
+        self._generation = manifest.generation
+        self._saved = Saved(manifest.report, manifest.device_bytes, manifest.node_gpus, manifest.cuda)
+
+    def _bring_back_content(self, image: Image) -> None:
+        if not self.settings.archive_url:
+            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
+        archive.bring_back(image, self.engine.store, Remote(self.settings.archive_url))
+
+    def _require_fit(self, image: Image) -> list[str]:
+        """Raises what `match.require` does for what this node lacks; the changed files that are accepted."""
+        accept = self._accept_changed_files
+        if accept is None:
+            accept = self.settings.accept_changed_files or image.accepts_changed_files
+        found = self._mismatches(image, accept)
+        if any(mismatch.hard for mismatch in found) and not accept:
+            accepted = self._mismatches(image, True)
+            if not any(mismatch.hard for mismatch in accepted) and self._agrees(match.accepted_files(accepted)):
+                found = accepted
+        match.require(found)
+        return match.accepted_files(found)
+
+    def _mismatches(self, image: Image, accept: bool) -> list[match.Mismatch]:
+        try:
+            found = fit.mismatches(image.manifest, self.engine, accept_changed_files=accept, gpu_map=self._gpu_map)
+        except ValueError as error:
+            raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        # Room on the GPU is the next step's, which has the lock that makes the answer last.
+        return [mismatch for mismatch in found if mismatch.field != "device_memory"]
+
+    def _agrees(self, changed: list[str]) -> bool:
+        """Whether the user whose cell waits takes the files as they are."""
+        files = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
+        answer = self.gate.ask(prompt, self.settings.question)
+        return answer is not None and answer.strip().lower() in ("y", "yes")
+
+    def _drop_proof(self) -> None:
+        if self._proof is not None:
+            self._proof.give_up()
+            self._proof = None
+
+    def _unlease(self, _: Traced | None = None) -> None:
+        self._drop_proof()
+        if self._lease is not None:
+            if self.capsule is None:  # whatever was restored has ended
+                with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
+                    self._lease.withdraw()
+            self._lease.end()
+            self._lease = None
+
+    def _reserve(self, _: Traced) -> None:
+        """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
+        if not self._saved.cuda or self._on_gpu():
+            return
+        present = [gpu.uuid for gpu in self.engine.gpus.list()]
+        try:
+            self._mapping = gpu_mapping(self._saved.node_gpus, present, self._gpu_map)
+        except ValueError as error:
+            raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        self._room.enter_context(self._proven_room())
+
+    def _proven_room(self) -> AbstractContextManager[None]:
+        mapping = self._mapping or {}
+        needs = {mapping.get(uuid, uuid): bytes for uuid, bytes in self._saved.device_bytes.items()}
+        return self.engine.gpus.room(needs, self.settings.room)
+
+    def _on_gpu(self) -> bool:
+        """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
+        return self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
+
+    def _unreserve(self, _: Traced) -> None:
+        self._room.close()
+
+    def _criu_restore(self, traced: Traced) -> None:
+        assert self.image is not None and self._proof is not None
+        manifest = self.image.manifest
+        directory = self.home.runtime_dir
+        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `parents` are made with the umask's mode
+        directory.mkdir(exist_ok=True, mode=0o700)
+        for stale in directory.glob("kernel-*"):
+            if stale.is_socket():
+                stale.unlink()
+        offsets = Clocks(manifest.monotonic, manifest.boottime) - Clocks.now()
+        capsule = Capsule.create(
+            directory,
+            offsets=offsets,
+            known_as=Path(manifest.runtime_dir),
+            stdout=self.home.stdout,
+            stderr=self.home.stderr,
+        )
+        self._filling = capsule  # from here on `terminate` ends it, or was called before and is met by the check
+        try:
+            self._require_wanted()
+            with self.engine.store.plain(self.image) as plain, self._accepting(plain) as dump:
+                self.engine.criu.restore(
+                    capsule,
+                    dump,
+                    pid=manifest.pid,
+                    pipes=manifest.pipes,
+                    timeout=self._deadline(manifest.bytes),
+                    before_running=self._require_proved,
+                )
+        except BaseException:
+            capsule.close()
+            raise
+        else:
+            self.capsule = capsule
+        finally:
+            self._filling = None
+        traced.bytes = manifest.bytes
+
+    @contextlib.contextmanager
+    def _accepting(self, dump: Path) -> Iterator[Path]:
+        """CRIU's files as a restore needs them that takes changed files as they are."""
+        if not self._changed_files:
+            yield dump
+            return
+        with tempfile.TemporaryDirectory(prefix="view-", dir=self.home.runtime_dir) as place:
+            yield criu_images.view(dump, Path(place) / "criu", self._changed_files)
+
+    def _require_proved(self) -> None:
+        assert self._proof is not None
+        if not self._proof.require():
+            self._require_wanted()
+
+    def _require_wanted(self) -> None:
+        """Raises `KernelLost` when the owner ends the kernel."""
+        if self._ending.is_set():
+            raise KernelLost("The kernel was ended while it was on its way back.")
+
+    def _cuda_resume(self, traced: Traced) -> None:
+        if not self._saved.cuda:
+            return
+        pid = self._alive().host_pid
+        traced.bytes = sum(self._saved.device_bytes.values())
+        if self.kernel.unwinding and not self._on_gpu():
+            # An undo has no reservation yet, and without proof of room the driver could destroy the process.
+            with self._proven_room():
+                self._bring_back(pid)
+        else:
+            self._bring_back(pid)
+
+    def _bring_back(self, pid: int) -> None:
+        bytes = sum(self._saved.device_bytes.values())
+        state = self.engine.cuda.state(pid)
+        if state not in _ON_GPU:
+            self.engine.cuda.restore(pid, self._mapping, timeout_s=self._deadline(bytes))
+        if state is not CudaState.RUNNING:
+            self.engine.cuda.unlock(pid)
+        self._saved.cuda = False
+        self._mapping = None
+
+    def _connect(self, _: Traced) -> None:
+        # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
+        patience = self.settings.base if self.kernel.unwinding else 0.0
+        with self._answering():
+            self.gate.open(self.settings.connect + patience)
+
+    def _thaw(self, _: Traced) -> None:
+        if self.home.has_agent:
+            environ = {name: os.environ[name] for name in self.settings.refresh if name in os.environ}
+            self._ask_agent("thaw", {"environ": environ})
+
+    def _release(self, _: Traced) -> None:
+        if self._lease is not None and not self.kernel.unwinding:
+            # The point of no return: of all that ever restored this image, one kernel gets messages.
+            self._lease.claim(self._alive().host_pid)
+        if not self.kernel.unwinding:
+            self._outrun_images()
+        self.gate.release()
+
+    def _outrun_images(self) -> None:
+        """An adopted kernel goes on: whatever image its last owner published is an old one from here on."""
+        if self._outruns_images:
+            self._outruns_images = False
+            with contextlib.suppress(KeyUnusable):
+                self.engine.store.generations.spent(self.home.kernel_id)
+
+    def _discard_image(self, traced: Traced) -> None:
+        """The kernel answers, so its image is history; that of one that has died since is all there is of it."""
+        capsule = self._alive()
+        if (status := capsule.poll()) is not None:
+            raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status)
+        if self.home.outlive:
+            capsule.outlive()  # until now its image was there to come back from
+        traced.bytes = self._remove_image()
+
+    def _remove_image(self) -> int:
+        """Delete the image, under the lease of the restore that came from it or one of its own; the bytes freed."""
+        freed = 0
+        if self.image is not None:
+            manifest = self.image.manifest
+            freed = self.engine.store.remove(self.image, leased=self._lease is not None)
+            self.image = None
+            with contextlib.suppress(KeyUnusable):  # a copy of it that is put back may go unnoticed
+                self.engine.store.generations.spent(manifest.kernel_id, manifest.generation)
+        self._unlease()
+        return freed
+
+    def _mend(self, capsule: Capsule) -> State:
+        capsule.signal(signal.SIGCONT)
+        cuda, pid = self.engine.cuda, capsule.host_pid
+        state = cuda.state(pid)
+        if state is CudaState.CHECKPOINTED:
+            # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
+            process = preflight.read_process(pid)
+            gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
+            self._saved = Saved({}, dict.fromkeys(gpus, process.rss if process else 0), gpus, cuda=True)
+            return State.SUSPENDED
+        if state is CudaState.LOCKED:
+            cuda.unlock(pid)
+        return State.RUNNING

@@ -1,0 +1,88 @@
+"""A host with GPUs that are not there, for whole servers under test: everything else about them is real.
+
+In a ``jupyter_server_config.py``::
+
+    from jupyter_gpu_ckpt.testing.fake_host import install
+    install({"GPU-a": 8 << 30}, image_dir)
+
+A kernel of that server holds device memory once a cell of it has run `holding`; what it holds goes with it through
+suspend, dump and restore, as in the driver.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..engine.criu import Criu
+from ..engine.criu_install import dotted, find
+from ..image.store import Store
+from ..kernel.engines import use_engine
+from ..lifecycle import Engine
+from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
+
+_MEMORY = "fake-device-memory.json"
+
+
+def holding(memory: Mapping[str, int]) -> str:
+    """A cell that has its kernel hold this much (bytes by GPU UUID)."""
+    return (
+        "import ipykernel.connect, pathlib\n"
+        "home = pathlib.Path(ipykernel.connect.get_connection_file()).parent\n"
+        f"size = (home / {_MEMORY!r}).write_text({json.dumps(memory)!r})"
+    )
+
+
+class FakeHost(FakeDriver):
+    """A driver that finds the kernels of this host by their connection files, whatever process they are just now."""
+
+    def __init__(self, gpus: Mapping[str, int]) -> None:
+        super().__init__(gpus)
+        self._kernels: dict[Path, tuple[int, FakeProcess]] = {}
+
+    def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
+        """Called from the facades."""
+        for pid in [pid for pid in self.processes if not Path(f"/proc/{pid}").exists()]:
+            self.processes.pop(pid, None)
+        return super().call(op, lane=lane, timeout_s=timeout_s, **args)
+
+    def attend(self, pid: int) -> None:
+        """Make sure that ``pid`` is known, as what it was before it was dumped."""
+        home = _home(pid)
+        with self._guard:
+            known = self._kernels.get(home) if home is not None else None
+            if known is None or (known[0] != pid and known[1].state != CHECKPOINTED):
+                known = (pid, FakeProcess(cuda=False))
+            if home is not None and known[1].state != CHECKPOINTED and (home / _MEMORY).exists():
+                known[1].memory, known[1].cuda = json.loads((home / _MEMORY).read_text()), True
+            if home is not None:
+                self._kernels[home] = (pid, known[1])
+            self.processes[pid] = known[1]
+
+
+class _Cuda(FakeCuda):
+    driver: FakeHost
+
+    def _read(self, pid: int, name: str) -> str:
+        self.driver.attend(pid)
+        return super()._read(pid, name)
+
+
+def _home(pid: int) -> Path | None:
+    """The directory of the kernel that ``pid`` is."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    files = [Path(argument) for argument in arguments if argument.endswith("/connection.json")]
+    return files[0].parent if files else None
+
+
+def install(gpus: Mapping[str, int], image_dir: Path) -> FakeHost:
+    """Have this process's kernels live on a host with these GPUs (total bytes by UUID)."""
+    driver, binary = FakeHost(gpus), find()
+    cards = FakeGpus(driver, image_dir.parent / "gpu-locks")
+    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver), cards, Store(image_dir)))
+    return driver

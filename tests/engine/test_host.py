@@ -1,0 +1,55 @@
+"""The probes of a host, each on the real one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.engine import host
+
+
+def test_place_of_a_directory_that_is_not_there_yet(tmp_path):
+    place = host.place(tmp_path / "a/b")
+    assert place.path == tmp_path and place.free > 0 and place.problem == "" and place.filesystem != "unknown"
+
+
+def test_place_in_a_file_system_that_cannot_be_written():
+    assert host.place(Path("/proc/nowhere")).problem
+    assert host.place(Path("/proc/nowhere")).filesystem == "proc"
+
+
+def test_sysctl():
+    assert int(host.sysctl("kernel.pid_max")) > 0
+    assert host.sysctl("kernel.no_such_setting") is None
+
+
+def test_default_kernel_of_this_environment():
+    import ipykernel
+
+    assert host.default_kernel() == ipykernel.__version__
+
+
+def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
+    spec = tmp_path / "kernels/python3"
+    spec.mkdir(parents=True)
+    python = tmp_path / "python-of-another-environment"
+    python.write_text("#!/bin/sh\necho 'No module named ipykernel' >&2; exit 1\n")
+    python.chmod(0o755)
+    content = {"argv": [str(python), "-m", "ipykernel_launcher"], "display_name": "x", "language": "python"}
+    (spec / "kernel.json").write_text(json.dumps(content))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    with pytest.raises(LookupError, match="No module named ipykernel"):
+        host.default_kernel()
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Mon\nGCC version: 13\n", "580.159.04"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n", "580.95.05"),
+        ("something else", "0"),
+    ],
+)
+def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    assert host.nvidia_driver() == version

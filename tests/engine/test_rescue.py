@@ -1,0 +1,288 @@
+"""CRIU is killed in the middle of a dump, and what it leaves in the kernel is made good: real CRIU, real threads.
+
+The moments are the ``ptrace`` calls of the dump: between two of them nothing changes that the kernel's death could come
+of, but for what its own threads do.  `test_leaving` kills at any moment instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from jupyter_gpu_ckpt.engine import rescue
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.criu import Criu
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE, Tracee, let_go
+from jupyter_gpu_ckpt.errors import CapsuleError, CriuKilled
+
+ENV = {"PATH": os.environ["PATH"]}
+LAUNCHER = Path(__file__).with_name("killed_criu.py")
+#: More ptrace calls than a dump of `Subject` makes.
+MOST = 400
+
+SUBJECT = """
+import hashlib, json, math, os, random, select, signal, socket, sys, threading, time
+
+home = sys.argv[1]
+wrong, beats, going = [], {}, []
+
+def thread(function):
+    def run():
+        while True:
+            if not function():
+                wrong.append(function.__name__)
+            beats[function.__name__] = beats.get(function.__name__, 0) + 1
+    going.append(function.__name__)
+    threading.Thread(target=run, daemon=True).start()
+
+text = os.urandom(100_000)
+digest, total = hashlib.sha256(text).digest(), math.fsum(map(math.sin, range(300)))
+near, far = socket.socketpair()
+poll, idle = select.poll(), threading.Event()
+poll.register(near, select.POLLIN)
+
+@thread
+def counts():
+    return sum(k * k for k in range(100)) == 328350
+
+@thread
+def hashes():
+    return hashlib.sha256(text).digest() == digest
+
+@thread
+def sines():
+    return math.fsum(map(math.sin, range(300))) == total
+
+@thread
+def sleeps():
+    began = time.monotonic()
+    time.sleep(0.01)
+    return time.monotonic() - began >= 0.01
+
+@thread
+def waits():
+    return not idle.wait(0.02)
+
+@thread
+def polls():
+    quiet = not poll.poll(10)
+    far.send(b"word")
+    return quiet and bool(poll.poll()) and near.recv(10) == b"word"
+
+def everybody_goes_on():
+    before, deadline = dict(beats), time.monotonic() + 10
+    while any(beats.get(name) == before.get(name) for name in going):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+def signals(name):
+    for line in open("/proc/self/status"):
+        if line.startswith(name + ":"):
+            return bool(int(line.split()[1], 16) >> signal.SIGTRAP - 1 & 1)
+
+ours, same = random.Random(1), random.Random(1)
+#MORE
+told, said = home + "/told", home + "/said"
+while True:
+    if not os.path.exists(told):
+        time.sleep(0.002)
+        continue
+    os.unlink(told)
+    report = {
+        "goes on": everybody_goes_on(),
+        "wrong": wrong,
+        "random": ours.random() == same.random(),
+        "parasites": sum("CRIUMFD" in line for line in open("/proc/self/maps")),
+        "descriptors": sorted(os.listdir("/proc/self/fd")),
+        "trap ignored": signals("SigIgn"),
+        "trap caught": signals("SigCgt"),
+    }
+    with open(said + ".part", "w") as file:
+        json.dump(report, file)
+    os.rename(said + ".part", said)
+"""
+
+
+class Subject:
+    """A process with threads of all kinds, which tells whether each of them is well."""
+
+    def __init__(self, capsule: Capsule, home: Path, more: str = "") -> None:
+        self.capsule = capsule
+        self.home = home
+        capsule.spawn([sys.executable, "-I", "-S", "-c", SUBJECT.replace("#MORE", more), str(home)], ENV, "/")
+
+    def report(self) -> dict:
+        said = self.home / "said"
+        said.unlink(missing_ok=True)
+        (self.home / "told").touch()
+        until(lambda: said.exists() or self.capsule.poll() is not None, "an answer")
+        assert self.capsule.poll() is None, "the process died"
+        return json.loads(said.read_text())
+
+
+@pytest.fixture
+def home():
+    path = Path(tempfile.mkdtemp(prefix="gc-"))
+    (path / "image").mkdir(0o700)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def capsule(home):
+    with Capsule.create(home) as capsule:
+        yield capsule
+
+
+@pytest.fixture
+def killed_at(criu_binary) -> Callable[[int], Criu]:
+    """A CRIU that is killed as it enters the Nth ptrace call of its dump."""
+    return lambda number: Criu([sys.executable, "-I", "-S", str(LAUNCHER), str(number), *criu_binary.argv])
+
+
+def leave_and_come_back(criu: Criu, capsule: Capsule, home: Path) -> dict:
+    """A dump and a restore into a fresh capsule; what the process says afterwards."""
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, home / "image", timeout=30)
+    capsule.close()
+    with Capsule.create(home) as again:
+        criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=30)
+        subject = Subject.__new__(Subject)
+        subject.capsule, subject.home = again, home
+        return subject.report()
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(MOST, marks=pytest.mark.torture)])
+def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home, kills):
+    subject = Subject(capsule, home)
+    healthy = subject.report()
+    assert (healthy["goes on"], healthy["wrong"], healthy["random"]) == (True, [], True)
+    killed = []
+    for number in random.Random(kills).sample(range(1, MOST + 1), kills):
+        try:
+            killed_at(number).dump(capsule, home / "image", timeout=30)
+        except CriuKilled as error:
+            assert "unmended" not in error.details
+            killed.append(number)
+        else:
+            capsule.signal(signal.SIGCONT)  # it made fewer calls than that
+        assert subject.report() == healthy, f"killed at its ptrace call {number}"
+        shutil.rmtree(home / "image")
+        (home / "image").mkdir(0o700)
+    assert len(killed) > kills / 3, "MOST is not far above what a dump needs"
+    assert leave_and_come_back(Criu(criu_binary.argv), capsule, home) == healthy
+
+
+@pytest.mark.parametrize(
+    ("more", "ignored", "caught"),
+    [
+        ("", False, False),
+        ("signal.signal(signal.SIGTRAP, signal.SIG_IGN)", True, False),
+        ("signal.signal(signal.SIGTRAP, lambda *_: wrong.append('trapped'))", False, True),
+    ],
+    ids=["default", "ignored", "caught"],
+)
+def test_what_the_program_does_with_sigtrap_stays(killed_at, criu_binary, capsule, home, more, ignored, caught):
+    criu = Criu(criu_binary.argv)
+    subject = Subject(capsule, home, more)
+    before = subject.report()
+    assert (before["trap ignored"], before["trap caught"]) == (ignored, caught)
+    criu.dump(capsule, home / "image", timeout=30)
+    capsule.signal(signal.SIGCONT)
+    assert subject.report() == before, "after a dump"
+    for number in (80, 110):
+        with pytest.raises(CriuKilled):
+            killed_at(number).dump(capsule, home / "image", timeout=30)
+        assert subject.report() == before, "after a CRIU that was killed"
+    assert leave_and_come_back(criu, capsule, home) == before, "after a restore"
+
+
+STUCK = """
+import ctypes
+os.mkfifo(home + "/fifo")
+libc, actions, child = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_int()
+argv = (ctypes.c_char_p * 2)(b"true", None)
+libc.posix_spawn_file_actions_init(actions)
+libc.posix_spawn_file_actions_addopen(actions, 0, (home + "/fifo").encode(), os.O_RDONLY, 0)
+spawned = (ctypes.byref(child), b"/bin/true", actions, None, argv, argv)
+threading.Thread(target=libc.posix_spawn, args=spawned, daemon=True).start()
+"""
+
+
+def test_a_process_that_does_not_stop_is_not_dumped(criu_binary, capsule, home):
+    """A thread that waits for its child to become another program (vfork) cannot be stopped; any disk may do that."""
+    subject = Subject(capsule, home, STUCK)
+    healthy = subject.report()
+    until(capsule.companions, "the child")
+    with pytest.raises(CapsuleError, match="does not stop"):
+        Criu(criu_binary.argv).dump(capsule, home / "image", timeout=30)
+    assert subject.report() == healthy
+    with open(home / "fifo", "wb"):  # the child goes on, and ends
+        pass
+
+
+@pytest.fixture
+def process():
+    """One with two threads, that ignores SIGTRAP."""
+    source = (
+        "import signal, threading, time\n"
+        "signal.signal(signal.SIGTRAP, signal.SIG_IGN)\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "print(flush=True)\n"
+        "time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", source], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def handled(pid: int) -> list[str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return [line for line in lines if line.startswith(("SigIgn", "SigCgt"))]
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
+    """Or tells that it may have."""
+    begin, before, allowed = Tracee.__init__, handled(process.pid), iter([True, False, undone])
+
+    def refused(tracee, machine, tid):
+        if not next(allowed):
+            raise PermissionError("another tracer")
+        begin(tracee, machine, tid)
+
+    monkeypatch.setattr(Tracee, "__init__", refused)
+    with pytest.raises(OSError, match="^another tracer$" if undone else "another tracer; whether SIGTRAP"):
+        rescue.Rescue(process.pid, time.monotonic() + 5)
+    assert (handled(process.pid) == before) is undone
+    until(lambda: rescue._state(process.pid, process.pid) == "S")
+
+
+def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
+    def late(tracee):
+        raise TimeoutError
+
+    monkeypatch.setattr(Tracee, "_wait", late)
+    with pytest.raises(TimeoutError):
+        Tracee(MACHINE, process.pid)
+    pid, status = os.waitpid(process.pid, 0)
+    assert os.WIFSTOPPED(status)
+    assert let_go(pid, status)
+    until(lambda: "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text())
+    until(lambda: rescue._state(pid, pid) == "S")
+    assert not let_go(pid, status)

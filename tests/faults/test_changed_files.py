@@ -1,0 +1,137 @@
+"""Files that were changed while the kernel was away: named before anything starts, and taken as they are on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+import pytest
+from harness import CellFailed
+
+from jupyter_gpu_ckpt.cli import main
+
+OPEN = "log = open('training.log', 'w'); _ = log.write('epoch 1\\n'); log.flush()"
+
+
+async def changed(subject, text: str):
+    """A sleeping kernel whose log is ``text`` by now."""
+    await subject.run(OPEN)
+    image = await subject.provisioner.checkpoint()
+    log = subject.directory / "training.log"
+    log.write_text(text)
+    return image, log
+
+
+async def test_every_changed_file_is_named_and_nothing_is_started(subject):
+    await subject.run("table = open('table.csv', 'w+'); _ = table.write('a,b\\n'); table.flush()")
+    _, log = await changed(subject, "epoch 1\nand more\n")
+    table = subject.directory / "table.csv"
+    table.write_text("")
+    error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
+    told = "\n".join(error.details["mismatches"])
+    assert f"{log}: wanted 8 bytes, found 17 bytes" in told
+    assert f"{table}: wanted 4 bytes, found 0 bytes" in told
+    assert "criu_restore" not in [event.step for event in subject.kernel.steps.events]
+    await subject.stays_away(error)
+    with pytest.raises(CellFailed, match="--accept-changed-files"):
+        await subject.run("x")
+
+
+@pytest.mark.parametrize("text", ["epoch 1\nrotated\n", ""], ids=["grew", "shrank"])
+async def test_accepted_once_the_kernel_goes_on_with_the_file_as_it_is(subject, text):
+    _, log = await changed(subject, text)
+    await subject.provisioner.restore(accept_changed_files=True)
+    assert await subject.run("print(x, log.tell(), os.fstat(log.fileno()).st_size)") == f"41 8 {len(text)}"
+    await subject.run("_ = log.write('epoch 2\\n'); log.close()")
+    # It writes where it was, as any program does whose file was changed under it.
+    assert log.read_bytes() == (text.encode().ljust(8, b"\0")[:8] + b"epoch 2\n")[: max(16, len(text))]
+    left = [path.name for path in subject.kernel.lifecycle.home.runtime_dir.iterdir() if path.name.startswith("view")]
+    assert left == []
+    await subject.leaves_and_wakes()
+
+
+async def test_the_trait_accepts_for_every_wake(subject):
+    await changed(subject, "epoch 1\nrotated\n")
+    settings = subject.kernel.lifecycle.settings
+    assert settings.accept_changed_files is False
+    subject.kernel.lifecycle.settings = type(settings)(**{**vars(settings), "accept_changed_files": True})
+    await subject.wakes()
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+async def test_the_notebook_is_asked_and_its_answer_counts(subject, answer):
+    _, log = await changed(subject, "epoch 1\nrotated\n")
+    client = subject.kernel.client
+    cell = client.execute("x += 1", user_expressions={"x": "x"}, allow_stdin=True)
+    question = await client.get_stdin_msg(timeout=30)
+    assert question["msg_type"] == "input_request"
+    assert question["parent_header"]["msg_id"] == cell
+    assert str(log) in question["content"]["prompt"]
+    assert subject.kernel.lifecycle.capsule is None, "nothing was started before the answer"
+    client.input(answer)
+    while (reply := await client.get_shell_msg(timeout=30))["parent_header"].get("msg_id") != cell:
+        pass
+    if answer == "y":
+        assert reply["content"]["user_expressions"]["x"]["data"]["text/plain"] == "42"
+        await subject.kernel.settled("running")
+    else:
+        assert "FILE_CHANGED" in str(reply["content"])
+        await subject.kernel.settled("checkpointed")
+        await subject.stays_away()
+
+
+async def test_a_shutdown_does_not_wait_for_the_answer(subject):
+    await changed(subject, "")
+    subject.kernel.client.execute("x", allow_stdin=True)
+    await subject.kernel.client.get_stdin_msg(timeout=30)
+    await asyncio.wait_for(subject.kernel.manager.shutdown_kernel(now=True), 20)
+    assert not await subject.kernel.manager.is_alive()
+
+
+async def test_the_command_line_accepts_for_the_next_wake(subject, capsys):
+    image, log = await changed(subject, "epoch 1\nrotated\n")
+    where = ["--image-dir", str(subject.images)]
+    assert main(["match", image.id, *where]) == 66
+    assert f"refused  {log}: wanted 8 bytes, found 16 bytes" in capsys.readouterr().out
+    assert main(["match", image.id, "--json", "--accept-changed-files", *where]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] is True
+    assert [(one["field"], one["hard"], one["path"]) for one in told["mismatches"]] == [
+        ("file_changed", False, str(log))
+    ]
+    await subject.wakes()
+    assert not list(subject.images.glob(".*accepts")), "the next image is asked about anew"
+
+
+async def test_a_file_that_is_gone_is_not_accepted(subject):
+    _, log = await changed(subject, "epoch 1\n")
+    log.unlink()
+    error = await subject.fails(lambda: subject.provisioner.restore(accept_changed_files=True), "FILE_MISSING")
+    assert error.details["culprit"] == str(log)
+    await subject.stays_away(error)
+    log.write_text("epoch 1\n")
+    await subject.wakes()
+
+
+async def test_a_mapped_file_that_shrank_is_not_accepted(subject):
+    """A touch of what is not there any more would end the kernel."""
+    await subject.run(
+        "import mmap\nopen('map', 'wb').write(b'm' * 8192)\nf = open('map', 'r+b')\nm = mmap.mmap(f.fileno(), 8192)"
+    )
+    await subject.provisioner.checkpoint()
+    os.truncate(subject.directory / "map", 4096)
+    error = await subject.fails(lambda: subject.provisioner.restore(accept_changed_files=True), "FILE_CHANGED")
+    await subject.stays_away(error)
+    (subject.directory / "map").write_bytes(b"n" * 12288)
+    await subject.provisioner.restore(accept_changed_files=True)
+    assert await subject.run("print(m[8191:], len(m))") == "b'n' 8192"
+
+
+async def test_a_log_that_is_appended_to_needs_no_word(subject):
+    await subject.run("log = open('a.log', 'a'); _ = log.write('one '); log.flush()")
+    await subject.provisioner.checkpoint()
+    (subject.directory / "a.log").write_text("one two ")
+    await subject.wakes()
+    await subject.run("_ = log.write('three'); log.close()")
+    assert (subject.directory / "a.log").read_text() == "one two three"

@@ -1,0 +1,67 @@
+"""A server that is killed at one moment of one verb: adopts what its predecessor left, proves it, and dies.
+
+    python victim.py DIRECTORY RUNTIME_BASE VERB STEP EDGE
+
+The last line it prints is ``dying`` just before the signal, or ``alive`` if the moment did not come.  An empty verb: it
+only adopts, proves and ends in order, with the kernel running on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness import Notebook
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from traitlets.config import Config
+
+KERNEL_ID = "0dead000-0000-4000-8000-000000000001"
+
+
+async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> None:
+    config = Config()
+    config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+    config.GpuCkptProvisioner.image_dir = str(directory / "images")
+    config.GpuCkptProvisioner.runtime_base = str(base)
+    config.GpuCkptProvisioner.outlive_server = True
+    KernelProvisionerFactory.instance(config=config)
+    file = directory / f"connection-{os.getpid()}.json"
+    manager = AsyncKernelManager(kernel_name="python3", config=config, connection_file=str(file))
+    environment = dict(os.environ, IPYTHONDIR=str(directory / "ipython"))
+    await manager.start_kernel(kernel_id=KERNEL_ID, env=environment, cwd=str(directory))
+    client = manager.client()
+    client.start_channels()
+    await client.wait_for_ready(timeout=60)
+    kernel = Notebook(manager, client)
+
+    # The first of all victims starts the kernel; none may ever start a second one.
+    seen = await kernel.run("x = globals().get('x', 40) + 1\nprint(x)")
+    expected = len((directory / "story").read_text().splitlines()) if (directory / "story").exists() else 0
+    assert seen == str(41 + expected), (seen, expected)
+    with (directory / "story").open("a") as story:
+        story.write(f"{verb} {step} {edge}\n")
+    await kernel.settled("running")
+    if verb == "restore":
+        await kernel.provisioner.checkpoint()
+
+    def die(event) -> None:
+        if (event.kind, event.step) == (edge, step):
+            print("dying", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if verb:
+        kernel.provisioner.sinks.append(die)
+        await getattr(kernel.provisioner, verb)()
+        print("alive", flush=True)
+    client.stop_channels()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:6]))
+    os._exit(0)  # as a server that was ended: the kernel runs on, for the next one

@@ -1,0 +1,116 @@
+"""The cold tier: content goes, the image stays, and a wake has it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from images import publish
+
+from jupyter_gpu_ckpt.errors import ImageArchived, RemoteFailed
+from jupyter_gpu_ckpt.image import archive
+from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.store import Store
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "images")
+
+
+@pytest.fixture
+def remote(tmp_path):
+    return Remote(f"file://{tmp_path}/cold")
+
+
+def files(image) -> list[str]:
+    return sorted(str(path.relative_to(image.path)) for path in image.path.rglob("*") if path.is_file())
+
+
+def test_an_archived_image_is_there_but_for_its_content(store, remote):
+    image = publish(store)
+    before = files(image)
+    assert archive.archive(image, store, remote) == 5004
+    assert [one.id for one in store.images()] == [image.id]
+    assert files(image) == ["manifest.json", "manifest.mac", "session.json"]
+    with pytest.raises(ImageArchived):
+        store.check(image)
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    assert files(image) == before
+    store.check(image)
+    assert remote.images() == []
+    assert not image.archived
+
+
+def test_only_old_images_go_and_each_once(store, remote):
+    old = publish(store)  # of the year 1970
+    assert archive.archive_old(store, remote, 60.0) == {old.id: 5004}
+    assert archive.archive_old(store, remote, 60.0) == {}
+    fresh = publish(store, kernel_id="another", created=4e9)
+    assert archive.archive_old(store, remote, 60.0) == {}
+    store.check(fresh)
+
+
+def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
+    image = publish(store)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remote, "_put", fail)
+    with pytest.raises(RemoteFailed):
+        archive.archive(image, store, remote)
+    store.check(image)
+    assert archive.archive_old(store, remote, 60.0) == {}
+
+
+def test_content_that_is_gone_is_told(store, remote):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    remote.remove(image.id)
+    with image.lease(), pytest.raises(ImageArchived):
+        archive.bring_back(image, store, remote)
+
+
+def test_a_removed_image_takes_its_mark_along(store, remote):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    store.remove(image)
+    assert not list(store.root.glob(".*archived"))
+
+
+def test_a_piece_that_lies_there_is_read_before_the_content_goes(store, remote, tmp_path):
+    image = publish(store, {"pages-1.img": b"pages" * 1000, "zeros.img": bytes(100)})
+    before = {name: (image.path / name).read_bytes() for name in image.manifest.files}
+    place = tmp_path / "cold" / image.id
+    place.mkdir(parents=True)
+    for number, name in enumerate(sorted(before)):
+        (place / f"{number:04d}-000000").write_bytes(b"q" * len(before[name]))
+    archive.archive(image, store, remote)
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)
+    assert {name: (image.path / name).read_bytes() for name in before} == before
+
+
+def test_a_way_back_that_broke_off_between_two_files_is_gone_again(store, remote, monkeypatch):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    replace, replaced = Path.replace, []
+
+    def break_off(path, target):
+        if path.parent.name == "criu":
+            replaced.append(target)
+            if len(replaced) == 2:
+                raise OSError(5, "Input/output error")
+        return replace(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", break_off)
+        with image.lease(), pytest.raises(OSError):
+            archive.bring_back(image, store, remote)
+    assert image.archived
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)

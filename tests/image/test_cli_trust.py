@@ -1,0 +1,150 @@
+"""verify, check, seal, keys, prune, break-claim: what they say, their documents, their exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+from images import publish
+
+from jupyter_gpu_ckpt import cli, cli_trust
+from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.store import Store
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_GPU_CKPT_IMAGES", str(tmp_path / "images"))
+    monkeypatch.setenv("JUPYTER_GPU_CKPT_KEYS", str(tmp_path / "keys"))
+    return Store(tmp_path / "images", Keyring(tmp_path / "keys"))
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments: str) -> tuple[int, dict, str]:
+        """Exit status and document with ``--json``; then what people read."""
+        status = cli.main([*arguments, "--json"])
+        printed = capsys.readouterr()
+        document = json.loads(printed.out or printed.err)
+        if arguments[0] not in ("seal", "prune", "break-claim") and "--rotate" not in arguments:
+            assert cli.main(list(arguments)) == status
+            printed = capsys.readouterr()
+        return status, document, printed.out + printed.err
+
+    return run
+
+
+def damage(image) -> None:
+    (image.criu_directory / "core-1.img").write_bytes(b"CORE")
+
+
+def test_verify(store, run):
+    image = publish(store)
+    status, document, text = run("verify", image.id)
+    assert (status, document["files"], document["bytes"]) == (0, 4, image.manifest.bytes)
+    assert f"{image.id} is whole" in text
+    damage(image)
+    status, document, text = run("verify", image.id)
+    assert (status, document["error"]["code"]) == (66, "IMAGE_DAMAGED")
+    assert document["error"]["details"]["files"] == ["criu/core-1.img"]
+    assert run("verify", "nothing")[:2][1]["error"]["code"] == "IMAGE_NOT_FOUND"
+
+
+def test_check_names_every_image_and_what_is_wrong_with_it(store, run):
+    assert run("check")[:2] == (0, {"images": []})
+    good, damaged, unreadable = (publish(store, kernel_id=name) for name in ("a", "b", "c"))
+    assert run("check")[0] == 0
+    damage(damaged)
+    (unreadable.path / "manifest.json").write_text("{")
+    status, document, text = run("check")
+    assert status == 66
+    found = {one["id"]: one["error"]["code"] if "error" in one else "ok" for one in document["images"]}
+    assert found == {good.id: "ok", damaged.id: "IMAGE_DAMAGED", unreadable.id: "IMAGE_FORMAT"}
+    assert "IMAGE_DAMAGED: The image is damaged: criu/core-1.img." in text
+
+
+def test_seal_vouches_for_what_is_there(store, run):
+    image = publish(store)
+    damage(image)
+    assert run("seal", image.id)[:2] == (0, {"sealed": image.id})
+    assert run("verify", image.id)[0] == 0
+
+
+def test_keys_are_listed_and_rotated_without_losing_images(store, run):
+    image = publish(store)
+    first = store.keys.ids()
+    _, document, text = run("keys")
+    assert document == {"directory": str(store.keys.directory), "keys": first}
+    assert f"{first[0]}  seals" in text
+    assert store.keys.current().secret.hex() not in text
+    assert run("keys", "--rotate")[0] == 0
+    assert store.keys.ids()[0] == first[0]
+    assert len(store.keys.ids()) == 2
+    assert run("verify", image.id)[0] == 0
+
+
+def test_prune_keeps_the_only_copy_of_a_sleeping_kernel(store, run):
+    """One that no server has shut down is the kernel, however old it is."""
+    session = {"session.json": json.dumps(SESSION).encode()}
+    sleeping = publish(store, {"core-1.img": b"1", **session}, kernel_id=SESSION["kernel_id"], created=1.0)
+    kept = [publish(store, {"core-1.img": b"12"}, kernel_id="k", created=time.time() - age) for age in (9000, 600, 0)]
+    ids = [image.id for image in kept]
+    assert run("prune", "--max-age", "2h", "--dry-run")[1] == {"removed": {ids[0]: 2}, "dry_run": True}
+    assert run("prune", "--max-age", "2h")[1]["removed"] == {ids[0]: 2}
+    assert run("prune", "--keep-last", "1")[1]["removed"] == {ids[1]: 2}
+    assert run("prune", "--max-bytes", "0")[1]["removed"] == {ids[2]: 2}
+    assert [image.id for image in store.images()] == [sleeping.id]
+    sleeping.retire()
+    assert list(run("prune", "--keep-last", "0")[1]["removed"]) == [sleeping.id]
+
+
+SESSION = {
+    "kernel_id": "sleeper",
+    "kernel_name": "python3",
+    "runtime_dir": "/nowhere/kernel",
+    "has_agent": True,
+    "path": "/",
+    "front": {},
+}
+
+
+def test_prune_passes_over_what_it_cannot_judge(store, run):
+    """The directory of its kernel would be one that others can write to: whether it is the only copy, nobody knows."""
+    image = publish(store, {"core-1.img": b"1"}, runtime_dir="/tmp/kernel")
+    assert run("prune", "--keep-last", "0")[1]["removed"] == {}
+    assert store.get(image.id)
+
+
+def test_prune_passes_over_an_image_in_use(store, run):
+    image = publish(store, {"core-1.img": b"1"})
+    with image.lease():
+        assert run("prune", "--keep-last", "0")[1]["removed"] == {}
+    assert run("prune", "--keep-last", "0")[1]["removed"] == {image.id: 1}
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--max-age", "soon"], ["--max-bytes", "-1"], ["--max-bytes", "3 lots"], ["--keep-last", "-1"]]
+)
+def test_prune_asks_for_limits_that_it_understands(store, run, arguments):
+    status, document, _ = run("prune", *arguments)
+    assert (status, document["error"]["code"]) == (64, "BAD_REQUEST")
+
+
+AMOUNTS = [("0", 0), ("12", 12), ("2k", 2048), ("1.5G", 1.5 * 2**30), ("2GiB", 2**31), ("10 MB", 10 << 20)]
+
+
+@pytest.mark.parametrize(("text", "amount"), AMOUNTS)
+def test_sizes_as_people_write_them(text, amount):
+    assert cli_trust._amount(text, cli_trust._UNITS) == amount
+
+
+def test_a_claim_can_be_broken_by_who_knows(store, run):
+    image = publish(store)
+    with image.lease() as lease:
+        lease.claim(os.getpid())
+    assert run("break-claim", image.id)[1] == {"broken": True}
+    assert run("break-claim", image.id)[1] == {"broken": False}
+    assert not (image.path / leases.CLAIM).exists()

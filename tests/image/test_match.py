@@ -1,0 +1,258 @@
+"""What a node lacks of the one an image was made on: each field refused or warned about, in one line that helps."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken
+from jupyter_gpu_ckpt.image import match, node
+
+GIB = 1 << 30
+GPU = {"uuid": "GPU-a", "name": "H200", "total": 139 * GIB, "free": 100 * GIB, "driver": "580.1", "cuda": "13.0"}
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    file = tmp_path / "data.csv"
+    file.write_text("a,b\n")
+    return file
+
+
+def taken(data: Path, **more: Any) -> dict[str, Any]:
+    """A fingerprint of a CUDA kernel that has ``data`` open, taken here."""
+    facts = data.stat()
+    files = [
+        {"path": str(data), "size": facts.st_size, "mode": facts.st_mode, "open": True},
+        {"path": str(data.parent), "size": None, "mode": data.parent.stat().st_mode, "open": False},
+    ]
+    options: dict[str, Any] = {"ports": [], "criu": "4.2.1", "gpus": [GPU], "cuda": True, "memory": GIB}
+    return match.fingerprint(files=files, **{**options, "device_bytes": {"GPU-a": 8 * GIB}, **more})
+
+
+def seen(wanted: dict[str, Any]) -> dict[str, Any]:
+    return match.look(wanted, criu="4.2.1", gpus=[GPU], memory=64 * GIB, disk=64 * GIB)
+
+
+def test_the_node_an_image_was_made_on_matches(data):
+    wanted = taken(data)
+    assert match.match(wanted, seen(wanted)) == []
+    match.require([])
+
+
+#: By field: what is changed in the answers of this node, and whether that forbids the restore.
+DIFFERENCES = {
+    "architecture": (lambda here: here.update(architecture="aarch64"), True),
+    "cpu": (lambda here: here.update(cpu=[]), True),
+    "kernel": (lambda here: here.update(kernel="5.4.0-1-generic"), True),
+    "criu": (lambda here: here.update(criu="4.1"), True),
+    "glibc": (lambda here: here.update(glibc="2.31"), True),
+    "driver": (lambda here: here.update(driver="570.2"), True),
+    "cuda": (lambda here: here.update(cuda="12.8"), True),
+    "gpu_count": (lambda here: here["gpus"].append({**GPU, "uuid": "GPU-b"}), True),
+    "gpu_model": (lambda here: here["gpus"][0].update(name="A100"), True),
+    "gpu_memory": (lambda here: here["gpus"][0].update(total=80 * GIB), True),
+    "device_memory": (lambda here: here["gpus"][0].update(free=7 * GIB), True),
+    "memory": (lambda here: here.update(memory=GIB // 2), True),
+    "disk": (lambda here: here.update(disk=GIB // 2), False),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_one_line_for_each_difference(data, field):
+    wanted = taken(data)
+    here = copy.deepcopy(seen(wanted))
+    change, hard = DIFFERENCES[field]
+    change(here)
+    (mismatch,) = match.match(wanted, here)
+    assert (mismatch.field, mismatch.hard) == (field, hard)
+    assert mismatch.wanted != mismatch.found
+    assert mismatch.advice
+    assert "\n" not in str(mismatch)
+    if hard:
+        with pytest.raises(NodeUnfit) as caught:
+            match.require([mismatch])
+        assert caught.value.details["mismatches"] == [str(mismatch)]
+        assert caught.value.hint == mismatch.advice
+    else:
+        match.require([mismatch])
+
+
+def test_a_newer_node_is_no_mismatch(data):
+    wanted = taken(data)
+    here = seen(wanted)
+    here.update(kernel="99.1", criu="5.0", cpu=[*here["cpu"], "amx_fp64"])
+    assert match.match(wanted, here) == []
+
+
+def test_a_kernel_that_never_used_cuda_fits_a_node_without_a_gpu(data):
+    wanted = taken(data, cuda=False, device_bytes={})
+    assert match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)) == []
+
+
+def test_a_cuda_kernel_does_not_fit_a_node_without_a_gpu(data):
+    wanted = taken(data)
+    found = match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB))
+    assert [mismatch.field for mismatch in found] == ["driver", "cuda", "gpu_count"]
+
+
+def test_free_memory_is_asked_of_the_gpu_the_kernel_goes_to(data):
+    gpus = [GPU, {**GPU, "uuid": "GPU-b"}]
+    wanted = taken(data, gpus=gpus)
+    here = match.look(wanted, criu="4.2.1", gpus=[{**gpus[0], "free": 0}, gpus[1]], memory=GIB, disk=GIB)
+    assert [mismatch.field for mismatch in match.match(wanted, here)] == ["device_memory"]
+    swapped = {"GPU-a": "GPU-b", "GPU-b": "GPU-a"}
+    assert match.match(wanted, here, gpu_map=swapped) == []
+    assert match.match(wanted, here, gpu_map={"GPU-a": "GPU-b"}) == [], "the other one takes the place that is left"
+
+
+def test_an_image_of_an_older_release_has_no_fingerprint_and_is_asked_nothing():
+    assert match.match({}, match.look({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
+
+
+def test_packages_that_differ_are_named_and_only_warned_about(tmp_path, data):
+    site = tmp_path / "lib" / "site-packages"
+    for name in ("numpy-2.1.0.dist-info", "torch-2.13.0+cpu.dist-info"):
+        (site / name).mkdir(parents=True)
+    (site / "numpy" / "core.so").parent.mkdir()
+    (site / "numpy" / "core.so").write_bytes(b"")
+    facts = (site / "numpy" / "core.so").stat()
+    wanted = match.fingerprint(
+        files=[{"path": str(site / "numpy/core.so"), "size": 0, "mode": facts.st_mode, "open": False}],
+        ports=[],
+        criu="4.2.1",
+    )
+    (site / "numpy-2.1.0.dist-info").rename(site / "numpy-2.2.0.dist-info")
+    (mismatch,) = match.match(wanted, seen(wanted))
+    assert (mismatch.field, mismatch.hard) == ("packages", False)
+    assert (mismatch.wanted, mismatch.found) == ("numpy 2.1.0", "2.2.0")
+
+
+def test_a_mount_that_is_not_there(data):
+    wanted = taken(data)
+    wanted["mounts"] = {"/scratch": "nfs4"}
+    (mismatch,) = match.match(wanted, seen(wanted))
+    assert (mismatch.field, mismatch.path, mismatch.wanted, mismatch.hard) == ("mount", "/scratch", "nfs4", False)
+
+
+def test_the_mount_a_file_lies_on_is_part_of_the_fingerprint():
+    where = {"/": "ext4", "/home": "nfs4", "/home/ada/tmp": "tmpfs"}
+    assert node.mount_of("/home/ada/x", where) == "/home"
+    assert node.mount_of("/home/ada/tmp/x", where) == "/home/ada/tmp"
+    assert node.mount_of("/homeless", where) == "/"
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_port_that_is_taken(data, kind):
+    with socket.socket(socket.AF_INET, kind) as other:
+        other.bind(("127.0.0.1", 0))
+        if kind == socket.SOCK_STREAM:
+            other.listen()
+        number = other.getsockname()[1]
+        port = {"family": int(socket.AF_INET), "type": int(kind), "address": "127.0.0.1", "number": number}
+        wanted = taken(data, ports=[port])
+        (mismatch,) = match.match(wanted, seen(wanted))
+    assert mismatch.field == "port"
+    with pytest.raises(PortTaken, match=str(number)):
+        match.require([mismatch])
+    assert match.match(wanted, seen(wanted)) == []
+
+
+# -- files
+
+
+@pytest.mark.parametrize("now", ["", "a,b\n1,2\n"], ids=["shrank", "grew"])
+def test_a_file_that_changed_is_named_with_both_sizes(data, now):
+    wanted = taken(data)
+    data.write_text(now)
+    (mismatch,) = match.match(wanted, seen(wanted))
+    assert (mismatch.field, mismatch.path) == ("file_changed", str(data))
+    assert (mismatch.wanted, mismatch.found) == ("4 bytes", f"{len(now)} bytes")
+    with pytest.raises(ChangedFile) as caught:
+        match.require([mismatch])
+    assert caught.value.details["culprit"] == str(data)
+    assert "--accept-changed-files" in caught.value.hint
+
+    accepted = match.match(wanted, seen(wanted), accept_changed_files=True)
+    match.require(accepted)
+    assert match.accepted_files(accepted) == [str(data)]
+
+
+def test_a_file_that_is_gone_stays_a_refusal(data):
+    wanted = taken(data)
+    data.unlink()
+    found = match.match(wanted, seen(wanted), accept_changed_files=True)
+    assert [(mismatch.field, mismatch.path) for mismatch in found] == [("file_missing", str(data))]
+    with pytest.raises(MissingFile):
+        match.require(found)
+
+
+def test_another_mode_can_be_accepted_another_kind_of_file_cannot(data):
+    wanted = taken(data)
+    data.chmod(0o640)
+    assert [mismatch.hard for mismatch in match.match(wanted, seen(wanted))] == [True]
+    assert [mismatch.hard for mismatch in match.match(wanted, seen(wanted), accept_changed_files=True)] == [False]
+    data.unlink()
+    data.mkdir()
+    assert any(mismatch.hard for mismatch in match.match(wanted, seen(wanted), accept_changed_files=True))
+
+
+def test_a_file_that_is_only_appended_to_may_change(data):
+    facts = data.stat()
+    file = {"path": str(data), "size": None, "mode": facts.st_mode, "open": True}  # CRIU asks no size of it
+    wanted = match.fingerprint(files=[file], ports=[], criu="4.2.1")
+    data.write_text("a,b\nmore\n")
+    (mismatch,) = match.match(wanted, seen(wanted))
+    assert (mismatch.field, mismatch.hard) == ("file_changed", False)
+
+
+@pytest.mark.parametrize(("now", "hard"), [("a,b\n1,2\n", False), ("a", True)], ids=["grew", "shrank"])
+def test_a_mapped_file_may_have_grown_but_not_shrunk(data, now, hard):
+    """Memory beyond the end of a file is none: a touch of it ends the process."""
+    facts = data.stat()
+    file = {"path": str(data), "size": facts.st_size, "mode": facts.st_mode, "open": False}
+    wanted = match.fingerprint(files=[file], ports=[], criu="4.2.1")
+    data.write_text(now)
+    (mismatch,) = match.match(wanted, seen(wanted), accept_changed_files=True)
+    assert mismatch.hard is hard
+
+
+def test_program_code_is_compared_by_its_build_id(tmp_path):
+    library = next(path for path in map(Path, _mapped()) if path.name.startswith("libc.so"))
+    copy = tmp_path / "libx.so"
+    copy.write_bytes(library.read_bytes())
+    assert len(node.build_id(str(copy))) == 40
+    facts = copy.stat()
+    file = {"path": str(copy), "size": facts.st_size, "mode": facts.st_mode, "open": False}
+    wanted = match.fingerprint(files=[file], ports=[], criu="4.2.1")
+    content = bytearray(copy.read_bytes())
+    at = content.index(bytes.fromhex(node.build_id(str(copy))))
+    content[at] ^= 0xFF
+    copy.write_bytes(content)
+    (mismatch,) = match.match(wanted, seen(wanted), accept_changed_files=True)
+    assert (mismatch.field, mismatch.hard, mismatch.path) == ("build", True, str(copy))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"\x7fELF\x02\x01" + b"\xff" * 200, b"#!/bin/sh\n"])
+def test_a_file_without_a_build_id_has_none(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    assert node.build_id(str(tmp_path / "x")) == ""
+
+
+def _mapped() -> set[str]:
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+
+
+def test_the_working_directory_must_be_there(data):
+    wanted = taken(data)
+    assert stat.S_ISDIR(wanted["files"][str(data.parent)]["mode"])
+    away = data.parent.with_name("elsewhere")
+    os.rename(data.parent, away)
+    found = {mismatch.path for mismatch in match.match(wanted, seen(wanted)) if mismatch.field == "file_missing"}
+    assert found == {str(data), str(data.parent)}

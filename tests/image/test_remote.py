@@ -1,0 +1,337 @@
+"""Images pushed and pulled: to a directory, through a real OpenSSH server, through the S3 protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from images import FACTS
+from places import s3_server, sftp_server
+
+from jupyter_gpu_ckpt.errors import (
+    ImageBusy,
+    ImageDamaged,
+    ImageForged,
+    ImageNotFound,
+    ImageStale,
+    NoSpace,
+    RemoteFailed,
+    RemoteUnsupported,
+)
+from jupyter_gpu_ckpt.image import remote as remote_module
+from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.store import Image, Store
+
+PIECE = 1 << 16
+
+
+@pytest.fixture(scope="session")
+def sftp(tmp_path_factory):
+    with sftp_server(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory):
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@dataclass
+class Place:
+    """A URL images can be pushed to, and what it takes to get there."""
+
+    url: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def remote(self) -> Remote:
+        return Remote(self.url, workers=4, **self.options)
+
+
+@pytest.fixture(params=["directory", "sftp", "s3"])
+def place(request, tmp_path) -> Place:
+    if request.param == "directory":
+        return Place(f"file://{tmp_path}/shared")
+    server = request.getfixturevalue(request.param)
+    if request.param == "sftp":
+        return Place(f"sftp://{getpass.getuser()}@127.0.0.1:{server['port']}{tmp_path}/far", server["options"])
+    bucket = f"bucket-{os.urandom(6).hex()}"
+    import s3fs
+
+    s3fs.S3FileSystem(**server["options"]).mkdir(bucket)
+    return Place(f"s3://{bucket}/images", server["options"])
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(remote_module, "PIECE", PIECE)
+
+
+@pytest.fixture
+def near(tmp_path) -> Store:
+    """A store on one node; `far` is on another node of the same user, who has taken the keys along."""
+    return Store(tmp_path / "near", Keyring(tmp_path / "keys"))
+
+
+@pytest.fixture
+def far(tmp_path, near) -> Store:
+    return Store(tmp_path / "other", near.keys)
+
+
+def publish(store: Store, kernel_id: str = "0123456789ab", generation: int = 1) -> Image:
+    draft = store.begin(kernel_id)
+    pages = random.Random(7).randbytes(5 * PIECE + 7)
+    (draft.criu_directory / "pages-1.img").write_bytes(pages[: 2 * PIECE] + bytes(3 * PIECE) + pages)
+    (draft.criu_directory / "core-1.img").write_bytes(b"core")
+    (draft.criu_directory / "empty.img").write_bytes(b"")
+    return draft.publish(replace(FACTS, kernel_id=kernel_id, generation=generation))
+
+
+def content(image: Image) -> dict[str, bytes]:
+    return {str(path.relative_to(image.path)): path.read_bytes() for path in image.path.rglob("*") if path.is_file()}
+
+
+def test_there_and_back_again(place, near, far):
+    image = publish(near)
+    before, told = content(image), []
+    remote = place.remote()
+    assert remote.images() == []
+    remote.push(image, take_from=near, progress=told.append)
+    assert sum(told) == image.manifest.bytes
+    assert near.images() == [], "an image is in one place"
+    assert remote.images() == [image.manifest]
+
+    told.clear()
+    arrived = place.remote().pull(image.id, far, progress=told.append)
+    assert sum(told) == image.manifest.bytes
+    assert content(arrived) == before
+    far.check(arrived)
+    assert {oct(path.stat().st_mode & 0o077) for path in [arrived.path, *arrived.path.rglob("*")]} == {"0o0"}
+    assert remote.images() == [], "an image is in one place"
+    assert list((far.root / remote_module.INCOMING).iterdir()) == []
+
+
+def test_zeros_are_not_sent_and_not_stored(place, near, far):
+    image = publish(near)
+    zeros = 3 * PIECE
+    sent = place.remote().push(image)
+    assert sent == image.manifest.bytes - zeros
+    arrived = place.remote().pull(image.id, far)
+    pages = (arrived.criu_directory / "pages-1.img").stat()
+    assert pages.st_blocks * 512 <= pages.st_size - zeros + 4096
+
+
+def failing(monkeypatch, remote: Remote, verb: str, after: int) -> None:
+    """The ``after``-th transfer of a piece fails, and so does every later one, as when a network goes."""
+    owner = remote if hasattr(remote, verb) else remote._fs
+    real, count = getattr(owner, verb), 0
+
+    def fail(path, *args, **kwargs):
+        nonlocal count
+        count += "-" in path.rsplit("/", 1)[-1] and "json" not in path
+        if count > after:
+            raise OSError(104, "Connection reset by peer")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, verb, fail)
+
+
+def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far, monkeypatch):
+    image = publish(near)
+    broken = place.remote()
+    failing(monkeypatch, broken, "_put", 4)
+    with pytest.raises(RemoteFailed):
+        broken.push(image, take_from=near)
+    assert near.images() == [image]
+    assert place.remote().images() == []
+    with pytest.raises(ImageNotFound):
+        place.remote().pull(image.id, far)
+    sent = place.remote().push(image, take_from=near)
+    assert 0 < sent <= image.manifest.bytes - 3 * PIECE - 3 * PIECE
+    far.check(place.remote().pull(image.id, far))
+
+
+def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far, monkeypatch):
+    image = publish(near)
+    place.remote().push(image, take_from=near)
+    broken = place.remote()
+    failing(monkeypatch, broken, "cat_file", 4)
+    with pytest.raises(RemoteFailed):
+        broken.pull(image.id, far)
+    assert far.images() == []
+    assert far.damaged() == {}
+    assert place.remote().images() == [image.manifest]
+
+    fetched = []
+    again = place.remote()
+    real = again._fs.cat_file
+    monkeypatch.setattr(again._fs, "cat_file", lambda path, *a, **k: (fetched.append(path), real(path, *a, **k))[1])
+    far.check(again.pull(image.id, far))
+    pieces = [path for path in fetched if "json" not in path and "mac" not in path]
+    assert 0 < len(pieces) <= 10 - 4
+
+
+def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
+    """One gets it, however the other came by the idea; also while the first one is at it, and after it broke off."""
+    image = publish(near)
+    place.remote().push(image, take_from=near)
+    first = place.remote()
+    failing(monkeypatch, first, "cat_file", 2)
+    with pytest.raises(RemoteFailed):
+        first.pull(image.id, far)
+    third = Store(tmp_path / "third", near.keys)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(remote_module.socket, "gethostname", lambda: "another")
+        with pytest.raises(ImageBusy) as caught:
+            place.remote().pull(image.id, third)
+    assert caught.value.details["hostname"] == remote_module.socket.gethostname()
+    assert third.images() == []
+    assert place.remote().claimed(image.id)
+    place.remote().pull(image.id, far)
+    with pytest.raises(ImageNotFound):
+        place.remote().pull(image.id, third)
+
+
+def test_a_copy_is_one_only_for_who_asks_for_it(place, near, far):
+    image = publish(near)
+    place.remote().push(image)
+    assert near.images() == [image]
+    place.remote().pull(image.id, far, keep=True)
+    assert [one.id for one in far.images()] == [image.id]
+    assert place.remote().images() == [image.manifest]
+    assert place.remote().claimed(image.id) == ""
+    place.remote().remove(image.id)
+    assert place.remote().images() == []
+
+
+# -- what is there may be anything
+
+
+def directory_with(near: Store, tmp_path: Path) -> tuple[Image, Path, Remote]:
+    image = publish(near)
+    remote = Remote(f"file://{tmp_path}/shared")
+    remote.push(image)
+    return image, tmp_path / "shared" / image.id, remote
+
+
+def test_a_flipped_bit_is_noticed_and_the_next_try_starts_afresh(near, far, tmp_path):
+    image, there, remote = directory_with(near, tmp_path)
+    piece = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    good = piece.read_bytes()
+    piece.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    with pytest.raises(ImageDamaged):
+        remote.pull(image.id, far)
+    assert far.images() == []
+    piece.write_bytes(good)
+    far.check(remote.pull(image.id, far))
+
+
+def test_a_write_that_comes_short_goes_on(tmp_path, monkeypatch):
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:1000], at))
+    data = os.urandom(12345)
+    with (tmp_path / "file").open("wb") as file:
+        remote_module._write(file.fileno(), data, 7)
+    assert (tmp_path / "file").read_bytes() == bytes(7) + data
+
+
+@pytest.mark.parametrize("change", [b"", b"x"])
+def test_a_piece_of_another_size(near, far, tmp_path, change):
+    image, there, remote = directory_with(near, tmp_path)
+    piece = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    piece.write_bytes(change)
+    with pytest.raises(RemoteFailed):
+        remote.pull(image.id, far)
+    assert far.images() == []
+
+
+def test_a_piece_that_is_gone_is_not_taken_for_zeros(near, far, tmp_path):
+    image, there, remote = directory_with(near, tmp_path)
+    max(there.iterdir(), key=lambda path: path.stat().st_size).unlink()
+    with pytest.raises(ImageDamaged):
+        remote.pull(image.id, far)
+
+
+def test_a_manifest_nobody_of_us_sealed_is_not_even_read(near, far, tmp_path, monkeypatch):
+    image, there, remote = directory_with(near, tmp_path)
+    facts = json.loads((there / "manifest.json").read_text())
+    facts["files"]["../../evil"] = {"bytes": 1, "blake3": "0" * 64}
+    (there / "manifest.json").write_text(json.dumps(facts))
+    with pytest.raises(ImageForged):
+        remote.pull(image.id, far)
+    assert not list(tmp_path.rglob("evil"))
+    assert list(far.root.glob("[!.]*")) == []
+
+
+def test_an_older_image_of_the_kernel_is_stale(near, far, tmp_path):
+    image, _, remote = directory_with(near, tmp_path)
+    publish(near, generation=2)
+    with pytest.raises(ImageStale):
+        remote.pull(image.id, far)
+
+
+@pytest.mark.parametrize("id", ["..", "../x", "a/b", "", ".hidden"])
+def test_a_name_that_leads_elsewhere(far, tmp_path, id):
+    with pytest.raises(ImageNotFound):
+        Remote(f"file://{tmp_path}/shared").pull(id, far)
+
+
+def test_other_things_in_the_place_are_no_images(tmp_path):
+    shared = tmp_path / "shared"
+    (shared / "20260101T000000-aa-bb").mkdir(parents=True)
+    (shared / "a file").write_text("x")
+    assert Remote(f"file://{shared}").images() == []
+
+
+def test_too_little_room_is_told_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
+    image, _, remote = directory_with(near, tmp_path)
+    monkeypatch.setattr(Store, "free", lambda self: 1000)
+    with pytest.raises(NoSpace):
+        remote.pull(image.id, far)
+
+
+def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):
+    image = publish(near)
+    with image.lease(), pytest.raises(ImageBusy):
+        Remote(f"file://{tmp_path}/shared").push(image, take_from=near)
+    assert near.images() == [image]
+
+
+def test_a_directory_is_private_whatever_the_umask(near, tmp_path):
+    before = os.umask(0)
+    try:
+        _, there, _ = directory_with(near, tmp_path)
+    finally:
+        os.umask(before)
+    assert there.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_kind_of_url_that_nothing_here_knows():
+    with pytest.raises(RemoteUnsupported):
+        Remote("nonsense://place")
+
+
+def test_a_host_whose_key_is_not_known_gets_nothing(sftp, near, tmp_path):
+    """sshfs itself would ask no host who it is."""
+    options = {**sftp["options"], "known_hosts": str(tmp_path / "nobody")}
+    (tmp_path / "nobody").write_text("")
+    url = f"sftp://{getpass.getuser()}@127.0.0.1:{sftp['port']}{tmp_path}/far"
+    with pytest.raises(RemoteFailed) as caught:
+        Remote(url, **options).push(publish(near))
+    assert "sftp://" not in str(caught.value)
+    assert not (tmp_path / "far").exists()
+
+
+def test_no_host_is_trusted_unless_the_user_knows_it(sftp, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {key: value for key, value in sftp["options"].items() if key != "known_hosts"}
+    with contextlib.suppress(FileNotFoundError), pytest.raises((RemoteFailed, RemoteUnsupported)):
+        Remote(f"sftp://{getpass.getuser()}@127.0.0.1:{sftp['port']}{tmp_path}/far", **options).images()

@@ -1,0 +1,70 @@
+"""What a gate says in its kernel's name, without a kernel: above all when it does not know yet what the kernel does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jupyter_client.session import Session
+
+from jupyter_gpu_ckpt.kernel import wire
+from jupyter_gpu_ckpt.kernel.voice import Voice
+
+
+class Heard:
+    """A voice and what its clients got from it."""
+
+    def __init__(self) -> None:
+        self.session = Session(key=b"key")
+        self.session.digest_history_size = 0
+        self.frames: list[list[bytes]] = []
+        self.voice = Voice(self.session, "under-test", lambda channel, frames: self.frames.append(frames))
+
+    def learn(self, protocol: str) -> None:
+        self.voice.learn({"header": {"session": "s"}, "content": {"protocol_version": protocol}})
+
+    def welcomes(self) -> list[Any]:
+        """The topics of the welcomes since the last look."""
+        messages = [self.session.deserialize(wire.split(frames)[1]) for frames in self.frames]
+        self.frames.clear()
+        assert {message["msg_type"] for message in messages} <= {"iopub_welcome"}
+        return sorted(message["content"]["subscription"] for message in messages)
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+def test_who_subscribed_between_the_kernels_first_answer_and_its_welcome_is_welcomed_after(heard: Heard) -> None:
+    """The kernel's idle may overtake its welcome; whoever connects in between waits for a welcome all the same."""
+    heard.learn("5.3")
+    heard.voice.welcome(b"")
+    heard.voice.welcome(b"")
+    heard.voice.welcome(b"stream")
+    assert heard.welcomes() == []
+    heard.voice.kernel_welcomed()
+    assert heard.welcomes() == ["", "stream"]
+    heard.voice.kernel_welcomed()
+    assert heard.welcomes() == []
+    heard.voice.welcome(b"")
+    assert heard.welcomes() == [""]
+
+
+def test_a_kernel_that_sends_no_welcome_has_none_sent_for_it(heard: Heard) -> None:
+    heard.learn("5.3")
+    heard.voice.welcome(b"")
+    heard.voice.forget()
+    heard.learn("5.3")
+    heard.voice.kernel_welcomed()
+    assert heard.welcomes() == [], "who subscribed to the one before was told by its own"
+
+
+@pytest.mark.parametrize("protocol", [None, "5.4"])
+def test_before_the_kernel_is_known_and_where_the_protocol_has_it_everybody_is_welcomed(
+    heard: Heard, protocol: str | None
+) -> None:
+    if protocol:
+        heard.learn(protocol)
+    heard.voice.welcome(b"topic")
+    assert heard.welcomes() == ["topic"]

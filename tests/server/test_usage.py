@@ -1,0 +1,146 @@
+"""Who holds the GPUs' memory, as front ends are told; the driver is the contract suite's fake."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema_rs
+import pytest
+import yaml
+from harness import until as until_async
+from tornado.ioloop import IOLoop
+
+from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.server import usage
+from jupyter_gpu_ckpt.server.events import SCHEMAS
+from jupyter_gpu_ckpt.server.usage import GpuUsage
+from jupyter_gpu_ckpt.server.watch import Watcher
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
+
+GIB = 2**30
+A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
+SCHEMA = jsonschema_rs.validator_for(yaml.safe_load((SCHEMAS / "gpu_usage.yaml").read_text()))
+
+
+class World:
+    """Two GPUs, one kernel, and what was told."""
+
+    def __init__(self, directory: Path, monkeypatch) -> None:
+        self.driver = FakeDriver({A: 10 * GIB, B: 10 * GIB})
+        self.pid = os.getpid()
+        self.driver.start({A: 3 * GIB}, pid=self.pid)
+        engine = SimpleNamespace(cuda=FakeCuda(self.driver), gpus=FakeGpus(self.driver, directory))
+        lifecycle = SimpleNamespace(capsule=SimpleNamespace(host_pid=self.pid), engine=engine)
+        provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
+        monkeypatch.setattr(usage, "shared_engine", lambda image_dir: engine)
+        self.told: list[dict] = []
+        watcher = Watcher(IOLoop.current(), None)
+        self.usage = GpuUsage(lambda: provisioners, watcher, directory, self.told.append, interval=0.5)
+
+
+@pytest.fixture
+async def world(tmp_path, monkeypatch):
+    made = World(tmp_path, monkeypatch)
+    yield made
+    await made.usage.stop()
+
+
+async def test_the_document_says_who_holds_what(world):
+    document = await world.usage.document()
+    a, b = document["gpus"]
+    assert (a["uuid"], a["used"], a["kernels"]) == (A, 3 * GIB, {"k": 3 * GIB})
+    assert (b["uuid"], b["used"], b["kernels"]) == (B, 0, {})
+    assert [used for _, used in a["history"]] == [3 * GIB]
+
+
+async def test_only_a_change_is_told_and_as_the_schema_says(world):
+    await world.usage.look()
+    await world.usage.look()
+    assert len(world.told) == 1
+    world.driver.leave(world.pid)
+    await world.usage.look()
+    assert len(world.told) == 2
+    assert [gpu["kernels"] for gpu in world.told[-1]["gpus"]] == [{}, {}]
+    for document in world.told:
+        SCHEMA.validate(document)
+
+
+async def test_a_level_stretch_of_history_is_its_two_ends(world):
+    for _ in range(5):
+        await world.usage.look()
+    world.driver.start({A: GIB})
+    await world.usage.look()
+    history = (await world.usage.document())["gpus"][0]["history"]
+    assert [used for _, used in history] == [3 * GIB, 3 * GIB, 4 * GIB]
+
+
+async def test_what_is_older_than_an_hour_is_forgotten(world, monkeypatch):
+    await world.usage.look()
+    monkeypatch.setattr(usage, "HISTORY", -1.0)
+    await world.usage.look()
+    history = (await world.usage.document())["gpus"][0]["history"]
+    assert len(history) == 1
+
+
+async def test_nobody_is_asked_before_there_is_a_kernel_and_at_once_when_it_moves(world):
+    world.usage.start()
+    await asyncio.sleep(0)
+    assert world.driver.calls == []
+    world.usage.changed(None)
+    await until_async(lambda: len(world.told) == 1)
+    world.driver.leave(world.pid)
+    world.usage.changed(None)
+    await until_async(lambda: len(world.told) == 2)
+
+
+async def test_without_a_gpu_it_stops_looking(world):
+    world.driver.leave(world.pid)
+    world.driver.gpus.clear()
+    world.usage.start()
+    world.usage.changed(None)
+    await until_async(lambda: world.usage._task.done())
+    assert world.told == []
+    assert (await world.usage.document())["gpus"] == []
+
+
+async def test_a_fault_ends_nothing_and_is_told_once(world, monkeypatch, caplog):
+    for error in (GpuCkptError("no driver just now"), RuntimeError("unheard of")):
+        caplog.clear()
+        monkeypatch.setattr(world.usage, "_provisioners", Failing(error))
+        world.usage._failing = False
+        world.usage.start()
+        for _ in range(3):
+            world.usage.changed(None)
+            await asyncio.sleep(0.05)
+        assert not world.usage._task.done()
+        assert len(caplog.records) == 1
+        await world.usage.stop()
+
+
+async def test_it_looks_on_after_a_fault_at_first(world, monkeypatch):
+    well = world.usage._provisioners
+    monkeypatch.setattr(world.usage, "_provisioners", Failing(GpuCkptError("no driver just now")))
+    world.usage.start()
+    world.usage.changed(None)
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(world.usage, "_provisioners", well)
+    await until_async(lambda: len(world.told) == 1)
+
+
+async def test_the_document_is_no_older_than_the_interval(world):
+    await world.usage.document()
+    world.driver.leave(world.pid)
+    assert (await world.usage.document())["gpus"][0]["used"] == 3 * GIB
+    world.usage._looked -= 1
+    assert (await world.usage.document())["gpus"][0]["used"] == 0
+
+
+class Failing:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self):
+        raise self.error

@@ -1,0 +1,161 @@
+/**
+ * What the server says: the documents of `openapi.yaml` and the events of `server/events`, as far as they are read here.
+ *
+ * Sizes are bytes, durations seconds, moments seconds since the epoch.
+ */
+
+export type State =
+  'starting' | 'running' | 'suspending' | 'suspended' | 'resuming' | 'dumping' | 'checkpointed' | 'restoring' | 'dead';
+
+export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
+
+export interface IFailure {
+  verb: Verb;
+  step: string;
+  code: string;
+  hint: string;
+  left: string;
+}
+
+export interface IOutlook {
+  idle_s: number;
+  under_way: string | null;
+  next: string | null;
+  next_in_s: number | null;
+  protected_s: number;
+}
+
+export interface IKernel {
+  id: string;
+  name: string;
+  state: State;
+  since: number | null;
+  checkpointable: boolean;
+  reason: string | null;
+  image: string | null;
+  device_bytes_away: number;
+  progress: number | null;
+  failure: IFailure | null;
+  /** The newest verb that was asked for by REST. */
+  job: IJob | null;
+  policy: IOutlook | null;
+  /** By GPU UUID; only where one kernel was asked for, null where nobody can tell. */
+  device_bytes?: Record<string, number> | null;
+}
+
+export interface IErrorDetail {
+  code: string;
+  message: string;
+  hint: string;
+  left: string;
+}
+
+export interface IJob {
+  id: string;
+  kernel_id: string;
+  verb: Verb;
+  status: 'running' | 'done' | 'failed';
+  started: number;
+  ended: number | null;
+  error: IErrorDetail | null;
+}
+
+export interface IFinding {
+  code: string;
+  text: string;
+  blocks: boolean;
+  hint: string;
+}
+
+export interface IPreflight {
+  ok: boolean;
+  findings: IFinding[];
+}
+
+export interface IImage {
+  id: string;
+  kernel_id: string;
+  kernel_name: string;
+  created: number;
+  bytes: number;
+  device_bytes: Record<string, number>;
+  only_copy: boolean;
+  notebook: string | null;
+}
+
+export interface IHost {
+  fit: { cpu: boolean; gpu: boolean };
+  reason: { cpu: string; gpu: string };
+}
+
+export interface IStatus {
+  version: string;
+  host: IHost;
+}
+
+export interface IGpu {
+  uuid: string;
+  index: number;
+  name: string;
+  total: number;
+  used: number;
+  /** Device memory by kernel id. */
+  kernels: Record<string, number>;
+  /** Moments and bytes in use, oldest first, of the last hour. */
+  history: [number, number][];
+}
+
+export interface IGpus {
+  gpus: IGpu[];
+  gpu_seconds_given_back: number;
+}
+
+const SCHEMAS = 'https://events.jupyter.org/jupyter_gpu_ckpt/';
+
+export interface IStateEvent {
+  kind: 'state';
+  kernel_id: string;
+  state: State;
+  previous: State | null;
+  seconds: number;
+  image: string | null;
+  device_bytes: number;
+}
+
+export interface IStepEvent {
+  kind: 'step';
+  kernel_id: string;
+  verb: Verb | '';
+  step: string;
+  status: 'started' | 'running' | 'completed' | 'failed';
+  fraction: number;
+  bytes: number | null;
+  expected_bytes: number;
+}
+
+export interface IFailureEvent extends IFailure {
+  kind: 'failure';
+  kernel_id: string;
+}
+
+export interface IGpuEvent {
+  kind: 'gpus';
+  at: number;
+  gpus: { uuid: string; used: number; kernels: Record<string, number> }[];
+  gpu_seconds_given_back: number;
+}
+
+export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IGpuEvent;
+
+const KINDS: Record<string, ServerEvent['kind']> = {
+  [`${SCHEMAS}kernel_state/v1`]: 'state',
+  [`${SCHEMAS}kernel_step/v1`]: 'step',
+  [`${SCHEMAS}kernel_failure/v1`]: 'failure',
+  [`${SCHEMAS}gpu_usage/v1`]: 'gpus'
+};
+
+/** An emission of the event bus as one of ours; null if it is somebody else's. */
+export function parseEvent(emission: { schema_id: string }): ServerEvent | null {
+  const kind = KINDS[emission.schema_id];
+  return kind === undefined ? null : ({ ...emission, kind } as unknown as ServerEvent);
+}

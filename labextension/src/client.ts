@@ -1,0 +1,84 @@
+/** REST: one method for each request of `openapi.yaml` that the front end makes. */
+
+import { URLExt } from '@jupyterlab/coreutils';
+import { ServerConnection } from '@jupyterlab/services';
+
+import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IPreflight, IStatus, Verb } from './api';
+
+/** The server refused; what it says is for the user. */
+export class Refused extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+    readonly detail: IErrorDetail | null
+  ) {
+    super(message);
+  }
+}
+
+export class Client {
+  constructor(private readonly settings: ServerConnection.ISettings) {}
+
+  status(): Promise<IStatus> {
+    return this.ask('GET', 'status');
+  }
+
+  kernels(): Promise<IKernel[]> {
+    return this.ask('GET', 'kernels');
+  }
+
+  kernel(id: string): Promise<IKernel> {
+    return this.ask('GET', 'kernels', id);
+  }
+
+  preflight(id: string): Promise<IPreflight> {
+    return this.ask('GET', 'kernels', id, 'preflight');
+  }
+
+  begin(id: string, verb: Verb): Promise<IJob> {
+    return this.ask('POST', 'kernels', id, verb);
+  }
+
+  job(id: string): Promise<IJob> {
+    return this.ask('GET', 'jobs', id);
+  }
+
+  /** Keep policies off a kernel for so many seconds; 0 ends that. */
+  protect(id: string, seconds: number): Promise<{ protected_until: number | null }> {
+    return this.send('POST', ['kernels', id, 'protect'], JSON.stringify({ seconds }));
+  }
+
+  gpus(): Promise<IGpus> {
+    return this.ask('GET', 'gpus');
+  }
+
+  images(): Promise<IImage[]> {
+    return this.ask('GET', 'images');
+  }
+
+  /** Delete an image, also where a kernel sleeps in it: who calls this has asked the user. */
+  async remove(id: string): Promise<void> {
+    await this.send('DELETE', ['images', id], null, '?force=true');
+  }
+
+  /** Have this server take over the kernel that sleeps in an image; it stays asleep. */
+  adopt(id: string): Promise<IKernel> {
+    return this.ask('POST', 'images', id, 'adopt');
+  }
+
+  private ask<T>(method: string, ...path: string[]): Promise<T> {
+    return this.send(method, path, null);
+  }
+
+  private async send<T>(method: string, path: string[], body: string | null, query = ''): Promise<T> {
+    const url = URLExt.join(this.settings.baseUrl, 'gpu-ckpt', ...path.map(encodeURIComponent)) + query;
+    const response = await ServerConnection.makeRequest(url, { method, body }, this.settings);
+    const text = await response.text();
+    const document: unknown = text && response.headers.get('Content-Type')?.includes('json') ? JSON.parse(text) : {};
+    if (!response.ok) {
+      const { message, error } = document as { message?: string; error?: IErrorDetail };
+      throw new Refused(response.status, message ?? response.statusText, error ?? null);
+    }
+    return document as T;
+  }
+}

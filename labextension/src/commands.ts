@@ -1,0 +1,144 @@
+/** Commands: what the button's menu, the command palette, the kernel menu and other extensions call. */
+
+import { Dialog, showDialog } from '@jupyterlab/apputils';
+import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
+
+import type { Verb } from './api';
+import type { IContext } from './context';
+import { explain } from './explain';
+import type { KernelModel } from './kernel';
+import type { Announcer } from './notifications';
+import { nameOf } from './notebooks';
+import { duration } from './words';
+
+export const IDS = {
+  suspend: 'gpu-ckpt:suspend',
+  checkpoint: 'gpu-ckpt:checkpoint',
+  wake: 'gpu-ckpt:wake',
+  protect: 'gpu-ckpt:protect',
+  explain: 'gpu-ckpt:explain'
+} as const;
+
+/** Seconds that a kernel can be protected for from the menu; 0 ends it. */
+export const PROTECTIONS = [1800, 7200, 28800, 86400, 0];
+
+/** Add them.  `current`: the kernel that is meant where a command has no `kernelId` among its arguments. */
+export function addCommands(context: IContext, announcer: Announcer, current: () => string | null): void {
+  const { commands, kernels, host, services, trans } = context;
+
+  const meant = (args: ReadonlyPartialJSONObject): KernelModel | null => {
+    const id = typeof args.kernelId === 'string' ? args.kernelId : current();
+    return id === null ? null : kernels.get(id);
+  };
+
+  const begin = async (kernel: KernelModel, verb: Verb): Promise<void> => {
+    try {
+      await kernels.begin(kernel.id, verb);
+    } catch (error) {
+      announcer.refused(kernel, verb, error);
+    }
+  };
+
+  const leave = (verb: 'suspend' | 'checkpoint', label: string, caption: string) => ({
+    label,
+    caption,
+    isEnabled: (args: ReadonlyPartialJSONObject) => {
+      const phase = meant(args)?.phase;
+      return host.reason === '' && (phase === 'running' || (phase === 'suspended' && verb === 'checkpoint'));
+    },
+    execute: async (args: ReadonlyPartialJSONObject) => {
+      const kernel = meant(args);
+      if (kernel !== null && (await confirmed(kernel, label))) {
+        await begin(kernel, verb);
+      }
+    }
+  });
+
+  const confirmed = async (kernel: KernelModel, label: string): Promise<boolean> => {
+    if (!context.preferences.values.confirmCheckpoint) {
+      return true;
+    }
+    const answer = await showDialog({
+      title: trans.__('%1: %2?', nameOf(services, kernel.id), label),
+      body: trans.__('The next cell that you run brings the kernel back, with every variable.'),
+      buttons: [Dialog.cancelButton(), Dialog.okButton({ label })]
+    });
+    return answer.button.accept;
+  };
+
+  commands.addCommand(
+    IDS.suspend,
+    leave('suspend', trans.__('Suspend now'), trans.__('GPU memory to host memory: quick, and quickly back'))
+  );
+  commands.addCommand(
+    IDS.checkpoint,
+    leave('checkpoint', trans.__('Checkpoint now'), trans.__('Everything to disk; no process is left'))
+  );
+
+  commands.addCommand(IDS.wake, {
+    label: trans.__('Wake now'),
+    caption: trans.__('Back to the GPU, as the next cell would do'),
+    isEnabled: args => {
+      const phase = meant(args)?.phase;
+      return phase === 'suspended' || phase === 'checkpointed';
+    },
+    execute: async args => {
+      const kernel = meant(args);
+      if (kernel !== null) {
+        await begin(kernel, kernel.phase === 'suspended' ? 'resume' : 'restore');
+      }
+    }
+  });
+
+  commands.addCommand(IDS.protect, {
+    label: args => {
+      if (typeof args.seconds !== 'number') {
+        return trans.__('Protect for 2 h');
+      }
+      return args.seconds === 0
+        ? trans.__('No protection any more')
+        : args.isMenu
+          ? duration(args.seconds)
+          : trans.__('Protect for %1', duration(args.seconds));
+    },
+    caption: trans.__('Keeps idle policies off this kernel; whoever asks for a checkpoint still gets it'),
+    isEnabled: args => {
+      const kernel = meant(args);
+      return kernel !== null && kernel.phase !== 'plain' && (args.seconds !== 0 || isProtected(kernel));
+    },
+    execute: async args => {
+      const kernel = meant(args);
+      if (kernel === null) {
+        return;
+      }
+      const seconds = typeof args.seconds === 'number' ? args.seconds : 7200;
+      try {
+        const { protected_until } = await context.client.protect(kernel.id, seconds);
+        kernels.protected(kernel.id, protected_until);
+        announcer.protected(kernel, seconds);
+      } catch (error) {
+        announcer.refused(kernel, 'checkpoint', error);
+      }
+    }
+  });
+
+  commands.addCommand(IDS.explain, {
+    label: trans.__("Why can't I?"),
+    caption: trans.__('Whether this kernel could be checkpointed now, and what is in the way'),
+    isEnabled: args => meant(args) !== null,
+    execute: async args => {
+      const kernel = meant(args);
+      if (kernel !== null) {
+        await explain(context, kernel);
+      }
+    }
+  });
+
+  const renew = () => commands.notifyCommandChanged();
+  kernels.changed.connect(renew);
+  host.changed.connect(renew);
+}
+
+export function isProtected(kernel: KernelModel): boolean {
+  return (kernel.policy?.protected_s ?? 0) > 0;
+}

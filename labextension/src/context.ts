@@ -1,0 +1,20 @@
+/** What every part of the front end works with. */
+
+import type { ServiceManager } from '@jupyterlab/services';
+import type { TranslationBundle } from '@jupyterlab/translation';
+import type { CommandRegistry } from '@lumino/commands';
+
+import type { Client } from './client';
+import type { Host } from './host';
+import type { Kernels } from './kernels';
+import type { Preferences } from './preferences';
+
+export interface IContext {
+  client: Client;
+  commands: CommandRegistry;
+  host: Host;
+  kernels: Kernels;
+  preferences: Preferences;
+  services: ServiceManager.IManager;
+  trans: TranslationBundle;
+}

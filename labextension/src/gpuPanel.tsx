@@ -1,0 +1,201 @@
+/** The sidebar's panel: each GPU with who holds its memory, and the kernels that hold none. */
+
+import { ReactWidget } from '@jupyterlab/ui-components';
+import { Poll } from '@lumino/polling';
+import type { Message } from '@lumino/messaging';
+import * as React from 'react';
+
+import type { IGpu } from './api';
+import { MemoryBar, Sparkline } from './charts';
+import { IDS } from './commands';
+import type { IContext } from './context';
+import type { Gpus } from './gpus';
+import { gpuIcon, phaseIcon } from './icons';
+import { sum, type KernelModel } from './kernel';
+import { makeRoom } from './makeRoom';
+import { nameOf, pathOf } from './notebooks';
+import type { Announcer } from './notifications';
+import { bytes, duration, phase as word } from './words';
+
+export class GpuPanel extends ReactWidget {
+  constructor(
+    private readonly context: IContext,
+    private readonly announcer: Announcer,
+    private readonly gpus: Gpus
+  ) {
+    super();
+    const { trans } = context;
+    this.id = 'gpu-ckpt-panel';
+    this.addClass('jp-gpuCkpt-panel');
+    this.title.icon = gpuIcon;
+    this.title.caption = trans.__('GPUs and kernels');
+    this.node.setAttribute('role', 'region');
+    this.node.setAttribute('aria-label', trans.__('GPUs and kernels'));
+    for (const source of [gpus, context.kernels, context.host]) {
+      source.changed.connect(this._renew, this);
+    }
+    context.services.sessions.runningChanged.connect(this._renew, this);
+    // Asks nobody: the seconds that are shown pass.
+    this._clock = new Poll({
+      name: 'gpu-ckpt:clock',
+      factory: () => {
+        this.update();
+        return Promise.resolve();
+      },
+      frequency: { interval: 10000, backoff: false },
+      standby: () => (this.isVisible ? 'when-hidden' : true)
+    });
+  }
+
+  override dispose(): void {
+    this._clock.dispose();
+    super.dispose();
+  }
+
+  protected override onAfterShow(message: Message): void {
+    super.onAfterShow(message);
+    const { kernels, services } = this.context;
+    void Promise.all([this.gpus.load(), kernels.reload(), services.sessions.refreshRunning()]).catch(() =>
+      kernels.doubt()
+    );
+  }
+
+  protected override render(): React.JSX.Element {
+    const { host, kernels, trans } = this.context;
+    const gpus = this.gpus.list ?? [];
+    const onGpu = new Set(gpus.flatMap(gpu => Object.keys(gpu.kernels)));
+    const others = [...kernels].filter(kernel => kernel.name !== '' && !onGpu.has(kernel.id));
+    const without = host.reason || (gpus.length === 0 && host.facts?.reason.gpu) || '';
+    return (
+      <>
+        {gpus.map(gpu => this._gpu(gpu))}
+        {this.gpus.list !== null && gpus.length === 0 && (
+          <section>
+            <h3>{trans.__('No GPU')}</h3>
+            <p className="jp-gpuCkpt-note">
+              {trans.__('Kernels can leave and come back all the same.')} {without}
+            </p>
+          </section>
+        )}
+        {others.length > 0 && (
+          <section>
+            <h3>{gpus.length > 0 ? trans.__('Off the GPUs') : trans.__('Kernels')}</h3>
+            <ul>{others.map(kernel => this._row(kernel, kernel.away, ''))}</ul>
+          </section>
+        )}
+        {this.gpus.givenBack > 0 && (
+          <p className="jp-gpuCkpt-note">
+            {trans.__('Given back since the server started: %1 GPU-hours', (this.gpus.givenBack / 3600).toFixed(2))}
+          </p>
+        )}
+      </>
+    );
+  }
+
+  private _gpu(gpu: IGpu): React.JSX.Element {
+    const { services, trans } = this.context;
+    const shares = Object.entries(gpu.kernels)
+      .filter(([, held]) => held > 0)
+      .sort(([a], [b]) => a.localeCompare(b))
+      .map(([id, held], index) => ({ id, held, color: `jp-mod-share${index % COLORS}`, name: nameOf(services, id) }));
+    const others = Math.max(0, gpu.used - sum(gpu.kernels));
+    return (
+      <section key={gpu.uuid}>
+        <header>
+          <h3>{trans.__('GPU %1: %2', gpu.index, gpu.name)}</h3>
+          <button
+            className="jp-gpuCkpt-link"
+            disabled={shares.length === 0}
+            title={trans.__('Suspend every idle kernel on this GPU')}
+            onClick={() => void makeRoom(this.context, this.announcer, gpu)}
+          >
+            {trans.__('Make room')}
+          </button>
+        </header>
+        <MemoryBar
+          total={gpu.total}
+          shares={[
+            ...shares.map(({ held, color, name }) => ({ bytes: held, color, label: `${name}: ${bytes(held)}` })),
+            { bytes: others, color: 'jp-mod-others', label: trans.__('Others: %1', bytes(others)) }
+          ]}
+          label={trans.__('%1 of %2 in use', bytes(gpu.used), bytes(gpu.total))}
+        />
+        <Sparkline history={gpu.history} total={gpu.total} label={trans.__('Memory in use during the last hour')} />
+        <ul>{shares.map(({ id, held, color }) => this._row(this.context.kernels.get(id), held, color))}</ul>
+      </section>
+    );
+  }
+
+  private _row(kernel: KernelModel, held: number, color: string): React.JSX.Element {
+    const { commands, services, trans } = this.context;
+    const args = { kernelId: kernel.id };
+    const awake = kernel.phase === 'running';
+    const action = awake ? (held > 0 ? IDS.suspend : IDS.checkpoint) : IDS.wake;
+    const path = pathOf(services, kernel.id);
+    const facts = [
+      word(kernel.phase, trans),
+      held > 0 ? bytes(held) : '',
+      awake ? this._idle(kernel.id) : this._for(kernel)
+    ];
+    const icon = phaseIcon(kernel.phase);
+    return (
+      <li key={kernel.id}>
+        {color ? (
+          <span className={`jp-gpuCkpt-swatch ${color}`} />
+        ) : (
+          <icon.react tag="span" className="jp-gpuCkpt-face" />
+        )}
+        <button
+          className="jp-gpuCkpt-name"
+          title={path}
+          disabled={path === ''}
+          onClick={() => void commands.execute('docmanager:open', { path })}
+        >
+          {nameOf(services, kernel.id)}
+        </button>
+        <span className="jp-gpuCkpt-facts">{facts.filter(Boolean).join(' · ')}</span>
+        <button
+          className="jp-gpuCkpt-link"
+          disabled={!commands.isEnabled(action, args)}
+          title={commands.caption(action, args)}
+          onClick={() => void commands.execute(action, args)}
+        >
+          {awake ? (held > 0 ? trans.__('Suspend') : trans.__('Checkpoint')) : trans.__('Wake')}
+        </button>
+      </li>
+    );
+  }
+
+  /** How long nobody has used it, by what the application knows of its kernels anyhow. */
+  private _idle(id: string): string {
+    const { services, trans } = this.context;
+    for (const kernel of services.kernels.running()) {
+      if (kernel.id === id) {
+        if (kernel.execution_state === 'busy') {
+          return trans.__('busy');
+        }
+        const last = kernel.last_activity ? Date.parse(kernel.last_activity) : NaN;
+        return Number.isNaN(last) ? '' : trans.__('idle %1', duration(Math.max(0, Date.now() - last) / 1000));
+      }
+    }
+    return '';
+  }
+
+  private _for(kernel: KernelModel): string {
+    if (kernel.progress !== null) {
+      return `${Math.round(100 * kernel.progress.fraction)} %`;
+    }
+    return kernel.since === null ? '' : duration(Math.max(0, Date.now() / 1000 - kernel.since));
+  }
+
+  private _renew(): void {
+    if (this.isVisible) {
+      this.update();
+    }
+  }
+
+  private readonly _clock: Poll;
+}
+
+/** How many colours style/base.css has for the shares of a bar. */
+const COLORS = 6;

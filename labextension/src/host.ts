@@ -1,0 +1,38 @@
+/** What the doctor says of the host: asked once, since it is the same until somebody mends it. */
+
+import { type ISignal, Signal } from '@lumino/signaling';
+
+import type { IHost, IStatus } from './api';
+
+export class Host {
+  constructor(private readonly source: { status(): Promise<IStatus> }) {}
+
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  /** Null until the doctor has spoken. */
+  get facts(): IHost | null {
+    return this._facts;
+  }
+
+  /** Why no kernel can leave; empty if they can, or if nobody knows yet. */
+  get reason(): string {
+    return this._facts === null || this._facts.fit.cpu ? this._missing : this._facts.reason.cpu;
+  }
+
+  /** Ask.  A server without the extension is a host that cannot. */
+  async load(missing: string): Promise<void> {
+    try {
+      this._facts = (await this.source.status()).host;
+      this._missing = '';
+    } catch (error) {
+      this._missing = (error as { status?: number }).status === 404 ? missing : (error as Error).message;
+    }
+    this._changed.emit();
+  }
+
+  private _facts: IHost | null = null;
+  private _missing = '';
+  private readonly _changed = new Signal<this, void>(this);
+}

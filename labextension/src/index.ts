@@ -1,0 +1,118 @@
+/** The plugin: makes the parts and puts them into JupyterLab, or into Notebook 7, which is built from the same. */
+
+import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
+import { ICommandPalette, IToolbarWidgetRegistry } from '@jupyterlab/apputils';
+import { INotebookTracker, type NotebookPanel } from '@jupyterlab/notebook';
+import { IRunningSessionManagers } from '@jupyterlab/running';
+import { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
+
+import { Badge } from './badge';
+import { CheckpointButton } from './button';
+import { Client } from './client';
+import { addCommands, IDS, PROTECTIONS } from './commands';
+import type { IContext } from './context';
+import { follow } from './events';
+import { GpuPanel } from './gpuPanel';
+import { Gpus } from './gpus';
+import { Host } from './host';
+import { Kernels } from './kernels';
+import { NotebookKernel } from './notebooks';
+import { Announcer } from './notifications';
+import { Preferences } from './preferences';
+import { Sleepers } from './sleepers';
+import { WakingCells } from './wakingCells';
+
+const ID = 'jupyter-gpu-ckpt:plugin';
+
+function activate(
+  app: JupyterFrontEnd,
+  translator: ITranslator | null,
+  settings: ISettingRegistry | null,
+  toolbars: IToolbarWidgetRegistry | null,
+  notebooks: INotebookTracker | null,
+  palette: ICommandPalette | null,
+  running: IRunningSessionManagers | null
+): void {
+  const trans = (translator ?? nullTranslator).load('jupyter_gpu_ckpt');
+  const services = app.serviceManager;
+  const client = new Client(services.serverSettings);
+  const preferences = new Preferences();
+  const kernels = new Kernels(client, { standby: () => (preferences.values.pollHidden ? 'never' : 'when-hidden') });
+  const host = new Host(client);
+  const gpus = new Gpus(client);
+  const context: IContext = { client, commands: app.commands, host, kernels, preferences, services, trans };
+  const announcer = new Announcer(context);
+
+  if (settings !== null) {
+    preferences
+      .load(settings, ID)
+      .catch((error: unknown) => console.warn('The settings of GPU checkpoints are the defaults.', error));
+  }
+  follow(services, {
+    take: event => {
+      kernels.take(event);
+      gpus.take(event);
+    },
+    doubt: () => kernels.doubt()
+  });
+  void host.load(trans.__('This server does not have the extension jupyter_gpu_ckpt.'));
+
+  // A context menu speaks of the item it was opened on.
+  const pointed = () => {
+    const node = app.contextMenuHitTest(node => node.dataset.context?.startsWith('gpu-ckpt:') ?? false);
+    return node?.dataset.context?.slice('gpu-ckpt:'.length);
+  };
+  addCommands(context, announcer, () => {
+    return pointed() ?? notebooks?.currentWidget?.sessionContext.session?.kernel?.id ?? null;
+  });
+  notebooks?.currentChanged.connect(() => app.commands.notifyCommandChanged());
+
+  if (palette !== null) {
+    const category = trans.__('GPU checkpoints');
+    for (const command of [IDS.suspend, IDS.checkpoint, IDS.wake, IDS.explain]) {
+      palette.addItem({ command, category });
+    }
+    for (const seconds of PROTECTIONS) {
+      palette.addItem({ command: IDS.protect, category, args: { seconds } });
+    }
+  }
+
+  const kernelOf = (panel: NotebookPanel) => new NotebookKernel(panel.sessionContext, kernels);
+  toolbars?.addFactory<NotebookPanel>('Notebook', 'gpu-ckpt-badge', panel => new Badge(context, kernelOf(panel)));
+  toolbars?.addFactory<NotebookPanel>(
+    'Notebook',
+    'gpu-ckpt-button',
+    panel => new CheckpointButton(context, kernelOf(panel))
+  );
+  new WakingCells(context);
+  running?.add(new Sleepers(context));
+
+  const panel = new GpuPanel(context, announcer, gpus);
+  const showPanel = () => {
+    if (preferences.values.showGpuPanel && !panel.isAttached) {
+      app.shell.add(panel, 'right', { rank: 600, type: 'GPU' });
+    } else if (!preferences.values.showGpuPanel) {
+      panel.parent = null;
+    }
+  };
+  preferences.changed.connect(showPanel);
+  void app.started.then(showPanel);
+}
+
+const plugin: JupyterFrontEndPlugin<void> = {
+  id: ID,
+  description: 'Suspend, checkpoint and wake notebook kernels with their GPU memory.',
+  autoStart: true,
+  optional: [
+    ITranslator,
+    ISettingRegistry,
+    IToolbarWidgetRegistry,
+    INotebookTracker,
+    ICommandPalette,
+    IRunningSessionManagers
+  ],
+  activate
+};
+
+export default plugin;

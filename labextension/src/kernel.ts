@@ -1,0 +1,166 @@
+/** What is known of one kernel: its document, moved on by the server's events. */
+
+import type { IFailure, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
+
+/** What a person is told a kernel is; `plain`: no kernel of ours, or one that can only run. */
+export type Phase =
+  'plain' | 'running' | 'suspending' | 'suspended' | 'checkpointing' | 'checkpointed' | 'waking' | 'dead';
+
+const PHASES: Record<State, Phase> = {
+  starting: 'running',
+  running: 'running',
+  suspending: 'suspending',
+  suspended: 'suspended',
+  resuming: 'waking',
+  dumping: 'checkpointing',
+  checkpointed: 'checkpointed',
+  restoring: 'waking',
+  dead: 'dead'
+};
+
+const BECOMING: Record<Verb, Phase> = {
+  suspend: 'suspending',
+  checkpoint: 'checkpointing',
+  resume: 'waking',
+  restore: 'waking'
+};
+
+/** A verb under way.  `fraction` is of the whole verb, `bytes` of `expected` are those of the step. */
+export interface IProgress {
+  verb: Verb;
+  step: string;
+  fraction: number;
+  bytes: number | null;
+  expected: number;
+  began: number;
+}
+
+/** A verb that ended: well, or with what went wrong.  `seconds` since it began. */
+export interface IOutcome {
+  verb: Verb;
+  seconds: number;
+  freed: number;
+  failure: IFailure | null;
+}
+
+export class KernelModel {
+  constructor(readonly id: string) {}
+
+  name = '';
+  state: State | null = null;
+  checkpointable = false;
+  reason: string | null = null;
+  image: string | null = null;
+  /** Seconds since the epoch at which the kernel came into its state; null if nobody saw it. */
+  since: number | null = null;
+  /** Device memory held now; null where nobody can tell. */
+  held: number | null = null;
+  /** Device memory that is off the GPUs. */
+  away = 0;
+  progress: IProgress | null = null;
+  failure: IFailure | null = null;
+  policy: IOutlook | null = null;
+  /** A verb that was asked for here and that the server has not begun yet. */
+  asked: Verb | null = null;
+
+  get phase(): Phase {
+    if (this.asked !== null) {
+      return BECOMING[this.asked];
+    }
+    return this.state === null || !this.checkpointable ? 'plain' : PHASES[this.state];
+  }
+
+  /** Off the GPU, or on the way there: a cell that is run now waits. */
+  get asleep(): boolean {
+    return this.phase !== 'plain' && this.phase !== 'running' && this.phase !== 'dead';
+  }
+
+  /** The server said that a verb is under way. */
+  get becoming(): boolean {
+    return this.state !== null && VERBS[this.state] !== undefined;
+  }
+
+  /** Take over what the server says.  A document that was asked for before an event came may be older than it. */
+  load(document: IKernel): void {
+    this.name = document.name;
+    this.state = document.state;
+    this.checkpointable = document.checkpointable;
+    this.reason = document.reason;
+    this.image = document.image;
+    this.since = document.since;
+    this.away = document.device_bytes_away;
+    this.failure = document.failure;
+    this.policy = document.policy;
+    if (document.device_bytes !== undefined) {
+      this.held = document.device_bytes && sum(document.device_bytes);
+    }
+    if (document.progress === null) {
+      this.progress = null;
+    }
+  }
+
+  /** Move on by an event at `now` (seconds); what ended with it, if something did. */
+  take(event: ServerEvent, now: number): IOutcome | null {
+    switch (event.kind) {
+      case 'state': {
+        const progress = this.progress;
+        this.state = event.state;
+        this.since = now;
+        this.image = event.image;
+        this.checkpointable = true;
+        this.asked = null;
+        const verb = VERBS[event.state];
+        if (verb !== undefined) {
+          this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
+          return null;
+        }
+        this.progress = null;
+        this.away = event.state === 'running' || event.state === 'dead' ? 0 : event.device_bytes;
+        if (this.away > 0 || event.state !== 'running') {
+          this.held = 0;
+        }
+        const done = event.previous === null ? undefined : VERBS[event.previous];
+        if (done === undefined || event.state !== GOALS[done]) {
+          return null; // a failure's own event follows
+        }
+        this.failure = null;
+        const seconds = progress?.verb === done ? now - progress.began : event.seconds;
+        return { verb: done, seconds, freed: this.away, failure: null };
+      }
+      case 'step':
+        if (event.verb !== '' && this.progress !== null) {
+          const fraction = Math.max(this.progress.fraction, event.fraction);
+          const { verb, step, bytes } = event;
+          this.progress = { ...this.progress, verb, step, bytes, fraction, expected: event.expected_bytes };
+        }
+        return null;
+      case 'failure':
+        this.failure = event;
+        this.asked = null;
+        return { verb: event.verb, seconds: 0, freed: 0, failure: event };
+      case 'gpus':
+        if (this.checkpointable && this.state === 'running') {
+          this.held = event.gpus.reduce((bytes, gpu) => bytes + (gpu.kernels[this.id] ?? 0), 0);
+        }
+        return null;
+    }
+  }
+}
+
+const VERBS: Partial<Record<State, Verb>> = {
+  suspending: 'suspend',
+  dumping: 'checkpoint',
+  resuming: 'resume',
+  restoring: 'restore'
+};
+
+const GOALS: Record<Verb, State> = {
+  suspend: 'suspended',
+  checkpoint: 'checkpointed',
+  resume: 'running',
+  restore: 'running'
+};
+
+export function sum(byGpu: Record<string, number>): number {
+  return Object.values(byGpu).reduce((total, bytes) => total + bytes, 0);
+}

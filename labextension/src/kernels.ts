@@ -1,0 +1,274 @@
+/**
+ * All kernels this page knows: loaded once, then moved on by events.
+ *
+ * The event bus drops what happens while its socket is down and does not say that it was.  So whenever that is possible
+ * (a kernel's own connection came back, a request failed, the page was hidden) the events count as doubtful: everything
+ * is loaded again, at least once, and polled until an event shows that they flow, or for a minute; never in a hidden
+ * tab.  A verb that is under way and of which nothing is heard is asked after, too.
+ */
+
+import { Poll } from '@lumino/polling';
+import { type ISignal, Signal } from '@lumino/signaling';
+
+import type { IJob, IKernel, IOutlook, ServerEvent, Verb } from './api';
+import { type IOutcome, KernelModel } from './kernel';
+
+/** What is needed of the REST client. */
+export interface IKernelSource {
+  kernels(): Promise<IKernel[]>;
+  kernel(id: string): Promise<IKernel>;
+  begin(id: string, verb: Verb): Promise<IJob>;
+  job(id: string): Promise<IJob>;
+}
+
+/** A verb ended. */
+export interface IEnded {
+  kernel: KernelModel;
+  outcome: IOutcome;
+}
+
+/** Milliseconds between two looks while events are doubtful, and for how long those go on. */
+const LOOK = 3000;
+const DOUBT = 60000;
+
+/** Milliseconds after which a verb that was taken must have shown in an event. */
+const SETTLED = 1000;
+
+/** Milliseconds without an event after which a verb under way is asked after: its end may have been missed. */
+const SILENCE = 10000;
+
+export class Kernels {
+  constructor(
+    private readonly source: IKernelSource,
+    options: { standby?: Poll.Standby | (() => boolean | Poll.Standby); now?: () => number } = {}
+  ) {
+    this._now = options.now ?? (() => Date.now());
+    this._poll = new Poll({
+      auto: false,
+      name: 'gpu-ckpt:doubt',
+      factory: () => this.reload(),
+      frequency: { interval: LOOK, backoff: true, max: 10 * LOOK },
+      standby: () =>
+        this.doubtful
+          ? typeof options.standby === 'function'
+            ? options.standby()
+            : (options.standby ?? 'when-hidden')
+          : true
+    });
+  }
+
+  /** A kernel changed; null: more than one may have. */
+  get changed(): ISignal<this, KernelModel | null> {
+    return this._changed;
+  }
+
+  get ended(): ISignal<this, IEnded> {
+    return this._ended;
+  }
+
+  /** Whether events may be missing. */
+  get doubtful(): boolean {
+    return this._owed || this._now() < this._doubtUntil;
+  }
+
+  *[Symbol.iterator](): Iterator<KernelModel> {
+    yield* this._models.values();
+  }
+
+  /** The kernel if it is known. */
+  find(id: string): KernelModel | undefined {
+    return this._models.get(id);
+  }
+
+  /** The kernel; one that was not known is loaded. */
+  get(id: string): KernelModel {
+    let model = this._models.get(id);
+    if (model === undefined) {
+      model = new KernelModel(id);
+      this._models.set(id, model);
+      void this.load(id);
+    }
+    return model;
+  }
+
+  /** Ask the server about one kernel, with the device memory it holds. */
+  async load(id: string): Promise<void> {
+    const before = this._events.get(id);
+    try {
+      const document = await this.source.kernel(id);
+      const model = this._models.get(id);
+      if (model !== undefined && this._events.get(id) === before) {
+        model.load(document);
+        this._attend(model);
+        this._changed.emit(model);
+      } else if (model !== undefined) {
+        await this.load(id); // an event came meanwhile: what was asked is older
+      }
+    } catch (error) {
+      if (isGone(error)) {
+        this.forget(id);
+      } else {
+        this.doubt();
+      }
+    }
+  }
+
+  /** Ask the server about all kernels. */
+  async reload(): Promise<void> {
+    const before = new Map(this._events);
+    this._owed = false;
+    let documents: IKernel[];
+    try {
+      documents = await this.source.kernels();
+    } catch (error) {
+      this._owed = true;
+      throw error;
+    }
+    const there = new Set(documents.map(document => document.id));
+    for (const id of [...this._models.keys()]) {
+      if (!there.has(id)) {
+        this._models.delete(id);
+      }
+    }
+    for (const document of documents) {
+      if (this._events.get(document.id) !== before.get(document.id)) {
+        this._owed = true; // what was asked is older than the event, but that may be no more than a step's
+        continue;
+      }
+      const model = this._models.get(document.id) ?? new KernelModel(document.id);
+      this._models.set(document.id, model);
+      model.load(document);
+      this._attend(model);
+    }
+    this._changed.emit(null);
+  }
+
+  /** Begin a verb; what the user sees changes at once.  Throws what the client throws. */
+  async begin(id: string, verb: Verb): Promise<void> {
+    const model = this.get(id);
+    model.asked = verb;
+    this._changed.emit(model);
+    try {
+      const job = await this.source.begin(id, verb);
+      if (model.asked === verb) {
+        this._expect(model, job);
+      }
+    } catch (error) {
+      model.asked = null;
+      this._changed.emit(model);
+      throw error;
+    }
+  }
+
+  /** Put what the server said of a protection where the document would have it. */
+  protected(id: string, until: number | null): void {
+    const model = this.get(id);
+    const seconds = until === null ? 0 : Math.max(0, until - this._now() / 1000);
+    const none: IOutlook = { idle_s: 0, under_way: null, next: null, next_in_s: null, protected_s: 0 };
+    model.policy = { ...(model.policy ?? none), protected_s: seconds };
+    this._changed.emit(model);
+  }
+
+  /** Move on by an event. */
+  take(event: ServerEvent): void {
+    this._doubtUntil = 0;
+    const now = this._now() / 1000;
+    if (event.kind === 'gpus') {
+      for (const model of this._models.values()) {
+        model.take(event, now);
+      }
+      this._changed.emit(null);
+      return;
+    }
+    const known = this._models.get(event.kernel_id);
+    const model = known ?? new KernelModel(event.kernel_id);
+    this._models.set(model.id, model);
+    this._events.set(model.id, (this._events.get(model.id) ?? 0) + 1);
+    const outcome = model.take(event, now);
+    this._attend(model);
+    this._changed.emit(model);
+    if (outcome !== null) {
+      this._ended.emit({ kernel: model, outcome });
+    }
+    if (event.kind === 'state' && event.state === 'dead') {
+      this.forget(model.id);
+    } else if (known === undefined || (event.kind === 'state' && event.state === 'running')) {
+      void this.load(model.id); // its name, what it holds, what the policy will do
+    }
+  }
+
+  /** The kernel is no more. */
+  forget(id: string): void {
+    if (this._models.delete(id)) {
+      this._events.delete(id);
+      this._changed.emit(null);
+    }
+  }
+
+  /** Events may have been missed. */
+  doubt(): void {
+    this._owed = true; // an event that comes before the look shows only that events flow again
+    this._doubtUntil = this._now() + DOUBT;
+    void this._poll.refresh();
+  }
+
+  dispose(): void {
+    for (const timer of this._silences.values()) {
+      clearTimeout(timer);
+    }
+    this._poll.dispose();
+    Signal.clearData(this);
+  }
+
+  /** The server took a verb.  Should no event tell of it, it was refused at once, or events are missing. */
+  private _expect(model: KernelModel, { id, verb }: IJob): void {
+    const missing = () => model.asked === verb; // a verb's first event, whatever it says of the state, ends that
+    const look = async () => {
+      if (!missing()) {
+        return;
+      }
+      const job = await this.source.job(id);
+      if (!missing()) {
+        return;
+      }
+      model.asked = null;
+      if (job.error !== null) {
+        const failure = { verb, step: '', ...job.error };
+        this._changed.emit(model);
+        this._ended.emit({ kernel: model, outcome: { verb, seconds: 0, freed: 0, failure } });
+      } else {
+        this.doubt();
+      }
+    };
+    setTimeout(() => look().catch(() => this.doubt()), SETTLED);
+  }
+
+  /** Ask after the kernel if nothing is heard of it while a verb is under way. */
+  private _attend(model: KernelModel): void {
+    const { id } = model;
+    clearTimeout(this._silences.get(id));
+    this._silences.delete(id);
+    if (model.becoming) {
+      this._silences.set(
+        id,
+        setTimeout(() => void (this._models.get(id) === model && this.load(id)), SILENCE)
+      );
+    }
+  }
+
+  private readonly _models = new Map<string, KernelModel>();
+  /** How many events each kernel had. */
+  private readonly _events = new Map<string, number>();
+  private readonly _now: () => number;
+  private readonly _poll: Poll;
+  private readonly _changed = new Signal<this, KernelModel | null>(this);
+  private readonly _ended = new Signal<this, IEnded>(this);
+  private readonly _silences = new Map<string, ReturnType<typeof setTimeout>>();
+  private _doubtUntil = 0;
+  /** Whether events may be missing since the last look began, or that failed. */
+  private _owed = false;
+}
+
+function isGone(error: unknown): boolean {
+  return (error as { status?: number }).status === 404;
+}

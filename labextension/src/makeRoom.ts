@@ -1,0 +1,53 @@
+/** One click that frees a GPU: every idle kernel on it is suspended. */
+
+import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
+
+import type { IGpu } from './api';
+import type { IContext } from './context';
+import { isProtected } from './commands';
+import type { KernelModel } from './kernel';
+import { nameOf } from './notebooks';
+import type { Announcer } from './notifications';
+import { bytes } from './words';
+
+/** Ask, if the user wants to be asked, and suspend. */
+export async function makeRoom(context: IContext, announcer: Announcer, gpu: IGpu): Promise<void> {
+  const { kernels, preferences, services, trans } = context;
+  await kernels.reload();
+  const leaving = Object.keys(gpu.kernels)
+    .map(id => kernels.get(id))
+    .filter(kernel => isIdle(context, kernel));
+  if (leaving.length === 0) {
+    Notification.info(trans.__('No kernel on this GPU is idle and unprotected.'), { autoClose: 5000 });
+    return;
+  }
+  const freed = bytes(leaving.reduce((total, kernel) => total + (gpu.kernels[kernel.id] ?? 0), 0));
+  if (preferences.values.confirmMakeRoom) {
+    const names = leaving.map(kernel => nameOf(services, kernel.id)).join(', ');
+    const answer = await showDialog({
+      title: trans.__('Make room on %1?', gpu.name),
+      body: trans.__('%1 would be suspended, which frees %2. The next cell brings a kernel back.', names, freed),
+      buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Suspend') })]
+    });
+    if (!answer.button.accept) {
+      return;
+    }
+  }
+  await Promise.all(
+    leaving.map(kernel =>
+      kernels.begin(kernel.id, 'suspend').catch((error: unknown) => announcer.refused(kernel, 'suspend', error))
+    )
+  );
+}
+
+function isIdle({ services }: IContext, kernel: KernelModel): boolean {
+  if (kernel.phase !== 'running' || isProtected(kernel) || kernel.policy?.idle_s === 0) {
+    return false;
+  }
+  for (const session of services.sessions.running()) {
+    if (session.kernel?.id === kernel.id && session.kernel.execution_state === 'busy') {
+      return false;
+    }
+  }
+  return true;
+}

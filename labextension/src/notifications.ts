@@ -1,0 +1,184 @@
+/** Tells how far a verb is if it takes long, and how it ended. */
+
+import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
+
+import type { IFailure, Verb } from './api';
+import { Refused } from './client';
+import type { IContext } from './context';
+import type { IProgress, KernelModel } from './kernel';
+import type { IEnded, Kernels } from './kernels';
+import { nameOf } from './notebooks';
+import { bytes, doing, duration, step } from './words';
+
+/** Milliseconds that a verb may take before it is worth a notification. */
+const LONG = 1000;
+
+interface IShown {
+  timer: number;
+  id: string | null;
+}
+
+export class Announcer {
+  constructor(private readonly context: IContext) {
+    context.kernels.changed.connect(this._follow, this);
+    context.kernels.ended.connect(this._end, this);
+  }
+
+  /** The server did not take a verb at all. */
+  refused(kernel: KernelModel, verb: Verb, error: unknown): void {
+    const detail = error instanceof Refused ? error.detail : null;
+    const message = (error as Error).message;
+    this._fail(kernel, verb, message, detail?.hint ?? '', detail?.left ?? '');
+  }
+
+  /** A protection was set, or ended. */
+  protected(kernel: KernelModel, seconds: number): void {
+    const { preferences, services, trans } = this.context;
+    if (preferences.values.notifications === 'all') {
+      const name = nameOf(services, kernel.id);
+      const text =
+        seconds > 0
+          ? trans.__('%1 is protected from idle policies for %2.', name, duration(seconds))
+          : trans.__('%1 is not protected any more.', name);
+      Notification.info(text, { autoClose: 4000 });
+    }
+  }
+
+  private _follow(_: Kernels, kernel: KernelModel | null): void {
+    if (kernel === null) {
+      for (const id of [...this._shown.keys()]) {
+        if (this.context.kernels.find(id)?.progress == null) {
+          this._clear(id);
+        }
+      }
+      return;
+    }
+    if (kernel.progress === null) {
+      return; // how it ended comes by itself
+    }
+    const shown = this._shown.get(kernel.id);
+    if (shown === undefined) {
+      const timer = window.setTimeout(() => this._begin(kernel), LONG);
+      this._shown.set(kernel.id, { timer, id: null });
+    } else if (shown.id !== null) {
+      Notification.update({
+        id: shown.id,
+        message: this._sentence(kernel, kernel.progress),
+        progress: kernel.progress.fraction
+      });
+    }
+  }
+
+  private _begin(kernel: KernelModel): void {
+    const shown = this._shown.get(kernel.id);
+    if (shown !== undefined && kernel.progress !== null && this.context.preferences.values.notifications === 'all') {
+      shown.id = Notification.emit(this._sentence(kernel, kernel.progress), 'in-progress', {
+        autoClose: false,
+        progress: kernel.progress.fraction
+      });
+    }
+  }
+
+  private _sentence(kernel: KernelModel, progress: IProgress): string {
+    const { services, trans } = this.context;
+    const head = doing(progress.verb, nameOf(services, kernel.id), trans);
+    const now = step(progress.step, trans);
+    const percent = Math.round(100 * progress.fraction);
+    const parts = [now ? trans.__('%1, %2 %: %3', head, percent, now) : trans.__('%1, %2 %', head, percent)];
+    if (progress.expected > 0) {
+      parts.push(
+        progress.bytes === null
+          ? bytes(progress.expected)
+          : trans.__('%1 of about %2', bytes(progress.bytes), bytes(Math.max(progress.expected, progress.bytes)))
+      );
+    }
+    return parts.join(', ');
+  }
+
+  private _end(_: Kernels, { kernel, outcome }: IEnded): void {
+    const long = this._clear(kernel.id);
+    if (outcome.failure !== null) {
+      void this._explainFailure(kernel, outcome.failure);
+      return;
+    }
+    const level = this.context.preferences.values.notifications;
+    const leaves = outcome.verb === 'suspend' || outcome.verb === 'checkpoint';
+    if (level === 'all' && (long || leaves)) {
+      const { services, trans } = this.context;
+      const name = nameOf(services, kernel.id);
+      const seconds = duration(outcome.seconds);
+      let text = trans.__('%1 is back after %2.', name, seconds);
+      if (leaves) {
+        const done = outcome.verb === 'suspend' ? trans.__('suspended') : trans.__('checkpointed');
+        text =
+          outcome.freed > 0
+            ? trans.__('%1 is %2: %3 of GPU memory freed in %4.', name, done, bytes(outcome.freed), seconds)
+            : trans.__('%1 is %2, in %3. It held no GPU memory.', name, done, seconds);
+      }
+      Notification.success(text, { autoClose: 5000 });
+    }
+  }
+
+  /** The event has the error's code and hint; its words are kept for whoever asked for the verb. */
+  private async _explainFailure(kernel: KernelModel, failure: IFailure): Promise<void> {
+    let cause = failure.code;
+    try {
+      const { client } = this.context;
+      let { job } = await client.kernel(kernel.id);
+      // The event is a moment ahead of the job's end.
+      for (let looks = 0; job?.verb === failure.verb && job.status === 'running' && looks < 5; looks++) {
+        await new Promise(resolve => setTimeout(resolve, 200));
+        job = await client.job(job.id);
+      }
+      if (job?.verb === failure.verb && job.error !== null) {
+        cause = job.error.message;
+      }
+    } catch {
+      // The code will have to do.
+    }
+    this._fail(kernel, failure.verb, cause, failure.hint, failure.left);
+  }
+
+  private _fail(kernel: KernelModel, verb: Verb, cause: string, hint: string, left: string): void {
+    const { preferences, services, trans } = this.context;
+    if (preferences.values.notifications === 'none') {
+      return;
+    }
+    const name = nameOf(services, kernel.id);
+    const lost = kernel.state === 'dead';
+    let what = trans.__('%1 could not be woken.', name);
+    if (verb === 'suspend') {
+      what = trans.__('%1 was not suspended.', name);
+    } else if (verb === 'checkpoint') {
+      what = trans.__('%1 was not checkpointed.', name);
+    }
+    const fate = lost ? trans.__('The kernel is gone.') : trans.__('Nothing was lost.');
+    const details = async () => {
+      await showDialog({
+        title: what,
+        body: [cause, hint, left ? trans.__('What is left: %1.', left) : '', fate].filter(Boolean).join('\n\n'),
+        buttons: [Dialog.okButton({ label: trans.__('Close') })]
+      });
+    };
+    Notification.error(`${what} ${fate} ${cause} ${hint}`.trim(), {
+      autoClose: false,
+      actions: [{ label: trans.__('Details'), callback: () => void details() }]
+    });
+  }
+
+  /** Take the progress away; whether there was some to see. */
+  private _clear(kernelId: string): boolean {
+    const shown = this._shown.get(kernelId);
+    if (shown === undefined) {
+      return false;
+    }
+    window.clearTimeout(shown.timer);
+    this._shown.delete(kernelId);
+    if (shown.id !== null) {
+      Notification.dismiss(shown.id);
+    }
+    return shown.id !== null;
+  }
+
+  private readonly _shown = new Map<string, IShown>();
+}

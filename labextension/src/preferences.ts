@@ -1,0 +1,43 @@
+/** The user's settings, with the schema's defaults until they are loaded. */
+
+import type { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { type ISignal, Signal } from '@lumino/signaling';
+
+export interface ISettings {
+  defaultAction: 'menu' | 'suspend' | 'checkpoint';
+  showBadge: boolean;
+  showGpuPanel: boolean;
+  notifications: 'all' | 'failures' | 'none';
+  confirmCheckpoint: boolean;
+  confirmMakeRoom: boolean;
+  pollHidden: boolean;
+}
+
+export class Preferences {
+  values: ISettings = {
+    defaultAction: 'menu',
+    showBadge: true,
+    showGpuPanel: true,
+    notifications: 'all',
+    confirmCheckpoint: false,
+    confirmMakeRoom: true,
+    pollHidden: false
+  };
+
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  /** Follow the settings of `plugin`; without them the defaults stay. */
+  async load(registry: ISettingRegistry, plugin: string): Promise<void> {
+    const settings = await registry.load(plugin);
+    const take = () => {
+      this.values = { ...this.values, ...(settings.composite as unknown as ISettings) };
+      this._changed.emit();
+    };
+    settings.changed.connect(take);
+    take();
+  }
+
+  private readonly _changed = new Signal<this, void>(this);
+}

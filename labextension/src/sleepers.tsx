@@ -1,0 +1,188 @@
+/** The section "Checkpointed kernels" of the running sessions: those of this server, and images nobody has taken up. */
+
+import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
+import { PathExt } from '@jupyterlab/coreutils';
+import type { IRunningSessions } from '@jupyterlab/running';
+import { deleteIcon, type LabIcon } from '@jupyterlab/ui-components';
+import { type ISignal, Signal } from '@lumino/signaling';
+import * as React from 'react';
+
+import type { IImage } from './api';
+import { IDS } from './commands';
+import type { IContext } from './context';
+import { phaseIcon } from './icons';
+import { sum } from './kernel';
+import { pathOf } from './notebooks';
+import { bytes, duration } from './words';
+
+/** Milliseconds after which the images are asked for again where that failed. */
+const AGAIN = 3000;
+
+export class Sleepers implements IRunningSessions.IManager {
+  constructor(private readonly context: IContext) {
+    const { trans } = context;
+    this.name = trans.__('Checkpointed kernels');
+    this.shutdownLabel = trans.__('Delete');
+    this.shutdownAllLabel = trans.__('Delete all');
+    this.shutdownAllConfirmationText = trans.__(
+      'Delete every image of a checkpointed kernel? Their variables are lost.'
+    );
+    // Which kernels sleep has changed: so have the images.
+    context.kernels.changed.connect((kernels, model) => {
+      const asleep = [...context.kernels].map(kernel => `${kernel.image}`).join();
+      if (asleep !== this._known || (model === null && kernels.doubtful)) {
+        this._known = asleep;
+        this.refreshRunning();
+      }
+    });
+    context.services.sessions.runningChanged.connect(() => this._changed.emit());
+  }
+
+  readonly name: string;
+  readonly shutdownLabel: string;
+  readonly shutdownAllLabel: string;
+  readonly shutdownAllConfirmationText: string;
+  readonly shutdownItemIcon: LabIcon = deleteIcon;
+
+  get runningChanged(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  running(): IRunningSessions.IRunningItem[] {
+    // A kernel that has just come back runs before its image is deleted, and no event tells of that.
+    const { kernels } = this.context;
+    return this._images
+      .filter(image => kernels.find(image.kernel_id)?.phase !== 'running')
+      .map(image => this._item(image));
+  }
+
+  refreshRunning(): void {
+    const look = ++this._looks;
+    void this.context.client.images().then(
+      images => {
+        if (look === this._looks) {
+          this._images = images.reverse(); // an answer that a later question has overtaken may be older
+          this._changed.emit();
+        }
+      },
+      () => {
+        if (look === this._looks) {
+          this._known = null; // so that the next change of any kernel has it asked again
+          setTimeout(() => this.context.kernels.doubt(), AGAIN);
+        }
+      }
+    );
+  }
+
+  shutdownAll(): void {
+    void Promise.all(this._images.map(image => this._remove(image)));
+  }
+
+  private _item(image: IImage): IRunningSessions.IRunningItem {
+    const { commands, kernels, trans } = this.context;
+    const here = kernels.find(image.kernel_id)?.image === image.id;
+    const path = this._path(image);
+    const name = PathExt.basename(path) || image.kernel_name || image.kernel_id.slice(0, 8);
+    const gpus = Object.keys(image.device_bytes).length;
+    const facts = [
+      bytes(image.bytes),
+      duration(Math.max(0, Date.now() / 1000 - image.created)),
+      gpus > 0 ? trans._n('%2 of %1 GPU', '%2 of %1 GPUs', gpus, bytes(sum(image.device_bytes))) : trans.__('no GPU')
+    ];
+    const wake = (event: React.MouseEvent) => {
+      event.stopPropagation();
+      void commands.execute(IDS.wake, { kernelId: image.kernel_id });
+    };
+    return {
+      className: 'jp-gpuCkpt-sleeper',
+      context: here ? `gpu-ckpt:${image.kernel_id}` : '',
+      icon: () => phaseIcon('checkpointed'),
+      label: () => (
+        <>
+          <span className="jp-gpuCkpt-sleeper-name">{name}</span>
+          <span className="jp-gpuCkpt-sleeper-facts">{facts.slice(0, 2).join(' · ')}</span>
+          {here && (
+            <button
+              className="jp-gpuCkpt-link"
+              onClick={wake}
+              title={trans.__('Back to the GPU, as the next cell would do')}
+            >
+              {trans.__('Wake')}
+            </button>
+          )}
+        </>
+      ),
+      labelTitle: () =>
+        [
+          path || image.kernel_id,
+          facts.join(' · '),
+          here
+            ? trans.__('Open the notebook; the kernel wakes with the next cell')
+            : trans.__('No server has this kernel; opening it has this one take it over')
+        ].join('\n'),
+      open: () => void this._open(image, here),
+      shutdown: () => void this._ask(image, name)
+    };
+  }
+
+  private _path(image: IImage): string {
+    return pathOf(this.context.services, image.kernel_id) || image.notebook || '';
+  }
+
+  /** Open the notebook.  A kernel without a server is taken over first; it sleeps on until a cell is run. */
+  private async _open(image: IImage, here: boolean): Promise<void> {
+    const { client, commands, kernels, services, trans } = this.context;
+    try {
+      if (!here) {
+        await client.adopt(image.id);
+        await Promise.all([kernels.reload(), services.sessions.refreshRunning()]);
+      }
+      const path = this._path(image);
+      if (path === '') {
+        Notification.info(trans.__('No notebook is known for this kernel. It is among the running kernels now.'));
+        return;
+      }
+      await commands.execute('docmanager:open', { path });
+    } catch (error) {
+      Notification.error(trans.__('It cannot be opened: %1', (error as Error).message), { autoClose: false });
+    }
+  }
+
+  private async _ask(image: IImage, name: string): Promise<void> {
+    const { trans } = this.context;
+    const answer = await showDialog({
+      title: trans.__('Delete the image of %1?', name),
+      body: image.only_copy
+        ? trans.__('The kernel sleeps in it: its variables are lost for good. The notebook stays.')
+        : trans.__('%1 on the disk become free.', bytes(image.bytes)),
+      buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Delete') })]
+    });
+    if (answer.button.accept) {
+      await this._remove(image);
+    } else {
+      this._changed.emit(); // the list takes an item for gone once its button was pressed
+    }
+  }
+
+  private async _remove(image: IImage): Promise<void> {
+    const { client, kernels, services, trans } = this.context;
+    try {
+      if (kernels.find(image.kernel_id)?.image === image.id) {
+        await services.kernels.shutdown(image.kernel_id); // without its image it is nothing
+      }
+      await client.remove(image.id).catch((error: unknown) => {
+        if ((error as { status?: number }).status !== 404) {
+          throw error;
+        }
+      });
+    } catch (error) {
+      Notification.error(trans.__('It cannot be deleted: %1', (error as Error).message), { autoClose: false });
+    }
+    this.refreshRunning();
+  }
+
+  private readonly _changed = new Signal<this, void>(this);
+  private _images: IImage[] = [];
+  private _known: string | null = '';
+  private _looks = 0;
+}

@@ -1,0 +1,101 @@
+/** Sizes, times and states in words. */
+
+import type { TranslationBundle } from '@jupyterlab/translation';
+
+import type { Verb } from './api';
+import type { KernelModel, Phase } from './kernel';
+
+const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
+
+/** `3.2 GiB`. */
+export function bytes(count: number): string {
+  let unit = 0;
+  while (count >= 1024 && unit < UNITS.length - 1) {
+    count /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 || count >= 100 ? count.toFixed(0) : count.toFixed(1)} ${UNITS[unit]}`;
+}
+
+/** `0.8 s`, `42 s`, `7 min`, `3 h`, `2 d`. */
+export function duration(seconds: number): string {
+  if (seconds < 9.95) {
+    return `${seconds.toFixed(1)} s`;
+  }
+  if (seconds < 99.5) {
+    return `${seconds.toFixed(0)} s`;
+  }
+  if (seconds < 5970) {
+    return `${(seconds / 60).toFixed(0)} min`;
+  }
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
+}
+
+/** What a kernel is, in one or two words. */
+export function phase(of: Phase, trans: TranslationBundle): string {
+  switch (of) {
+    case 'plain':
+      return trans.__('cannot sleep');
+    case 'running':
+      return trans.__('running');
+    case 'suspending':
+      return trans.__('suspending');
+    case 'suspended':
+      return trans.__('suspended');
+    case 'checkpointing':
+      return trans.__('checkpointing');
+    case 'checkpointed':
+      return trans.__('checkpointed');
+    case 'waking':
+      return trans.__('waking');
+    case 'dead':
+      return trans.__('dead');
+  }
+}
+
+/** What is happening, as the beginning of a sentence. */
+export function doing(verb: Verb, notebook: string, trans: TranslationBundle): string {
+  switch (verb) {
+    case 'suspend':
+      return trans.__('Suspending %1', notebook);
+    case 'checkpoint':
+      return trans.__('Checkpointing %1', notebook);
+    default:
+      return trans.__('Waking %1', notebook);
+  }
+}
+
+/** A step, in the words of whoever waits for it. */
+export function step(name: string, trans: TranslationBundle): string {
+  switch (name) {
+    case 'preflight':
+    case 'drain':
+    case 'quiesce':
+      return trans.__('getting the kernel ready');
+    case 'cuda_suspend':
+      return trans.__('saving GPU memory');
+    case 'dump':
+      return trans.__('writing the image');
+    case 'publish':
+      return trans.__('making sure that it is on disk');
+    case 'match':
+    case 'reserve':
+      return trans.__('finding room');
+    case 'criu_restore':
+      return trans.__('reading the image');
+    case 'cuda_resume':
+      return trans.__('filling GPU memory');
+    case '':
+      return '';
+    default:
+      return trans.__('finishing');
+  }
+}
+
+/** What the badge says; empty where there is nothing to say. */
+export function badge(kernel: KernelModel, trans: TranslationBundle): string {
+  if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {
+    return kernel.away > 0 ? trans.__('asleep, %1 freed', bytes(kernel.away)) : trans.__('asleep');
+  }
+  return kernel.phase === 'running' && kernel.held ? bytes(kernel.held) : '';
+}

@@ -1,0 +1,146 @@
+import { parseEvent, type IKernel, type IStateEvent, type IStepEvent, type State } from '../src/api';
+import { KernelModel } from '../src/kernel';
+
+const DOCUMENT: IKernel = {
+  id: 'k',
+  name: 'python3',
+  state: 'running',
+  since: 100,
+  checkpointable: true,
+  reason: null,
+  image: null,
+  device_bytes_away: 0,
+  progress: null,
+  failure: null,
+  job: null,
+  policy: null,
+  device_bytes: { 'GPU-a': 300, 'GPU-b': 100 }
+};
+
+function state(to: State, previous: State | null, more: Partial<IStateEvent> = {}): IStateEvent {
+  return { kind: 'state', kernel_id: 'k', state: to, previous, seconds: 1, image: null, device_bytes: 0, ...more };
+}
+
+function step(fraction: number, more: Partial<IStepEvent> = {}): IStepEvent {
+  return {
+    kind: 'step',
+    kernel_id: 'k',
+    verb: 'checkpoint',
+    step: 'dump',
+    status: 'running',
+    fraction,
+    bytes: 10,
+    expected_bytes: 400,
+    ...more
+  };
+}
+
+function running(): KernelModel {
+  const model = new KernelModel('k');
+  model.load(DOCUMENT);
+  return model;
+}
+
+test('a kernel nobody has told of is plain', () => {
+  expect(new KernelModel('k').phase).toBe('plain');
+});
+
+test('a document says what the kernel is and holds', () => {
+  const model = running();
+  expect([model.phase, model.held, model.asleep]).toEqual(['running', 400, false]);
+});
+
+test('a kernel that cannot be checkpointed is plain whatever its state', () => {
+  const model = new KernelModel('k');
+  model.load({ ...DOCUMENT, checkpointable: false });
+  expect(model.phase).toBe('plain');
+});
+
+test('where nobody can tell what it holds nothing is said', () => {
+  const model = new KernelModel('k');
+  model.load({ ...DOCUMENT, device_bytes: null });
+  expect(model.held).toBeNull();
+});
+
+test('a listing, which does not say what it holds, leaves what is known', () => {
+  const model = running();
+  const listed = { ...DOCUMENT };
+  delete listed.device_bytes;
+  model.load(listed);
+  expect(model.held).toBe(400);
+});
+
+test('a checkpoint: its phases, its progress, and its outcome', () => {
+  const model = running();
+  expect(model.take(state('dumping', 'running'), 10)).toBeNull();
+  expect(model.phase).toBe('checkpointing');
+  model.take(step(0.4), 11);
+  expect(model.progress).toMatchObject({ fraction: 0.4, step: 'dump', bytes: 10, expected: 400 });
+  const outcome = model.take(state('checkpointed', 'dumping', { image: 'i', device_bytes: 400 }), 12.5);
+  expect(outcome).toEqual({ verb: 'checkpoint', seconds: 2.5, freed: 400, failure: null });
+  expect([model.phase, model.image, model.away, model.held, model.progress]).toEqual([
+    'checkpointed',
+    'i',
+    400,
+    0,
+    null
+  ]);
+});
+
+test('progress never goes back', () => {
+  const model = running();
+  model.take(state('dumping', 'running'), 10);
+  model.take(step(0.6), 11);
+  model.take(step(0.5), 11);
+  expect(model.progress?.fraction).toBe(0.6);
+});
+
+test('steps that nobody saw begin are nobody’s progress', () => {
+  const model = running();
+  model.take(step(0.5), 11);
+  model.take(step(0.5, { verb: '' }), 11);
+  expect(model.progress).toBeNull();
+});
+
+test('a wake ends with nothing away', () => {
+  const model = running();
+  model.take(state('checkpointed', 'dumping', { device_bytes: 400, image: 'i' }), 1);
+  model.take(state('restoring', 'checkpointed', { device_bytes: 400, image: 'i' }), 2);
+  expect([model.phase, model.asleep]).toEqual(['waking', true]);
+  const outcome = model.take(state('running', 'restoring', { device_bytes: 400 }), 5);
+  expect(outcome).toMatchObject({ verb: 'restore', seconds: 3, failure: null });
+  expect([model.phase, model.away]).toEqual(['running', 0]);
+});
+
+test('a failure is told by its own event, not by the way back', () => {
+  const model = running();
+  model.take(state('suspending', 'running'), 1);
+  expect(model.take(state('running', 'suspending'), 2)).toBeNull();
+  const failure = { verb: 'suspend' as const, step: 'preflight', code: 'BUSY', hint: 'wait', left: 'it runs on' };
+  const outcome = model.take({ kind: 'failure', kernel_id: 'k', ...failure }, 2);
+  expect(outcome?.failure).toMatchObject(failure);
+  expect(model.failure?.code).toBe('BUSY');
+});
+
+test('a verb that was asked for shows at once, until the server says more', () => {
+  const model = running();
+  model.asked = 'checkpoint';
+  expect(model.phase).toBe('checkpointing');
+  model.take(state('dumping', 'running'), 1);
+  expect(model.asked).toBeNull();
+});
+
+test('what a running kernel holds follows the GPUs', () => {
+  const model = running();
+  const gpus = [
+    { uuid: 'GPU-a', used: 9, kernels: { k: 5, other: 4 } },
+    { uuid: 'GPU-b', used: 2, kernels: { k: 2 } }
+  ];
+  model.take({ kind: 'gpus', at: 1, gpus, gpu_seconds_given_back: 0 }, 1);
+  expect(model.held).toBe(7);
+});
+
+test('events of others are not ours', () => {
+  expect(parseEvent({ schema_id: 'https://events.jupyter.org/jupyter_server/contents_service/v1' })).toBeNull();
+  expect(parseEvent({ schema_id: 'https://events.jupyter.org/jupyter_gpu_ckpt/kernel_state/v1' })?.kind).toBe('state');
+});

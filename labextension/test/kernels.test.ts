@@ -1,0 +1,222 @@
+import type { IJob, IKernel, IStateEvent, State, Verb } from '../src/api';
+import { Kernels, type IEnded, type IKernelSource } from '../src/kernels';
+
+jest.useFakeTimers();
+
+function document(id: string, state: State = 'running'): IKernel {
+  return {
+    id,
+    name: 'python3',
+    state,
+    since: 0,
+    checkpointable: true,
+    reason: null,
+    image: null,
+    device_bytes_away: 0,
+    progress: null,
+    failure: null,
+    job: null,
+    policy: null
+  };
+}
+
+function job(verb: Verb, more: Partial<IJob> = {}): IJob {
+  return { id: 'j', kernel_id: 'a', verb, status: 'running', started: 0, ended: null, error: null, ...more };
+}
+
+function state(id: string, to: State, previous: State): IStateEvent {
+  return { kind: 'state', kernel_id: id, state: to, previous, seconds: 1, image: null, device_bytes: 0 };
+}
+
+/** A server with these kernels. */
+class Server implements IKernelSource {
+  there = new Map([['a', document('a')]]);
+  asked: string[] = [];
+  job_: IJob = job('checkpoint');
+  fail: Error | null = null;
+
+  kernels(): Promise<IKernel[]> {
+    this.asked.push('kernels');
+    return this.fail ? Promise.reject(this.fail) : Promise.resolve([...this.there.values()]);
+  }
+
+  kernel(id: string): Promise<IKernel> {
+    this.asked.push(id);
+    const found = this.there.get(id);
+    return found ? Promise.resolve(found) : Promise.reject(Object.assign(new Error('gone'), { status: 404 }));
+  }
+
+  begin(id: string, verb: Verb): Promise<IJob> {
+    this.asked.push(`${verb} ${id}`);
+    return this.fail ? Promise.reject(this.fail) : Promise.resolve(this.job_);
+  }
+
+  job(): Promise<IJob> {
+    this.asked.push('job');
+    return Promise.resolve(this.job_);
+  }
+}
+
+let server: Server;
+let kernels: Kernels;
+let ended: IEnded[];
+
+beforeEach(() => {
+  server = new Server();
+  kernels = new Kernels(server, { standby: 'never' });
+  ended = [];
+  kernels.ended.connect((_, what) => {
+    ended.push(what);
+  });
+});
+
+afterEach(() => kernels.dispose());
+
+/** Let time pass, and what waits for it happen. */
+const pass = (milliseconds = 0) => jest.advanceTimersByTimeAsync(milliseconds);
+
+test('a kernel is loaded when it is first asked for, and once', async () => {
+  expect(kernels.get('a').phase).toBe('plain');
+  kernels.get('a');
+  await pass();
+  expect(kernels.get('a').phase).toBe('running');
+  expect(server.asked).toEqual(['a']);
+});
+
+test('nothing is asked while events flow, however long', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.take(state('a', 'dumping', 'running'));
+  kernels.take(state('a', 'checkpointed', 'dumping'));
+  await pass(3600_000);
+  expect(server.asked).toEqual(['a']);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a document that is older than an event is not believed', async () => {
+  kernels.get('a'); // the answer is under way
+  kernels.take(state('a', 'dumping', 'running'));
+  server.there.set('a', document('a', 'dumping'));
+  await pass();
+  expect(kernels.get('a').phase).toBe('checkpointing');
+  const listed = kernels.reload();
+  kernels.take(state('a', 'checkpointed', 'dumping'));
+  await listed;
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('in doubt the server is asked again and again, until an event comes', async () => {
+  kernels.get('a');
+  await pass();
+  server.asked = [];
+  server.there.set('a', document('a', 'checkpointed'));
+  kernels.doubt();
+  await pass(10_000);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+  const looks = server.asked.length;
+  expect(looks).toBeGreaterThan(2);
+  kernels.take(state('a', 'checkpointed', 'dumping'));
+  await pass(60_000);
+  expect(server.asked.length).toBeLessThanOrEqual(looks + 1);
+});
+
+test('doubt ends by itself', async () => {
+  kernels.doubt();
+  await pass(61_000);
+  const looks = server.asked.length;
+  await pass(3600_000);
+  expect(server.asked.length).toBeLessThanOrEqual(looks + 1);
+});
+
+test('in a hidden tab nobody is asked even in doubt', async () => {
+  kernels.dispose();
+  kernels = new Kernels(server, { standby: () => true });
+  kernels.doubt();
+  await pass();
+  const looks = server.asked.length;
+  await pass(60_000);
+  expect(server.asked.length).toBe(looks);
+});
+
+test('kernels that are no more are forgotten', async () => {
+  kernels.get('a');
+  await pass();
+  server.there.clear();
+  await kernels.reload();
+  expect(kernels.find('a')).toBeUndefined();
+  kernels.get('b');
+  await pass();
+  expect(kernels.find('b')).toBeUndefined();
+});
+
+test('a verb shows at once, and its end is told', async () => {
+  kernels.get('a');
+  await pass();
+  const begun = kernels.begin('a', 'checkpoint');
+  expect(kernels.get('a').phase).toBe('checkpointing');
+  await begun;
+  kernels.take(state('a', 'dumping', 'running'));
+  kernels.take(state('a', 'checkpointed', 'dumping'));
+  expect(ended.map(({ outcome }) => outcome.verb)).toEqual(['checkpoint']);
+  await pass(5000);
+  expect(server.asked).toEqual(['a', 'checkpoint a']);
+});
+
+test('a verb that the server refuses is taken back', async () => {
+  kernels.get('a');
+  await pass();
+  server.fail = new Error('no');
+  await expect(kernels.begin('a', 'suspend')).rejects.toThrow('no');
+  expect(kernels.get('a').phase).toBe('running');
+});
+
+test('a job that failed without an event is told', async () => {
+  kernels.get('a');
+  await pass();
+  const error = { code: 'WRONG_STATE', message: 'no', hint: 'h', left: 'l' };
+  server.job_ = job('checkpoint', { status: 'failed', error });
+  await kernels.begin('a', 'checkpoint');
+  await pass(2000);
+  expect(ended[0]?.outcome.failure).toMatchObject({ code: 'WRONG_STATE', verb: 'checkpoint' });
+  expect(kernels.get('a').phase).toBe('running');
+});
+
+test('a job without an event and without an error means that events are missing', async () => {
+  kernels.get('a');
+  await pass();
+  server.there.set('a', document('a', 'checkpointed'));
+  await kernels.begin('a', 'checkpoint');
+  await pass(2000);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+  expect(ended).toEqual([]);
+});
+
+test('a protection is kept as the seconds that are left', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.protected('a', Date.now() / 1000 + 60);
+  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  kernels.protected('a', null);
+  expect(kernels.get('a').policy?.protected_s).toBe(0);
+});
+
+test('an event right after a doubt does not take the place of the look', async () => {
+  kernels.get('a');
+  await pass();
+  server.there.set('a', document('a', 'checkpointed'));
+  kernels.doubt();
+  kernels.take(state('b', 'running', 'starting'));
+  await pass(1);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a verb that is silent for long is asked after', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.take(state('a', 'dumping', 'running'));
+  server.there.set('a', document('a', 'checkpointed'));
+  await pass(9_000);
+  expect(kernels.get('a').phase).toBe('checkpointing');
+  await pass(2_000);
+  expect(kernels.get('a').phase).toBe('checkpointed');
+});

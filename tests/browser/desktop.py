@@ -1,0 +1,242 @@
+"""A headless Chromium, and a JupyterLab page in it, with the verbs of somebody who sits before it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import nbformat
+from live import TOKEN, Server, server
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-color-profile=srgb",
+]
+#: Milliseconds for whatever the page has to show; two cores may start several servers at once.
+PATIENCE = 90_000
+
+NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+BUTTON = f"{NOTEBOOK} .jp-gpuCkpt-button [data-phase]"
+BADGE = f"{NOTEBOOK} .jp-gpuCkpt-badge"
+WAKING = ".jp-gpuCkpt-waking"
+
+
+#: A wake may be over before a look comes by: the page keeps what its cells said meanwhile.
+NOTE_WAKING = f"""
+window.waking = [];
+new MutationObserver(() => {{
+  for (const line of document.querySelectorAll({WAKING!r})) {{
+    window.waking.push(line.textContent);
+  }}
+}}).observe(document, {{ subtree: true, childList: true, characterData: true }});
+"""
+
+
+def find_chromium() -> str | None:
+    """Debian's Chromium, or whatever goes by its name."""
+    return next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
+
+
+def built_front_end() -> str | None:
+    """Why this environment has no front end to test; None if it has."""
+    extension = Path(sys.prefix) / "share" / "jupyter" / "labextensions" / "jupyter-gpu-ckpt" / "package.json"
+    return None if extension.is_file() else "the front end is not built: `make labextension` (needs Node)"
+
+
+class Desktop:
+    """The browser; every window has a fresh profile."""
+
+    def __init__(self, browser: Any, pictures: Path) -> None:
+        self.browser = browser
+        self.pictures = pictures
+
+    @classmethod
+    @contextmanager
+    def open(cls, chromium: str, pictures: Path) -> Iterator[Desktop]:
+        from playwright.sync_api import sync_playwright
+
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
+            try:
+                yield cls(browser, pictures)
+            finally:
+                browser.close()
+
+    @contextmanager
+    def window(self, server: Server, *, width: int = 1280, height: int = 800, **options: Any) -> Iterator[Window]:
+        """A window on a server."""
+        context = self.browser.new_context(viewport={"width": width, "height": height}, **options)
+        context.set_default_timeout(PATIENCE)
+        try:
+            yield Window(context, server, self.pictures)
+        finally:
+            context.close()
+
+
+class Window:
+    """Tabs that share cookies."""
+
+    def __init__(self, context: Any, server: Server, pictures: Path) -> None:
+        self.context = context
+        self.server = server
+        self.pictures = pictures
+
+    def tab(self, notebook: str, *, application: str = "lab") -> Tab:
+        """Open a notebook, which must have a kernel or get one."""
+        page = self.context.new_page()
+        tab = Tab(page, self)
+        path = quote(notebook)
+        # Without `reset` JupyterLab opens what the tab before it had open, too.
+        where = f"lab/tree/{path}?reset&" if application == "lab" else f"notebooks/{path}?"
+        tab.go(f"{self.server.url}{where}token={TOKEN}")
+        return tab
+
+
+class Tab:
+    """One notebook in one tab."""
+
+    def __init__(self, page: Any, window: Window) -> None:
+        self.page = page
+        self.window = window
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        page.add_init_script(NOTE_WAKING)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(f"{request.method} {request.url}"))
+
+    def go(self, url: str) -> None:
+        self.page.goto(url)
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait until the notebook has a kernel that our button knows."""
+        self.page.wait_for_selector(f"{NOTEBOOK} .jp-Cell")
+        self.page.wait_for_selector(BUTTON)
+
+    def reload(self) -> None:
+        self.page.reload()
+        self.ready()
+
+    # -- what is seen
+
+    @property
+    def phase(self) -> str:
+        return self.page.locator(BUTTON).first.get_attribute("data-phase")
+
+    def wait_for_phase(self, *phases: str) -> None:
+        """Wait until the button shows one of them; should it not, say what it shows and what the server says."""
+        button = BUTTON.removesuffix("[data-phase]")
+        try:
+            self.page.wait_for_selector(", ".join(f"{button}[data-phase={phase}]" for phase in phases))
+        except Exception as error:
+            toasts = self.page.locator(".Toastify__toast").all_inner_texts()
+            kernels = self.window.server.get("gpu-ckpt/kernels")
+            raise AssertionError(f"not {phases} but {self.phase!r}; {toasts=}; the server: {kernels}") from error
+
+    @property
+    def tooltip(self) -> str:
+        return self.page.locator(BUTTON).first.get_attribute("title")
+
+    @property
+    def badge(self) -> str:
+        """What the badge says; empty where it is not shown."""
+        found = self.page.locator(BADGE).first
+        return found.inner_text() if found.is_visible() else ""
+
+    def wait_for_badge(self, text: str) -> None:
+        """The badge and the button are two widgets of the toolbar: after a reload either may be there first."""
+        self.page.locator(BADGE, has_text=re.compile(f"^{re.escape(text)}$")).first.wait_for()
+
+    def output(self, index: int) -> str:
+        return (
+            self.page.locator(f"{NOTEBOOK} .jp-CodeCell")
+            .nth(index)
+            .locator(".jp-OutputArea")
+            .first.inner_text()
+            .strip()
+        )
+
+    def wait_for_output(self, index: int, text: str) -> None:
+        """One output of the cell is that text."""
+        cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
+        cell.locator(".jp-OutputArea-output", has_text=re.compile(rf"^\s*{re.escape(text)}\s*$")).first.wait_for()
+
+    def toast(self, text: str) -> Any:
+        """The notification with that text, once it is shown."""
+        found = self.page.locator(".Toastify__toast", has_text=re.compile(text)).first
+        found.hover(trial=True)  # it has slid in
+        return found
+
+    def picture(self, name: str, **options: Any) -> Path:
+        """A screenshot."""
+        path = self.window.pictures / f"{name}.png"
+        self.page.screenshot(path=path, **options)
+        return path
+
+    # -- what is done
+
+    def run(self, index: int) -> None:
+        """Click into a cell and press Ctrl-Enter; returns at once."""
+        cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
+        cell.locator(".cm-content").first.click()
+        self.page.keyboard.press("Control+Enter")
+
+    def choose(self, label: str) -> float:
+        """Open the button's menu and click an item; the time of the click."""
+        self.page.locator(BUTTON).first.click()
+        item = self.page.locator(".lm-Menu .lm-Menu-itemLabel", has_text=re.compile(f"^{re.escape(label)}$")).first
+        item.wait_for()
+        at = time.monotonic()
+        item.click()
+        return at
+
+    def kernel_id(self) -> str:
+        """The id of the kernel of the only session."""
+        (session,) = self.window.server.get("api/sessions")
+        return session["kernel"]["id"]
+
+    def quiet(self, besides: str = "\0") -> None:
+        """Nothing on the page failed, ``besides`` what the application does wrong without us."""
+        ours = [complaint for complaint in self.complaints if besides not in complaint]
+        assert ours == [], ours
+
+
+def write_notebook(server: Server, name: str, *cells: str) -> str:
+    """A notebook in the server's directory."""
+    spec = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in cells], metadata={"kernelspec": spec}
+    )
+    nbformat.write(book, server.home / "work" / name)
+    return name
+
+
+@contextmanager
+def lab(home: Path, base: Path, *, config: str = "", module: str = "jupyterlab", **settings: Any) -> Iterator[Server]:
+    """A server with a front end; ``settings`` are this extension's."""
+    wishes = {
+        "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+        "jupyter-gpu-ckpt/plugin": settings.pop("ours", {}),
+        **settings,
+    }
+    for name, values in wishes.items():
+        file = home / "config" / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    patient = "c.IdlePolicy.suspend_after = c.IdlePolicy.checkpoint_after = 0\n"
+    with server(home, base, config=patient + config, module=module) as running:
+        yield running

@@ -1,0 +1,67 @@
+"""Device memory in the browser, on a server whose GPUs are fakes (`testing.fake_host`); all else is real."""
+
+from __future__ import annotations
+
+import pytest
+from desktop import BADGE, lab, write_notebook
+
+from jupyter_gpu_ckpt.testing.fake_host import holding
+
+GIB = 1 << 30
+GPU = "GPU-fake-a"
+CONFIG = f"""
+from pathlib import Path
+from jupyter_gpu_ckpt.testing.fake_host import install
+install({{{GPU!r}: 16 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
+"""
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory, base, chromium, criu_binary):
+    with lab(tmp_path_factory.mktemp("gpus"), base, config=CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def tab(desktop, jupyter):
+    name = write_notebook(jupyter, "train.ipynb", "x = 41\nprint('ready')", "print(x + 1)")
+    with desktop.window(jupyter, width=1440) as window:
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        jupyter.run(tab.kernel_id(), holding({GPU: 2 * GIB}))
+        tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
+        yield tab
+        tab.quiet()
+    for session in jupyter.get("api/sessions"):
+        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
+
+
+def test_the_badge_says_what_is_held_and_what_was_freed(tab):
+    tab.choose("Suspend now")
+    tab.wait_for_phase("suspended")
+    tab.toast("suspended: 2.0 GiB of GPU memory freed")
+    assert tab.badge == "asleep, 2.0 GiB freed"
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+    tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
+    assert tab.badge == "2.0 GiB"
+
+
+def test_the_panel_shows_who_holds_what_and_makes_room(tab):
+    tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
+    panel = tab.page.locator("#gpu-ckpt-panel")
+    panel.get_by_text("2.0 GiB of 16.0 GiB in use").wait_for()
+    assert panel.locator("rect.jp-mod-share0").count() == 1
+    assert panel.locator(".jp-gpuCkpt-sparkline polyline").get_attribute("points")
+    tab.picture("gpu-panel")
+    panel.get_by_text("Make room").click()
+    tab.page.locator(".jp-Dialog", has_text="frees 2.0 GiB").wait_for()
+    tab.page.locator(".jp-Dialog .jp-mod-accept").click()
+    tab.wait_for_phase("suspended")
+    panel.get_by_text("0 B of 16.0 GiB in use").wait_for()
+    panel.locator("li", has_text="train.ipynb").get_by_text("Wake").click()
+    tab.wait_for_phase("running")
+    panel.get_by_text("2.0 GiB of 16.0 GiB in use").wait_for()
+    panel.get_by_text("GPU-hours").wait_for()

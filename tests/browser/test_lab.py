@@ -1,0 +1,297 @@
+"""What somebody does in JupyterLab: real server, real CRIU, real browser."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from desktop import BUTTON, WAKING, lab, write_notebook
+from live import until
+
+CELLS = ("x = 41\nprint('ready')", "print(x + 1)")
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory, base, chromium, criu_binary):
+    with lab(tmp_path_factory.mktemp("lab"), base) as running:
+        yield running
+
+
+@pytest.fixture
+def cells() -> tuple[str, ...]:
+    """The notebook's cells; a test may have its own."""
+    return CELLS
+
+
+@pytest.fixture
+def tab(desktop, jupyter, request, cells):
+    """A fresh notebook, open, its first cell run."""
+    name = write_notebook(jupyter, "_".join(request.node.name.split("_")[1:3]) + ".ipynb", *cells)
+    with desktop.window(jupyter) as window:
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        yield tab
+        tab.quiet()
+    for session in jupyter.get("api/sessions"):
+        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
+    # The image of a kernel that was shut down asleep is kept, and would be another test's sleeper.
+    for image in jupyter.get("gpu-ckpt/images"):
+        jupyter.ask("DELETE", f"gpu-ckpt/images/{image['id']}?force=true")
+
+
+def test_a_kernel_leaves_by_the_button_and_comes_back_with_a_cell(tab):
+    assert "running" in tab.tooltip
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    tab.toast("checkpointed, in .* s")
+    tab.wait_for_badge("asleep")
+    tab.picture("checkpointed")
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+    said = tab.page.evaluate("window.waking")
+    assert said and all(re.fullmatch(r"\[\*\] waking kernel … \d+ %", text) for text in said), said
+    tab.wait_for_phase("running")
+    assert tab.page.locator(WAKING).count() == 0
+    assert tab.badge == ""
+
+
+def test_what_is_clicked_shows_before_the_server_has_answered(tab):
+    """Within 200 ms of the click, by the page's own clock; the request to the server is held back meanwhile."""
+    held = []
+    tab.page.route(re.compile("/checkpoint"), lambda route: held.append(route))
+    tab.page.evaluate(
+        """() => {
+          window.seen = new Promise(resolve => {
+            let clicked = 0;
+            document.addEventListener('mouseup', () => (clicked = performance.now()), true);
+            new MutationObserver(() => {
+              if (clicked && document.querySelector('.jp-gpuCkpt-button [data-phase=checkpointing]')) {
+                resolve(performance.now() - clicked);
+              }
+            }).observe(document.body, { subtree: true, childList: true, attributes: true });
+          });
+        }"""
+    )
+    tab.choose("Checkpoint now")
+    milliseconds = tab.page.evaluate("window.seen")
+    until(lambda: held or tab.page.wait_for_timeout(20))
+    assert tab.phase == "checkpointing"
+    print(f"from the click to the change: {milliseconds:.0f} ms")
+    held.pop().continue_()
+    tab.wait_for_phase("checkpointed")
+
+
+def test_reloading_the_page_wakes_nothing_and_shows_what_is(tab):
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    kernel_id = tab.kernel_id()
+    before = tab.window.server.get(f"gpu-ckpt/kernels/{kernel_id}")
+    tab.reload()
+    tab.wait_for_phase("checkpointed")
+    tab.wait_for_badge("asleep")
+    after = tab.window.server.get(f"gpu-ckpt/kernels/{kernel_id}")
+    assert (after["state"], after["image"]) == ("checkpointed", before["image"])
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+
+
+def test_while_events_flow_the_page_asks_for_nothing(tab):
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+    tab.wait_for_phase("running")
+    tab.requests.clear()
+    # JupyterLab itself polls its kernels meanwhile: two of its looks are ten seconds and more.
+    looks = lambda: [r for r in tab.requests if re.search(r"/api/kernels\?", r)]  # noqa: E731
+    until(lambda: len(looks()) >= 2 or tab.page.wait_for_timeout(200), 120)
+    ours = [request for request in tab.requests if "/gpu-ckpt/" in request]
+    assert len(ours) <= 2, ours  # what the wake before may still have had under way
+
+
+def test_two_tabs_on_one_kernel_see_the_same(tab):
+    other = tab.window.tab(tab.page.url.split("/tree/")[1].split("?")[0])
+    other.wait_for_phase("running")
+    tab.choose("Checkpoint now")
+    other.wait_for_phase("checkpointed")
+    tab.wait_for_phase("checkpointed")
+    other.run(1)
+    other.wait_for_output(1, "42")
+    tab.wait_for_phase("running")
+    other.quiet()
+
+
+def test_refused_it_says_why_and_that_nothing_was_lost(tab):
+    server = tab.window.server
+    server.run(tab.kernel_id(), "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    tab.choose("Why can't I?")
+    dialog = tab.page.locator(".jp-Dialog .jp-gpuCkpt-explain")
+    dialog.wait_for()
+    assert "Not now" in dialog.inner_text() and "sleep" in dialog.inner_text()
+    tab.picture("explain")
+    tab.page.locator(".jp-Dialog .jp-mod-accept").click()
+    tab.choose("Checkpoint now")
+    toast = tab.toast("was not checkpointed. Nothing was lost.")
+    tab.picture("failure")
+    toast.get_by_text("Details").click()
+    details = tab.page.locator(".jp-Dialog-body")
+    details.wait_for()
+    assert "living child process" in details.inner_text()
+    tab.page.locator(".jp-Dialog .jp-mod-accept").click()
+    tab.wait_for_phase("running")
+
+
+def test_by_keyboard_and_the_command_palette(tab):
+    tab.page.locator(BUTTON).first.focus()
+    tab.page.keyboard.press("ArrowDown")
+    tab.page.locator(".lm-Menu.jp-gpuCkpt-menu").wait_for()
+    tab.page.keyboard.press("Enter")  # the first item: suspend
+    tab.wait_for_phase("suspended")
+    tab.page.keyboard.press("Control+Shift+C")
+    tab.page.locator(".lm-CommandPalette-input").fill("wake now")
+    tab.page.locator(".lm-CommandPalette-item", has_text="Wake now").first.wait_for()
+    tab.page.keyboard.press("Enter")
+    tab.wait_for_phase("running")
+    name = tab.page.locator(BUTTON).first.get_attribute("aria-label")
+    assert name and "running" in name.lower()
+
+
+def test_a_protection_is_set_and_ended_from_the_menu(tab):
+    def left() -> float:
+        policy = tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")["policy"]
+        return policy["protected_s"] if policy else 0.0
+
+    def protect(label: str) -> None:
+        tab.page.locator(BUTTON).first.click()
+        tab.page.locator(".lm-Menu-itemLabel", has_text="Protect for").first.hover()
+        tab.page.locator(".lm-Menu-itemLabel", has_text=label).first.click()
+
+    protect("2 h")
+    tab.toast("protected from idle policies for 2 h")
+    until(lambda: left() > 7000)
+    assert "protected for 2 h" in tab.tooltip
+    protect("No protection")
+    until(lambda: left() == 0)
+
+
+def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab):
+    tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    sleeper = tab.page.locator(".jp-gpuCkpt-sleeper")
+    sleeper.first.wait_for()
+    assert "MiB" in sleeper.first.inner_text()
+    tab.picture("sleepers")
+    sleeper.first.get_by_text("Wake").click()
+    tab.wait_for_phase("running")
+    sleeper.first.wait_for(state="detached")
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    sleeper.first.hover()
+    sleeper.first.locator(".jp-RunningSessions-itemShutdown").click()
+    tab.page.locator(".jp-Dialog", has_text="lost for good").wait_for()
+    tab.page.locator(".jp-Dialog .jp-mod-accept").click()
+    until(lambda: tab.window.server.get("gpu-ckpt/images") == [] or tab.page.wait_for_timeout(50))
+    sleeper.first.wait_for(state="detached")
+
+
+class TestWidgets:
+    @pytest.fixture
+    def cells(self):
+        return (
+            "import ipywidgets\nfrom IPython.display import display\nfrom jupyter_gpu_ckpt import CheckpointPanel\n"
+            "slider = ipywidgets.IntSlider(value=3)\ndisplay(slider, CheckpointPanel())\nprint('ready')",
+            "print(slider.value)",
+        )
+
+    def test_a_slider_and_a_panel_survive_and_the_slider_wakes(self, tab):
+        thumb = tab.page.locator(".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle").first
+        thumb.wait_for()
+        tab.choose("Checkpoint now")
+        tab.wait_for_phase("checkpointed")
+        tab.picture("widgets")
+        thumb.focus()
+        tab.page.keyboard.press("ArrowRight")
+        tab.wait_for_phase("running")
+        tab.run(1)
+        tab.wait_for_output(1, "4")
+
+
+def test_a_server_that_is_restarted_under_an_open_tab(desktop, tmp_path, runtime_base, criu_binary):
+    home = tmp_path / "home"
+    with lab(home, runtime_base) as first:
+        name = write_notebook(first, "restarted.ipynb", *CELLS)
+        port = first.port
+        window = desktop.window(first)
+        view = window.__enter__()
+        tab = view.tab(name)
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+    try:
+        with lab(home, runtime_base, config=f"c.ServerApp.port = {port}\nc.ServerApp.port_retries = 0\n"):
+            tab.wait_for_phase("checkpointed")
+            tab.page.keyboard.press("Escape")
+            for dismiss in tab.page.locator(".jp-Dialog .jp-mod-accept").all():
+                dismiss.click()
+            tab.run(1)
+            tab.wait_for_output(1, "42")
+            tab.wait_for_phase("running")
+            tab.picture("restarted")
+    finally:
+        window.__exit__(None, None, None)
+
+
+def test_a_kernel_without_a_server_is_opened_from_the_running_sessions(desktop, tmp_path, runtime_base, criu_binary):
+    home = tmp_path / "home"
+    with lab(home, runtime_base) as first, desktop.window(first) as window:
+        name = write_notebook(first, "left.ipynb", *CELLS)
+        write_notebook(first, "other.ipynb", "1")
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        tab.page.keyboard.press("Control+s")
+    with (
+        lab(home, runtime_base, config="c.Comeback.adopt = False\n") as second,
+        desktop.window(second) as window,
+    ):
+        tab = window.tab("other.ipynb")
+        tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
+        tab.page.locator(".jp-gpuCkpt-sleeper-name", has_text="left.ipynb").click()
+        tab.wait_for_phase("checkpointed")
+        tab.run(1)
+        tab.wait_for_output(1, "42")
+
+
+def test_where_the_host_cannot_the_button_says_why(desktop, tmp_path, runtime_base, chromium):
+    config = "import os\nos.environ['JUPYTER_GPU_CKPT_CRIU'] = '/nowhere'\n"
+    with lab(tmp_path / "home", runtime_base, config=config) as running, desktop.window(running) as window:
+        tab = window.tab(write_notebook(running, "plain.ipynb", *CELLS))
+        tab.wait_for_phase("plain")
+        until(lambda: "CRIU" in tab.tooltip or tab.page.wait_for_timeout(100))
+        assert tab.page.locator(BUTTON).first.get_attribute("aria-disabled") == "true"
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        tab.picture("plain")
+        tab.quiet()
+
+
+def test_in_notebook_7(desktop, tmp_path, runtime_base, criu_binary):
+    pytest.importorskip("notebook", reason="notebook 7 is not installed (the extra `test` has it)")
+    with lab(tmp_path / "home", runtime_base, module="notebook") as running, desktop.window(running) as window:
+        tab = window.tab(write_notebook(running, "classic.ipynb", *CELLS), application="notebook")
+        tab.wait_for_phase("running")
+        tab.run(0)
+        tab.wait_for_output(0, "ready")
+        tab.choose("Checkpoint now")
+        tab.wait_for_phase("checkpointed")
+        tab.wait_for_badge("asleep")
+        tab.picture("notebook7")
+        tab.run(1)
+        tab.wait_for_output(1, "42")
+        tab.wait_for_phase("running")
+        # Notebook 7.6 itself, also with this extension disabled: it lists settings before they are loaded.
+        tab.quiet(besides="reading 'schema'")

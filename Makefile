@@ -1,26 +1,66 @@
-# Targets: demo test lint bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test lint labextension wheel bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
 # Only the demo and the tests use torch. `make TORCH=` leaves it out.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# `make bench BENCH_ARGS=--strict` fails when a limit is missed, not only when a benchmark breaks.
+BENCH_ARGS ?=
 BIN := $(VENV)/bin
+# The front end needs Node 20 to be built, and nothing to be used.  Without Node all else works.
+NODE := $(shell command -v node)
+FRONT := labextension
+FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test lint bench torture gpu-bundle gpu-check clean
+.PHONY: demo test lint labextension linked front-end-test front-end-checked wheel bench torture gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
 
-test: lint $(VENV)/ready
+test: lint labextension front-end-test $(VENV)/ready
+	scripts/install-chromium
 	$(BIN)/python -m pytest -m "not torture" $(PYTEST_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Without Node, or where its packages cannot be had, the front end is left out; one that does not build is an error.
+labextension: $(VENV)/ready
+ifdef NODE
+	@if $(MAKE) --no-print-directory $(FRONT)/node_modules/.made; then $(MAKE) --no-print-directory linked; \
+	else echo "The packages of the JupyterLab front end cannot be installed (see above): it is not built, all else works."; fi
+else
+	@echo "There is no Node on this machine: the JupyterLab front end is not built, all else works."
+endif
+
+# Into the environment as the wheel would put it there, but linked: what is built next shows at once.
+linked: $(FRONT)/dist/package.json
+	mkdir -p $(VENV)/share/jupyter/labextensions $(VENV)/etc/jupyter/jupyter_server_config.d
+	ln -sfn $(abspath $(FRONT)/dist) $(VENV)/share/jupyter/labextensions/jupyter-gpu-ckpt
+	ln -sf $(abspath jupyter_gpu_ckpt/server/jupyter_gpu_ckpt.json) $(VENV)/etc/jupyter/jupyter_server_config.d/
+
+$(FRONT)/dist/package.json: $(FRONT_SOURCES) $(FRONT)/node_modules/.made
+	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm build
+
+$(FRONT)/node_modules/.made: $(FRONT)/package.json $(FRONT)/yarn.lock | $(VENV)/ready
+	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm install --immutable
+	touch $@
+
+front-end-test: labextension
+	@if [ -e $(FRONT)/node_modules/.made ]; then $(MAKE) --no-print-directory front-end-checked; fi
+
+front-end-checked:
+	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm lint
+	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm test
+
+wheel: labextension
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	@if [ ! -e $(FRONT)/dist/package.json ]; then echo "The wheel lacks the JupyterLab front end."; fi
+
 bench: $(VENV)/ready
-	$(BIN)/python scripts/bench
+	$(BIN)/python scripts/bench $(BENCH_ARGS)
 
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)
@@ -39,4 +79,4 @@ $(VENV)/ready: setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info gpu-bundle .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(FRONT)/dist $(FRONT)/lib $(FRONT)/node_modules $(VENV) build dist *.egg-info gpu-bundle .pytest_cache .mypy_cache .ruff_cache

@@ -277,6 +277,10 @@ class Lifecycle(Leaving, Returning):
             cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
             ended = f"The kernel's process ended (status {self.exit_status})."
             error = KernelLost(ended, status=self.exit_status, **cause)
+        elif self._ending.is_set():
+            # `terminate` took the capsule from under the step: what that step says of it would mislead.
+            cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
+            error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
         error.left = self._left()
         if isinstance(error, ImageNotFound):
             error.left = "nothing: the image was removed while the kernel was away"

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 from gate_double import GateDouble
 from harness import alive
+from waiting import until
 
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
-from jupyter_gpu_ckpt.errors import GpuCkptError, GpuFull, HelperGone, KernelSilent
+from jupyter_gpu_ckpt.errors import GpuCkptError, GpuFull, HelperGone, KernelLost, KernelSilent
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
 from jupyter_gpu_ckpt.machine import State
@@ -130,6 +132,26 @@ def test_too_full_to_restore_keeps_the_image_and_never_asks_the_driver(rig, hog)
     rig.driver.leave(other)
     rig.lifecycle.wake()
     rig.runs_on()
+
+
+@pytest.mark.parametrize("step", ["criu_restore", "cuda_resume", "connect", "thaw"])
+def test_a_wake_that_its_owner_ends_says_so(rig, step):
+    """Not that a capsule was lost: that was the owner's doing, and no hint about a dead kernel helps."""
+    rig.lifecycle.checkpoint()
+    ended = []
+
+    def end(event: StepEvent) -> None:
+        if (event.kind, event.step) == ("completed", step):
+            ended.append(threading.Thread(target=rig.lifecycle.terminate))
+            ended[0].start()
+            until(lambda: rig.lifecycle.capsule.poll() is not None)
+
+    rig.lifecycle.trace.sinks.append(end)
+    with pytest.raises(KernelLost, match="ended by its owner"):
+        rig.lifecycle.wake()
+    ended[0].join()
+    assert rig.lifecycle.state is State.DEAD
+    assert len(rig.lifecycle.engine.store.images()) == 1
 
 
 def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import time
 
@@ -116,8 +115,6 @@ class Leaving(Steps):
         except BaseException:
             self._draft = None
             draft.discard()
-            # A CRIU that was killed may have left the kernel stopped.
-            capsule.signal(signal.SIGCONT)
             raise
         traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
 
@@ -177,4 +174,4 @@ class Leaving(Steps):
         if self._draft is not None:
             self._draft.discard()
             self._draft = None
-        self._alive().signal(signal.SIGCONT)
+        self._alive().go_on()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -245,7 +244,6 @@ class Returning(Steps):
         return freed
 
     def _mend(self, capsule: Capsule) -> State:
-        capsule.signal(signal.SIGCONT)
         cuda, pid = self.engine.cuda, capsule.host_pid
         state = cuda.state(pid)
         if state is CudaState.CHECKPOINTED:

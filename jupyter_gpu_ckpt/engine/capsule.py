@@ -30,6 +30,8 @@ from ..errors import CapsuleError, CapsuleGone, GpuCkptError
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
+#: How long a dump that is overdue, or nobody's any more, is given to take everything back, in seconds.
+GRACE = 10.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
 _INIT = Path(__file__).with_name("capsule_init.py")
@@ -160,11 +162,14 @@ class Capsule:
 
     @classmethod
     def attach(cls, directory: Path) -> Capsule:
-        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`."""
+        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`.
+
+        Whatever the last owner had a dump do to the kernel is taken back first, which may take some seconds.
+        """
         capsule = cls(directory)
         capsule._connect()
         try:
-            reply, _ = capsule._ask({"verb": "status"})
+            reply, _ = capsule._ask({"verb": "status"}, GRACE + ANSWER)
             if not reply["kernel"] or reply["status"] is not None:
                 raise CapsuleGone("The kernel of the capsule has ended.")
             capsule.adopt(reply["kernel"])
@@ -338,6 +343,10 @@ class Capsule:
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
+
+    def go_on(self) -> None:
+        """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
+        self._ask({"verb": "go_on"})
 
     def clocks(self) -> Clocks:
         """The clocks as the kernel in the capsule reads them."""

@@ -11,6 +11,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
 ``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
 ``status``  exit status of the kernel               -> ``{"status": int | null}``
+``go_on``   undo a dump's stop                      -> ``{}``
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
 """
@@ -32,7 +33,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from jupyter_gpu_ckpt.engine import syscalls
+from jupyter_gpu_ckpt.engine import namespaces, syscalls
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
 from jupyter_gpu_ckpt.engine.ptrace import let_go
 from jupyter_gpu_ckpt.engine.raw_output import Pipe
@@ -41,60 +42,6 @@ from jupyter_gpu_ckpt.engine.rescue import Rescue, unguard
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
 PATIENCE = 15.0
-
-
-def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
-    """Leave the host's namespaces; the next child is PID 1 of the new ones.
-
-    The uid is kept: only the caller's own uid and gid are mapped, each to itself.  The clock offsets must be written
-    before the first process enters the time namespace, hence before that child is made.
-    """
-    if user:
-        uid, gid = os.getuid(), os.getgid()
-        syscalls.unshare(syscalls.CLONE_NEWUSER)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
-    # They count from the clocks of the host itself, and this process may be in a time namespace already; the new one
-    # has begun with that one's.
-    with open("/proc/self/timens_offsets") as file:
-        rows = [line.split() for line in file]
-    outer = {row[0]: int(row[1]) * 1_000_000_000 + int(row[2]) for row in rows}
-    with open("/proc/self/timens_offsets", "w") as file:
-        for clock, nanoseconds in (("monotonic", monotonic_ns), ("boottime", boottime_ns)):
-            seconds, rest = divmod(outer[clock] + nanoseconds, 1_000_000_000)
-            file.write(f"{clock} {seconds} {rest}\n")
-
-
-def mount_proc() -> None:
-    """A ``/proc`` that shows the capsule's processes.
-
-    Mounts of the host still arrive (slave), so that an automounted home works; none goes back.
-    """
-    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
-    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-
-
-def mount_under_old_path(directory: int, old: str) -> None:
-    """Show the kernel its directory (a descriptor) where it was before: its sockets keep their paths for life.
-
-    Where that path cannot be made (another user's directory, ``/run/user/...`` of a session that this host does not
-    have), an empty file system covers the nearest directory above it, for this capsule only: what is there is out of
-    the user's reach anyhow.  One at the top of the tree is not covered: it has more in it than that.
-    """
-    try:
-        os.makedirs(old, mode=0o700, exist_ok=True)
-        os.stat(f"{old}/.")
-    except OSError:
-        above = os.path.dirname(old)
-        while not os.path.isdir(above):
-            above = os.path.dirname(above)
-        if above.count("/") < 2:
-            raise
-        syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
-        os.makedirs(old, mode=0o700, exist_ok=True)
-    syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)
 
 
 class Init:
@@ -110,6 +57,8 @@ class Init:
         self.kernel = 0
         self.kernel_status: int | None = None
         self.job: dict[str, Any] | None = None
+        #: Of a dump that went well: the processes that it left stopped.
+        self.stopped: Rescue | None = None
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + PATIENCE
         self.pipes: list[Pipe] = []
@@ -175,11 +124,18 @@ class Init:
         self.selector.register(connection, selectors.EVENT_READ, "owner")
 
     def drop_owner(self) -> None:
-        if self.owner is not None:
-            self.selector.unregister(self.owner)
-            self.owner.close()
+        """The owner has gone: what it was in the middle of is taken back before another one is heard."""
+        if self.owner is None:
+            return
+        self.selector.unregister(self.owner)
+        self.owner.close()
         self.owner = None
         self.deadline = time.monotonic()
+        self.do_go_on()
+        if self.job:
+            self.selector.unregister(self.listener)
+            if not self.job["timed_out"]:
+                self.hurry(self.job)
 
     def reap(self) -> None:
         while True:
@@ -204,10 +160,11 @@ class Init:
                 seconds = time.monotonic() - job["began"]
                 told = {"status": code, "timed_out": job["timed_out"], "seconds": seconds}
                 unmended = self.conclude(job, code)
-                if job["owner"] is self.owner:  # a new owner has numbers of its own, and would take it for its job's
-                    self.answer({"number": job["number"], **told, "unmended": unmended})
-                if job["rescue"] and job["owner"] is not self.owner:
-                    job["rescue"].go_on()  # nobody is there any more who would let it
+                self.stopped = job["rescue"] if code == 0 else None
+                if self.owner is None:
+                    self.do_go_on()
+                    self.selector.register(self.listener, selectors.EVENT_READ, "connect")
+                self.answer({"number": job["number"], **told, "unmended": unmended})
 
     @staticmethod
     def conclude(job: dict[str, Any], code: int) -> str:
@@ -294,7 +251,6 @@ class Init:
             "grace": grace,
             "timed_out": False,
             "number": self.number,
-            "owner": self.owner,
             "rescue": rescue,
             "output": output,
         }
@@ -317,6 +273,12 @@ class Init:
     def do_status(self) -> None:
         self.reap()  # the owner may have seen the kernel's end before our own signal arrived
         self.answer({"status": self.kernel_status, "kernel": self.kernel})
+
+    def do_go_on(self) -> None:
+        stopped, self.stopped = self.stopped, None
+        if stopped is not None:
+            stopped.go_on()
+        self.answer({})
 
     def do_clocks(self) -> None:
         self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})
@@ -411,7 +373,7 @@ def main(argument: str) -> int:
     at = "namespaces"
     try:
         directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-        enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
+        namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
         pid = os.fork()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -422,12 +384,12 @@ def main(argument: str) -> int:
         at = "init"
         os.setsid()
         syscalls.set_name("gpu-ckpt-init")
-        mount_proc()
+        namespaces.mount_proc()
         if options.get("known_as"):
             at = "directory"
             # Opened again: what is bound must be seen in this mount namespace.
             again = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-            mount_under_old_path(again, options["known_as"])
+            namespaces.mount_under_old_path(again, options["known_as"])
             os.close(again)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -31,7 +31,7 @@ from ..errors import (
     UnsupportedFile,
     UnsupportedSocket,
 )
-from .capsule import Capsule, Ran
+from .capsule import GRACE, Capsule, Ran
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,6 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--network-lock", "skip"),  # there is nothing to lock: those connections are closed
     ("-v2",),  # errors and warnings
 )
-
-#: Seconds an overdue dump has to take everything back before it is killed.
-GRACE = 10.0
 
 #: CRIU needs no more of the environment; a user's LD_PRELOAD must not reach it.
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
@@ -165,8 +162,8 @@ class Criu:
     def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:
         """Write the kernel of ``capsule`` to ``directory``; returns seconds.
 
-        The processes are left stopped, not ended: until the image is published they are the only copy.  ``SIGCONT``
-        lets them go on.  After failure they run on, and ``directory`` holds a partial image that means nothing.
+        The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
+        lets them run again.  After failure they run on, and ``directory`` holds a partial image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
         return self._run("dump", capsule, directory, timeout, options).seconds

@@ -77,16 +77,17 @@ class _Process:
     threads: dict[int, _Thread]
 
 
-def stop(pid: int, deadline: float) -> None:
-    """Stop ``pid`` and wait until all its threads have stopped.  Raises `TimeoutError`; they go on then."""
+def stop(pid: int, deadline: float) -> bool:
+    """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then."""
     if _all_stopped(pid):
-        return
+        return False
     os.kill(pid, signal.SIGSTOP)
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGCONT)
             raise TimeoutError(f"process {pid} does not stop")
         time.sleep(0.0005)
+    return True
 
 
 def _all_stopped(pid: int) -> bool:
@@ -127,15 +128,14 @@ def _mappings(maps: bytes) -> Iterator[_Mapping]:
         yield _Mapping(int(start, 16), int(end, 16), protection, name)
 
 
-def _tree(root: int, deadline: float) -> Iterator[int]:
-    """``root`` and its descendants, each of them stopped: a stopped parent makes no more."""
+def _tree(root: int, deadline: float) -> Iterator[tuple[int, bool]]:
+    """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more."""
     fresh = [root]
     while fresh:
         pid = fresh.pop()
         if _state(pid, pid) == "Z":
             continue
-        stop(pid, deadline)
-        yield pid
+        yield pid, stop(pid, deadline)
         for tid in _threads(pid):
             fresh += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
@@ -243,7 +243,7 @@ def unguard(root: int) -> None:
     Raises `OSError`.
     """
     pids = []
-    for pid in _tree(root, time.monotonic() + PATIENCE):
+    for pid, _ in _tree(root, time.monotonic() + PATIENCE):
         pids.append(pid)
         if MACHINE is not None:
             _unguard(MACHINE, pid)
@@ -324,10 +324,14 @@ class Rescue:
 
     def __init__(self, root: int, deadline: float) -> None:
         self._pids: list[int] = []
+        #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
+        self._ran: list[int] = []
         self._processes: list[_Process] = []
         try:
-            for pid in _tree(root, deadline):
+            for pid, ran in _tree(root, deadline):
                 self._pids.append(pid)
+                if ran:
+                    self._ran.append(pid)
                 if MACHINE is not None:
                     self._processes.append(_look(MACHINE, pid))
             for pid in self._pids:
@@ -378,7 +382,7 @@ class Rescue:
                 raise
 
     def go_on(self) -> None:
-        """Let all processes run."""
-        for pid in self._pids:
+        """Let all processes run that ran before."""
+        for pid in self._ran:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

@@ -19,7 +19,7 @@ from harness import alive
 from waiting import until
 
 from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, Ran, first_pid
+from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, first_pid
 from jupyter_gpu_ckpt.engine.capsule_init import Init
 from jupyter_gpu_ckpt.engine.raw_output import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
@@ -362,39 +362,51 @@ def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
     until(lambda: alive(pids) == [])
 
 
-def test_a_new_owner_is_not_told_how_the_old_ones_program_ended(directory):
-    """Its numbers begin at 1 again, and the old one's answer may bear the number that it waits for."""
-
-    def run(capsule: Capsule, script: str) -> Ran:
-        return capsule.run(["sh", "-c", script], cwd=directory, output=directory / "output", timeout=30, env=ENV)
-
+@pytest.mark.parametrize("grace", [0.0, 10.0], ids=["killed", "gives up"])
+def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace):
+    """Whatever it did to the kernel is taken back by then; and no answer to it reaches the new owner."""
     old = sleeper(Capsule.create(directory))
     old.outlive()
 
     def forsaken() -> None:
+        # One that gives up when it can write no more, as CRIU does.
+        script = "set -e; echo $$ > pid; while true; do echo more >> written; done"
         with contextlib.suppress(CapsuleGone):
-            run(old, "touch began; until test -e gone; do sleep 0.01; done")
+            old.run(
+                ["sh", "-c", script],
+                cwd=directory,
+                output=directory / "output",
+                timeout=30,
+                env=ENV,
+                grace=grace,
+                on_kernel=True,
+            )
 
     thread = threading.Thread(target=forsaken)
     thread.start()
-    until((directory / "began").exists)
-    number = old._asked
+    until((directory / "written").exists)
+    program = next(pid for pid in old.companions() if "sh" in status_of(pid)["Name"])
+    assert status_of(old.host_pid)["State"].startswith("T")
     old._socket.shutdown(socket.SHUT_RDWR)
     thread.join()
     with Capsule.attach(directory) as new:
-        (directory / "gone").touch()
-
-        def ended() -> bool:
-            new._asked = number - 1
-            try:
-                ran = run(new, "sleep 0.2; exit 7")
-            except CapsuleError:  # "a program is running already"
-                return False
-            assert ran.status == 7
-            return True
-
-        until(ended)
+        assert alive([program]) == []
+        until(lambda: status_of(new.host_pid)["State"].startswith("S"))
+        assert (
+            new.run(["sh", "-c", "exit 7"], cwd=directory, output=directory / "output", timeout=30, env=ENV).status == 7
+        )
     old.close()
+
+
+def test_an_owner_that_goes_after_a_dump_leaves_no_process_stopped(directory):
+    old = sleeper(Capsule.create(directory))
+    old.outlive()
+    done = old.run(["true"], cwd=directory, output=directory / "output", timeout=30, env=ENV, on_kernel=True)
+    assert done.status == 0
+    assert status_of(old.host_pid)["State"].startswith("T")
+    old.abandon()
+    until(lambda: status_of(old.host_pid)["State"].startswith("S"))
+    Capsule.attach(directory).close()
 
 
 class Unmendable:

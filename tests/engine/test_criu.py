@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def test_a_dump_leaves_the_processes_stopped_and_they_can_go_on(criu, capsule, h
     process = read_process(capsule.host_pid)
     assert process is not None
     assert process.state == "T"
-    capsule.signal(signal.SIGCONT)
+    capsule.go_on()
     assert hear(told, "two") == "one two"
 
 

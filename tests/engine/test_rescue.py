@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -179,7 +178,7 @@ def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home
             assert "unmended" not in error.details
             killed.append(number)
         else:
-            capsule.signal(signal.SIGCONT)  # it made fewer calls than that
+            capsule.go_on()  # it made fewer calls than that
         assert subject.report() == healthy, f"killed at its ptrace call {number}"
         shutil.rmtree(home / "image")
         (home / "image").mkdir(0o700)
@@ -202,13 +201,37 @@ def test_what_the_program_does_with_sigtrap_stays(killed_at, criu_binary, capsul
     before = subject.report()
     assert (before["trap ignored"], before["trap caught"]) == (ignored, caught)
     criu.dump(capsule, home / "image", timeout=30)
-    capsule.signal(signal.SIGCONT)
+    capsule.go_on()
     assert subject.report() == before, "after a dump"
     for number in (80, 110):
         with pytest.raises(CriuKilled):
             killed_at(number).dump(capsule, home / "image", timeout=30)
         assert subject.report() == before, "after a CRIU that was killed"
     assert leave_and_come_back(criu, capsule, home) == before, "after a restore"
+
+
+CHILDREN = """
+import subprocess
+children = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(2)]
+os.kill(children[1].pid, signal.SIGSTOP)
+"""
+
+
+def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, capsule, home):
+    """Whatever session they are in; one that the user had stopped stays so."""
+    subject = Subject(capsule, home, CHILDREN)
+    before = subject.report()
+    pids = [capsule.host_pid, *sorted(capsule.companions())]
+
+    def states() -> str:
+        return "".join(rescue._state(pid, pid) for pid in pids)
+
+    until(lambda: states()[1:] == "ST")
+    Criu(criu_binary.argv).dump(capsule, home / "image", timeout=30)
+    assert states() == "TTT"
+    capsule.go_on()
+    until(lambda: states()[1:] == "ST")
+    assert subject.report() == before
 
 
 STUCK = """

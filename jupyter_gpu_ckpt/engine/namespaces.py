@@ -1,0 +1,61 @@
+"""The namespaces and mounts of a capsule, made by its first process (`capsule_init`) before it forks PID 1."""
+
+from __future__ import annotations
+
+import os
+
+from jupyter_gpu_ckpt.engine import syscalls
+
+
+def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
+    """Leave the host's namespaces; the next child is PID 1 of the new ones.
+
+    The uid is kept: only the caller's own uid and gid are mapped, each to itself.  The clock offsets must be written
+    before the first process enters the time namespace, hence before that child is made.
+    """
+    if user:
+        uid, gid = os.getuid(), os.getgid()
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
+    # They count from the clocks of the host itself, and this process may be in a time namespace already; the new one
+    # has begun with that one's.
+    with open("/proc/self/timens_offsets") as file:
+        rows = [line.split() for line in file]
+    outer = {row[0]: int(row[1]) * 1_000_000_000 + int(row[2]) for row in rows}
+    with open("/proc/self/timens_offsets", "w") as file:
+        for clock, nanoseconds in (("monotonic", monotonic_ns), ("boottime", boottime_ns)):
+            seconds, rest = divmod(outer[clock] + nanoseconds, 1_000_000_000)
+            file.write(f"{clock} {seconds} {rest}\n")
+
+
+def mount_proc() -> None:
+    """A ``/proc`` that shows the capsule's processes.
+
+    Mounts of the host still arrive (slave), so that an automounted home works; none goes back.
+    """
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+def mount_under_old_path(directory: int, old: str) -> None:
+    """Show the kernel its directory (a descriptor) where it was before: its sockets keep their paths for life.
+
+    Where that path cannot be made (another user's directory, ``/run/user/...`` of a session that this host does not
+    have), an empty file system covers the nearest directory above it, for this capsule only: what is there is out of
+    the user's reach anyhow.  One at the top of the tree is not covered: it has more in it than that.
+    """
+    try:
+        os.makedirs(old, mode=0o700, exist_ok=True)
+        os.stat(f"{old}/.")
+    except OSError:
+        above = os.path.dirname(old)
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if above.count("/") < 2:
+            raise
+        syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+        os.makedirs(old, mode=0o700, exist_ok=True)
+    syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)

@@ -13,7 +13,7 @@ from jupyter_events import EventLogger
 
 from .watch import Changed, Failed, Stepped
 
-SCHEMAS = Path(__file__).with_name("events")
+SCHEMAS = Path(__file__).with_name("event-schemas")
 _BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"
 STATE = f"{_BASE}/kernel_state/v1"
 STEP = f"{_BASE}/kernel_step/v1"

@@ -71,7 +71,14 @@ class Lifecycle(Leaving, Returning):
                 self.gate.sleep()
 
     def leave(self) -> None:
-        """Let go of a kernel that another server is to adopt: a living one goes on without an owner."""
+        """Let go of a kernel that another server is to adopt: a living one goes on without an owner.
+
+        CRIU, if it is at work, is made to give up: a dump is taken back, a restore keeps its image.  The driver's part
+        of a verb cannot be broken off, and is waited for.
+        """
+        for capsule in (self._filling, self.capsule):
+            if capsule is not None:
+                capsule.hurry()
         with self._lock:
             if self.capsule is not None:
                 with contextlib.suppress(CapsuleError):  # ended meanwhile

@@ -11,6 +11,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
 ``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
 ``status``  exit status of the kernel               -> ``{"status": int | null}``
+``hurry``   the program is overdue as of now        -> no answer
 ``go_on``   undo a dump's stop                      -> ``{}``
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
@@ -116,6 +117,8 @@ class Init:
                 os.killpg(job["pid"], signal.SIGKILL)
 
     def connect(self) -> None:
+        if self.owner is None and self.job:
+            return  # the last owner went a moment ago: see `drop_owner`
         connection, _ = self.listener.accept()
         if self.owner is not None:
             connection.close()
@@ -134,8 +137,7 @@ class Init:
         self.do_go_on()
         if self.job:
             self.selector.unregister(self.listener)
-            if not self.job["timed_out"]:
-                self.hurry(self.job)
+            self.do_hurry()
 
     def reap(self) -> None:
         while True:
@@ -273,6 +275,10 @@ class Init:
     def do_status(self) -> None:
         self.reap()  # the owner may have seen the kernel's end before our own signal arrived
         self.answer({"status": self.kernel_status, "kernel": self.kernel})
+
+    def do_hurry(self) -> None:
+        if self.job and not self.job["timed_out"]:
+            self.hurry(self.job)
 
     def do_go_on(self) -> None:
         stopped, self.stopped = self.stopped, None

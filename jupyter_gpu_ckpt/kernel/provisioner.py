@@ -373,8 +373,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def give_up(self) -> None:
         """Called when the server stops and `leave` took too long: the kernel stays as it is, without an owner.
 
-        A drain under way ends at once.  Another step is not disturbed: this waits for it, and so does the end of this
-        process; what it leaves is mended by the next owner.
+        A drain, a dump or a restore under way ends at once.  Another step is not disturbed: this waits for it, and so
+        does the end of this process; what it leaves is mended by the next owner.
         """
         lifecycle = self._premises.disown()
         if lifecycle is not None:

@@ -19,7 +19,7 @@ from harness import alive
 from waiting import until
 
 from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, first_pid
+from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, Ran, first_pid
 from jupyter_gpu_ckpt.engine.capsule_init import Init
 from jupyter_gpu_ckpt.engine.raw_output import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
@@ -396,6 +396,29 @@ def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace)
             new.run(["sh", "-c", "exit 7"], cwd=directory, output=directory / "output", timeout=30, env=ENV).status == 7
         )
     old.close()
+
+
+def test_a_program_is_hurried_from_another_thread(capsule, directory):
+    sleeper(capsule)
+    script = "set -e; while true; do echo more >> written; done"
+    ran: list[Ran] = []
+
+    def run() -> None:
+        ran.append(
+            capsule.run(
+                ["sh", "-c", script], cwd=directory, output=directory / "output", timeout=60, env=ENV, grace=60
+            )
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until((directory / "written").exists)
+    capsule.hurry()
+    thread.join()
+    assert ran[0].timed_out
+    assert ran[0].status > 0, "it gave up by itself"
+    capsule.hurry()  # nothing runs: nothing happens
+    assert capsule.clocks().monotonic
 
 
 def test_an_owner_that_goes_after_a_dump_leaves_no_process_stopped(directory):

@@ -44,6 +44,7 @@ export class NotebookKernel implements IDisposable {
   }
 
   private _moved(_: Kernels, model: KernelModel | null): void {
+    this._hurry();
     if (model === null || model.id === this.context.session?.kernel?.id) {
       this._changed.emit();
     }
@@ -51,18 +52,41 @@ export class NotebookKernel implements IDisposable {
 
   /** A connection that comes back was away: so may the server have been. */
   private _connected(_: ISessionContext, status: Kernel.ConnectionStatus): void {
-    if (status === 'connecting') {
-      this._lost = true;
-    } else if (status === 'connected' && this._lost) {
-      this._lost = false;
-      this.kernels.doubt();
+    if (status === 'connected') {
+      if (this._lost) {
+        this._lost = false;
+        this.kernels.doubt();
+      }
+      this._had = true;
+    } else {
+      this._lost = this._had;
     }
+  }
+
+  /**
+   * The server has been heard of while the connection to the kernel is down.
+   *
+   * JupyterLab tries seven times, after ever longer pauses (up to a minute), and then no more: a server that was away
+   * for longer would have to be waited for, or the page reloaded.
+   */
+  private _hurry(): void {
+    const kernel = this.context.session?.kernel;
+    if (!this._lost || !kernel || !this.kernels.find(kernel.id) || Date.now() - this._hurried < PATIENCE) {
+      return;
+    }
+    this._hurried = Date.now();
+    kernel.reconnect().catch(() => undefined); // it goes on trying by itself
   }
 
   private readonly _changed = new Signal<this, void>(this);
   private _disposed = false;
+  private _had = false;
+  private _hurried = 0;
   private _lost = false;
 }
+
+/** Milliseconds that a connection is given to come about. */
+const PATIENCE = 5000;
 
 /** The path of the notebook (or console) that has a kernel; empty if none has. */
 export function pathOf(services: ServiceManager.IManager, kernelId: string): string {

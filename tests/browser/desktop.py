@@ -189,11 +189,23 @@ class Tab:
 
     # -- what is done
 
-    def run(self, index: int) -> None:
+    def run(self, index: int) -> Tab:
         """Click into a cell and press Ctrl-Enter; returns at once."""
         cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
         cell.locator(".cm-content").first.click()
         self.page.keyboard.press("Control+Enter")
+        return self
+
+    def taken(self, index: int) -> bool:
+        """Whether the cell has been sent (or has run): its prompt is not empty any more."""
+        cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
+        return cell.locator(".jp-InputPrompt").first.inner_text().strip() not in ("", "[ ]:")
+
+    def dismiss_dialogs(self) -> Tab:
+        """Whatever is in the way."""
+        for button in self.page.locator(".jp-Dialog .jp-mod-accept").all():
+            button.click()
+        return self
 
     def choose(self, label: str) -> float:
         """Open the button's menu and click an item; the time of the click."""

@@ -210,7 +210,8 @@ class Returning(Steps):
     def _release(self, _: Traced) -> None:
         if self._lease is not None and not self.kernel.unwinding:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
-            self._lease.claim(self._alive().host_pid)
+            capsule = self._alive()
+            self._lease.claim(capsule.host_pid, capsule.hold)
         if not self.kernel.unwinding:
             self._outrun_images()
         self.gate.release()

@@ -66,10 +66,11 @@ class Draft:
                 found += path.stat().st_size
         return found
 
-    def publish(self, manifest: Manifest, *, living: int | None = None) -> Image:
+    def publish(self, manifest: Manifest, *, living: int | None = None, holder: leases.Holder | None = None) -> Image:
         """Make it an image.  After failure it is still a draft.
 
-        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image.
+        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image,
+        unless ``holder`` ended with it.
         """
         with mapped(self._root):
             key = self._keys.current()
@@ -88,7 +89,7 @@ class Draft:
             integrity.write_private(self.path / MANIFEST, manifest.to_json())
             integrity.seal(self.path, key)
             if living is not None:
-                leases.publish_claim(self.path, living)
+                leases.publish_claim(self.path, living, holder)
             for directory in (self.path / CRIU_DIRECTORY, self.path):
                 flush(directory)
             target = self._root / self.id

@@ -26,13 +26,17 @@ from .trace import Step as Traced
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 
+#: Seconds to wait for who has the image for a moment only: the cold tier, as it sets the content aside.
+_MOMENT = 2.0
+
+
 class Returning(Steps):
     """Each step of the way back, a method of its name; and the way back of a kernel whose owner ended half-way."""
 
     def _match(self, _: Traced) -> None:
         assert self.image is not None
         image = self.engine.store.get(self.image.id)
-        lease = image.acquire()
+        lease = image.acquire(_MOMENT)
         try:
             if image.archived:
                 self._bring_back_content(image)

@@ -111,19 +111,20 @@ class Lease:
         self._lock.release()
 
 
-def acquire(path: Path, *, remove: bool = False) -> Lease:
+def acquire(path: Path, *, remove: bool = False, patience: float = 0.0) -> Lease:
     """The lease of the image at ``path``.
 
-    To ``remove`` an image is no harm to a kernel that lives.  Raises `ImageBusy` at once when another holds it or, if
-    not to remove it, the kernel lives; `ImageNotFound` when another has removed it; `StoreUnwritable` and, if not to
+    To ``remove`` an image is no harm to a kernel that lives.  Raises `ImageBusy` when another process of this host has
+    it for more than ``patience`` seconds, and at once when another host holds it or, if not to remove it, the kernel
+    lives; `ImageNotFound` when another has removed it; `StoreUnwritable` and, if not to
     remove it, `NoSpace`.
     """
     with mapped(path.parent):
-        return _acquire(path, remove)
+        return _acquire(path, remove, patience)
 
 
-def _acquire(path: Path, remove: bool) -> Lease:
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, mode=0o600, thread_local=False)
+def _acquire(path: Path, remove: bool, patience: float) -> Lease:
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=patience, mode=0o600, thread_local=False)
     try:
         lock.acquire()
     except Timeout as error:

@@ -25,6 +25,7 @@ from jupyter_gpu_ckpt.errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
+from jupyter_gpu_ckpt.image import pieces
 from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.remote import Remote
@@ -72,7 +73,7 @@ def place(request, tmp_path) -> Place:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(remote_module, "PIECE", PIECE)
+    monkeypatch.setattr(pieces, "PIECE", PIECE)
 
 
 @pytest.fixture
@@ -175,8 +176,8 @@ def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, 
     real = again._fs.cat_file
     monkeypatch.setattr(again._fs, "cat_file", lambda path, *a, **k: (fetched.append(path), real(path, *a, **k))[1])
     far.check(again.pull(image.id, far))
-    pieces = [path for path in fetched if "json" not in path and "mac" not in path]
-    assert 0 < len(pieces) <= 10 - 4
+    taken = [path for path in fetched if "json" not in path and "mac" not in path]
+    assert 0 < len(taken) <= 10 - 4
 
 
 def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
@@ -239,7 +240,7 @@ def test_a_write_that_comes_short_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:1000], at))
     data = os.urandom(12345)
     with (tmp_path / "file").open("wb") as file:
-        remote_module._write(file.fileno(), data, 7)
+        pieces.write(file.fileno(), data, 7)
     assert (tmp_path / "file").read_bytes() == bytes(7) + data
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 #: Seconds that a server is given to hash, and what it hashes at least in a second.
 _PATIENCE, _SLOWEST = 60.0, 20e6
+#: OpenSSL uses the CPU's instructions for it, and takes less than half the time of coreutils'.
+_HASH = 'openssl dgst -sha256 -r "$@" 2>/dev/null || sha256sum "$@"'
 
 
 class Arrival:
@@ -60,7 +62,7 @@ class Arrival:
     def _from_command(self, bytes: int) -> dict[str, str]:
         if not self._runs_commands:
             return {}
-        find = "find . -maxdepth 1 -type f -name '????-??????' -exec sha256sum '{}' +"
+        find = f"find . -maxdepth 1 -type f -name '????-??????' -exec sh -c {shlex.quote(_HASH)} sh '{{}}' +"
         # With an input that ends: where another program is forced upon us, it ends too.
         answer = self._fs.execute(
             f"cd {shlex.quote(self._place)} && {find}", input="", timeout=_PATIENCE + bytes / _SLOWEST

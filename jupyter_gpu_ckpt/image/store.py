@@ -34,11 +34,11 @@ class Store:
     Parameters
     ----------
     named:
-        The image directory as it was set.  ``root`` is where the images are: there, or below it (`directory`).
+        The image directory as it was set.  ``root`` is where the images are: it, or this user's below it (`directory`).
     """
 
     def __init__(self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: int = 0) -> None:
-        self._named = named
+        self.named = named
         self.root = directory.of_user(named)
         #: Encrypts the images made from now on; None: they are not.
         self.vault = vault
@@ -51,7 +51,7 @@ class Store:
 
         Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
-        directory.prepare(self._named)
+        directory.prepare(self.named)
         self.keys.current()
         if self.vault is not None:
             self.vault.secret()

@@ -65,7 +65,7 @@ class ColdTier:
             sys.executable, "-m", __name__, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert sender.stdin is not None and sender.stdout is not None
-        options = {"images": str(self._store.root), "keys": str(self._store.keys.directory)}
+        options = {"images": str(self._store.named), "keys": str(self._store.keys.directory)}
         try:
             sender.stdin.write(json.dumps({**options, "url": self._url, "after": self._after}).encode() + b"\n")
             async for line in sender.stdout:

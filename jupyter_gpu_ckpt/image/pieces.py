@@ -11,7 +11,6 @@ from .manifest import Manifest
 
 #: Bytes of one piece: large enough for the rate of an object store, small enough to be sent again.
 PIECE = 16 << 20
-_STEP = 1 << 20
 _ZEROS = bytes(PIECE)
 
 
@@ -35,21 +34,6 @@ class Piece:
         if len(data) != self.length:
             raise ImageFormat("The image is shorter than its manifest says.", file=self.file)
         return data
-
-    def write(self, path: Path, data: bytes) -> None:
-        """Put ``data`` in its place in the file at ``path``.  Raises `OSError`."""
-        with open(path, "r+b", buffering=0) as file:
-            write(file.fileno(), data, self.offset)
-            # Linux begins to write it now, not when all of it is flushed at the end.
-            os.posix_fadvise(file.fileno(), self.offset, self.length, os.POSIX_FADV_DONTNEED)
-
-
-def write(fd: int, data: bytes, offset: int) -> None:
-    """In steps: one write of many mebibytes was measured at a tenth of the rate (ext4, Linux 6.18)."""
-    view = memoryview(data)
-    at = 0
-    while at < len(data):
-        at += os.pwrite(fd, view[at : at + _STEP], offset + at)  # may be fewer than asked for, on a disk almost full
 
 
 def pieces(manifest: Manifest) -> Iterator[Piece]:

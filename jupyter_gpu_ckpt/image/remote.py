@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -39,13 +39,15 @@ from ..errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
-from . import integrity
+from . import direct, integrity
+from . import pieces as pieces_of
 from .arrival import Arrival
 from .disk import flush
 from .image import Image
 from .integrity import MANIFEST, SEAL
 from .manifest import MOST_BYTES, Manifest, safe_name
-from .pieces import Journal, Piece, pieces, prepare, write, zeros
+from .pieces import Journal, Piece, pieces, prepare, zeros
+from .shared_directory import SharedDirectory
 from .store import Store
 
 #: Beside the images of a store: what is being pulled.
@@ -140,35 +142,31 @@ class Remote:
 
         Every piece there was compared by its hash when this returns (`arrival`), also those of an earlier try.
         """
-        place = self._place(image.id)
+        place, shared = self._place(image.id), self._shared(image.id)
         arrival = Arrival(self._fs, place)
         fresh: dict[str, str] = {}
+        wrong: list[str] = []
         with _told():
-            self._make_private(place)
+            self._make_private(image.id)
             there = self._sizes(place)
             if there:
                 arrival.ask(sum(there.values()))
 
             def send(piece: Piece) -> int:
-                data = piece.read(image.path)
-                size = 0
-                if data == zeros(len(data)):
-                    if piece.name in there:
-                        self._fs.rm_file(f"{place}/{piece.name}")  # a pull would take it for the content
+                if shared is not None:
+                    size = shared.send(piece, image.path, there.get(piece.name))
+                    if size is None:
+                        wrong.append(piece.name)
                 else:
-                    digest = arrival.digest(data)
-                    if there.get(piece.name) != len(data) or not arrival.has(piece.name, digest):
-                        self._put(f"{place}/{piece.name}", data)
-                        fresh[piece.name] = digest
-                        size = len(data)
+                    size = self._send(piece, image.path, place, there, arrival, fresh)
                 if progress is not None:
-                    progress(len(data))
-                return size
+                    progress(piece.length)
+                return size or 0
 
             sent = sum(self._each(send, pieces(image.manifest)))
             arrival.ask(sent)
             arrived = zip(fresh, self._each(lambda name: arrival.has(name, fresh[name]), fresh), strict=True)
-            wrong = [name for name, whole in arrived if not whole]
+            wrong += [name for name, whole in arrived if not whole]
             for name in wrong:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{place}/{name}")
@@ -176,32 +174,49 @@ class Remote:
             raise RemoteFailed(f"What was sent did not arrive whole: {len(wrong)} pieces.", pieces=wrong[:20])
         return sent
 
+    def _send(
+        self,
+        piece: Piece,
+        root: Path,
+        place: str,
+        there: Mapping[str, int],
+        arrival: Arrival,
+        fresh: dict[str, str],
+    ) -> int:
+        """One piece; those that are put are noted in ``fresh`` with their hash.  The bytes that had to be sent."""
+        data = piece.read(root)
+        if data == zeros(len(data)):
+            if piece.name in there:
+                self._fs.rm_file(f"{place}/{piece.name}")  # a pull would take it for the content
+            return 0
+        digest = arrival.digest(data)
+        if there.get(piece.name) == len(data) and arrival.has(piece.name, digest):
+            return 0
+        self._put(place, piece.name, data)
+        fresh[piece.name] = digest
+        return len(data)
+
     def complete(self, image: Image, *, claimed: bool = False) -> None:
         """What was sent is an image from now on; ``claimed``: one that no other host takes (`pull`)."""
-        place = self._place(image.id)
+        place, shared = self._place(image.id), self._shared(image.id)
         with _told():
-            if self._local:
-                flush(Path(place))  # the names of the pieces before that of what makes them an image
+            if shared is not None:
+                flush(shared.path)  # the names of the pieces before that of what makes them an image
             if claimed:
-                self._put(f"{place}/{CLAIM}", json.dumps(_claimant()).encode())
+                self._put(place, CLAIM, json.dumps(_claimant()).encode())
             else:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{place}/{CLAIM}")
             for name in (SEAL, MANIFEST):
-                self._put(f"{place}/{name}", (image.path / name).read_bytes())
-            if self._local:
-                flush(Path(place))
+                self._put(place, name, (image.path / name).read_bytes())
+            if shared is not None:
+                flush(shared.path)
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _put(self, place: str, name: str, data: bytes) -> None:
         """Whole or not at all: an object store does so by itself, elsewhere it is sent under another name."""
+        path = f"{place}/{name}"
         if self._local:
-            draft = Path(path + ".part")
-            with draft.open("wb", buffering=0) as file:
-                write(file.fileno(), data, 0)
-                os.fsync(file.fileno())
-                # What is read back comes from the disk, or the server, and not from our memory.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            draft.rename(path)
+            SharedDirectory(Path(place)).put(name, data)
         elif self._atomic:
             self._fs.pipe_file(path, data)
         else:
@@ -212,13 +227,16 @@ class Remote:
     def _atomic(self) -> bool:
         return not self._local and not hasattr(self._fs, "client")
 
-    def _make_private(self, place: str) -> None:
+    def _make_private(self, id: str) -> None:
         """Where there are directories, others may not enter this one; elsewhere the bucket's rules decide."""
-        if self._local:
-            Path(self._root).mkdir(parents=True, exist_ok=True, mode=0o700)
-            Path(place).mkdir(exist_ok=True, mode=0o700)
+        shared = self._shared(id)
+        if shared is not None:
+            shared.prepare()
         elif not self._atomic:
-            self._fs.makedirs(place, exist_ok=True, permissions=0o700)
+            self._fs.makedirs(self._place(id), exist_ok=True, permissions=0o700)
+
+    def _shared(self, id: str) -> SharedDirectory | None:
+        return SharedDirectory(Path(self._place(id))) if self._local else None
 
     # -- from there
 
@@ -285,20 +303,34 @@ class Remote:
             sizes = self._sizes(place)
             files = {name: prepare(staged, name, entry.bytes) for name, entry in manifest.files.items()}
 
-            def fetch(piece: Piece) -> tuple[Piece, bytes]:
+            shared = self._shared(id)
+            # One for each piece under way, for the one that is hashed, and the one that is written.
+            free: SimpleQueue[memoryview] = SimpleQueue()
+            for _ in range(self._workers + 2):
+                free.put(direct.buffer(pieces_of.PIECE))
+
+            def fetch(piece: Piece) -> tuple[Piece, memoryview, memoryview]:
+                into = free.get()
                 if piece.name in done:
-                    return piece, piece.read(staged)
-                if piece.name not in sizes:
-                    return piece, zeros(piece.length)
-                data = bytes(self._fs.cat_file(f"{place}/{piece.name}"))
+                    data = direct.read(files[piece.file], into, piece.length, piece.offset)
+                elif piece.name not in sizes:
+                    data = memoryview(zeros(piece.length))
+                elif shared is not None:
+                    data = shared.fetch(piece, into)
+                else:
+                    data = memoryview(self._fs.cat_file(f"{place}/{piece.name}"))
+                    if len(data) == piece.length:
+                        into[: len(data)] = data
                 if len(data) != piece.length:
                     raise RemoteFailed("A piece of the image has another size than it should.", piece=piece.name)
-                return piece, data
+                return piece, data, into
 
-            def keep_piece(piece: Piece, data: bytes) -> None:
+            def keep_piece(piece: Piece, into: memoryview) -> None:
                 if piece.name in sizes and piece.name not in done:
-                    piece.write(files[piece.file], data)
+                    size = manifest.files[piece.file].bytes
+                    direct.write(files[piece.file], into, piece.length, offset=piece.offset, size=size)
                     done.add(piece.name)
+                free.put(into)
                 if progress is not None:
                     progress(piece.length)
 
@@ -307,11 +339,11 @@ class Remote:
             hashers = {name: blake3(max_threads=blake3.AUTO) for name in manifest.files}
             with ThreadPoolExecutor(1, thread_name_prefix="image-writer") as writer:
                 written: Future[None] | None = None
-                for piece, data in self._each(fetch, pieces(manifest)):
+                for piece, data, into in self._each(fetch, pieces(manifest)):
                     hashers[piece.file].update(data)
                     if written is not None:
                         written.result()
-                    written = writer.submit(keep_piece, piece, data)
+                    written = writer.submit(keep_piece, piece, into)
                 if written is not None:
                     written.result()
         wrong = [name for name, entry in manifest.files.items() if hashers[name].hexdigest() != entry.blake3]

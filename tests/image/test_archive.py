@@ -12,6 +12,7 @@ from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
 from jupyter_gpu_ckpt.image import archive
 from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 from jupyter_gpu_ckpt.image.store import Store
 
 
@@ -60,7 +61,7 @@ def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(remote, "_put", fail)
+    monkeypatch.setattr(SharedDirectory, "_write", fail)
     with pytest.raises(RemoteFailed):
         archive.archive(image, store, remote)
     store.check(image)
@@ -137,7 +138,7 @@ def interrupted(store, monkeypatch):
     return interrupt
 
 
-@pytest.mark.parametrize("verb", ["_put", "send", "complete"])
+@pytest.mark.parametrize("verb", ["_sizes", "send", "complete"])
 def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, interrupted, verb):
     image = publish(store)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from images import publish
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.errors import RemoteFailed
-from jupyter_gpu_ckpt.image import pieces
+from jupyter_gpu_ckpt.image import direct, pieces
 from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 
 #: A server that runs commands, one that is made for files alone, one that runs commands of its own, and the others.
 KINDS = ("directory", "sftp", "sftp only", "sftp chatty", "s3")
@@ -67,18 +67,29 @@ def remote(request, servers, tmp_path) -> Remote:
 
 def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote, store, monkeypatch):
     image = publish(store)
-    put, spoiled = remote._put, []
+    put, write, spoiled = remote._put, SharedDirectory._write, []
 
-    def spoil(path: str, data: bytes) -> None:
-        if not spoiled and path.endswith("000002"):
-            spoiled.append(path)
-            data = bytes([data[0] ^ 1]) + data[1:]
-        put(path, data)
+    def flip(name: str, data: memoryview) -> None:
+        if not spoiled and name.endswith("000002"):
+            spoiled.append(name)
+            data[0] ^= 1
+
+    def spoil(place: str, name: str, data: bytes) -> None:
+        copy = bytearray(data)
+        flip(name, memoryview(copy))
+        put(place, name, bytes(copy))
+
+    def spoil_write(self, piece: pieces.Piece, data: memoryview) -> None:
+        copy = direct.buffer(piece.length)
+        copy[:] = data[: len(copy)]
+        flip(piece.name, copy)
+        write(self, piece, copy)
 
     monkeypatch.setattr(remote, "_put", spoil)
+    monkeypatch.setattr(SharedDirectory, "_write", spoil_write)
     with pytest.raises(RemoteFailed, match="1 pieces") as caught:
         remote.push(image, take_from=store)
-    assert caught.value.details["pieces"] == [Path(spoiled[0]).name]
+    assert caught.value.details["pieces"] == spoiled
     assert remote.images() == []
     store.check(image)
     assert remote.push(image, take_from=store) == 1000, "the others are there"
@@ -88,9 +99,8 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
 
 def test_what_lies_there_of_the_right_size_is_not_believed(remote, store):
     image = publish(store)
-    place = remote._place(image.id)
-    remote._make_private(place)
-    remote._put(f"{place}/0001-000001", b"q" * 1000)
+    remote._make_private(image.id)
+    remote._put(remote._place(image.id), "0001-000001", b"q" * 1000)
     remote.push(image, take_from=store)
     store.check(remote.pull(image.id, store))
 

@@ -26,11 +26,14 @@ def buffer(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, _padded(size)))
 
 
-def read(path: Path, into: memoryview, length: int, offset: int = 0) -> memoryview:
+def read(path: Path, into: memoryview, length: int, offset: int = 0, *, cached: bool = False) -> memoryview:
     """``length`` bytes of a file from ``offset`` on, a multiple of the grain; fewer if it ends before.
 
-    ``into``: a `buffer`, of which a part is returned.  Raises `OSError`.
+    ``into``: a `buffer`, of which a part is returned.  ``cached``: as usual, for a file that may be in memory already.
+    Raises `OSError`.
     """
+    if cached:
+        return _read(path, into, length, offset, 0)
     try:
         return _read(path, into, length, offset, os.O_DIRECT)
     except OSError as error:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import ImageFormat
-from . import direct, pieces
+from . import direct
 from .disk import flush
 from .pieces import Piece
+
+#: Bytes that are written at a time: what several threads fill a disk with, and what stays in the CPU's cache.
+_CHUNK = 2 << 20
 
 
 class SharedDirectory:
@@ -34,37 +38,47 @@ class SharedDirectory:
 
         ``there``: the size of what lies there under its name.
         """
-        mine, other = self._buffers()
-        data = direct.read(root / piece.file, mine, piece.length, piece.offset)
-        if len(data) != piece.length:
-            raise ImageFormat("The image is shorter than its manifest says.", file=piece.file)
-        if direct.is_zero(data):
+        if all(direct.is_zero(mine) for _, mine in self._chunks(piece, root)):
             (self.path / piece.name).unlink(missing_ok=True)  # a pull would take it for the content
             return 0
-        if there == piece.length and self._has(piece, data, other):
+        if there == piece.length and self._has(piece, root):
             return 0
-        self._write(piece, mine)
-        return piece.length if self._has(piece, data, other) else None
+        self._write(piece, root)
+        return piece.length if self._has(piece, root) else None
 
     def fetch(self, piece: Piece, into: memoryview) -> memoryview:
         """A piece in a buffer, as far as there is one."""
         return direct.read(self.path / piece.name, into, piece.length)
 
-    def _write(self, piece: Piece, data: memoryview) -> None:
+    def _chunks(self, piece: Piece, root: Path) -> Iterator[tuple[int, memoryview]]:
+        """What is to be sent, in parts that are good until the next one: where in the piece, and the bytes."""
+        for at in range(0, piece.length, _CHUNK):
+            length = min(_CHUNK, piece.length - at)
+            mine = direct.read(root / piece.file, self._buffers()[0], length, piece.offset + at, cached=True)
+            if len(mine) != length:
+                raise ImageFormat("The image is shorter than its manifest says.", file=piece.file)
+            yield at, mine
+
+    def _write(self, piece: Piece, root: Path) -> None:
         draft = self.path / f"{piece.name}.part"
         draft.unlink(missing_ok=True)
-        direct.write(draft, data, piece.length, size=piece.length)
+        for at, mine in self._chunks(piece, root):
+            direct.write(draft, self._buffers()[0], len(mine), offset=at, size=piece.length)
         self._publish(draft, piece.name)
 
     def _publish(self, draft: Path, name: str) -> None:
         flush(draft)
         draft.rename(self.path / name)
 
-    def _has(self, piece: Piece, data: memoryview, other: memoryview) -> bool:
-        return direct.same(self.fetch(piece, other), data)
+    def _has(self, piece: Piece, root: Path) -> bool:
+        other = self._buffers()[1]
+        there = self.path / piece.name
+        return all(
+            direct.same(direct.read(there, other, len(mine), at), mine) for at, mine in self._chunks(piece, root)
+        )
 
     def _buffers(self) -> tuple[memoryview, memoryview]:
         if not hasattr(self._own, "buffers"):
-            self._own.buffers = direct.buffer(pieces.PIECE), direct.buffer(pieces.PIECE)
+            self._own.buffers = direct.buffer(_CHUNK), direct.buffer(_CHUNK)
         found: tuple[memoryview, memoryview] = self._own.buffers
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from images import publish
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.errors import RemoteFailed
-from jupyter_gpu_ckpt.image import direct, pieces
+from jupyter_gpu_ckpt.image import pieces
 from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 
@@ -69,21 +70,19 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
     image = publish(store)
     put, write, spoiled = remote._put, SharedDirectory._write, []
 
-    def flip(name: str, data: memoryview) -> None:
+    def spoil(place: str, name: str, data: bytes) -> None:
         if not spoiled and name.endswith("000002"):
             spoiled.append(name)
-            data[0] ^= 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        put(place, name, data)
 
-    def spoil(place: str, name: str, data: bytes) -> None:
-        copy = bytearray(data)
-        flip(name, memoryview(copy))
-        put(place, name, bytes(copy))
-
-    def spoil_write(self, piece: pieces.Piece, data: memoryview) -> None:
-        copy = direct.buffer(piece.length)
-        copy[:] = data[: len(copy)]
-        flip(piece.name, copy)
-        write(self, piece, copy)
+    def spoil_write(self, piece: pieces.Piece, root: Path) -> None:
+        write(self, piece, root)
+        if not spoiled and piece.name.endswith("000002"):
+            spoiled.append(piece.name)
+            there = self.path / piece.name
+            data = there.read_bytes()
+            there.write_bytes(bytes([data[0] ^ 1]) + data[1:])
 
     monkeypatch.setattr(remote, "_put", spoil)
     monkeypatch.setattr(SharedDirectory, "_write", spoil_write)

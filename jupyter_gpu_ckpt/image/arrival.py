@@ -29,11 +29,6 @@ class Arrival:
         self._runs_commands = hasattr(fs, "execute")
         self._told: dict[str, str] = {}
 
-    @property
-    def tells(self) -> bool:
-        """Whether `ask` may spare the reading back."""
-        return self._stores_hashes or self._runs_commands
-
     def digest(self, data: bytes) -> str:
         """The hash that is compared, in hex."""
         if self._stores_hashes:

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from . import integrity, leases
-from .disk import flush, mapped
+from .disk import flush, mapped, write_private
 from .encryption import Plain, Vault
 from .generations import Generations
 from .image import CRIU_DIRECTORY, Image
@@ -86,7 +86,7 @@ class Draft:
                 manifest = replace(manifest, id=self.id, files=integrity.entries(self.path, punch=True))
                 for flushed in flushing:
                     flushed.result()
-            integrity.write_private(self.path / MANIFEST, manifest.to_json())
+            write_private(self.path / MANIFEST, manifest.to_json())
             integrity.seal(self.path, key)
             if living is not None:
                 leases.publish_claim(self.path, living, holder)

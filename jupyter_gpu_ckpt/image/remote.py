@@ -42,7 +42,7 @@ from ..errors import (
 from . import direct, integrity
 from . import pieces as pieces_of
 from .arrival import Arrival
-from .disk import flush
+from .disk import flush, write_private
 from .image import Image
 from .integrity import MANIFEST, SEAL
 from .manifest import MOST_BYTES, Manifest, safe_name
@@ -292,7 +292,7 @@ class Remote:
         place = self._place(id)
         staged.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            integrity.write_private(staged / name, self._small(id, name, most).decode(errors="replace"))
+            write_private(staged / name, self._small(id, name, most).decode(errors="replace"))
         manifest = integrity.require_sealed(staged, store.keys)
         store.generations.require_current(manifest)
         if not keep:

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound
 from . import directory, draft, integrity, leases
-from .disk import mapped
+from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
@@ -175,7 +175,7 @@ class Store:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
         with leases.hold(image.path), mapped(self.root):
             manifest = replace(image.manifest, files=integrity.entries(image.path), version=VERSION)
-            integrity.write_private(image.path / MANIFEST, manifest.to_json())
+            write_private(image.path / MANIFEST, manifest.to_json())
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 

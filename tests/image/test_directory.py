@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from images import publish
@@ -77,11 +79,14 @@ def of(uid: int, named) -> list[str]:
 
 
 @pytest.fixture
-def reachable(named):
-    """Above it there is no directory that other users cannot enter."""
-    for path in named.parents[:3]:
-        path.chmod(path.stat().st_mode | 0o055)
-    return named
+def reachable():
+    """The same where other users get to: above pytest's own directories there is one that they cannot enter."""
+    with tempfile.TemporaryDirectory(prefix="gc-") as place:
+        Path(place).chmod(0o755)
+        named = Path(place) / "images"
+        named.mkdir()
+        named.chmod(0o1777)
+        yield named
 
 
 @AS_ROOT

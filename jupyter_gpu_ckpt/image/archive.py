@@ -21,6 +21,9 @@ from .image import CRIU_DIRECTORY, Image
 from .remote import Progress, Remote
 from .store import Store
 
+#: Seconds to wait for the end of a wake, to know what is to become of what was sent.
+PATIENCE = 600.0
+
 
 def archive(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> int:
     """Send the content of an image away; the bytes freed here.
@@ -36,9 +39,9 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
         remote.complete(image, claimed=True)
         aside = _set_aside(image, store)
     except BaseException as error:
-        if isinstance(error, ImageBusy) or not image.path.is_dir():
+        if isinstance(error, ImageBusy | ImageNotFound) or not image.path.is_dir():
             with contextlib.suppress(GpuCkptError):
-                remote.remove(image.id)
+                _give_up(image, remote)
             raise ImageBusy("The image's kernel came back meanwhile.", image=image.id) from error
         raise
     shutil.rmtree(aside, ignore_errors=True)
@@ -49,11 +52,30 @@ def _set_aside(image: Image, store: Store) -> Path:
     """From now on the content is elsewhere: a moment's work, for which the lease is held.  Where it lies still here."""
     aside = store.root / f"{draft.PREFIX}{image.id}-content"  # what a crash leaves of it is swept
     with image.lease(), mapped(store.root):
+        if image.archived:  # by a server of another host, which sent the same
+            raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
         image.mark_archived(True)
         image.criu_directory.rename(aside)
         image.criu_directory.mkdir(mode=0o700)
         image.criu_directory.chmod(0o700)  # whatever the umask
     return aside
+
+
+def _give_up(image: Image, remote: Remote) -> None:
+    """Remove what was sent, if nobody relies on it; else, and if a wake takes too long, it stays.
+
+    Only who has the lease can know: whoever has it now may be bringing this very content back.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(leases.hold(image.path, remove=True, patience=PATIENCE))
+        except ImageNotFound:
+            pass
+        else:
+            if image.archived:
+                return
+        if remote.claimed(image.id) or not remote.has(image.id):  # else somebody has pushed it there
+            remote.remove(image.id)
 
 
 def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> None:

@@ -148,9 +148,9 @@ def _acquire(path: Path, remove: bool, patience: float) -> Lease:
 
 
 @contextlib.contextmanager
-def hold(path: Path, *, remove: bool = False) -> Iterator[Lease]:
+def hold(path: Path, *, remove: bool = False, patience: float = 0.0) -> Iterator[Lease]:
     """`acquire` the lease for the body."""
-    lease = acquire(path, remove=remove)
+    lease = acquire(path, remove=remove, patience=patience)
     try:
         yield lease
     finally:

@@ -106,6 +106,14 @@ class Remote:
         """What the manifest of an image there says; not proved.  Raises `ImageNotFound`, `ImageFormat`."""
         return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
 
+    def has(self, id: str) -> bool:
+        """Whether there is an image of that name, and not only pieces of one."""
+        try:
+            self._small(id, MANIFEST, MOST_BYTES)
+        except ImageNotFound:
+            return False
+        return True
+
     def claimed(self, id: str) -> str:
         """The host that is pulling the image, or holds a kernel from it; empty when it is free."""
         with contextlib.suppress(ImageNotFound, ValueError):
@@ -200,6 +208,8 @@ class Remote:
         """What was sent is an image from now on; ``claimed``: one that no other host takes (`pull`)."""
         place, shared = self._place(image.id), self._shared(image.id)
         with _told():
+            # Read first: of an image that has gone nothing is said there.
+            last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
             if shared is not None:
                 flush(shared.path)  # the names of the pieces before that of what makes them an image
             if claimed:
@@ -207,8 +217,8 @@ class Remote:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{place}/{CLAIM}")
-            for name in (SEAL, MANIFEST):
-                self._put(place, name, (image.path / name).read_bytes())
+            for name, text in last.items():
+                self._put(place, name, text)
             if shared is not None:
                 flush(shared.path)
 

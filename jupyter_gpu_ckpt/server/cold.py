@@ -17,6 +17,8 @@ import sys
 import threading
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from ..errors import GpuCkptError, ImageBusy, ImageNotFound
 from ..image.archive import archive_old, due
 from ..image.keys import Keyring
@@ -91,13 +93,20 @@ def main() -> None:
     os.nice(_NICE)
     store = Store(Path(options["images"]), Keyring(Path(options["keys"])))
     try:
-        for image, outcome in archive_old(store, Remote(options["url"]), options["after"]):
-            if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is wanted
-                continue
-            told = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
-            print(json.dumps({"image": image.id, **told}), flush=True)
+        with FileLock(store.root / ".cold.lock", timeout=0, mode=0o600):
+            _archive(store, options["url"], options["after"])
+    except Timeout:  # another server of this user is at it
+        pass
     except GpuCkptError as error:
         print(json.dumps({"image": "", "code": error.code}), flush=True)
+
+
+def _archive(store: Store, url: str, after: float) -> None:
+    for image, outcome in archive_old(store, Remote(url), after):
+        if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is wanted
+            continue
+        told = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
+        print(json.dumps({"image": image.id, **told}), flush=True)
 
 
 def _end_with_the_server() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
-from jupyter_gpu_ckpt.image import archive
+from jupyter_gpu_ckpt.image import archive, leases
 from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
@@ -155,16 +157,70 @@ def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, int
     assert list(store.root.iterdir()) == []
 
 
-def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted):
+def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, monkeypatch):
     image = publish(store)
     leased = []
     interrupted(remote, "complete", lambda: leased.append(image.acquire()))
+    monkeypatch.setattr(archive, "PATIENCE", 0.1)
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
+    assert remote.claimed(image.id), "the wake takes long: what was sent stays, and nobody can pull it"
     leased[0].end()
     store.check(image)
-    assert remote.images() == []
     assert archive.archive(image, store, remote) == 5004
+
+
+def test_a_wake_that_failed_leaves_nothing_of_it_there(store, remote, interrupted):
+    """Whoever gives up waits for its end, in a process of its own."""
+    image = publish(store)
+    waiting = threading.Event()
+    hold = leases.hold
+
+    def held(path, **options):
+        waiting.set()
+        return hold(path, **options)
+
+    def wake():
+        lease = image.acquire()
+        threading.Thread(target=lambda: (waiting.wait(30), lease.end())).start()
+
+    interrupted(remote, "complete", wake)
+    with mock.patch.object(leases, "hold", held), pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    assert not (Path(remote._root) / image.id).exists()
+    store.check(image)
+
+
+@pytest.mark.parametrize("then", ["busy", "archived"])
+def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remote, interrupted, then):
+    """Its content here is gone by then, so what lies there is all there is."""
+    image = publish(store)
+    other = Remote(remote._fs.unstrip_protocol(remote._root))
+
+    def overtake():
+        archive.archive(image, store, other)
+        if then == "busy":  # and woken: its content is on its way back
+            leased.append(image.acquire())
+            waiting.append(threading.Timer(0.5, leased[0].end))
+            waiting[0].start()
+
+    leased, waiting = [], []
+    interrupted(remote, "complete", overtake)
+    with pytest.raises(ImageBusy if then == "busy" else ImageArchived):
+        archive.archive(image, store, remote)
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)
+
+
+def test_an_image_that_was_moved_to_the_same_place_meanwhile_stays_there(store, remote, interrupted, tmp_path):
+    image = publish(store)
+    other = Remote(remote._fs.unstrip_protocol(remote._root))
+    interrupted(remote, "send", lambda: other.push(image, take_from=store))
+    with pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    elsewhere = Store(tmp_path / "elsewhere", store.keys)
+    elsewhere.check(remote.pull(image.id, elsewhere))
 
 
 def test_a_kernel_that_lives_keeps_its_image(store, remote):

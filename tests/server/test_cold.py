@@ -118,3 +118,18 @@ async def test_a_server_that_is_killed_leaves_no_sender(store, tar_pit):
         server.wait(20)
     with connection:
         await until(lambda: not sender.is_running() or sender.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_one_of_two_servers_sends(store, tar_pit):
+    publish(store)
+    both = [ColdTier(store, "s3://bucket/cold", 0.4, LOG) for _ in range(2)]
+    for cold in both:
+        cold.start()
+    connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(tar_pit), 60)
+    with connection:
+        # The other one looks again and again, and finds it busy.
+        for _ in range(2):
+            await until(lambda: len(senders()) == 2)
+            await until(lambda: len(senders()) == 1)
+        for cold in both:
+            await cold.stop()

@@ -181,7 +181,7 @@ class GpuCkptApp(ExtensionApp):
 
     async def status(self) -> dict[str, Any]:
         """The document of ``status``."""
-        directory = self.store.root
+        directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_KEEPS:
                 self._diagnosis = time.monotonic(), await asyncio.to_thread(documents.host, directory)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from .engine import criu_install, remedies
 from .engine.host import Probes
 from .errors import CriuMissing, CudaError, HostError
+from .image import directory as image_directories
 
 Need = Literal["cpu", "gpu"]
 
@@ -221,10 +222,13 @@ def _ptrace(trial: remedies.Trial) -> Finding:
     return Finding(check, False, *remedies.ptrace(trial, refused, scope))
 
 
-def _images(probes: Probes, directory: Path) -> Iterable[Finding]:
+def _images(probes: Probes, named: Path) -> Iterable[Finding]:
+    directory = image_directories.of_user(named)
     place = probes.place(directory)
     check, quoted = "image-directory", shlex.quote(str(directory))
-    if place.problem:
+    if obstacle := image_directories.obstacle(named):
+        yield Finding(check, False, obstacle.message, obstacle.hint)
+    elif place.problem:
         mend = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
         yield Finding(check, False, f"Images cannot be written to {directory}: {place.problem}.", mend)
     elif place.filesystem in NETWORK_FILESYSTEMS:

@@ -394,13 +394,24 @@ class StoreUnwritable(ImageError):
 
 
 class StoreShared(ImageError):
-    """The image directory is one that other users can enter; it was not changed."""
+    """The image directory is one that other users can enter or take away; it was not changed."""
 
     code = "STORE_SHARED"
     exit_status = 73
     default_hint = (
         "Name a directory that does not exist yet, for instance one below it: it is made for you alone. "
         "If nobody else needs the present one, `chmod 700` it."
+    )
+
+
+class StoreUnsuitable(ImageError):
+    """The file system of the image directory lacks what keeps a kernel from being restored twice."""
+
+    code = "STORE_UNSUITABLE"
+    exit_status = 73
+    default_hint = (
+        "Set an image directory (GpuCkptProvisioner.image_dir) on a file system with hard links: ext4, XFS, Btrfs, "
+        "tmpfs, NFS. What has none (FAT, a mounted object store) can be the cold tier: GpuCkptProvisioner.archive_url."
     )
 
 

@@ -146,7 +146,7 @@ class Leaving(Steps):
         )
         if self.home.write_session is not None:
             self.home.write_session(draft.path)
-        self.image = draft.publish(manifest, living=capsule.host_pid)
+        self.image = draft.publish(manifest, living=capsule.host_pid, holder=capsule.hold)
         self._generation = manifest.generation
         self._draft = None
         traced.bytes = self.image.manifest.bytes

@@ -26,13 +26,17 @@ from .trace import Step as Traced
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
 
 
+#: Seconds to wait for who has the image for a moment only: the cold tier, as it sets the content aside.
+_MOMENT = 2.0
+
+
 class Returning(Steps):
     """Each step of the way back, a method of its name; and the way back of a kernel whose owner ended half-way."""
 
     def _match(self, _: Traced) -> None:
         assert self.image is not None
         image = self.engine.store.get(self.image.id)
-        lease = image.acquire()
+        lease = image.acquire(_MOMENT)
         try:
             if image.archived:
                 self._bring_back_content(image)
@@ -210,7 +214,8 @@ class Returning(Steps):
     def _release(self, _: Traced) -> None:
         if self._lease is not None and not self.kernel.unwinding:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
-            self._lease.claim(self._alive().host_pid)
+            capsule = self._alive()
+            self._lease.claim(capsule.host_pid, capsule.hold)
         if not self.kernel.unwinding:
             self._outrun_images()
         self.gate.release()

@@ -266,19 +266,21 @@ class Capsule:
 
     # -- requests
 
-    def _ask(self, request: Mapping[str, Any], timeout: float = ANSWER) -> tuple[dict[str, Any], list[int]]:
+    def _ask(
+        self, request: Mapping[str, Any], timeout: float = ANSWER, fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             if self._socket is None:
                 raise CapsuleGone("The capsule was closed.")
             self._asked += 1
             try:
                 self._socket.settimeout(timeout)
-                _send(self._socket, json.dumps({**request, "number": self._asked}).encode())
+                _send(self._socket, json.dumps({**request, "number": self._asked}).encode(), fds)
                 while True:
-                    packet, fds, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
+                    packet, sent_back, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
                     if not packet or json.loads(packet).get("number") == self._asked:
                         break
-                    for fd in fds:  # the late answer to a request that was given up
+                    for fd in sent_back:  # the late answer to a request that was given up
                         os.close(fd)
             except TimeoutError as error:
                 raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
@@ -289,7 +291,7 @@ class Capsule:
         reply = json.loads(packet)
         if "error" in reply:
             raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
-        return reply, fds
+        return reply, sent_back
 
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
@@ -354,6 +356,10 @@ class Capsule:
     def go_on(self) -> None:
         """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
         self._ask({"verb": "go_on"})
+
+    def hold(self, fd: int) -> None:
+        """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
+        self._ask({"verb": "hold"}, fds=[fd])
 
     def clocks(self) -> Clocks:
         """The clocks as the kernel in the capsule reads them."""
@@ -443,13 +449,13 @@ class Capsule:
         return [pid for pid in found if pid != self.host_pid]
 
 
-def _send(connection: socket.socket, request: bytes) -> None:
+def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) -> None:
     """Send a request as one packet, or in a file of its own: the environment of a kernel may be larger than a packet.
 
     A packet has to fit into the socket's buffer, of which a user has 200 KB (``net.core.wmem_max``).
     """
     if len(request) <= _PACKET:
-        connection.send(request)
+        socket.send_fds(connection, [request], list(fds))
         return
     with os.fdopen(os.memfd_create("request"), "wb") as file:
         file.write(request)

@@ -15,6 +15,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``go_on``   undo a dump's stop                      -> ``{}``
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
+``hold``    keep the descriptor that comes with it  -> ``{}``
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Init:
         self.rootless = rootless
         self.owner: socket.socket | None = None
         self.outlive = False
+        #: Descriptors that the owner gave us to hold; the locks on their files end with the capsule.
+        self.held: list[int] = []
         #: Of the request being answered: the owner tells by it a late answer from the one it waits for.
         self.number = 0
         self.kernel = 0
@@ -195,12 +198,14 @@ class Init:
         except OSError:
             return False
         for fd in fds:
-            with open(fd, "rb") as file:
+            os.set_inheritable(fd, False)
+        if fds and packet == b"{}":
+            with open(fds.pop(), "rb") as file:
                 file.seek(0)
                 packet = file.read()
         if not packet:
             return False
-        request = json.loads(packet)
+        request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
         self.number = request.pop("number", 0)
         try:
             getattr(self, "do_" + request.pop("verb"))(**request)
@@ -291,6 +296,13 @@ class Init:
 
     def do_outlive(self, outlive: bool) -> None:
         self.outlive = outlive
+        self.answer({})
+
+    def do_hold(self, fd: int) -> None:
+        for old in [each for each in self.held if os.fstat(each).st_nlink == 0]:
+            self.held.remove(old)
+            os.close(old)
+        self.held.append(fd)
         self.answer({})
 
     def answer_kernel(self, reply: dict[str, Any]) -> None:

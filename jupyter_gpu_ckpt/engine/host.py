@@ -121,6 +121,7 @@ def _try_to_write(there: Path) -> str:
                 file.write(b"x" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
+            os.link(file.name, f"{file.name}-linked")  # by which images are claimed
     except OSError as error:
         return error.strerror or str(error)
     return ""

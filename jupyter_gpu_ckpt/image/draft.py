@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from . import integrity, leases
-from .disk import flush, mapped
+from .disk import flush, mapped, write_private
 from .encryption import Plain, Vault
 from .generations import Generations
 from .image import CRIU_DIRECTORY, Image
@@ -66,10 +66,11 @@ class Draft:
                 found += path.stat().st_size
         return found
 
-    def publish(self, manifest: Manifest, *, living: int | None = None) -> Image:
+    def publish(self, manifest: Manifest, *, living: int | None = None, holder: leases.Holder | None = None) -> Image:
         """Make it an image.  After failure it is still a draft.
 
-        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image.
+        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image,
+        unless ``holder`` ended with it.
         """
         with mapped(self._root):
             key = self._keys.current()
@@ -85,10 +86,10 @@ class Draft:
                 manifest = replace(manifest, id=self.id, files=integrity.entries(self.path, punch=True))
                 for flushed in flushing:
                     flushed.result()
-            integrity.write_private(self.path / MANIFEST, manifest.to_json())
+            write_private(self.path / MANIFEST, manifest.to_json())
             integrity.seal(self.path, key)
             if living is not None:
-                leases.publish_claim(self.path, living)
+                leases.publish_claim(self.path, living, holder)
             for directory in (self.path / CRIU_DIRECTORY, self.path):
                 flush(directory)
             target = self._root / self.id

@@ -27,7 +27,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..errors import ImageDamaged, KeyUnusable, NoMemory
+from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
 from .manifest import Manifest
 
 ALGORITHM = "aes-256-gcm"
@@ -156,22 +156,31 @@ class Plain:
     base:
         A directory of a file system in memory, for instance ``/dev/shm``.
 
-    Raises `NoMemory` when it cannot be made there.
+    Raises `NoMemory` when it cannot be made there, and leaves nothing then; `ImageBusy` when another process has one of
+    the same image.
     """
 
     def __init__(self, base: Path, id: str) -> None:
         place = _place(base)
+        self.path = place / id
+        self._lock = FileLock(place / f"{id}.lock", timeout=0, mode=0o600, thread_local=False)
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             if place.lstat().st_uid != os.geteuid() or place.lstat().st_mode & 0o077:
                 raise NoMemory("The directory for plain files is not this user's alone.", directory=str(place))
-            self._lock = FileLock(place / f"{id}.lock", timeout=0, mode=0o600, thread_local=False)
             self._lock.acquire()
-            self.path = place / id
+        except Timeout as error:
+            raise ImageBusy(f"Image {id} is being decrypted by another process.", image=id) from error
+        except OSError as error:
+            raise _no_room(error) from error
+        try:
+            # What lies there was left by a process that is gone: its lock is ours.
+            shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
         except OSError as error:
-            raise NoMemory(f"There is no room in memory for plain files: {error.strerror}.") from error
+            self.close()
+            raise _no_room(error) from error
 
     def close(self) -> None:
         """Remove the files.  Idempotent, never raises."""
@@ -179,6 +188,10 @@ class Plain:
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
+
+
+def _no_room(error: OSError) -> NoMemory:
+    return NoMemory(f"There is no room in memory for plain files: {error.strerror}.")
 
 
 @dataclass(frozen=True)
@@ -223,7 +236,7 @@ class Vault:
     def decrypt(self, image: Path, manifest: Manifest, directory: str) -> Plain:
         """The files below ``directory`` of ``image`` in memory; the caller closes them.
 
-        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`.
+        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
         """
         cipher = Cipher.of(self.secret() if self.source else None, manifest.encryption or {})
         plain = Plain(self.base, manifest.id)

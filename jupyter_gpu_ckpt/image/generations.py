@@ -16,8 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..errors import ImageStale, KeyUnusable
-from .disk import flush
-from .integrity import write_private
+from .disk import flush, write_private
 from .manifest import Manifest
 
 #: Seconds to wait for another process that is writing a record, which takes it a moment.

@@ -72,9 +72,9 @@ class Image:
         """
         return leases.hold(self.path)
 
-    def acquire(self) -> Lease:
-        """The same for longer than a block."""
-        return leases.acquire(self.path)
+    def acquire(self, patience: float = 0.0) -> Lease:
+        """The same for longer than a block, and up to so many seconds after another process of this host has it."""
+        return leases.acquire(self.path, patience=patience)
 
     def ended(self) -> None:
         """The process that was saved has ended: from now on the image is its kernel.  Raises `OSError`."""

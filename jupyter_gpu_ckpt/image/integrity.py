@@ -29,6 +29,7 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged, ImageForged, ImageFormat
 from .blocks import BLOCK, blocks, punch_zeros, reader
+from .disk import write_private
 from .keys import ALGORITHM, Key, Keyring
 from .manifest import MOST_BYTES, RESERVED, FileEntry, Manifest
 
@@ -51,16 +52,6 @@ def seal(path: Path, key: Key) -> None:
     """Vouch for the manifest of the image at ``path``; the seal is on disk when this returns.  Raises `OSError`."""
     text = json.dumps({"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path))})
     write_private(path / SEAL, text)
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file of 0600, whatever the umask, and flush it to disk.  Raises `OSError`."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "w") as file:
-        os.fchmod(fd, 0o600)
-        file.write(text)
-        file.flush()
-        os.fsync(fd)
 
 
 def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manifest:

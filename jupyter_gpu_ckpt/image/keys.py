@@ -20,6 +20,7 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import KeyUnusable
+from .disk import flush, write_private
 
 ALGORITHM = "hmac-sha256"
 BYTES = 32
@@ -91,18 +92,9 @@ class Keyring:
                 self.directory.chmod(0o700)  # whatever the umask
             self._require_private(self.directory, stat.S_ISDIR, 0o077)
             draft = self.directory / f".{id}"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(fd, "w") as file:
-                file.write(key.secret.hex() + "\n")
-                file.flush()
-                os.fchmod(fd, 0o600)
-                os.fsync(fd)
+            write_private(draft, key.secret.hex() + "\n")
             draft.rename(self.directory / id)
-            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            flush(self.directory)
         except OSError as error:
             raise KeyUnusable(f"No key can be made: {error.strerror}.", path=str(self.directory)) from error
         return key

@@ -12,38 +12,45 @@ touched for `EXPIRY` seconds is over, and the next restorer takes the next numbe
 the first message reaches a restored kernel: of two restorers, however late one of them comes back from wherever it
 hung, one gets it and the other must end what it restored.  It lies in the image's directory, so there is none to be had
 once the image was removed.  A checkpoint publishes its image with a claim for the kernel that still runs, and takes it
-off when that has ended.  A claim does not expire: it is void when its process is known to be gone, which only its own
-host can know, or when somebody who knows it says so (`break_claim`).
+off when that has ended.  A claim does not expire: it is void when its process is known to be gone, or when somebody who
+knows it says so (`break_claim`).  Only its own host can know it: by the process's id, or, where ids mean something else
+(in another container), by the lock that the process's capsule keeps on the claim for as long as it lives.  One Linux
+has one opinion about who holds a lock.
 
 On a full disk nothing is restored.  A removal, the way out of it, goes on with what could not be made left out.
 
-Limits: a file system whose exclusive link is not atomic (none we know of); hosts with one machine id and one name.
+Limits: a file system whose exclusive link is not atomic (none we know of); hosts with one machine id and one name, or
+with one boot id (clones of a virtual machine that runs).
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..errors import ImageBusy, ImageNotFound, NoSpace
-from .disk import mapped
+from ..errors import CapsuleError, ImageBusy, ImageNotFound, NoSpace
+from .disk import flush, mapped
 
 #: Seconds after which a lease that nobody touched is over.
 EXPIRY = 30.0
 CLAIM = "claim.json"
 LEASES = "lease"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+#: Takes a locked descriptor over, and has it open for as long as the claimed process lives (`Capsule.hold`).
+Holder = Callable[[int], object]
 
 
 class Lease:
@@ -70,14 +77,14 @@ class Lease:
             with contextlib.suppress(OSError):  # removed with its image, or a file server that is away
                 os.utime(self._file)
 
-    def claim(self, pid: int) -> None:
+    def claim(self, pid: int, holder: Holder | None = None) -> None:
         """From now on the kernel lives as process ``pid``.
 
         Raises `ImageBusy` when it lives elsewhere already, `NoSpace` when there is no room to say so.  After failure
         there must not be a kernel from this image: the caller ends it.
         """
         try:
-            made = _link(self.path / CLAIM, _process(pid))
+            made = _link(self.path / CLAIM, _process(pid), holder)
         except OSError as error:
             if error.errno in _FULL:
                 message = "The disk of the image directory is full: that the kernel lives cannot be written there."
@@ -104,19 +111,20 @@ class Lease:
         self._lock.release()
 
 
-def acquire(path: Path, *, remove: bool = False) -> Lease:
+def acquire(path: Path, *, remove: bool = False, patience: float = 0.0) -> Lease:
     """The lease of the image at ``path``.
 
-    To ``remove`` an image is no harm to a kernel that lives.  Raises `ImageBusy` at once when another holds it or, if
-    not to remove it, the kernel lives; `ImageNotFound` when another has removed it; `StoreUnwritable` and, if not to
+    To ``remove`` an image is no harm to a kernel that lives.  Raises `ImageBusy` when another process of this host has
+    it for more than ``patience`` seconds, and at once when another host holds it or, if not to remove it, the kernel
+    lives; `ImageNotFound` when another has removed it; `StoreUnwritable` and, if not to
     remove it, `NoSpace`.
     """
     with mapped(path.parent):
-        return _acquire(path, remove)
+        return _acquire(path, remove, patience)
 
 
-def _acquire(path: Path, remove: bool) -> Lease:
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, mode=0o600, thread_local=False)
+def _acquire(path: Path, remove: bool, patience: float) -> Lease:
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=patience, mode=0o600, thread_local=False)
     try:
         lock.acquire()
     except Timeout as error:
@@ -140,24 +148,24 @@ def _acquire(path: Path, remove: bool) -> Lease:
 
 
 @contextlib.contextmanager
-def hold(path: Path, *, remove: bool = False) -> Iterator[Lease]:
+def hold(path: Path, *, remove: bool = False, patience: float = 0.0) -> Iterator[Lease]:
     """`acquire` the lease for the body."""
-    lease = acquire(path, remove=remove)
+    lease = acquire(path, remove=remove, patience=patience)
     try:
         yield lease
     finally:
         lease.end()
 
 
-def publish_claim(path: Path, pid: int) -> None:
+def publish_claim(path: Path, pid: int, holder: Holder | None = None) -> None:
     """In a draft: its kernel lives as process ``pid`` until `withdraw_claim`.  Raises `OSError`."""
-    _link(path / CLAIM, _process(pid))
+    _link(path / CLAIM, _process(pid), holder)
 
 
 def withdraw_claim(path: Path) -> None:
     """The kernel whose image this is has ended.  On disk when this returns: else the image would seem to be in use."""
     (path / CLAIM).unlink(missing_ok=True)
-    _flush(path)
+    flush(path)
 
 
 def break_claim(path: Path) -> bool:
@@ -173,7 +181,7 @@ def require_unclaimed(path: Path) -> None:
     claim = _read(path / CLAIM)
     if claim is None:
         return
-    if not _gone(claim):
+    if not _gone(claim) and not _let_go(path / CLAIM, claim):
         host = claim.get("hostname", "?")
         raise ImageBusy(
             f"The kernel of image {path.name} runs on {host}.",
@@ -213,17 +221,59 @@ def _now(directory: Path) -> float:
     return directory.stat().st_mtime
 
 
-def _link(path: Path, record: dict[str, Any]) -> bool:
+def _link(path: Path, record: dict[str, Any], holder: Holder | None = None) -> bool:
     """Make ``path`` with ``record`` in it; False when there is one.  Whole or not at all, by one process alone."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     draft.touch(0o600)
     try:
+        if holder is not None:
+            record = {**record, "held": _give(draft, holder)}
         draft.write_text(json.dumps(record))
         path.hardlink_to(draft)
     except FileExistsError:
         return False
     finally:
         draft.unlink()
+    return True
+
+
+def _give(path: Path, holder: Holder) -> list[int] | None:
+    """Lock ``path`` and hand the lock over; which file it is, or None where there are no locks or nobody takes it."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        holder(fd)
+        return _file(fd)
+    except (OSError, CapsuleError):  # such a claim is judged by its process's id alone
+        return None
+    finally:
+        os.close(fd)
+
+
+def _file(fd: int) -> list[int]:
+    facts = os.fstat(fd)
+    return [facts.st_dev, facts.st_ino]
+
+
+def _let_go(path: Path, claim: dict[str, Any]) -> bool:
+    """Whether a claim from elsewhere on this host is held by nobody any more.
+
+    The very file must be seen through the very mount: of two mounts of one directory each may have locks of its own.
+    """
+    if claim.get("boot") != _here()["boot"] or claim.get("pids") == _pids() or claim.get("held") is None:
+        return False
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if _file(fd) != claim["held"]:
+            return False
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
     return True
 
 
@@ -238,14 +288,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
-def _flush(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _here() -> dict[str, Any]:
     """This host, since it was booted."""
     machine = Path("/etc/machine-id")
@@ -257,7 +299,12 @@ def _here() -> dict[str, Any]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    return {**_here(), "pids": str(Path("/proc/self/ns/pid").readlink()), "pid": pid, "started": _started(pid)}
+    return {**_here(), "pids": _pids(), "pid": pid, "started": _started(pid)}
+
+
+def _pids() -> str:
+    """In which namespace a pid of ours means what it says."""
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _started(pid: int) -> int:
@@ -275,7 +322,7 @@ def _gone(claim: dict[str, Any]) -> bool:
         # The same machine, booted again.  A container without an id of its own is not known to be the same.
         same = claim.get("machine") == here["machine"] and claim.get("hostname") == here["hostname"]
         return bool(here["machine"]) and same and bool(re.fullmatch(r"[0-9a-f-]{32,36}", str(claim.get("boot"))))
-    if claim.get("pids") != str(Path("/proc/self/ns/pid").readlink()):
+    if claim.get("pids") != _pids():
         return False
     started = _started(int(claim["pid"])) if isinstance(claim.get("pid"), int) else 1
     return started == 0 or started != claim.get("started")

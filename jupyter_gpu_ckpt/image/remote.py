@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -39,23 +39,24 @@ from ..errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
-from . import integrity
-from .disk import flush
+from . import direct, integrity
+from . import pieces as pieces_of
+from .arrival import Arrival
+from .disk import flush, write_private
 from .image import Image
 from .integrity import MANIFEST, SEAL
 from .manifest import MOST_BYTES, Manifest, safe_name
+from .pieces import Journal, Piece, pieces, prepare, zeros
+from .shared_directory import SharedDirectory
 from .store import Store
 
-#: Bytes of one piece: large enough for the rate of an object store, small enough to be sent again.
-PIECE = 16 << 20
 #: Beside the images of a store: what is being pulled.
 INCOMING = ".incoming"
 CLAIM = "claim.json"
-_STEP = 1 << 20
-_ZEROS = bytes(PIECE)
 
 #: Told the bytes that are done now, from any thread; those of an earlier try count at once.
 Progress = Callable[[int], object]
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -79,6 +80,8 @@ class Remote:
                 if protocol in ("sftp", "ssh"):
                     # sshfs would take any host for the right one.
                     options.setdefault("known_hosts", str(Path.home() / ".ssh" / "known_hosts"))
+                    # asyncssh's own first choice, ChaCha20, takes a third more of the one core that it runs on.
+                    options.setdefault("encryption_algs", "^aes128-gcm@openssh.com,aes256-gcm@openssh.com")
                 self._fs, self._root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
             except (ImportError, ValueError) as error:
                 raise RemoteUnsupported(f"What {protocol}: URLs need is not installed.") from error
@@ -102,6 +105,14 @@ class Remote:
     def manifest(self, id: str) -> Manifest:
         """What the manifest of an image there says; not proved.  Raises `ImageNotFound`, `ImageFormat`."""
         return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
+
+    def has(self, id: str) -> bool:
+        """Whether there is an image of that name, and not only pieces of one."""
+        try:
+            self._small(id, MANIFEST, MOST_BYTES)
+        except ImageNotFound:
+            return False
+        return True
 
     def claimed(self, id: str) -> str:
         """The host that is pulling the image, or holds a kernel from it; empty when it is free."""
@@ -128,62 +139,94 @@ class Remote:
         `ImageBusy` when a restore is using it or its kernel lives.
         """
         with image.lease():
-            sent = self.send(image, progress, prove=take_from is not None)
+            sent = self.send(image, progress)
+            self.complete(image)
             if take_from is not None:
                 take_from.remove(image, leased=True)
         return sent
 
-    def send(self, image: Image, progress: Progress | None = None, *, prove: bool = False) -> int:
-        """A copy of an image whose lease the caller holds; the bytes that had to be sent now.
+    def send(self, image: Image, progress: Progress | None = None) -> int:
+        """A copy of an image's content, which no listing shows before `complete`; the bytes that had to be sent now.
 
-        ``prove``: the local content is to be deleted, so the pieces of an earlier try are read back and compared; else
-        one of the right size is taken for the right one, and a pull that comes upon another notices.
+        Every piece there was compared by its hash when this returns (`arrival`), also those of an earlier try.
         """
-        place = self._place(image.id)
+        place, shared = self._place(image.id), self._shared(image.id)
+        arrival = Arrival(self._fs, place)
+        fresh: dict[str, str] = {}
+        wrong: list[str] = []
         with _told():
-            self._make_private(place)
+            self._make_private(image.id)
             there = self._sizes(place)
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(f"{place}/{CLAIM}")
+            if there:
+                arrival.ask(sum(there.values()))
 
-            def send(piece: _Piece) -> int:
-                data = piece.read(image.path)
-                path = f"{place}/{piece.name}"
-                size = 0
-                if data != _ZEROS[: len(data)]:
-                    usable = there.get(piece.name) == len(data)
-                    if not usable or (prove and bytes(self._fs.cat_file(path)) != data):
-                        self._put(path, data)
-                        size = len(data)
-                    arrived.append((piece.name, len(data)))
-                elif piece.name in there:
-                    self._fs.rm_file(path)  # a pull would take it for the content
+            def send(piece: Piece) -> int:
+                if shared is not None:
+                    size = shared.send(piece, image.path, there.get(piece.name))
+                    if size is None:
+                        wrong.append(piece.name)
+                else:
+                    size = self._send(piece, image.path, place, there, arrival, fresh)
                 if progress is not None:
-                    progress(len(data))
-                return size
+                    progress(piece.length)
+                return size or 0
 
-            arrived: list[tuple[str, int]] = []
-            sent = sum(self._each(send, _pieces(image.manifest)))
-            now = self._sizes(place)
-            lost = [name for name, size in arrived if now.get(name) != size]
-            if lost:
-                raise RemoteFailed(f"What was sent did not arrive: {len(lost)} pieces.", pieces=lost[:20])
-            for name in (SEAL, MANIFEST):
-                if self._local:
-                    flush(Path(place))  # the names of the pieces before that of what makes them an image
-                self._put(f"{place}/{name}", (image.path / name).read_bytes())
-            if self._local:
-                flush(Path(place))
+            sent = sum(self._each(send, pieces(image.manifest)))
+            arrival.ask(sent)
+            arrived = zip(fresh, self._each(lambda name: arrival.has(name, fresh[name]), fresh), strict=True)
+            wrong += [name for name, whole in arrived if not whole]
+            for name in wrong:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{place}/{name}")
+        if wrong:
+            raise RemoteFailed(f"What was sent did not arrive whole: {len(wrong)} pieces.", pieces=wrong[:20])
         return sent
 
-    def _put(self, path: str, data: bytes) -> None:
+    def _send(
+        self,
+        piece: Piece,
+        root: Path,
+        place: str,
+        there: Mapping[str, int],
+        arrival: Arrival,
+        fresh: dict[str, str],
+    ) -> int:
+        """One piece; those that are put are noted in ``fresh`` with their hash.  The bytes that had to be sent."""
+        data = piece.read(root)
+        if data == zeros(len(data)):
+            if piece.name in there:
+                self._fs.rm_file(f"{place}/{piece.name}")  # a pull would take it for the content
+            return 0
+        digest = arrival.digest(data)
+        if there.get(piece.name) == len(data) and arrival.has(piece.name, digest):
+            return 0
+        self._put(place, piece.name, data)
+        fresh[piece.name] = digest
+        return len(data)
+
+    def complete(self, image: Image, *, claimed: bool = False) -> None:
+        """What was sent is an image from now on; ``claimed``: one that no other host takes (`pull`)."""
+        place, shared = self._place(image.id), self._shared(image.id)
+        with _told():
+            # Read first: of an image that has gone nothing is said there.
+            last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
+            if shared is not None:
+                flush(shared.path)  # the names of the pieces before that of what makes them an image
+            if claimed:
+                self._put(place, CLAIM, json.dumps(_claimant()).encode())
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{place}/{CLAIM}")
+            for name, text in last.items():
+                self._put(place, name, text)
+            if shared is not None:
+                flush(shared.path)
+
+    def _put(self, place: str, name: str, data: bytes) -> None:
         """Whole or not at all: an object store does so by itself, elsewhere it is sent under another name."""
+        path = f"{place}/{name}"
         if self._local:
-            draft = Path(path + ".part")
-            with draft.open("wb", buffering=0) as file:
-                _write(file.fileno(), data, 0)
-                os.fsync(file.fileno())
-            draft.rename(path)
+            SharedDirectory(Path(place)).put(name, data)
         elif self._atomic:
             self._fs.pipe_file(path, data)
         else:
@@ -194,13 +237,16 @@ class Remote:
     def _atomic(self) -> bool:
         return not self._local and not hasattr(self._fs, "client")
 
-    def _make_private(self, place: str) -> None:
+    def _make_private(self, id: str) -> None:
         """Where there are directories, others may not enter this one; elsewhere the bucket's rules decide."""
-        if self._local:
-            Path(self._root).mkdir(parents=True, exist_ok=True, mode=0o700)
-            Path(place).mkdir(exist_ok=True, mode=0o700)
+        shared = self._shared(id)
+        if shared is not None:
+            shared.prepare()
         elif not self._atomic:
-            self._fs.makedirs(place, exist_ok=True, permissions=0o700)
+            self._fs.makedirs(self._place(id), exist_ok=True, permissions=0o700)
+
+    def _shared(self, id: str) -> SharedDirectory | None:
+        return SharedDirectory(Path(self._place(id))) if self._local else None
 
     # -- from there
 
@@ -240,7 +286,7 @@ class Remote:
             journal = staged.with_name(f".{id}.done")
             if not journal.exists():  # the body of an earlier try may have taken files: nothing says what is left
                 shutil.rmtree(staged, ignore_errors=True)
-            done = _Journal(journal)
+            done = Journal(journal)
             with contextlib.closing(done):
                 self._fetch(id, staged, store, keep, done, progress)
             # Before the body takes a file: else a next try would believe the journal that it is still there.
@@ -252,13 +298,11 @@ class Remote:
         finally:
             lock.release()
 
-    def _fetch(
-        self, id: str, staged: Path, store: Store, keep: bool, done: _Journal, progress: Progress | None
-    ) -> None:
+    def _fetch(self, id: str, staged: Path, store: Store, keep: bool, done: Journal, progress: Progress | None) -> None:
         place = self._place(id)
         staged.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            integrity.write_private(staged / name, self._small(id, name, most).decode(errors="replace"))
+            write_private(staged / name, self._small(id, name, most).decode(errors="replace"))
         manifest = integrity.require_sealed(staged, store.keys)
         store.generations.require_current(manifest)
         if not keep:
@@ -267,22 +311,36 @@ class Remote:
             raise NoSpace("The image does not fit on the disk of the image directory.", needed=manifest.bytes)
         with _told():
             sizes = self._sizes(place)
-            files = {name: _prepare(staged, name, entry.bytes) for name, entry in manifest.files.items()}
+            files = {name: prepare(staged, name, entry.bytes) for name, entry in manifest.files.items()}
 
-            def fetch(piece: _Piece) -> tuple[_Piece, bytes]:
+            shared = self._shared(id)
+            # One for each piece under way, for the one that is hashed, and the one that is written.
+            free: SimpleQueue[memoryview] = SimpleQueue()
+            for _ in range(self._workers + 2):
+                free.put(direct.buffer(pieces_of.PIECE))
+
+            def fetch(piece: Piece) -> tuple[Piece, memoryview, memoryview]:
+                into = free.get()
                 if piece.name in done:
-                    return piece, piece.read(staged)
-                if piece.name not in sizes:
-                    return piece, _ZEROS[: piece.length]
-                data = bytes(self._fs.cat_file(f"{place}/{piece.name}"))
+                    data = direct.read(files[piece.file], into, piece.length, piece.offset)
+                elif piece.name not in sizes:
+                    data = memoryview(zeros(piece.length))
+                elif shared is not None:
+                    data = shared.fetch(piece, into)
+                else:
+                    data = memoryview(self._fs.cat_file(f"{place}/{piece.name}"))
+                    if len(data) == piece.length:
+                        into[: len(data)] = data
                 if len(data) != piece.length:
                     raise RemoteFailed("A piece of the image has another size than it should.", piece=piece.name)
-                return piece, data
+                return piece, data, into
 
-            def keep_piece(piece: _Piece, data: bytes) -> None:
+            def keep_piece(piece: Piece, into: memoryview) -> None:
                 if piece.name in sizes and piece.name not in done:
-                    piece.write(files[piece.file], data)
+                    size = manifest.files[piece.file].bytes
+                    direct.write(files[piece.file], into, piece.length, offset=piece.offset, size=size)
                     done.add(piece.name)
+                free.put(into)
                 if progress is not None:
                     progress(piece.length)
 
@@ -291,11 +349,11 @@ class Remote:
             hashers = {name: blake3(max_threads=blake3.AUTO) for name in manifest.files}
             with ThreadPoolExecutor(1, thread_name_prefix="image-writer") as writer:
                 written: Future[None] | None = None
-                for piece, data in self._each(fetch, _pieces(manifest)):
+                for piece, data, into in self._each(fetch, pieces(manifest)):
                     hashers[piece.file].update(data)
                     if written is not None:
                         written.result()
-                    written = writer.submit(keep_piece, piece, data)
+                    written = writer.submit(keep_piece, piece, into)
                 if written is not None:
                     written.result()
         wrong = [name for name, entry in manifest.files.items() if hashers[name].hexdigest() != entry.blake3]
@@ -310,7 +368,7 @@ class Remote:
 
     def _claim(self, id: str) -> None:
         """From now on the image there is ours to take.  Raises `ImageBusy`."""
-        mine = {"hostname": socket.gethostname(), "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
+        mine = _claimant()
         try:
             with _told(), self._fs.open(f"{self._place(id)}/{CLAIM}", "xb") as file:
                 file.write(json.dumps(mine).encode())
@@ -335,15 +393,15 @@ class Remote:
 
     # -- both ways
 
-    def _each(self, work: Callable[[_Piece], Result], pieces: Iterable[_Piece]) -> Iterator[Result]:
-        """``work`` for each piece, so many side by side, no more begun than will be needed if one fails."""
+    def _each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """``work`` for each, so many side by side, no more begun than will be needed if one fails."""
         with ThreadPoolExecutor(self._workers, thread_name_prefix="image-transfer") as pool:
             waiting: list[Future[Result]] = []
-            rest = iter(pieces)
+            rest = iter(items)
             try:
                 while True:
                     more = itertools.islice(rest, self._workers - len(waiting))
-                    waiting += [pool.submit(work, piece) for piece in more]
+                    waiting += [pool.submit(work, item) for item in more]
                     if not waiting:
                         return
                     yield waiting.pop(0).result()
@@ -379,71 +437,8 @@ class Remote:
         return id
 
 
-class _Piece:
-    """A piece of a file of an image; ``length`` in bytes."""
-
-    def __init__(self, file: str, number: int, count: int, offset: int, length: int) -> None:
-        self.file, self.offset, self.length = file, offset, length
-        self.name = f"{number:04d}-{count:06d}"
-
-    def read(self, root: Path) -> bytes:
-        fd = os.open(root / self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(fd, "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), self.length, self.offset)
-        if len(data) != self.length:
-            raise ImageFormat("The image is shorter than its manifest says.", file=self.file)
-        return data
-
-    def write(self, path: Path, data: bytes) -> None:
-        with open(path, "r+b", buffering=0) as file:
-            _write(file.fileno(), data, self.offset)
-            # Linux begins to write it now, not when all of it is flushed at the end.
-            os.posix_fadvise(file.fileno(), self.offset, self.length, os.POSIX_FADV_DONTNEED)
-
-
-def _write(fd: int, data: bytes, offset: int) -> None:
-    """In steps: one write of many mebibytes was measured at a tenth of the rate (ext4, Linux 6.18)."""
-    view = memoryview(data)
-    at = 0
-    while at < len(data):
-        at += os.pwrite(fd, view[at : at + _STEP], offset + at)  # may be fewer than asked for, on a disk almost full
-
-
-def _pieces(manifest: Manifest) -> Iterator[_Piece]:
-    for number, (name, entry) in enumerate(sorted(manifest.files.items())):
-        for count, offset in enumerate(range(0, entry.bytes, PIECE)):
-            yield _Piece(name, number, count, offset, min(PIECE, entry.bytes - offset))
-
-
-class _Journal:
-    """The pieces that lie in their place already, for a pull that broke off and is asked for again.
-
-    It may say too much after a crash of the machine; the proof at the end notices.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._done = set(path.read_text().split()) if path.exists() else set()
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._done
-
-    def add(self, name: str) -> None:
-        os.write(self._fd, f"{name}\n".encode())  # whole, whichever thread calls
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
-def _prepare(staged: Path, name: str, size: int) -> Path:
-    """The file a pull writes into: its whole length from the start, one big hole at first."""
-    path = staged / name
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    os.ftruncate(fd, size)
-    os.close(fd)
-    return path
+def _claimant() -> dict[str, str]:
+    return {"hostname": socket.gethostname(), "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
 
 
 @contextlib.contextmanager

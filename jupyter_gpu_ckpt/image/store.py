@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -15,9 +14,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound, StoreShared
-from . import draft, integrity, leases
-from .disk import mapped
+from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound
+from . import directory, draft, integrity, leases
+from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
@@ -30,10 +29,17 @@ __all__ = ["Image", "Store"]
 
 
 class Store:
-    """The images below one directory, which is made on first use and belongs to its user alone."""
+    """The images of this user.
 
-    def __init__(self, root: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: int = 0) -> None:
-        self.root = root
+    Parameters
+    ----------
+    named:
+        The image directory as it was set.  ``root`` is where the images are: it, or this user's below it (`directory`).
+    """
+
+    def __init__(self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: int = 0) -> None:
+        self.named = named
+        self.root = directory.of_user(named)
         #: Encrypts the images made from now on; None: they are not.
         self.vault = vault
         self.quota = quota
@@ -43,27 +49,12 @@ class Store:
     def prepare(self) -> None:
         """Make the directory and prove that it can be written.
 
-        Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, and `StoreShared` for a directory that
-        others can enter: images hold every secret of a kernel.  Its mode is not ours to change.
+        Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
-        with mapped(self.root):
-            if self.root.exists() and not self.root.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, "it is a file")
-            if not self.root.exists():
-                self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self.root.chmod(0o700)  # whatever the umask
-            if not self._private():
-                raise StoreShared("The image directory can be entered by other users.", directory=str(self.root))
-            probe = self.root / f".probe-{secrets.token_hex(4)}"
-            probe.touch(0o600)
-            probe.unlink()
+        directory.prepare(self.named)
         self.keys.current()
         if self.vault is not None:
             self.vault.secret()
-
-    def _private(self) -> bool:
-        facts = self.root.stat()
-        return facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
 
     def free(self) -> int:
         """Bytes an unprivileged user may still write, of the disk's and of the quota, if there is one."""
@@ -184,7 +175,7 @@ class Store:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
         with leases.hold(image.path), mapped(self.root):
             manifest = replace(image.manifest, files=integrity.entries(image.path), version=VERSION)
-            integrity.write_private(image.path / MANIFEST, manifest.to_json())
+            write_private(image.path / MANIFEST, manifest.to_json())
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 
@@ -219,7 +210,8 @@ class Store:
         Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
         """
         swept = (self.vault or Vault()).sweep()
-        for path in self.root.glob(f"{draft.PREFIX}*") if self.root.is_dir() and self._private() else ():
+        ours = self.root.is_dir() and directory.is_private(self.root)
+        for path in self.root.glob(f"{draft.PREFIX}*") if ours else ():
             if not path.is_dir():
                 continue
             lock = FileLock(path.with_name(path.name + ".lock"), timeout=0, mode=0o600)

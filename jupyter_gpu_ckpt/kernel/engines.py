@@ -38,12 +38,12 @@ def shared_engine(image_dir: Path) -> Engine:
 def use_engine(engine: Engine) -> None:
     """Have this process use ``engine``, with a store for each image directory: how tests bring GPUs of their own."""
     with _engines_lock:
-        _engines[engine.store.root] = engine
+        _engines[engine.store.named] = engine
 
 
 def with_own_store(engine: Engine, vault: Vault | None, quota: int) -> Engine:
     """``engine`` with a store as one kernel's configuration wants it; ``quota`` in bytes, 0 for none."""
-    store = Store(engine.store.root, engine.store.keys, vault, quota)
+    store = Store(engine.store.named, engine.store.keys, vault, quota)
     if vault is not None:
         vault.sweep()
     return dataclasses.replace(engine, store=store)

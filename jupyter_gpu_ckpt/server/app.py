@@ -93,7 +93,7 @@ class GpuCkptApp(ExtensionApp):
         self.watcher = Watcher(self.serverapp.io_loop, self.serverapp.log)
         self._metrics = Metrics(self.watcher)
         events = Events(self.serverapp.event_logger)
-        self.usage = GpuUsage(self.provisioners, self.watcher, self.store.root, events.usage, parent=self)
+        self.usage = GpuUsage(self.provisioners, self.watcher, self.store.named, events.usage, parent=self)
         self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage]
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
@@ -118,7 +118,7 @@ class GpuCkptApp(ExtensionApp):
             root = Path(serverapp.root_dir)
             manager, sessions = serverapp.kernel_manager, serverapp.session_manager
             await self.comeback.start(manager, sessions, root, self._runtime_base, self.store)
-            self.comeback.watch(self._runtime_base, self.store.root)
+            self.comeback.watch(self._runtime_base, self.store.named)
         self.idle.start()
         self.cold.start()
         self.usage.start()
@@ -181,7 +181,7 @@ class GpuCkptApp(ExtensionApp):
 
     async def status(self) -> dict[str, Any]:
         """The document of ``status``."""
-        directory = self.store.root
+        directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_KEEPS:
                 self._diagnosis = time.monotonic(), await asyncio.to_thread(documents.host, directory)

@@ -1,18 +1,34 @@
-"""The cold tier of a server: now and then the content of old images is sent away (`image.archive`)."""
+"""The cold tier of a server: now and then the content of old images is sent away (`image.archive`).
+
+A process of its own sends it, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time from the
+server's threads, and it can be ended at any moment.  What it has sent by then is not sent again.  Its options come on
+its standard input, for a URL may have a password in it; the end of that pipe is the end of the server, and its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
-from ..errors import GpuCkptError
-from ..image.archive import archive_old
+from filelock import FileLock, Timeout
+
+from ..errors import GpuCkptError, ImageBusy, ImageNotFound
+from ..image.archive import archive_old, due
+from ..image.keys import Keyring
 from ..image.remote import Remote
 from ..image.store import Store
 
 #: Seconds between two looks, if images are archived after long; a quarter of that time if it is shorter.
 INTERVAL = 600.0
+#: By how much its process gives way to others (nice(1)).
+_NICE = 10
 
 
 class ColdTier:
@@ -30,7 +46,7 @@ class ColdTier:
             self._task = asyncio.create_task(self._run(), name="gpu-ckpt-cold-tier")
 
     async def stop(self) -> None:
-        """Begin nothing any more; a transfer under way goes on in its thread, and is of no harm half done."""
+        """Begin nothing any more, and abandon a transfer that is under way: a later server goes on with it."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -39,16 +55,64 @@ class ColdTier:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.to_thread(self._round)
+            try:
+                if await asyncio.to_thread(due, self._store, self._after):
+                    await self._round()
+            except Exception:
+                self._log.exception("Old images could not be archived; the next look tries again.")
             await asyncio.sleep(min(INTERVAL, max(self._after / 4, 0.1)))
 
-    def _round(self) -> None:
+    async def _round(self) -> None:
+        sender = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert sender.stdin is not None and sender.stdout is not None
+        options = {"images": str(self._store.named), "keys": str(self._store.keys.directory)}
         try:
-            freed = archive_old(self._store, Remote(self._url), self._after)
-        except GpuCkptError as error:
-            self._log.warning("Old images could not be archived: %s", error.code)
-        except Exception:
-            self._log.exception("Old images could not be archived; the next look tries again.")
+            sender.stdin.write(json.dumps({**options, "url": self._url, "after": self._after}).encode() + b"\n")
+            async for line in sender.stdout:
+                self._tell(**json.loads(line))
+            if status := await sender.wait():
+                self._log.warning("Old images could not be archived: the process that sends them ended (%d).", status)
+        finally:
+            if sender.returncode is None:
+                sender.kill()
+                await sender.wait()
+
+    def _tell(self, image: str, freed: int = 0, code: str = "") -> None:
+        if code:
+            self._log.warning("Image %s could not be archived: %s", image or "?", code)
         else:
-            for id, count in freed.items():
-                self._log.info("Image %s was archived: %d bytes freed.", id, count)
+            self._log.info("Image %s was archived: %d bytes freed.", image, freed)
+
+
+def main() -> None:
+    """Archive what is due, once; a line of JSON for each image."""
+    options = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    os.nice(_NICE)
+    store = Store(Path(options["images"]), Keyring(Path(options["keys"])))
+    try:
+        with FileLock(store.root / ".cold.lock", timeout=0, mode=0o600):
+            _archive(store, options["url"], options["after"])
+    except Timeout:  # another server of this user is at it
+        pass
+    except GpuCkptError as error:
+        print(json.dumps({"image": "", "code": error.code}), flush=True)
+
+
+def _archive(store: Store, url: str, after: float) -> None:
+    for image, outcome in archive_old(store, Remote(url), after):
+        if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is wanted
+            continue
+        told = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
+        print(json.dumps({"image": image.id, **told}), flush=True)
+
+
+def _end_with_the_server() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..engine import cuda as real
 from ..engine.cuda import Cuda
+from ..engine.cuda_client import Caller
 from ..engine.cuda_helper import Refused
 from ..engine.gpus import Gpus
 from ..errors import CudaError, HelperGone
@@ -174,6 +175,9 @@ class FakeDriver:
 
     # -- NVML --
 
+    def _nvml_open(self) -> bool:
+        return True
+
     def _nvml_gpus(self) -> list[dict[str, Any]]:
         def gpu(index: int, uuid: str, total: int) -> dict[str, Any]:
             free = self.free(uuid)
@@ -207,10 +211,10 @@ class FakeDriver:
 
 
 class FakeCuda(Cuda):
-    """`cuda.Cuda` over a `FakeDriver`."""
+    """`cuda.Cuda` over a `FakeDriver`; ``helper``: what speaks to the driver, if it is not asked directly."""
 
-    def __init__(self, driver: FakeDriver) -> None:
-        super().__init__(driver)
+    def __init__(self, driver: FakeDriver, helper: Caller | None = None) -> None:
+        super().__init__(helper or driver)
         self.driver = driver
 
     def device_files(self, pid: int) -> list[str]:
@@ -230,8 +234,8 @@ class FakeCuda(Cuda):
 class FakeGpus(Gpus):
     """`gpus.Gpus` over a `FakeDriver`; the locks are real files in ``lock_dir``."""
 
-    def __init__(self, driver: FakeDriver, lock_dir: Path | None = None) -> None:
-        super().__init__(driver, lock_dir=lock_dir)
+    def __init__(self, driver: FakeDriver, lock_dir: Path | None = None, helper: Caller | None = None) -> None:
+        super().__init__(helper or driver, lock_dir=lock_dir)
         self.driver = driver
 
 

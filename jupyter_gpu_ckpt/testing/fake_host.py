@@ -12,12 +12,13 @@ suspend, dump and restore, as in the driver.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..engine.criu import Criu
 from ..engine.criu_install import dotted, find
+from ..engine.cuda_client import Caller
 from ..image.store import Store
 from ..kernel.engines import use_engine
 from ..lifecycle import Engine
@@ -80,9 +81,13 @@ def _home(pid: int) -> Path | None:
     return files[0].parent if files else None
 
 
-def install(gpus: Mapping[str, int], image_dir: Path) -> FakeHost:
-    """Have this process's kernels live on a host with these GPUs (total bytes by UUID)."""
+def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Caller] | None = None) -> FakeHost:
+    """Have this process's kernels live on a host with these GPUs (total bytes by UUID).
+
+    ``helper`` makes what speaks to the driver, for instance a `fake_helper.Before`; else it is asked directly.
+    """
     driver, binary = FakeHost(gpus), find()
-    cards = FakeGpus(driver, image_dir.parent / "gpu-locks")
-    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver), cards, Store(image_dir)))
+    caller = helper(driver) if helper is not None else driver
+    cards = FakeGpus(driver, image_dir.parent / "gpu-locks", caller)
+    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, Store(image_dir)))
     return driver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -528,3 +529,34 @@ def test_a_directory_where_nobody_listens(directory):
         Capsule.attach(directory)
     with Capsule.create(directory) as capsule:
         capsule.clocks()
+
+
+def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
+    def held(path: Path) -> bool:
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def hold(path: Path) -> None:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            capsule.hold(file.fileno())
+
+    for name in ("one", "two"):
+        hold(tmp_path / name)
+    sleeper(capsule)
+    os.kill(capsule.host_pid, signal.SIGKILL)
+    assert capsule.wait(20) == -signal.SIGKILL
+    assert held(tmp_path / "one"), "the capsule lives, whatever becomes of its kernel"
+    assert held(tmp_path / "two")
+    (tmp_path / "one").unlink()
+    hold(tmp_path / "three")
+    init = capsule._parent() or under_test._children(capsule._outer.pid)[0]
+    files = [os.readlink(path) for path in Path(f"/proc/{init}/fd").iterdir()]
+    assert sorted(file for file in files if str(tmp_path) in file) == [f"{tmp_path}/three", f"{tmp_path}/two"]
+    capsule.close()
+    assert not held(tmp_path / "two")
+    assert not held(tmp_path / "three")

@@ -10,21 +10,29 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import pytest_asyncio
 from faulty import Subject
+from harness import notebook
 from waiting import until
 
 from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel import engines
 from jupyter_gpu_ckpt.kernel.adoption import orphans
 from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.testing.fake_helper import Before
+from jupyter_gpu_ckpt.testing.fake_host import FakeHost, holding, install
 
 VICTIM = Path(__file__).with_name("victim.py")
 PLANS = {
@@ -134,7 +142,7 @@ def killing(subject: Subject, pids, step: str, edge: str) -> list[int]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("verb", "step", "edge"), POINTS)
 async def test_the_helper_killed_at_any_step(shared, verb, step, edge):
-    """It is started anew by the next call.  For a kernel with CUDA state: test_lifecycle_fake_cuda.py and tests/gpu."""
+    """It is started anew by the next call.  With device memory: below, test_lifecycle_fake_cuda.py and tests/gpu."""
     cuda = shared.kernel.lifecycle.engine.cuda
 
     def pids() -> list[int]:
@@ -159,6 +167,100 @@ async def test_the_helper_killed_at_any_step(shared, verb, step, edge):
     await getattr(shared.provisioner, verb)()
     assert await shared.run("print(x)") == "41"
     await shared.kernel.settled("running")
+
+
+# -- the helper of a kernel that holds device memory
+
+GPU, HELD = "GPU-00000000-0000-0000-0000-00000000000a", 60 << 20
+CALLS = {"checkpoint": ("cuda.lock", "cuda.checkpoint"), "restore": ("nvml.free", "cuda.restore", "cuda.unlock")}
+#: Before and after every step, and in the middle of each call that changes something: not yet done, or done unheard.
+HELPER_POINTS = POINTS + [(verb, op, when) for verb, ops in CALLS.items() for op in ops for when in ("before", "after")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def on_gpu(tmp_path_factory, criu_binary):
+    """A kernel with device memory: driver and GPU are fakes, helper, kernel, CRIU and images are real."""
+    directory, base = tmp_path_factory.mktemp("on-gpu"), Path(tempfile.mkdtemp(prefix="gc-"))
+    helpers: list[Before] = []
+
+    def before(driver: FakeHost) -> Before:
+        helpers.append(Before(driver))
+        return helpers[0]
+
+    with mock.patch.dict(engines._engines, clear=True):
+        host = install({GPU: 100 << 20}, directory / "images", before)
+        async with notebook(directory, base) as kernel:
+            subject = await Subject.of(kernel, directory, holding({GPU: HELD}))
+            yield subject, host, helpers[0]
+            subject.close()
+    helpers[0].close()
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def on_the_gpu(subject: Subject, host: FakeHost) -> int:
+    """Bytes that are taken there."""
+    if subject.kernel.lifecycle.capsule is not None:
+        subject.kernel.lifecycle.device_bytes()  # the fake learns of a process as it is asked for it
+    host.call("nvml.gpus", timeout_s=20)  # and of its end
+    return host.gpus[GPU] - host.free(GPU)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("verb", "step", "edge"),
+    [
+        pytest.param(
+            *point, marks=() if point in random.Random(SEED).sample(HELPER_POINTS, 10) else pytest.mark.torture
+        )
+        for point in HELPER_POINTS
+    ],
+)
+async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monkeypatch, verb, step, edge):
+    """The kernel is where it was, with its device memory, or where it was to go; and the next try goes there."""
+    subject, host, helper = on_gpu
+    await brought_to(subject, verb)
+    assert on_the_gpu(subject, host) == (HELD if verb == "checkpoint" else 0)
+    helper.call("cuda.open", timeout_s=20)
+    killed: list[int] = []
+
+    def kill() -> None:
+        if not killed and helper.pid is not None:
+            killed.append(helper.pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    def sink(event) -> None:
+        if (event.kind, event.step) == (edge, step):
+            kill()
+
+    call = host.call
+
+    def called(op: str, **args):
+        if op == step and edge == "before":
+            kill()
+        done = call(op, **args)
+        if op == step and edge == "after":
+            kill()
+        return done
+
+    monkeypatch.setattr(host, "call", called)
+    subject.provisioner.sinks.append(sink)
+    try:
+        await getattr(subject.provisioner, verb)()
+    except GpuCkptError as error:
+        assert error.code == "HELPER_GONE"
+        assert error.left
+        assert subject.kernel.state == ("running" if verb == "checkpoint" else "checkpointed")
+    finally:
+        subject.provisioner.sinks.remove(sink)
+    assert killed, "there was no helper to kill, or the moment did not come"
+    lives = subject.kernel.lifecycle.capsule is not None
+    assert lives != any(path.is_dir() for path in subject.images.iterdir())
+    assert on_the_gpu(subject, host) == (HELD if lives else 0)
+    await getattr(subject.provisioner, verb)()
+    assert await subject.run("print(x)") == "41"
+    await subject.kernel.settled("running")
+    assert on_the_gpu(subject, host) == HELD
+    assert not any(process.ruined for process in host.processes.values())
 
 
 KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]

@@ -42,8 +42,11 @@ def _server(argv: list[str], port: int, log: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sftp_server(directory: Path) -> Iterator[dict[str, Any]]:
-    """OpenSSH's own server, with a key and a port of its own; options for `Remote` and for ``sftp(1)``."""
+def sftp_server(directory: Path, more: str = "") -> Iterator[dict[str, Any]]:
+    """OpenSSH's own server, with a key and a port of its own; options for `Remote` and for ``sftp(1)``.
+
+    ``more``: a line of its configuration.
+    """
     program = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
     if program is None:
         pytest.skip(reason="no OpenSSH server: apt-get install openssh-server")
@@ -55,7 +58,7 @@ def sftp_server(directory: Path) -> Iterator[dict[str, Any]]:
     (directory / "known_hosts").write_text(f"[127.0.0.1]:{port} {(directory / 'host.pub').read_text()}")
     (directory / "config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {directory}/host\nAuthorizedKeysFile {directory}/user.pub\n"
-        f"PidFile none\nStrictModes no\nUsePAM no\nPermitRootLogin yes\nSubsystem sftp internal-sftp\n"
+        f"PidFile none\nStrictModes no\nUsePAM no\nPermitRootLogin yes\nSubsystem sftp internal-sftp\n{more}\n"
     )
     with _server([program, "-D", "-e", "-f", str(directory / "config")], port, directory / "log"):
         options = {"client_keys": [str(directory / "user")], "known_hosts": str(directory / "known_hosts")}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from images import publish
+from images import FACTS, publish
 
-from jupyter_gpu_ckpt.errors import ImageArchived, RemoteFailed
-from jupyter_gpu_ckpt.image import archive
+from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
+from jupyter_gpu_ckpt.image import archive, leases
+from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 from jupyter_gpu_ckpt.image.store import Store
 
 
@@ -45,10 +50,10 @@ def test_an_archived_image_is_there_but_for_its_content(store, remote):
 
 def test_only_old_images_go_and_each_once(store, remote):
     old = publish(store)  # of the year 1970
-    assert archive.archive_old(store, remote, 60.0) == {old.id: 5004}
-    assert archive.archive_old(store, remote, 60.0) == {}
+    assert list(archive.archive_old(store, remote, 60.0)) == [(old, 5004)]
+    assert list(archive.archive_old(store, remote, 60.0)) == []
     fresh = publish(store, kernel_id="another", created=4e9)
-    assert archive.archive_old(store, remote, 60.0) == {}
+    assert list(archive.archive_old(store, remote, 60.0)) == []
     store.check(fresh)
 
 
@@ -58,11 +63,12 @@ def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(remote, "_put", fail)
+    monkeypatch.setattr(SharedDirectory, "_write", fail)
     with pytest.raises(RemoteFailed):
         archive.archive(image, store, remote)
     store.check(image)
-    assert archive.archive_old(store, remote, 60.0) == {}
+    ((same, error),) = archive.archive_old(store, remote, 60.0)
+    assert (same, error.code) == (image, "REMOTE_FAILED")
 
 
 def test_content_that_is_gone_is_told(store, remote):
@@ -114,3 +120,148 @@ def test_a_way_back_that_broke_off_between_two_files_is_gone_again(store, remote
     with image.lease():
         archive.bring_back(image, store, remote)
     store.check(image)
+
+
+@pytest.fixture
+def interrupted(store, monkeypatch):
+    """Runs ``meanwhile`` once, just after the first piece of an image was sent, or before it is one there."""
+
+    def interrupt(remote, verb, meanwhile):
+        real = getattr(remote, verb)
+
+        def then(*args, **kwargs):
+            monkeypatch.setattr(remote, verb, real)
+            done = real(*args, **kwargs)
+            meanwhile()
+            return done
+
+        monkeypatch.setattr(remote, verb, then)
+
+    return interrupt
+
+
+@pytest.mark.parametrize("verb", ["_sizes", "send", "complete"])
+def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, interrupted, verb):
+    image = publish(store)
+
+    def wake():
+        with image.lease():
+            store.check(image)
+            store.remove(image, leased=True)
+
+    interrupted(remote, verb, wake)
+    with pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    assert remote.images() == []
+    assert not (Path(remote._root) / image.id).exists(), "what was sent is given up"
+    assert list(store.root.iterdir()) == []
+
+
+def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, monkeypatch):
+    image = publish(store)
+    leased = []
+    interrupted(remote, "complete", lambda: leased.append(image.acquire()))
+    monkeypatch.setattr(archive, "PATIENCE", 0.1)
+    with pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    assert remote.claimed(image.id), "the wake takes long: what was sent stays, and nobody can pull it"
+    leased[0].end()
+    store.check(image)
+    assert archive.archive(image, store, remote) == 5004
+
+
+def test_a_wake_that_failed_leaves_nothing_of_it_there(store, remote, interrupted):
+    """Whoever gives up waits for its end, in a process of its own."""
+    image = publish(store)
+    waiting = threading.Event()
+    hold = leases.hold
+
+    def held(path, **options):
+        waiting.set()
+        return hold(path, **options)
+
+    def wake():
+        lease = image.acquire()
+        threading.Thread(target=lambda: (waiting.wait(30), lease.end())).start()
+
+    interrupted(remote, "complete", wake)
+    with mock.patch.object(leases, "hold", held), pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    assert not (Path(remote._root) / image.id).exists()
+    store.check(image)
+
+
+@pytest.mark.parametrize("then", ["busy", "archived"])
+def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remote, interrupted, then):
+    """Its content here is gone by then, so what lies there is all there is."""
+    image = publish(store)
+    other = Remote(remote._fs.unstrip_protocol(remote._root))
+
+    def overtake():
+        archive.archive(image, store, other)
+        if then == "busy":  # and woken: its content is on its way back
+            leased.append(image.acquire())
+            waiting.append(threading.Timer(0.5, leased[0].end))
+            waiting[0].start()
+
+    leased, waiting = [], []
+    interrupted(remote, "complete", overtake)
+    with pytest.raises(ImageBusy if then == "busy" else ImageArchived):
+        archive.archive(image, store, remote)
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)
+
+
+def test_an_image_that_was_moved_to_the_same_place_meanwhile_stays_there(store, remote, interrupted, tmp_path):
+    image = publish(store)
+    other = Remote(remote._fs.unstrip_protocol(remote._root))
+    interrupted(remote, "send", lambda: other.push(image, take_from=store))
+    with pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    elsewhere = Store(tmp_path / "elsewhere", store.keys)
+    elsewhere.check(remote.pull(image.id, elsewhere))
+
+
+def test_a_kernel_that_lives_keeps_its_image(store, remote):
+    draft = store.begin("kernel")
+    image = draft.publish(FACTS, living=os.getpid())
+    with pytest.raises(ImageBusy):
+        archive.archive(image, store, remote)
+    assert remote.images() == []
+
+
+def test_no_other_host_takes_what_is_archived(store, remote, tmp_path, monkeypatch):
+    """Its manifest is here: the kernel wakes here."""
+    image = publish(store)
+    archive.archive(image, store, remote)
+    elsewhere = Store(tmp_path / "elsewhere", store.keys)
+    with monkeypatch.context() as another:
+        another.setattr(remote_module.socket, "gethostname", lambda: "another")
+        with pytest.raises(ImageBusy, match="was taken by"):
+            remote.pull(image.id, elsewhere)
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)
+
+
+@pytest.mark.parametrize("name", ["rename", "mkdir"])
+def test_a_crash_while_the_content_is_set_aside_loses_nothing(store, remote, monkeypatch, name):
+    image = publish(store)
+    real = getattr(Path, name)
+
+    def crash(path, *args, **options):
+        if path == image.criu_directory:
+            raise KeyboardInterrupt
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, name, crash)
+        with pytest.raises(KeyboardInterrupt):
+            archive.archive(image, store, remote)
+    store.sweep()
+    with image.lease():
+        archive.bring_back(image, store, remote)
+    store.check(image)
+    assert store.remove(image)
+    assert list(store.root.glob(".draft*")) == []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from images import publish
 
-from jupyter_gpu_ckpt.errors import ImageDamaged, KeyUnusable, NoMemory
+from jupyter_gpu_ckpt.errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
 from jupyter_gpu_ckpt.image import encryption
 from jupyter_gpu_ckpt.image.encryption import CHUNK, TAG, Cipher, Plain, Secret, Vault, secret
 from jupyter_gpu_ckpt.image.keys import Keyring
@@ -217,3 +219,36 @@ def test_a_memory_that_is_full(store, monkeypatch, vault):
     assert plain_files(vault) == []
 
 
+def test_what_a_dead_process_left_of_the_same_image_is_in_nobodys_way(store, vault):
+    """Killed in the middle of a restore; the next one of that image may come before any sweep."""
+    image = publish(store)
+    dead = Plain(vault.base, image.id)
+    (dead.path / "core-1.img").write_bytes(CANARY)
+    dead._lock.release()
+    with store.plain(image) as plain:
+        assert CANARY not in (plain / "core-1.img").read_bytes()
+    assert plain_files(vault) == []
+
+
+def test_a_directory_that_could_not_be_made_leaves_nothing(store, vault, monkeypatch):
+    publish(store)
+    chmod = Path.chmod
+    with monkeypatch.context() as patched:
+
+        def full(path, mode):
+            if path.parent.parent == vault.base:
+                raise OSError(28, "No space left on device")
+            chmod(path, mode)
+
+        patched.setattr(Path, "chmod", full)
+        with pytest.raises(NoMemory, match="No space"):
+            Plain(vault.base, "one")
+    assert list((vault.base / f"gpu-ckpt-plain-{os.geteuid()}").iterdir()) == []
+    Plain(vault.base, "one").close()
+
+
+def test_plain_files_that_another_process_uses_are_not_for_want_of_room(vault):
+    with contextlib.closing(Plain(vault.base, "one")) as held:
+        with pytest.raises(ImageBusy):
+            Plain(vault.base, "one")
+        assert held.path.is_dir()

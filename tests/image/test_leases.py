@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,94 @@ def test_a_pid_that_is_another_process_now_claims_nothing(image, another_process
     claim = image.path / leases.CLAIM
     claim.write_text(json.dumps({**json.loads(claim.read_text()), "started": 1}))
     with image.lease():
+        pass
+
+
+CONTAINER = """
+import os, sys
+from pathlib import Path
+from jupyter_gpu_ckpt.image import leases
+path, kept = Path(sys.argv[1]), []
+holder = {"held": lambda fd: kept.append(os.dup(fd)), "not held": None}[sys.argv[2]]
+with leases.hold(path) as lease:
+    lease.claim(os.getpid(), holder)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def in_a_container():
+    """Starts a process with ids of its own that claims an image; what returns it ends it."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("another pid namespace needs root and unshare: apt-get install util-linux")
+    started = []
+
+    def start(path: Path, how: str) -> subprocess.Popen[str]:
+        argv = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", CONTAINER]
+        argv += [str(path), how]
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "claimed\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
+    """Nobody here can look for its process; the lock on the claim went with it."""
+    container = in_a_container(image.path, "held")
+    for _ in range(2):
+        with pytest.raises(ImageBusy, match="runs on"), image.lease():
+            pass
+    container.kill()
+    container.communicate(timeout=20)
+    with image.lease():
+        assert not (image.path / leases.CLAIM).exists()
+
+
+def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
+    container = in_a_container(image.path, "not held")
+    container.kill()
+    container.communicate(timeout=20)
+    with pytest.raises(ImageBusy, match="runs on"), image.lease():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "void"),
+    [
+        ({}, True),
+        ({"boot": "0" * 36, "machine": "another"}, False),
+        ({"held": [0, 0]}, False),
+        ({"held": "x"}, False),
+        ({"held": None}, False),
+    ],
+)
+def test_a_lock_says_something_of_this_boot_and_this_file_only(image, change, void):
+    """The file may be seen through another mount, which has locks of its own."""
+    claim = image.path / leases.CLAIM
+    claim.touch()
+    held = [claim.stat().st_dev, claim.stat().st_ino]
+    claim.write_text(json.dumps({**leases._here(), "pids": "pid:[1]", "pid": 1, "held": held, **change}))
+    if void:
+        with image.lease():
+            return
+    with pytest.raises(ImageBusy), image.lease():
+        pass
+
+
+def test_a_process_of_ours_is_judged_by_its_id_and_by_no_lock(image, another_process):
+    """Its capsule may have let go of an image that was not removed."""
+    kept: list[int] = []
+    with image.lease() as lease:
+        lease.claim(another_process.pid, lambda fd: kept.append(os.dup(fd)))
+    assert json.loads((image.path / leases.CLAIM).read_text())["held"]
+    os.close(kept[0])
+    with pytest.raises(ImageBusy), image.lease():
         pass
 
 

@@ -7,9 +7,12 @@ import getpass
 import json
 import os
 import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from images import FACTS
@@ -25,9 +28,12 @@ from jupyter_gpu_ckpt.errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
+from jupyter_gpu_ckpt.image import pieces
 from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.pieces import Piece
 from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 from jupyter_gpu_ckpt.image.store import Image, Store
 
 PIECE = 1 << 16
@@ -72,7 +78,7 @@ def place(request, tmp_path) -> Place:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(remote_module, "PIECE", PIECE)
+    monkeypatch.setattr(pieces, "PIECE", PIECE)
 
 
 @pytest.fixture
@@ -129,26 +135,30 @@ def test_zeros_are_not_sent_and_not_stored(place, near, far):
     assert pages.st_blocks * 512 <= pages.st_size - zeros + 4096
 
 
-def failing(monkeypatch, remote: Remote, verb: str, after: int) -> None:
-    """The ``after``-th transfer of a piece fails, and so does every later one, as when a network goes."""
-    owner = remote if hasattr(remote, verb) else remote._fs
-    real, count = getattr(owner, verb), 0
+@contextlib.contextmanager
+def failing(remote: Remote, sending: bool, after: int) -> Iterator[list[str]]:
+    """The ``after``-th transfer of a piece fails, and so does every later one, as when a network goes; those tried."""
+    owner, verb = (remote, "_put") if sending else (remote._fs, "cat_file")
+    if remote._local:
+        owner, verb = SharedDirectory, "_write" if sending else "fetch"
+    real, tried = getattr(owner, verb), []
 
-    def fail(path, *args, **kwargs):
-        nonlocal count
-        count += "-" in path.rsplit("/", 1)[-1] and "json" not in path
-        if count > after:
-            raise OSError(104, "Connection reset by peer")
-        return real(path, *args, **kwargs)
+    def fail(*args):
+        name = next((one.name for one in args if isinstance(one, Piece)), None) or str(args[-2 if sending else -1])
+        if re.search(r"\d{4}-\d{6}$", name):
+            tried.append(name)
+            if len(tried) > after:
+                raise OSError(104, "Connection reset by peer")
+        return real(*args)
 
-    monkeypatch.setattr(owner, verb, fail)
+    with mock.patch.object(owner, verb, fail):
+        yield tried
 
 
-def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far, monkeypatch):
+def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far):
     image = publish(near)
     broken = place.remote()
-    failing(monkeypatch, broken, "_put", 4)
-    with pytest.raises(RemoteFailed):
+    with failing(broken, True, 4), pytest.raises(RemoteFailed):
         broken.push(image, take_from=near)
     assert near.images() == [image]
     assert place.remote().images() == []
@@ -159,24 +169,20 @@ def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, 
     far.check(place.remote().pull(image.id, far))
 
 
-def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far, monkeypatch):
+def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far):
     image = publish(near)
     place.remote().push(image, take_from=near)
     broken = place.remote()
-    failing(monkeypatch, broken, "cat_file", 4)
-    with pytest.raises(RemoteFailed):
+    with failing(broken, False, 4), pytest.raises(RemoteFailed):
         broken.pull(image.id, far)
     assert far.images() == []
     assert far.damaged() == {}
     assert place.remote().images() == [image.manifest]
 
-    fetched = []
     again = place.remote()
-    real = again._fs.cat_file
-    monkeypatch.setattr(again._fs, "cat_file", lambda path, *a, **k: (fetched.append(path), real(path, *a, **k))[1])
-    far.check(again.pull(image.id, far))
-    pieces = [path for path in fetched if "json" not in path and "mac" not in path]
-    assert 0 < len(pieces) <= 10 - 4
+    with failing(again, False, 1000) as fetched:
+        far.check(again.pull(image.id, far))
+    assert 0 < len(fetched) <= 10 - 4
 
 
 def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
@@ -184,8 +190,7 @@ def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
     image = publish(near)
     place.remote().push(image, take_from=near)
     first = place.remote()
-    failing(monkeypatch, first, "cat_file", 2)
-    with pytest.raises(RemoteFailed):
+    with failing(first, False, 2), pytest.raises(RemoteFailed):
         first.pull(image.id, far)
     third = Store(tmp_path / "third", near.keys)
     with monkeypatch.context() as elsewhere:
@@ -232,15 +237,6 @@ def test_a_flipped_bit_is_noticed_and_the_next_try_starts_afresh(near, far, tmp_
     assert far.images() == []
     piece.write_bytes(good)
     far.check(remote.pull(image.id, far))
-
-
-def test_a_write_that_comes_short_goes_on(tmp_path, monkeypatch):
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:1000], at))
-    data = os.urandom(12345)
-    with (tmp_path / "file").open("wb") as file:
-        remote_module._write(file.fileno(), data, 7)
-    assert (tmp_path / "file").read_bytes() == bytes(7) + data
 
 
 @pytest.mark.parametrize("change", [b"", b"x"])

@@ -36,9 +36,9 @@ exec "$@"
 class Host:
     """A host that shares ``shared`` with others; its server answers one line of JSON for each command."""
 
-    def __init__(self, name: str, shared: Path, own: Path, *, uptime: int) -> None:
+    def __init__(self, name: str, shared: Path, own: Path, *, uptime: int, boot: str) -> None:
         self.name, self.shared = name, shared
-        (own / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        (own / "boot_id").write_text(f"{boot}\n")
         environment = {
             **os.environ,
             "JUPYTER_GPU_CKPT_KEYS": str(shared / "keys"),
@@ -80,12 +80,16 @@ class Host:
 
     def inside(self, *command: str) -> str:
         """What a program prints that runs on this host."""
-        (init,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        init = str(self._init())
         namespaces = ["--net", "--pid", "--mount", "--uts", "--time"]
         done = subprocess.run(
             ["nsenter", "--target", init, *namespaces, *command], check=True, capture_output=True, text=True, timeout=30
         )
         return done.stdout.strip()
+
+    def _init(self) -> int:
+        (init,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(init)
 
     def cut_off(self) -> None:
         """The network goes, and with it the shared directory: what was open stays open, nothing is found any more."""
@@ -95,6 +99,15 @@ class Host:
     def heal(self) -> None:
         self.inside("umount", str(self.shared))
         self.inside("ip", "link", "set", "lo", "up")
+
+    def kill(self) -> None:
+        """Everything on this host ends at once, as when a container is killed or a node loses its power."""
+        init = os.pidfd_open(self._init())
+        self._process.kill()  # its only child, the host's PID 1, goes with it, and all others with that one
+        self._process.wait(30)
+        ended, _, _ = select.select([init], [], [], 30)
+        os.close(init)
+        assert ended
 
     def close(self) -> None:
         """Everything that runs on this host ends."""
@@ -112,18 +125,22 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(place: Path) -> Iterator[tuple[Host, Host, Path]]:
-    """Hosts ``near`` and ``far`` with different uptimes, and the directory they share."""
+def two_hosts(place: Path, *, one_machine: bool = False) -> Iterator[tuple[Host, Host, Path]]:
+    """Hosts ``near`` and ``far`` with different uptimes, and the directory they share.
+
+    ``one_machine``: they are containers of one, which was booted once.
+    """
     why = why_not()
     if why:
         pytest.skip(why)
     shared = place / "shared"
     shared.mkdir()
-    hosts = []
+    hosts: list[Host] = []
+    boots = [str(uuid.uuid4())] * 2 if one_machine else [str(uuid.uuid4()) for _ in range(2)]
     try:
         for name, uptime in (("near", 500_000), ("far", -1)):
             (place / name).mkdir()
-            hosts.append(Host(name, shared, place / name, uptime=uptime))
+            hosts.append(Host(name, shared, place / name, uptime=uptime, boot=boots[len(hosts)]))
         yield hosts[0], hosts[1], shared
     finally:
         for host in hosts:

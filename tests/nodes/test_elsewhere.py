@@ -61,3 +61,18 @@ async def test_a_wake_brings_archived_content_back(tmp_path, runtime_base, criu_
         assert await kernel.run("print(x + 1)") == "42"
         await kernel.settled("running")
     assert Remote(url).images() == []
+
+
+async def test_images_in_a_directory_that_all_users_share(tmp_path, runtime_base, criu_binary):
+    shared = tmp_path / "images"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    async with notebook(tmp_path, runtime_base) as kernel:
+        await kernel.run("x = 41")
+        image = await kernel.provisioner.checkpoint()
+        own = shared / str(os.geteuid())
+        assert (own / image.id).is_dir()
+        assert own.stat().st_mode & 0o7777 == 0o700
+        assert await kernel.run("print(x + 1)") == "42"
+        await kernel.settled("running")
+    assert list(shared.iterdir()) == [own]

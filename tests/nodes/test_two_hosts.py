@@ -11,6 +11,8 @@ from client import connected
 from host import Host, two_hosts
 from waiting import until
 
+from jupyter_gpu_ckpt.image import leases
+
 KERNEL_ID = "0c0ffee0-0000-4000-8000-00000000000a"
 
 
@@ -126,3 +128,27 @@ def test_a_host_that_was_cut_off_in_the_middle_of_a_restore_gives_its_copy_up(ho
     assert near.ask("go_on")["outcome"][0] in ("IMAGE_BUSY", "IMAGE_NOT_FOUND")
     assert near.ask("state")["pid"] is None, "what it had restored has ended"
     assert far.ask("state")["state"] == "running"
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["one machine", "two machines"])
+def test_a_host_that_was_killed_in_the_middle_of_a_restore(tmp_path, criu_binary, one_machine):
+    """Its kernel lived already, and is gone: on the same machine that is known, of another it has to be said."""
+    with two_hosts(tmp_path, one_machine=one_machine) as (near, far, shared):
+        began(near, "tcp")
+        near.ask("evaluate", "n", SETUP)
+        image = near.ask("checkpoint")["image"]
+        near.ask("stall", "discard_image")
+        assert (shared / "images" / image / "claim.json").exists()
+        began(far, "tcp")
+        for lease in (shared / "images" / image / "lease").iterdir():
+            lease.unlink()  # as if it had not been touched for long
+        assert far.ask("restore")["error"] == "IMAGE_BUSY", "it lives"
+        near.kill()
+        restored = far.ask("restore")
+        if not one_machine:
+            assert restored["error"] == "IMAGE_BUSY"
+            assert "break-claim" in restored["hint"]
+            assert leases.break_claim(shared / "images" / image)
+            restored = far.ask("restore")
+        assert restored["state"] == "running", restored
+        assert far.ask("evaluate", "n, socket.gethostname()")["value"] == "(0, 'far')"

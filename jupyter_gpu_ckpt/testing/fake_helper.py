@@ -1,0 +1,69 @@
+"""A helper process, a real one that can be killed, in front of a driver that is not there.
+
+The driver stays with the test, as the real one stays in Linux: what it has begun it finishes, whatever becomes of who
+asked for it.  ``python -m jupyter_gpu_ckpt.testing.fake_helper ADDRESS`` is the helper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import threading
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from ..engine.cuda_client import Helper
+from ..engine.cuda_helper import Refused, real_operations, run
+from .fake_cuda import FakeDriver
+
+#: No call of a fake driver takes long; seconds.
+_DEADLINE = 60.0
+
+
+class Before(Helper):
+    """`cuda_client.Helper`, with ``driver`` behind its process.  ``close`` ends both connections and process."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+        self._place = tempfile.TemporaryDirectory(prefix="gc-")
+        self._listener = Listener(str(Path(self._place.name) / "driver"), "AF_UNIX")
+        super().__init__([sys.executable, "-m", __name__, str(self._listener.address)])
+        threading.Thread(target=self._accept, name="fake-driver", daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection[Any, Any]) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):
+            op, lane, args = connection.recv()
+            answer: tuple[Any, tuple[int, str] | None]
+            try:
+                answer = (self._driver.call(op, lane=lane, timeout_s=_DEADLINE, **args), None)
+            except Refused as refusal:
+                answer = (None, (refusal.number, refusal.name))
+            connection.send(answer)
+
+    def close(self) -> None:
+        """As `Helper.close`."""
+        super().close()
+        self._listener.close()
+        self._place.cleanup()
+
+
+def _ask(address: str, op: str, **args: Any) -> Any:
+    with Client(address, "AF_UNIX") as connection:
+        connection.send((op, args.get("pid"), args))
+        value, refusal = connection.recv()
+    if refusal is not None:
+        raise Refused(*refusal)
+    return value
+
+
+if __name__ == "__main__":
+    run({op: partial(_ask, sys.argv[1], op) for op in real_operations()})

@@ -1,0 +1,116 @@
+"""What was sent is compared by its hash with what lies there, whatever kind of place that is."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from images import publish
+from places import s3_server, sftp_server
+
+from jupyter_gpu_ckpt.errors import RemoteFailed
+from jupyter_gpu_ckpt.image import pieces
+from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
+
+#: A server that runs commands, one that is made for files alone, one that runs commands of its own, and the others.
+KINDS = ("directory", "sftp", "sftp only", "sftp chatty", "s3")
+FORCED = {
+    "sftp": "",
+    "sftp only": "ForceCommand internal-sftp",
+    "sftp chatty": (
+        'ForceCommand case "$SSH_ORIGINAL_COMMAND" in '
+        "internal-sftp) exec /usr/lib/openssh/sftp-server;; *) echo no;; esac"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE", 1000)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory):
+    """The options of each kind of server, started on its first use."""
+    from contextlib import ExitStack
+
+    started: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def server(kind: str) -> dict[str, Any]:
+            if kind not in started:
+                place = tmp_path_factory.mktemp(kind.replace(" ", "-"))
+                made = s3_server(place) if kind == "s3" else sftp_server(place, FORCED[kind])
+                started[kind] = stack.enter_context(made)
+            return started[kind]
+
+        yield server
+
+
+@pytest.fixture(params=KINDS)
+def remote(request, servers, tmp_path) -> Remote:
+    if request.param == "directory":
+        return Remote(f"file://{tmp_path}/far")
+    server = servers(request.param)
+    if request.param == "s3":
+        import s3fs
+
+        bucket = f"bucket-{os.urandom(6).hex()}"
+        s3fs.S3FileSystem(**server["options"]).mkdir(bucket)
+        return Remote(f"s3://{bucket}/images", **server["options"])
+    url = f"sftp://{getpass.getuser()}@127.0.0.1:{server['port']}{tmp_path}/far"
+    return Remote(url, **server["options"])
+
+
+def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote, store, monkeypatch):
+    image = publish(store)
+    put, write, spoiled = remote._put, SharedDirectory._write, []
+
+    def spoil(place: str, name: str, data: bytes) -> None:
+        if not spoiled and name.endswith("000002"):
+            spoiled.append(name)
+            data = bytes([data[0] ^ 1]) + data[1:]
+        put(place, name, data)
+
+    def spoil_write(self, piece: pieces.Piece, root: Path) -> None:
+        write(self, piece, root)
+        if not spoiled and piece.name.endswith("000002"):
+            spoiled.append(piece.name)
+            there = self.path / piece.name
+            data = there.read_bytes()
+            there.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+    monkeypatch.setattr(remote, "_put", spoil)
+    monkeypatch.setattr(SharedDirectory, "_write", spoil_write)
+    with pytest.raises(RemoteFailed, match="1 pieces") as caught:
+        remote.push(image, take_from=store)
+    assert caught.value.details["pieces"] == spoiled
+    assert remote.images() == []
+    store.check(image)
+    assert remote.push(image, take_from=store) == 1000, "the others are there"
+    remote.pull(image.id, store)
+    store.check(image)
+
+
+def test_what_lies_there_of_the_right_size_is_not_believed(remote, store):
+    image = publish(store)
+    remote._make_private(image.id)
+    remote._put(remote._place(image.id), "0001-000001", b"q" * 1000)
+    remote.push(image, take_from=store)
+    store.check(remote.pull(image.id, store))
+
+
+@pytest.mark.parametrize("remote", ["sftp", "s3"], indirect=True)
+def test_nothing_is_read_back_from_a_place_that_tells_its_hashes(remote, store, monkeypatch):
+    image = publish(store)
+
+    def refuse(path, **_):
+        raise AssertionError(f"{path} is read back")
+
+    monkeypatch.setattr(remote._fs, "cat_file", refuse)
+    remote.push(image)
+    remote.push(image)

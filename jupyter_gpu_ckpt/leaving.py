@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ class Leaving(Steps):
             companions=capsule.companions(),
             device_bytes=self.device_bytes(),
             disk_free=self._room_for_image() if writes else None,
+            over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
 
     def _room_for_image(self) -> int:
@@ -107,9 +109,12 @@ class Leaving(Steps):
 
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
-        bytes = sum(process.rss for pid in capsule.processes() if (process := preflight.read_process(pid)))
+        # Device memory is host memory by now.
+        processes = [process for pid in capsule.processes() if (process := preflight.read_process(pid))]
+        bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
-        self._draft = draft = self.engine.store.begin(self.home.kernel_id)  # from here on `written` counts
+        needed = preflight.image_bytes(0, processes)
+        self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
         except BaseException:

@@ -289,17 +289,6 @@ def test_free_space_is_told_before_the_directory_exists(tmp_path):
     assert Store(tmp_path / "not" / "yet").free() > 0
 
 
-def test_a_quota_bounds_what_all_images_have_together(store):
-    bounded = Store(store.root, store.keys, quota=10)
-    assert bounded.free() == 10
-    image = publish(bounded, b"1234567")
-    assert bounded.free() == 3
-    publish(store, b"1234567")
-    assert bounded.free() == 0
-    store.remove(image)
-    assert bounded.free() == 3
-
-
 def test_facts_are_immutable(store):
     with pytest.raises(dataclasses.FrozenInstanceError):
         FACTS.pid = 1

@@ -84,6 +84,7 @@ class Leaving(Steps):
             cuda.lock(pid, self.settings.cuda)
             cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
             self._refuse_device_files(pid)
+            saved.since = time.time()
         except GpuCkptError:
             # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
             # needs proof of room: so the undo of this step finds out, and does what is left to do.
@@ -165,6 +166,8 @@ class Leaving(Steps):
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()
+            # From here on the image says itself how long the kernel has been away.
+            self._note_absence(self.image.manifest.created)
 
     def _sleep(self, _: Traced) -> None:
         plan = self.kernel.plan

@@ -130,7 +130,7 @@ class Remote:
         with image.lease():
             sent = self.send(image, progress, prove=take_from is not None)
             if take_from is not None:
-                take_from.remove(image, leased=True)
+                take_from.remove(image, leased=True, moved=True)
         return sent
 
     def send(self, image: Image, progress: Progress | None = None, *, prove: bool = False) -> int:

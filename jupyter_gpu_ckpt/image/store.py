@@ -24,7 +24,7 @@ from ..errors import (
     QuotaExceeded,
     StoreShared,
 )
-from . import draft, integrity, leases
+from . import absences, draft, integrity, leases
 from .disk import mapped
 from .draft import Draft
 from .encryption import Vault
@@ -212,12 +212,13 @@ class Store:
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 
-    def remove(self, image: Image, *, leased: bool = False) -> int:
+    def remove(self, image: Image, *, leased: bool = False, moved: bool = False) -> int:
         """Delete an image; returns the bytes freed.
 
-        ``leased``: the caller holds its lease.  Raises `ImageBusy` when a restore is using it, `ImageNotFound`.
+        ``leased``: the caller holds its lease.  ``moved``: its kernel sleeps on, in another place.  Raises `ImageBusy`
+        when a restore is using it, `ImageNotFound`.
         """
-        self._delete(image.path, leased)
+        self._delete(image.path, leased, gone=None if moved else image)
         return image.manifest.bytes
 
     def remove_damaged(self, id: str) -> int:
@@ -227,8 +228,10 @@ class Store:
         self._delete(path, leased=False)
         return count
 
-    def _delete(self, path: Path, leased: bool) -> None:
+    def _delete(self, path: Path, leased: bool, gone: Image | None = None) -> None:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
+            if gone is not None:
+                absences.removed(self.root, gone, time.time())
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"
             path.rename(doomed)
@@ -252,7 +255,7 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
-        for promise in self.root.glob(f"{draft.PREFIX}*{SUFFIX}") if self.root.is_dir() else ():
+        for promise in self.root.glob(f"{draft.PREFIX}*{SUFFIX}") if self.root.is_dir() and self._private() else ():
             if not promise.with_name(promise.name.removesuffix(SUFFIX)).exists():
                 promise.unlink(missing_ok=True)
         return swept

@@ -108,5 +108,8 @@ class Result:
     #: GPU time that kernels with device state were off the GPU.
     given_back: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
-    #: Time series: (at, bytes in host memory by node at most, bytes of images, kernels with state).
-    levels: list[tuple[float, int, int, int]] = field(default_factory=list)
+    #: Bytes at the highest moment: of device memory in the host memory of one node, and of all images.
+    memory_most: int = 0
+    stored_most: int = 0
+    #: The same now and then: (at, bytes in the fullest node's host memory, bytes of images).
+    levels: list[tuple[float, int, int]] = field(default_factory=list)

@@ -192,7 +192,7 @@ class Cluster:
         if source == "disk":
             kernel.node = gpu.node
             yield from self._transfer(gpu.node, image, self.plan.costs.restore(image), read=True)
-            self.memory[gpu.node] -= device
+            self._take(gpu.node, device)
         yield self.env.timeout(self.plan.costs.resume(device))
         self.memory[gpu.node] += device
         if source == "disk":
@@ -292,7 +292,7 @@ class Cluster:
             return
         kernel.settled = self.env.event()
         if kernel.state is State.RUNNING:
-            self.memory[kernel.node] -= device
+            self._take(kernel.node, device)
             self._turn(kernel, Use.MOVING)
             yield self.env.timeout(self.plan.costs.suspend(device))
             kernel.away_since = self.env.now
@@ -301,12 +301,21 @@ class Cluster:
         if action.verb is Verb.CHECKPOINT:
             image = self._image(kernel)
             self.stored += image
+            if self.env.now >= self.plan.warm_up:
+                self.result.stored_most = max(self.result.stored_most, self.stored)
             yield from self._transfer(kernel.node, image, self.plan.costs.dump(image), read=False)
             self.memory[kernel.node] += device
             kernel.state, kernel.gpu = State.CHECKPOINTED, None
         policy.succeeded(action)
         settled, kernel.settled = kernel.settled, None
         settled.succeed()
+
+    def _take(self, node: int, bytes: int) -> None:
+        """Of a node's host memory."""
+        self.memory[node] -= bytes
+        if self.env.now >= self.plan.warm_up:
+            used = self.plan.memory_per_gpu * self.plan.gpus_per_node - self.memory[node]
+            self.result.memory_most = max(self.result.memory_most, used)
 
     def _transfer(self, node: int, bytes: int, seconds: float, *, read: bool) -> Process:
         with self.disks[node].request() as turn:
@@ -381,5 +390,5 @@ class Cluster:
         whole = self.plan.memory_per_gpu * self.plan.gpus_per_node
         while True:
             used = whole - min(self.memory)
-            self.result.levels.append((self.env.now, used, self.stored, len(self.kernels)))
+            self.result.levels.append((self.env.now, used, self.stored))
             yield self.env.timeout(DAY / 288)

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from experiment import Result, Use
 from move_costs import GIB
 from notebook_activity import HOUR, WEEK
-from study import Figures
+from study import AWAY, HOSTS_AWAY, Figures, percentile
 
 mpl.use("svg")
 mpl.rcParams.update(
@@ -49,11 +49,13 @@ def waits(results: dict[str, list[Result]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8.5, 4.2), layout="constrained")
     for name, runs in results.items():
         seconds = sorted(max(0.05, wake.seconds) for result in runs for wake in result.wakes)
-        axes.step(seconds, [(rank + 1) / len(seconds) for rank in range(len(seconds))], label=name, linewidth=1.4)
+        shares = [number / 400 for number in range(401)]
+        axes.plot([percentile(seconds, share) for share in shares], shares, label=name, linewidth=1.4)
     axes.set_xscale("log")
     axes.set_xlim(0.05, 3600)
     axes.set_ylim(0, 1)
-    axes.set_xticks([0.1, 1, 10, 60, 600, 1800], ["0.1 s", "1 s", "10 s", "1 min", "10 min", "30 min: gives up"])
+    axes.set_xticks([0.1, 1, 10, 60, 300, 1800], ["0.1 s", "1 s", "10 s", "1 min", "5 min", "30 min"])
+    axes.set_xlabel("wait for a start or a wake; after 30 minutes people give up")
     axes.set_ylabel("share that waits no longer")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -73,13 +75,17 @@ def sensitivity(sweeps: dict[str, Sweep], path: Path) -> None:
     for axes, (what, label) in zip(grid.flat, labels.items(), strict=True):
         for name, points in sweeps[what].items():
             values = [value for value, _ in points]
+            if what == "host memory":
+                axes.plot(values, [each.idle for _, each in points], "o-", color=colours[name], markersize=3)
+                axes.set_ylabel("held idle, GPU-hours in a week")
+                continue
             away = [100 * each.turned_away for _, each in points]
             axes.plot(values, away, "o-", color=colours[name], label=f"{name}: turned away, %", markersize=3)
             wait = [100 * each.over_room for _, each in points]
             label_ = f"{name}: waits > 10 s for a GPU, % of starts and wakes"
             axes.plot(values, wait, "o--", color=colours[name], label=label_, markersize=3, alpha=0.6)
         axes.set_xlabel(label)
-        axes.set_ylim(bottom=-1)
+        axes.set_ylim(bottom=0 if what == "host memory" else -1)
         axes.grid(alpha=0.3)
     handles, names = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=2, frameon=False, fontsize=8)
@@ -89,13 +95,16 @@ def sensitivity(sweeps: dict[str, Sweep], path: Path) -> None:
 def storage(results: dict[str, list[Result]], path: Path) -> None:
     """Bytes in host memory and in images, over the measured weeks."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8.5, 4.4), layout="constrained", sharex=True)
-    for name, runs in results.items():
-        if not runs[0].moves:
-            continue
-        levels = runs[0].levels
+    for name in (AWAY, HOSTS_AWAY):
+        runs = results[name]
+        hours: dict[int, tuple[float, int, int]] = {}
+        for level in runs[0].levels:  # of each hour the highest
+            hour = int(level[0] // HOUR)
+            hours[hour] = max(hours.get(hour, level), level, key=lambda each: each[1])
+        levels = list(hours.values())
         days = [(at - runs[0].plan.warm_up) / 86400 for at, *_ in levels]
         per_gpu = [level[1] / GIB / runs[0].plan.gpus_per_node for level in levels]
-        above.plot(days, per_gpu, linewidth=0.7, label=name)
+        above.plot(days, per_gpu, linewidth=1.0, label=name)
         below.plot(days, [level[2] / GIB / runs[0].plan.gpus for level in levels], linewidth=1.2)
     above.set_ylabel("host memory, GiB a GPU\n(fullest node)")
     below.set_ylabel("images, GiB a GPU")

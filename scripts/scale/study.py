@@ -21,21 +21,28 @@ MINUTE = 60.0
 ROOM = 10.0
 #: Bytes of an NVIDIA H200, as NVML tells.
 H200 = 139 * GIB
+#: GPU-hours of the cluster in a week.
+WEEK_HOURS = Plan().gpus * WEEK / HOUR
 
 #: A server has a GPU of its own (Kubernetes, Slurm): it is given back when the hub stops the server.
-SERVERS = Plan(rule=Rule(0.0, 10 * MINUTE), cull_after=10 * MINUTE, spawn=30.0)
+SERVERS = Plan(rule=Rule(0.0, 5 * MINUTE), cull_after=5 * MINUTE, spawn=30.0)
 #: Servers share a host and its GPUs, as far as memory fits: a suspend gives memory back.
 HOSTS = Plan(gpu_memory=H200)
 
+#: The names of the arrangements that the text speaks of.
+KEPT, CULLED = "GPU for each server: no culling", "GPU for each server: culled after 1 h"
+AWAY = "GPU for each server: checkpointed and culled after 5 min"
+HOSTS_CULLED = "shared hosts: culled after 1 h"
+HOSTS_AWAY = "shared hosts: suspended after 5 min, checkpointed after 30 min"
 ARRANGEMENTS: dict[str, Plan] = {
-    "GPU for each server: no culling": Plan(strategy=Strategy.NONE),
-    "GPU for each server: culled after 1 h": Plan(strategy=Strategy.CULL),
-    "GPU for each server: culled after 10 min": Plan(strategy=Strategy.CULL, cull_after=10 * MINUTE),
+    KEPT: Plan(strategy=Strategy.NONE),
+    CULLED: Plan(strategy=Strategy.CULL),
+    "GPU for each server: culled after 5 min": Plan(strategy=Strategy.CULL, cull_after=5 * MINUTE),
     "GPU for each server: checkpointed and culled after 1 h": replace(SERVERS, rule=Rule(0.0, HOUR), cull_after=HOUR),
-    "GPU for each server: checkpointed and culled after 10 min": SERVERS,
+    AWAY: SERVERS,
     "shared hosts: no culling": Plan(strategy=Strategy.NONE, gpu_memory=H200),
-    "shared hosts: culled after 1 h": Plan(strategy=Strategy.CULL, gpu_memory=H200),
-    "shared hosts: suspended after 5 min, checkpointed after 30 min": HOSTS,
+    HOSTS_CULLED: Plan(strategy=Strategy.CULL, gpu_memory=H200),
+    HOSTS_AWAY: HOSTS,
     "the same, back to any GPU of the host": replace(HOSTS, any_gpu=True),
 }
 
@@ -64,7 +71,6 @@ class Figures:
     peak_cluster_rate: float
     memory_peak: float
     stored_peak: float
-    with_state_peak: float
     refused: float
 
 
@@ -100,9 +106,8 @@ def figures(results: Sequence[Result]) -> Figures:
         read_a_day=mean(lambda result: _bytes(result, read=True) / result.measured * DAY),
         peak_node_rate=max(peak_rate(result, by_node=True) for result in results),
         peak_cluster_rate=max(peak_rate(result, by_node=False) for result in results),
-        memory_peak=max(level[1] for result in results for level in result.levels),
-        stored_peak=max(level[2] for result in results for level in result.levels),
-        with_state_peak=max(level[3] for result in results for level in result.levels),
+        memory_peak=max(result.memory_most for result in results),
+        stored_peak=max(result.stored_most for result in results),
         refused=mean(lambda result: sum(result.refused.values()) / weeks),
     )
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 import plots  # noqa: E402
 import study  # noqa: E402
 from experiment import Result  # noqa: E402
-from move_costs import GIB  # noqa: E402
+from move_costs import GIB, measured  # noqa: E402
 from notebook_activity import people  # noqa: E402
 from study import Figures  # noqa: E402
 
@@ -41,6 +41,7 @@ def main() -> int:
     parts = {
         "versions": versions(time.monotonic() - began),
         "activity": activity(),
+        "costs": costs(),
         "summary": summary(told),
         "results": results_table(told),
         "moves": moves_table(told),
@@ -83,6 +84,21 @@ def activity() -> str:
         f"| idle from a sitting's first cell to its last | more than 80 % | {gap / (gap + busy):.1%} |",
         f"| cells in a week of 1,000 users | | {len(cells) / 6:,.0f} |",
         f"| GPU-hours of computing in it | | {busy / 3600 / 6:,.0f} |",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def costs() -> str:
+    """What moves take."""
+    one = measured()
+    rows = [
+        "| a kernel | takes |",
+        "|---|---|",
+        f"| off the GPU | {one.suspend_floor:.3f} s, and its device memory at {one.suspend_rate / 1e9:.2f} GB/s |",
+        f"| from there to disk | {one.dump_floor:.3f} s, and its image at {one.dump_rate / 1e9:.2f} GB/s |",
+        f"| from disk | {one.restore_floor:.3f} s, and its image at {one.restore_rate / 1e9:.2f} GB/s |",
+        f"| onto the GPU | {one.resume_floor:.3f} s, and its device memory at {one.resume_rate / 1e9:.2f} GB/s |",
+        f"| an image | device memory and {one.besides / GIB:.2f} GiB |",
     ]
     return "\n".join(rows) + "\n"
 

@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
-from move_costs import GIB, Costs
+from move_costs import GIB, Costs, measured
 from notebook_activity import HOUR, WEEK, Habits
 
 from jupyter_gpu_ckpt.server.policy import Rule
@@ -42,7 +42,7 @@ class Plan:
     #: What a server needs to be started again, once it was stopped.
     spawn: float = 0.0
     habits: Habits = field(default_factory=Habits)
-    costs: Costs = field(default_factory=Costs)
+    costs: Costs = field(default_factory=measured)
     weeks: int = 2
     warm_up: float = WEEK
     seed: int = 1

@@ -1,35 +1,36 @@
-"""What it costs to take a kernel off a GPU and to bring it back, by bytes: the figures of docs/measurements.md.
+"""What it costs to take a kernel off a GPU and to bring it back, by bytes: as docs/measurements.md says.
 
-All from its section "H200, 8 GiB of tensors" (column "ours"), but for a kernel without device memory, whose figures are
-from "A kernel without device memory".  A cost is a part that does not depend on bytes and a part that does.
+Read from the column "ours" of its table "H200, 8 GiB of tensors", and for a kernel without device memory from "A kernel
+without device memory".  A cost is a part that does not depend on bytes and a part that does.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 GIB = 1 << 30
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
+#: Device memory of the kernel in the table.
+TENSORS = 8 * GIB
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates are bytes per second; floors are seconds."""
+    """Floors are seconds, rates are bytes per second: of device memory, or of the image."""
 
-    #: "preflight, drain, quiesce: 0.075 s"; "CUDA lock and checkpoint: 2.63 GB/s".
-    suspend_floor: float = 0.075
-    suspend_rate: float = 2.63e9
-    #: "CRIU dump: 2.770 s" and "on disk: 3.006 s" for an image of 8.97 GiB; "end of the process: 0.214 s".
-    dump_rate: float = 8.97 * GIB / (2.770 + 3.006)
-    dump_floor: float = 0.214
-    #: "CRIU restore: 3.788 s" for that image; "match, reserve, connect, thaw, release: 0.016 s".
-    restore_rate: float = 8.97 * GIB / 3.788
-    restore_floor: float = 0.016
-    #: "CUDA restore and unlock: 6.51 GB/s".
-    resume_rate: float = 6.51e9
-    #: "image: 8.97 GiB" for 8 GiB of tensors: what a torch process has besides, in host memory and in its image.
-    besides: int = round(0.97 * GIB)
-    #: "wake, from the execute to its first output: 0.091 s", of a kernel without device memory.
-    least_wake: float = 0.091
+    suspend_floor: float
+    suspend_rate: float
+    dump_floor: float
+    dump_rate: float
+    restore_floor: float
+    restore_rate: float
+    resume_floor: float
+    resume_rate: float
+    #: Bytes that an image has besides the device memory.
+    besides: int
 
     def suspend(self, device: int) -> float:
         """Seconds until the GPU is free."""
@@ -45,4 +46,38 @@ class Costs:
 
     def resume(self, device: int) -> float:
         """Seconds until the device memory of a suspended process is on the GPU again."""
-        return self.least_wake + device / self.resume_rate
+        return self.resume_floor + device / self.resume_rate
+
+
+@functools.cache
+def measured() -> Costs:
+    """What the page says.  Raises `LookupError` where it does not say it any more."""
+    gpu, cpu = section("H200, 8 GiB of tensors"), section("A kernel without device memory")
+    image = figure(gpu, "image", "GiB") * GIB
+    return Costs(
+        suspend_floor=figure(gpu, "preflight, drain, quiesce", "s"),
+        suspend_rate=TENSORS / figure(gpu, "CUDA lock and checkpoint", "s"),
+        dump_floor=figure(gpu, "end of the process", "s"),
+        dump_rate=image / (figure(gpu, "CRIU dump", "s") + figure(gpu, "on disk", "s")),
+        restore_floor=figure(gpu, "match, reserve, connect, thaw, release", "s"),
+        restore_rate=image / figure(gpu, "CRIU restore", "s"),
+        resume_floor=figure(cpu, "wake, from the execute", "s", column=2) - figure(cpu, "of which CRIU", "s", column=2),
+        resume_rate=TENSORS / figure(gpu, "CUDA restore and unlock", "s"),
+        besides=round(image) - TENSORS,
+    )
+
+
+def section(title: str) -> str:
+    """The text below a heading of the page."""
+    return PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def figure(text: str, phase: str, unit: str, column: int = 3) -> float:
+    """The number in the row of a table that begins with ``phase``."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > column and cells[1].startswith(phase):
+            found = re.match(rf"\**([\d.]+) {unit}\b", cells[column])
+            if found is not None:
+                return float(found.group(1))
+    raise LookupError(f"docs/measurements.md does not tell of {phase!r} any more")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from experiment import Plan, Strategy, Use
 from gpu_cluster import INTERVAL, Cluster
-from move_costs import GIB, Costs
+from move_costs import GIB, measured
 from notebook_activity import DAY, HOUR, WEEK, Cell, Habits, Person, Session, people
 
 from jupyter_gpu_ckpt.machine import State
@@ -141,7 +141,7 @@ class Alone(Cluster):
 
 def test_the_real_policy_says_when():
     cluster = Alone(SHARED, Session(0.0, (Cell(0.0, 100.0), Cell(7200.0, 100.0)), False))
-    costs = Costs()
+    costs = measured()
     states = cluster.follow()
     assert [state for _, state in states] == [
         State.RUNNING,
@@ -175,11 +175,11 @@ def test_a_wake_from_host_memory_takes_the_way_over_pcie_alone():
     cluster = Alone(SHARED, Session(0.0, (Cell(0.0, 100.0), Cell(900.0, 100.0)), False))
     cluster.run()
     (wake,) = [wake for wake in cluster.result.wakes if wake.source == "host memory"]
-    assert wake.seconds == pytest.approx(Costs().resume(8 * GIB))
+    assert wake.seconds == pytest.approx(measured().resume(8 * GIB))
 
 
 def test_a_cell_that_comes_in_the_middle_of_a_move_waits_for_it():
-    costs = Costs()
+    costs = measured()
     cluster = Alone(SHARED, Session(0.0, (Cell(0.0, 100.0), Cell(300.0 + INTERVAL + 1.0, 100.0)), False))
     cluster.run()
     (wake,) = [wake for wake in cluster.result.wakes if wake.source != "a fresh kernel"]

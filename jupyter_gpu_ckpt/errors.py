@@ -147,8 +147,8 @@ class QuotaExceeded(PreflightError):
 
     code = "QUOTA_EXCEEDED"
     default_hint = (
-        "Shut down kernels that you need no more, delete their images (`jupyter gpu-ckpt list`, `rm`, `prune`), or free "
-        "memory in this one. The limits are the administrator's: image_quota and sleeping_quota."
+        "Shut down kernels that you need no more, delete their images (`jupyter gpu-ckpt list`, `rm`, `prune`), or "
+        "free memory in this one. The limits are the administrator's: image_quota and sleeping_quota."
     )
 
 

@@ -62,8 +62,7 @@ def refusal(quota: Quota, taken: Used, kernel_id: str, needed: int) -> QuotaExce
     """Why one more image, of ``kernel_id`` and of ``needed`` bytes, is not made; None if it may be.  Pure."""
     if quota.bytes and taken.bytes + needed > quota.bytes:
         return QuotaExceeded(
-            f"The image may need {_gib(needed)}; your images have {_gib(taken.bytes)} of "
-            f"{_gib(quota.bytes)} already.",
+            f"The image may need {_gib(needed)}; your images have {_gib(taken.bytes)} of {_gib(quota.bytes)} already.",
             limit="bytes",
             allowed=quota.bytes,
             used=taken.bytes,

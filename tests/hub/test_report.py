@@ -30,7 +30,8 @@ H200 = {"gpus": [{"uuid": "GPU-1", "name": "NVIDIA H200", "total": 1}, {"uuid": 
 def root(tmp_path):
     """What an administrator has made for everybody; the way there is open."""
     for path in list(tmp_path.parents)[:3]:
-        path.chmod(path.stat().st_mode | 0o055)
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(path.stat().st_mode | 0o055)
     tmp_path.chmod(0o755)
     directory = tmp_path / "images"
     directory.mkdir()

@@ -144,16 +144,17 @@ def moves_table(told: dict[str, Figures]) -> str:
     """Disk and network, of the arrangements that need them."""
     head = (
         "| | starts and wakes a week | cells that start at once | waits > 10 s for a GPU | written / read a day | "
-        "busiest minute: a node, all | images, most | host memory of a node, most |"
+        "busiest minute: a node, all | images, most | host memory of a node, most | two or more compute on one GPU, of "
+        "computing GPU time |"
     )
-    rows = [head, "|---|---|---|---|---|---|---|---|"]
+    rows = [head, "|---|---|---|---|---|---|---|---|---|"]
     for name, each in told.items():
         if each.written_a_day:
             rows.append(
                 f"| {name} | {each.wakes:,.0f} | {each.cells_at_once:.0%} | {each.over_room:.1%} | "
                 f"{each.written_a_day / 1e12:.1f} / {each.read_a_day / 1e12:.1f} TB | "
                 f"{each.peak_node_rate / 1e9:.1f}, {each.peak_cluster_rate / 1e9:.1f} GB/s | "
-                f"{each.stored_peak / 1e12:.1f} TB | {each.memory_peak / GIB:,.0f} GiB |"
+                f"{each.stored_peak / 1e12:.1f} TB | {each.memory_peak / GIB:,.0f} GiB | {each.crowded:.0%} |"
             )
     return "\n".join(rows) + "\n"
 
@@ -170,16 +171,17 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
     """A row for each value."""
     label, form = LABELS[what]
     head = (
-        f"| {label} | | turned away | wait p50 / p99 | waits > 10 s for a GPU | held idle, GPU-h | images, most | "
-        "host memory of a node, most | refused for lack of it |"
+        f"| {label} | | turned away | wait p50 / p99 | waits > 10 s for a GPU | cells that start at once | "
+        "held idle, GPU-h | images, most | host memory of a node, most | refused for lack of it |"
     )
-    rows = [head, "|---|---|---|---|---|---|---|---|---|"]
+    rows = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for name, points in sweep.items():
         for value, each in points:
             rows.append(
                 f"| {form.format(value)} | {name} | {each.turned_away:.1%} | "
-                f"{seconds(each.wait_p50)} / {seconds(each.wait_p99)} | {each.over_room:.1%} | {each.idle:,.0f} | "
-                f"{each.stored_peak / 1e12:.1f} TB | {each.memory_peak / GIB:,.0f} GiB | {each.refused:,.0f} |"
+                f"{seconds(each.wait_p50)} / {seconds(each.wait_p99)} | {each.over_room:.1%} | "
+                f"{each.cells_at_once:.0%} | {each.idle:,.0f} | {each.stored_peak / 1e12:.1f} TB | "
+                f"{each.memory_peak / GIB:,.0f} GiB | {each.refused:,.0f} |"
             )
     return "\n".join(rows) + "\n"
 

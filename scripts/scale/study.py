@@ -93,7 +93,7 @@ def figures(results: Sequence[Result]) -> Figures:
         idle=mean(lambda result: result.gpu[Use.IDLE] / HOUR / weeks),
         moving=mean(lambda result: result.gpu[Use.MOVING] / HOUR / weeks),
         given_back=mean(lambda result: result.given_back / HOUR / weeks),
-        crowded=mean(lambda result: result.crowded / HOUR / weeks),
+        crowded=mean(lambda result: result.crowded / max(1.0, result.gpu[Use.COMPUTING])),
         turned_away=mean(lambda result: result.turned_away / result.sittings),
         lost=mean(lambda result: result.lost / weeks),
         lost_hours=mean(lambda result: result.lost_seconds / HOUR / weeks),

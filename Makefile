@@ -1,4 +1,4 @@
-# Targets: demo test lint labextension wheel bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test lint labextension wheel bench scale torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -13,7 +13,7 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test lint labextension linked front-end-test front-end-checked wheel bench torture gpu-bundle gpu-check clean
+.PHONY: demo test lint labextension linked front-end-test front-end-checked wheel bench scale torture gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -61,6 +61,11 @@ wheel: labextension
 
 bench: $(VENV)/ready
 	$(BIN)/python scripts/bench $(BENCH_ARGS)
+
+# Simulates 1,000 users on 64 GPUs and writes docs/scale.md anew; minutes.
+scale: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --editable '.[scale]'
+	$(BIN)/python scripts/scale
 
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)

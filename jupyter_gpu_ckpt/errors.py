@@ -142,6 +142,16 @@ class NoSpace(PreflightError):
     default_hint = "Free disk space, or set another image directory."
 
 
+class QuotaExceeded(PreflightError):
+    """The user's sleeping kernels would take more than they may; nothing was written."""
+
+    code = "QUOTA_EXCEEDED"
+    default_hint = (
+        "Shut down kernels that you need no more, delete their images (`jupyter gpu-ckpt list`, `rm`, `prune`), or "
+        "free memory in this one. The limits are the administrator's: image_quota and sleeping_quota."
+    )
+
+
 class NoMemory(PreflightError):
     """The host has too little free memory to take over what the GPU holds."""
 

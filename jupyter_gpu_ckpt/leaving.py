@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -32,6 +33,7 @@ class Leaving(Steps):
             companions=capsule.companions(),
             device_bytes=self.device_bytes(),
             disk_free=self._room_for_image() if writes else None,
+            over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
 
     def _room_for_image(self) -> int:
@@ -82,6 +84,7 @@ class Leaving(Steps):
             cuda.lock(pid, self.settings.cuda)
             cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
             self._refuse_device_files(pid)
+            saved.since = time.time()
         except GpuCkptError:
             # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
             # needs proof of room: so the undo of this step finds out, and does what is left to do.
@@ -107,9 +110,12 @@ class Leaving(Steps):
 
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
-        bytes = sum(process.rss for pid in capsule.processes() if (process := preflight.read_process(pid)))
+        # Device memory is host memory by now.
+        processes = [process for pid in capsule.processes() if (process := preflight.read_process(pid))]
+        bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
-        self._draft = draft = self.engine.store.begin(self.home.kernel_id)  # from here on `written` counts
+        needed = preflight.image_bytes(0, processes)
+        self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
         except BaseException:
@@ -160,6 +166,8 @@ class Leaving(Steps):
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()
+            # From here on the image says itself how long the kernel has been away.
+            self._note_absence(self.image.manifest.created)
 
     def _sleep(self, _: Traced) -> None:
         plan = self.kernel.plan

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,18 @@ def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return available
 
 
+def image_bytes(on_device: int, processes: Iterable[Process]) -> int:
+    """What an image may need at most, in bytes: device memory, host memory, CRIU's own."""
+    return on_device + MARGIN + sum(process.rss for process in processes)
+
+
 def look(
-    *, kernel_pid: int, companions: Iterable[int], device_bytes: Mapping[str, int], disk_free: int | None
+    *,
+    kernel_pid: int,
+    companions: Iterable[int],
+    device_bytes: Mapping[str, int],
+    disk_free: int | None,
+    over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
 ) -> list[Finding]:
     """Findings from outside.
 
@@ -97,6 +107,8 @@ def look(
         Device memory the kernel holds, in bytes by GPU UUID.
     disk_free:
         Bytes free where the image goes; None for a suspend, which writes none.
+    over_quota:
+        Why an image of so many bytes may not be made, if it may not.
     """
     findings = []
     kernel = read_process(kernel_pid)
@@ -127,7 +139,7 @@ def look(
                 )
             )
         )
-    needed = on_device + MARGIN + sum(process.rss for process in [*others, *([kernel] if kernel else [])])
+    needed = image_bytes(on_device, [*others, *([kernel] if kernel else [])])
     if disk_free is not None and disk_free < needed:
         findings.append(
             _blocking(
@@ -138,6 +150,8 @@ def look(
                 )
             )
         )
+    if disk_free is not None and (refused := over_quota(needed)) is not None:
+        findings.append(_blocking(refused))
     return findings
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +16,7 @@ from .engine.capsule import Capsule, Clocks
 from .engine.cuda import CudaState
 from .engine.gpus import gpu_mapping
 from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
-from .image import archive, match
+from .image import absences, archive, match
 from .image.remote import Remote
 from .image.store import Image
 from .machine import State
@@ -189,6 +190,7 @@ class Returning(Steps):
                 self._bring_back(pid)
         else:
             self._bring_back(pid)
+            self._note_absence(time.time())
 
     def _bring_back(self, pid: int) -> None:
         bytes = sum(self._saved.device_bytes.values())
@@ -216,6 +218,8 @@ class Returning(Steps):
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = self._alive()
             self._lease.claim(capsule.host_pid, capsule.hold)
+            if self.image is not None:
+                absences.came_back(self.engine.store.root, self.image, time.time())
         if not self.kernel.unwinding:
             self._outrun_images()
         self.gate.release()

@@ -20,6 +20,7 @@ from .engine.criu import Criu
 from .engine.cuda import Cuda, CudaState
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError
+from .image import absences
 from .image.draft import Draft
 from .image.integrity import Proof
 from .image.leases import Lease
@@ -124,6 +125,8 @@ class Saved:
     device_bytes: dict[str, int] = field(default_factory=dict)
     node_gpus: list[str] = field(default_factory=list)
     cuda: bool = False
+    #: When the device memory left the GPU, in seconds since the epoch; None for what another owner took off it.
+    since: float | None = None
 
 
 class Steps:
@@ -192,6 +195,17 @@ class Steps:
         """Device memory the kernel holds now, in bytes by GPU UUID; asks the driver.  Raises `CudaError`."""
         pid = self._alive().host_pid
         return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
+
+    def _note_absence(self, until: float) -> None:
+        """What was in host memory since it left the GPU is there no longer."""
+        saved = self._saved
+        if saved.since is not None and saved.device_bytes:
+            store = self.engine.store
+            with contextlib.suppress(GpuCkptError):
+                if not store.root.exists():  # a kernel that was never checkpointed
+                    store.prepare()
+                absences.write(store.root, absences.of(self.home.kernel_id, "", saved.since, until, saved.device_bytes))
+        saved.since = None
 
     def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
         with self._answering():

@@ -31,6 +31,7 @@ PROMISED = {
     "CUDA_UNSUPPORTED": 75,
     "NO_SPACE": 75,
     "NO_MEMORY": 75,
+    "QUOTA_EXCEEDED": 75,
     "WRONG_STATE": 65,
     "BAD_REQUEST": 64,
     "KERNEL_LOST": 70,

@@ -20,6 +20,9 @@ from waiting import until
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
 from jupyter_gpu_ckpt.errors import GpuCkptError, GpuFull, HelperGone, KernelLost, KernelSilent
+from jupyter_gpu_ckpt.image import absences
+from jupyter_gpu_ckpt.image.absences import Absence
+from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
 from jupyter_gpu_ckpt.machine import State
@@ -118,6 +121,50 @@ def test_a_cycle_frees_the_gpu_and_brings_it_back(rig):
     assert rig.lifecycle.image.manifest.node_gpus == [A, B]
     rig.lifecycle.wake()
     assert rig.driver.free(A) == before
+    rig.runs_on()
+
+
+def given_back(rig) -> list[Absence]:
+    record = rig.lifecycle.engine.store.root / absences.RECORD
+    return absences.read(record.read_bytes()) if record.exists() else []
+
+
+def test_gpu_time_given_back_is_written_down_when_a_kernel_is_back(rig):
+    """From host memory, then from host memory into an image and back from that: no second is counted twice."""
+    rig.lifecycle.suspend()
+    rig.lifecycle.wake()
+    (first,) = given_back(rig)
+    assert (first.kernel_id, first.image, first.device_bytes) == ("k", "", rig.MEMORY)
+    assert 0 < first.gpu_seconds == first.until - first.since
+    rig.lifecycle.suspend()
+    rig.lifecycle.checkpoint()
+    image = rig.lifecycle.image
+    second = given_back(rig)[1]
+    assert (second.image, second.until) == ("", image.manifest.created)
+    rig.lifecycle.wake()
+    third = given_back(rig)[2]
+    assert (third.image, third.since) == (image.id, image.manifest.created)
+    assert first.until <= second.since < second.until == third.since < third.until
+    assert len(given_back(rig)) == 3, "the end of the image is not another absence"
+
+
+def test_a_checkpoint_that_fails_gives_nothing_back(rig, monkeypatch):
+    monkeypatch.setattr(rig.lifecycle.engine.store, "begin", lambda *_: 1 / 0)
+    rig.fails("checkpoint", "INTERNAL")
+    rig.runs_on()
+    assert given_back(rig) == []
+
+
+def test_a_suspended_kernel_over_the_quota_stays_suspended(rig):
+    """No preflight comes before a dump from host memory: the store itself refuses, before anything is written."""
+    rig.lifecycle.suspend()
+    rig.lifecycle.engine.store.quota = Quota(bytes=1 << 20)
+    error = rig.fails("checkpoint", "QUOTA_EXCEEDED")
+    assert error.left == "the kernel is suspended, its device memory is kept in host memory"
+    assert rig.lifecycle.engine.store.images() == []
+    assert not list(rig.lifecycle.engine.store.root.glob(".draft-*"))
+    rig.sleeps(State.SUSPENDED)
+    rig.lifecycle.wake()
     rig.runs_on()
 
 

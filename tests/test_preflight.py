@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jupyter_gpu_ckpt import preflight
-from jupyter_gpu_ckpt.errors import ChildProcesses, DebuggerAttached, DeletedMapping, NoMemory, NoSpace
+from jupyter_gpu_ckpt.errors import ChildProcesses, DebuggerAttached, DeletedMapping, NoMemory, NoSpace, QuotaExceeded
 from jupyter_gpu_ckpt.preflight import MARGIN, judge_report, look, read_process, require
 
 PLENTY = 1 << 50
@@ -22,9 +22,7 @@ def process():
 
     def start(*words: str) -> int:
         code = "import sys; sys.stdout.write('up'); sys.stdout.flush(); sys.stdin.read()"
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        child = subprocess.Popen([sys.executable, "-c", code, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.read(2) == b"up"
         started.append(child)
@@ -109,6 +107,20 @@ def test_the_disk_must_take_the_memory_of_process_and_gpu(monkeypatch):
     (finding,) = look(kernel_pid=os.getpid(), companions=[], device_bytes={}, disk_free=7)
     assert isinstance(finding.error, NoSpace)
     assert finding.error.details["free"] == 7
+
+
+def test_a_quota_is_asked_about_what_an_image_may_need_and_not_for_a_suspend():
+    asked = []
+
+    def over_quota(needed):
+        asked.append(needed)
+        return QuotaExceeded("No.")
+
+    everything = {"kernel_pid": os.getpid(), "companions": [], "device_bytes": {}, "over_quota": over_quota}
+    (finding,) = look(**everything, disk_free=PLENTY)
+    assert isinstance(finding.error, QuotaExceeded)
+    assert asked[0] > read_process(os.getpid()).rss // 2 + MARGIN
+    assert look(**everything, disk_free=None) == []
 
 
 def test_memory_that_can_be_had_is_read_from_the_host():

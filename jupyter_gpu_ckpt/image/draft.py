@@ -24,6 +24,7 @@ from .image import CRIU_DIRECTORY, Image
 from .integrity import MANIFEST
 from .keys import Keyring
 from .manifest import Manifest
+from .quota import Room
 
 #: What the name of a draft's directory begins with, and of no image's.
 PREFIX = ".draft-"
@@ -32,13 +33,24 @@ PREFIX = ".draft-"
 class Draft:
     """An image being written; `publish` or `discard` ends it."""
 
-    def __init__(self, root: Path, id: str, *, keys: Keyring, generations: Generations, vault: Vault | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        id: str,
+        *,
+        keys: Keyring,
+        generations: Generations,
+        vault: Vault | None,
+        room: Room | None = None,
+        needed: int = 0,
+    ) -> None:
         self.id = id
         self.path = root / f"{PREFIX}{id}"
         self._root = root
         self._keys = keys
         self._generations = generations
         self._vault = vault
+        self._room = room
         self._lock = FileLock(root / f"{PREFIX}{id}.lock", timeout=0, mode=0o600)
         with mapped(root):
             self._lock.acquire()
@@ -46,12 +58,14 @@ class Draft:
                 directory.mkdir(mode=0o700)
                 directory.chmod(0o700)  # whatever the umask
         self._plain: Plain | None = None
-        if vault is not None:
-            try:
+        try:
+            if room is not None:
+                room.require(needed)
+            if vault is not None:
                 self._plain = Plain(vault.base, id)
-            except BaseException:
-                self.discard()
-                raise
+        except BaseException:
+            self.discard()
+            raise
 
     @property
     def criu_directory(self) -> Path:
@@ -67,7 +81,7 @@ class Draft:
         return found
 
     def publish(self, manifest: Manifest, *, living: int | None = None, holder: leases.Holder | None = None) -> Image:
-        """Make it an image.  After failure it is still a draft.
+        """Make it an image.  After failure it is still a draft.  Raises `QuotaExceeded` when it grew past its promise.
 
         ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image,
         unless ``holder`` ended with it.
@@ -86,6 +100,8 @@ class Draft:
                 manifest = replace(manifest, id=self.id, files=integrity.entries(self.path, punch=True))
                 for flushed in flushing:
                     flushed.result()
+            if self._room is not None:
+                self._room.require(manifest.bytes)
             write_private(self.path / MANIFEST, manifest.to_json())
             integrity.seal(self.path, key)
             if living is not None:
@@ -115,6 +131,8 @@ class Draft:
     def _unlock(self) -> None:
         if self._plain is not None:
             self._plain.close()
+        if self._room is not None:
+            self._room.release()
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink()
         self._lock.release()

@@ -142,7 +142,7 @@ class Remote:
             sent = self.send(image, progress)
             self.complete(image)
             if take_from is not None:
-                take_from.remove(image, leased=True)
+                take_from.remove(image, leased=True, moved=True)
         return sent
 
     def send(self, image: Image, progress: Progress | None = None) -> int:

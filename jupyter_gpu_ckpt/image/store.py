@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound
-from . import directory, draft, integrity, leases
+from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
+from . import absences, directory, draft, integrity, leases
 from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
@@ -24,6 +24,7 @@ from .image import CRIU_DIRECTORY, Image
 from .integrity import MANIFEST, Progress
 from .keys import Keyring
 from .manifest import VERSION, Manifest
+from .quota import SUFFIX, Quota, Room, Used, refusal, used, with_promises
 
 __all__ = ["Image", "Store"]
 
@@ -37,12 +38,15 @@ class Store:
         The image directory as it was set.  ``root`` is where the images are: it, or this user's below it (`directory`).
     """
 
-    def __init__(self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: int = 0) -> None:
+    def __init__(
+        self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: Quota | None = None
+    ) -> None:
         self.named = named
         self.root = directory.of_user(named)
         #: Encrypts the images made from now on; None: they are not.
         self.vault = vault
-        self.quota = quota
+        #: What all images together may take.
+        self.quota = quota or Quota()
         self.keys = keys or Keyring()
         self.generations = Generations(self.keys.directory / "generations")
 
@@ -57,20 +61,32 @@ class Store:
             self.vault.secret()
 
     def free(self) -> int:
-        """Bytes an unprivileged user may still write, of the disk's and of the quota, if there is one."""
+        """Bytes an unprivileged user may still write; where the file system has quotas, as far as it says so."""
         places = [self.root] if self.vault is None else [self.root, self.vault.base]
         there = (next(path for path in (place, *place.parents) if path.exists()) for place in places)
-        free = min(one.f_bavail * one.f_frsize for one in map(os.statvfs, there))
-        if self.quota:
-            free = min(free, max(0, self.quota - sum(image.manifest.bytes for image in self.images())))
-        return free
+        return min(one.f_bavail * one.f_frsize for one in map(os.statvfs, there))
 
-    def begin(self, kernel_id: str) -> Draft:
-        """Start an image of a kernel.  Raises `StoreUnwritable`, `NoSpace`."""
+    def over_quota(self, kernel_id: str, needed: int) -> QuotaExceeded | None:
+        """Why an image of ``needed`` bytes may not be made of a kernel; None if it may.  Changes nothing."""
+        if not self.quota:
+            return None
+        return refusal(self.quota, with_promises(self._used(), self.root), kernel_id, needed)
+
+    def _used(self) -> Used:
+        return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
+
+    def begin(self, kernel_id: str, needed: int = 0) -> Draft:
+        """Start an image of a kernel, which may take ``needed`` bytes.
+
+        Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`; then there is nothing of it.
+        """
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
-        return Draft(self.root, id, keys=self.keys, generations=self.generations, vault=self.vault)
+        room = Room(self.root, f"{draft.PREFIX}{id}", kernel_id, self.quota, self._used) if self.quota else None
+        return Draft(
+            self.root, id, keys=self.keys, generations=self.generations, vault=self.vault, room=room, needed=needed
+        )
 
     def images(self) -> list[Image]:
         """Every readable image, oldest first; an unreadable one is passed over here and explained by `get`."""
@@ -179,23 +195,26 @@ class Store:
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 
-    def remove(self, image: Image, *, leased: bool = False) -> int:
+    def remove(self, image: Image, *, leased: bool = False, moved: bool = False) -> int:
         """Delete an image; returns the bytes freed.
 
-        ``leased``: the caller holds its lease.  Raises `ImageBusy` when a restore is using it, `ImageNotFound`.
+        ``leased``: the caller holds its lease.  ``moved``: its kernel sleeps on, in another place.  Raises `ImageBusy`
+        when a restore is using it, `ImageNotFound`.
         """
-        self._delete(image.path, leased)
+        self._delete(image.path, leased, gone=None if moved else image)
         return image.manifest.bytes
 
     def remove_damaged(self, id: str) -> int:
         """Delete an image whatever its manifest says; returns the bytes freed.  Raises as `remove`."""
         path = self._own(id)
-        count = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        count = _bytes(path)
         self._delete(path, leased=False)
         return count
 
-    def _delete(self, path: Path, leased: bool) -> None:
+    def _delete(self, path: Path, leased: bool, gone: Image | None = None) -> None:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
+            if gone is not None:
+                absences.removed(self.root, gone, time.time())
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"
             path.rename(doomed)
@@ -220,4 +239,12 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
+        for promise in self.root.glob(f"{draft.PREFIX}*{SUFFIX}") if ours else ():
+            if not promise.with_name(promise.name.removesuffix(SUFFIX)).exists():
+                promise.unlink(missing_ok=True)
         return swept
+
+
+def _bytes(path: Path) -> int:
+    """Of all files below ``path``."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -12,6 +12,7 @@ from ..engine.cuda import Cuda
 from ..engine.cuda_client import Helper
 from ..engine.gpus import Gpus
 from ..image.encryption import Vault
+from ..image.quota import Quota
 from ..image.store import Store
 from ..lifecycle import Engine
 
@@ -41,8 +42,8 @@ def use_engine(engine: Engine) -> None:
         _engines[engine.store.named] = engine
 
 
-def with_own_store(engine: Engine, vault: Vault | None, quota: int) -> Engine:
-    """``engine`` with a store as one kernel's configuration wants it; ``quota`` in bytes, 0 for none."""
+def with_own_store(engine: Engine, vault: Vault | None, quota: Quota) -> Engine:
+    """``engine`` with a store as one kernel's configuration wants it."""
     store = Store(engine.store.named, engine.store.keys, vault, quota)
     if vault is not None:
         vault.sweep()

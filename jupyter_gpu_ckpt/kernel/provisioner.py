@@ -25,6 +25,7 @@ from ..errors import GpuCkptError, HostError, StateError
 from ..estimate import RATES
 from ..image.encryption import Vault
 from ..image.node import unbindable
+from ..image.quota import Quota
 from ..image.store import Image, Store
 from ..lifecycle import Lifecycle, Settings
 from ..machine import State
@@ -104,8 +105,15 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     image_quota = Int(
         0,
-        help="Bytes all images together may have; 0: as many as the disk holds. Beyond it a checkpoint is refused with "
-        "NO_SPACE; `jupyter gpu-ckpt prune` makes room.",
+        min=0,
+        help="Bytes all images of a user may have together; 0: as many as the disk holds. A checkpoint that might pass "
+        "it is refused with QUOTA_EXCEEDED before anything is written; `jupyter gpu-ckpt prune` makes room.",
+    ).tag(config=True)
+    sleeping_quota = Int(
+        0,
+        min=0,
+        help="How many kernels of a user may be asleep in images at once; 0: any number. Beyond it a checkpoint is "
+        "refused with QUOTA_EXCEEDED.",
     ).tag(config=True)
 
     @default("image_dir")
@@ -252,7 +260,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
             vault = Vault(self.encryption_key, Path(self.memory_dir)) if self.encryption_key else None
-            engine = with_own_store(engine, vault, self.image_quota)
+            engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
             await asyncio.to_thread(self._premises.fill, engine, self._launch(cmd, kwargs), found)
         except HostError as error:
             self._premises.close()

@@ -46,14 +46,16 @@ def finding(named):
     return next(each for each in doctor.diagnose(named) if each.check == "image-directory")
 
 
+# All is imported by root: Python itself may lie where the user cannot read.
 PROGRAM = """
 import os, sys
 from pathlib import Path
-uid, named = int(sys.argv[1]), Path(sys.argv[2])
-os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.image import directory
+uid, named = int(sys.argv[1]), Path(sys.argv[2])
+doctor.diagnose(named)
+os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)
 told = next(each for each in doctor.diagnose(named) if each.check == "image-directory")
 print(told.ok, told.what, "|", told.mend)
 try:

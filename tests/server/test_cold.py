@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -42,7 +43,12 @@ def tar_pit(monkeypatch):
 
 
 def senders() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if "jupyter_gpu_ckpt.server.cold" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended a moment ago
+            if "jupyter_gpu_ckpt.server.cold" in child.cmdline():
+                found.append(child.pid)
+    return found
 
 
 async def until(true, seconds: float = 60) -> None:

@@ -42,6 +42,9 @@ for file in boot_id hosts passwd group shadow; do
     case $file in boot_id) at=/proc/sys/kernel/random/boot_id;; *) at=/etc/$file;; esac
     mount --bind {own}/$file $at
 done
+# An ordinary user may mount a fresh /proc for a capsule while some /proc here has nothing mounted over it.
+mkdir /run/proc
+mount -t proc proc /run/proc
 exec "$@"
 """
 
@@ -53,6 +56,12 @@ class User:
     name: str
     uid: int
     home: Path
+
+
+def _without(file: str, name: str) -> str:
+    """A file of users of this machine, without the line of a user who happens to have the same name."""
+    lines = Path("/etc", file).read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(f"{name}:"))
 
 
 class Machine:
@@ -67,9 +76,9 @@ class Machine:
         files = {
             "boot_id": random,
             "hosts": hosts,
-            "passwd": Path("/etc/passwd").read_text() + f"{user.name}:x:{ids}::{user.home}:/bin/sh\n",
-            "group": Path("/etc/group").read_text() + f"{user.name}:x:{user.uid}:\n",
-            "shadow": Path("/etc/shadow").read_text() + f"{user.name}:*:20000:0:99999:7:::\n",
+            "passwd": _without("passwd", user.name) + f"{user.name}:x:{ids}::{user.home}:/bin/sh\n",
+            "group": _without("group", user.name) + f"{user.name}:x:{user.uid}:\n",
+            "shadow": _without("shadow", user.name) + f"{user.name}:*:20000:0:99999:7:::\n",
         }
         for file, text in files.items():
             (own / file).write_text(text)
@@ -104,7 +113,7 @@ class Machine:
     def start(self, *argv: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Path:
         """Start a program that runs as root until the machine ends; where its output goes."""
         log = self.own / f"{Path(argv[0]).name}.log"
-        inside = [*enter(self.init), *(["--wdns", str(cwd)] if cwd else []), *map(str, argv)]
+        inside = [*enter(self.init), *([f"--wdns={cwd}"] if cwd else []), *map(str, argv)]
         with log.open("ab") as output:
             self._programs.append(
                 subprocess.Popen(

@@ -45,11 +45,15 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Node:
-    """What a node is said to be in slurm.conf: its features, and its GPUs (a type and how many)."""
+    """What a node is said to be in slurm.conf: its features, and its GPUs (a type and how many).
+
+    ``weight``: of nodes that will do, Slurm takes the one with the lowest.
+    """
 
     features: tuple[str, ...]
     gpu: str = ""
     gpus: int = 0
+    weight: int = 1
 
 
 class Cluster:
@@ -87,7 +91,7 @@ def slurm(place: Path, nodes: Mapping[str, Node], user: User) -> Iterator[Cluste
     with network(["head", *nodes], place, user) as machines:
         lines, gres = [], []
         for name, node in nodes.items():
-            line = f"NodeName={name} CPUs=2 RealMemory=1000 State=UNKNOWN Feature={','.join(node.features)}"
+            line = f"NodeName={name} CPUs=2 RealMemory=1000 Weight={node.weight} Feature={','.join(node.features)}"
             if node.gpus:
                 line += f" Gres=gpu:{node.gpu}:{node.gpus}"
                 files = "/run/slurm-etc/gpu" + (f"[0-{node.gpus - 1}]" if node.gpus > 1 else "0")

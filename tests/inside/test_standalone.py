@@ -25,7 +25,7 @@ STANDARD = {
         "mmap",
         "os",
     ),
-    *("platform", "re", "runpy", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time", "traceback"),
+    *("platform", "re", "runpy", "signal", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time", "traceback"),
     *("types", "typing", "uuid"),
 }
 

@@ -51,8 +51,9 @@ class Host:
         self._log = (own / "log").open("wb")
         self.log = own / "log"
         setup = _SETUP.format(name=name, own=own, shared=shared)
+        server = [sys.executable, str(SERVER), str(shared), f"/run/{name}"]
         self._process = subprocess.Popen(
-            [*unshare(uptime=uptime), "sh", "-c", setup, "sh", sys.executable, str(SERVER), str(shared), f"/run/{name}"],
+            [*unshare(uptime=uptime), "sh", "-c", setup, "sh", *server],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

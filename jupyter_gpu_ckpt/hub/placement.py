@@ -6,9 +6,10 @@ In jupyterhub_config.py::
 
     c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
 
-It reads what the user's last server published of its sleeping kernels (`image.requirements`), and asks Slurm
-(batchspawner) or Kubernetes (KubeSpawner) for a node that has it.  Where there is none the user gets any node, and
-reads so on the spawn page: the images stay, and their kernels wake on a node like theirs.
+and, so that a spawn page that is open before the hook runs shows what it tells, a spawner class with
+`progress.ToldMixin` before it.  The hook reads what the user's last server published of its sleeping kernels
+(`image.requirements`), and asks Slurm (batchspawner) or Kubernetes (KubeSpawner) for a node that has it.  Where there
+is none the user gets any node, and is told so: the images stay, and their kernels wake on a node like theirs.
 
 **Who may read what.**  The images are their owner's alone.  A hub that read the manifests itself would have to be root
 on the shared store, or in a group that may read every secret of every kernel.  So the user's own server publishes the
@@ -36,7 +37,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError, ImageFormat
 from ..image.requirements import FILE, MOST_BYTES, VARIABLE, Plan, parse, plan
 from . import kubernetes, slurm
-from .progress import forget, tell
+from .progress import forget, listen, tell
 
 _STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
 
@@ -89,6 +90,7 @@ class Placement(LoggingConfigurable):
 
     async def __call__(self, spawner: Any) -> None:
         """Called from JupyterHub before each start.  Never keeps a server from starting: at worst any node is asked."""
+        listen(spawner)
         forget(spawner)
         for name, value in self._configured.pop(spawner, {}).items():
             setattr(spawner, name, value)

@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+from batchspawner import SlurmSpawner
+
 from jupyter_gpu_ckpt.hub.placement import Placement
+from jupyter_gpu_ckpt.hub.progress import ToldMixin
 
 bin_directory = Path(os.environ["TEST_BIN"])
 place = Path(os.environ["TEST_PLACE"])
@@ -23,10 +26,16 @@ c.JupyterHub.load_roles = [
     {"name": "test", "services": ["test"], "scopes": ["admin:users", "admin:servers", "access:servers"]}
 ]
 
-c.JupyterHub.spawner_class = "batchspawner.SlurmSpawner"
+
+class Spawner(ToldMixin, SlurmSpawner):
+    """Slurm's, with what the placement has to say on the spawn page."""
+
+
+c.JupyterHub.spawner_class = Spawner
 c.SlurmSpawner.exec_prefix = "runuser -u {username} --"
 c.SlurmSpawner.batchspawner_singleuser_cmd = str(bin_directory / "batchspawner-singleuser")
-c.SlurmSpawner.req_options = os.environ.get("TEST_OPTIONS", "")
+c.SlurmSpawner.req_gres = "gpu:1"
+c.Spawner.poll_interval = 2
 c.Spawner.cmd = [str(bin_directory / "jupyterhub-singleuser")]
 c.Spawner.environment = {
     "XDG_RUNTIME_DIR": os.environ["TEST_RUNTIME"],
@@ -35,4 +44,4 @@ c.Spawner.environment = {
 }
 c.Spawner.default_url = "/lab"
 if os.environ.get("TEST_PLACEMENT"):
-    c.Spawner.pre_spawn_hook = Placement(published=f"{place}/placement/{{username}}")
+    c.Spawner.pre_spawn_hook = Placement(published=f"{place}/placement/{{username}}", without_gpu={"req_gres": ""})

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from machine import User
 from slurm_cluster import Cluster, Node, slurm, why_not
-from slurm_hub import BIN, Hub, hub, proxy_command
+from slurm_hub import PATIENCE, Hub, hub, proxy_command
+from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
 from jupyter_gpu_ckpt.image.match import fingerprint
@@ -46,7 +47,10 @@ def place() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="gc-slurm-"))
     path.chmod(0o755)
     yield path
-    shutil.copytree(path, "/tmp/h/slurm-scratch/last", dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("criu")); shutil.rmtree(path)
+    shutil.copytree(
+        path, "/tmp/h/slurm-scratch/last", dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("criu")
+    )
+    shutil.rmtree(path)
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +106,17 @@ def at_home(site) -> Iterator[Hub]:
             site.cluster.resume(name)
 
 
+CELL = "import os, random, socket\nx = list(range(100_000)); random.seed(5); pid = os.getpid()"
+ASK = "print(sum(x), random.getstate()[1][:5])"
+
+
 def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     site, cluster, user = at_home, at_home.cluster, at_home.user
     site.start()
     assert site.node() == "n1"
     kernel = site.open("work.ipynb")
-    site.run(kernel, "import os, random, socket\nx = list(range(100_000)); random.seed(5); pid = os.getpid()")
-    before = site.run(kernel, "print(sum(x), random.getstate()[1][:5])")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
     assert site.run(kernel, "print(socket.gethostname())") == "n1"
 
     site.stop()
@@ -120,5 +128,61 @@ def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     assert any("n2 will do" in message for message in told), told
     assert [one["id"] for one in site.get("api/kernels")] == [kernel]
     assert [one["path"] for one in site.get("api/sessions")] == ["work.ipynb"]
-    assert site.run(kernel, "print(sum(x), random.getstate()[1][:5])") == before
+    assert site.run(kernel, ASK) == before
     assert site.run(kernel, "print(socket.gethostname(), os.getpid() == pid)") == "n2 True"
+
+
+def test_a_job_that_slurm_ends_by_itself_leaves_its_kernels_asleep(at_home):
+    """An administrator's scancel, a time limit, a preemption: SIGTERM to every process of the job at once."""
+    site, cluster = at_home, at_home.cluster
+    site.start()
+    kernel = site.open("cancelled.ipynb")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
+    cluster.head.run("scancel", site.model()["state"]["job_id"])
+    until(lambda: not cluster.jobs(), "the job has ended", timeout=PATIENCE)
+    until(lambda: not site.model(), "the hub has noticed", timeout=PATIENCE)
+    site.start()
+    assert site.run(kernel, ASK) == before
+    assert site.run(kernel, "print(os.getpid() == pid)") == "True"
+
+
+def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_home):
+    site, cluster = at_home, at_home.cluster
+    site.start()
+    kernel = site.open("waiting.ipynb")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
+    site.stop()
+    for name in ("n1", "n2"):
+        cluster.drain(name)
+    told = site.start()
+    assert site.node() == "n3"
+    assert any("No node like that is in service: you get any." in message for message in told), told
+    assert kernel in [one["id"] for one in site.get("api/kernels")], "there to be seen, and asleep"
+    site.stop()
+    cluster.resume("n2")
+    site.start()
+    assert site.node() == "n2"
+    assert site.run(kernel, ASK) == before
+
+
+def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
+    """What a server on a GPU node would have published: there is no GPU here, and Slurm does not look for one."""
+    site = at_home
+    gpus = (Gpu("NVIDIA A100-SXM4-80GB", 80 << 30),)
+    published = site.place / "placement" / site.user.name / FILE
+    published.write_text(to_json([Requirements(gpus=gpus)]))
+    told = site.start()
+    assert site.node() == "n3"
+    assert "gres:gpu:1" in site.job() or "gres/gpu" in site.job(), site.job()
+    assert any("1 x NVIDIA A100-SXM4-80GB: n3 will do" in message for message in told), told
+
+
+def test_a_user_with_nothing_on_a_gpu_gets_a_node_without(at_home):
+    """The hub is configured to ask for a GPU (see slurm_hub_config.py); whoever asks for one by an option gets it."""
+    site = at_home
+    (site.place / "placement" / site.user.name / FILE).write_text(to_json([]))
+    told = site.start()
+    assert "gpu" not in site.job().lower().replace("jupyter_gpu_ckpt", ""), site.job()
+    assert any("Nothing of yours is on a GPU" in message for message in told), told

@@ -82,7 +82,9 @@ class Cluster:
         self.head.run("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
 
     def resume(self, name: str) -> None:
+        """Take it back into service, and wait until it is there."""
         self.head.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
+        until(lambda: self.nodes()[name] in ("idle", "mixed"), f"{name} is back", timeout=60)
 
 
 @contextlib.contextmanager

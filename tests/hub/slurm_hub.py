@@ -17,7 +17,7 @@ import requests
 from slurm_cluster import Cluster, User
 from tab import Tab
 from waiting import until
-from websocket import create_connection
+from websocket import WebSocketBadStatusException, create_connection
 
 from jupyter_gpu_ckpt import server
 
@@ -108,7 +108,10 @@ class Hub:
         query = urlencode({"session_id": secrets.token_hex(8)})
         address = f"ws{self.url[4:]}/user/{self.user.name}/api/kernels/{kernel_id}/channels?{query}"
         header = [f"Authorization: token {self._token}"]
-        socket = create_connection(address, timeout=PATIENCE, header=header, suppress_origin=True)
+        try:
+            socket = create_connection(address, timeout=PATIENCE, header=header, suppress_origin=True)
+        except WebSocketBadStatusException as error:
+            raise AssertionError(self.told(error.status_code)) from error
         try:
             return Tab(socket, secrets.token_hex(8)).run(code)
         finally:

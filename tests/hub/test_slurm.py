@@ -162,8 +162,8 @@ def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_
     assert kernel in [one["id"] for one in site.get("api/kernels")], "there to be seen, and asleep"
     site.stop()
     cluster.resume("n2")
-    site.start()
-    assert site.node() == "n2"
+    told = site.start()
+    assert site.node() == "n2", site.told(told)
     assert site.run(kernel, ASK) == before
 
 
@@ -175,7 +175,7 @@ def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
     published.write_text(to_json([Requirements(gpus=gpus)]))
     told = site.start()
     assert site.node() == "n3"
-    assert "gres:gpu:1" in site.job() or "gres/gpu" in site.job(), site.job()
+    assert "TresPerNode=gres:gpu:a100:1" in site.job()
     assert any("1 x NVIDIA A100-SXM4-80GB: n3 will do" in message for message in told), told
 
 

@@ -56,8 +56,8 @@ class Request:
 def nodes(text: str) -> list[Node]:
     """The nodes that `SINFO` told; one that is in several partitions is told once for each."""
     found: dict[str, Node] = {}
-    for line in text.splitlines():
-        name, state, features, gres, memory = line.strip().split("|")
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, state, features, gres, memory = line.split("|")
         found[name] = Node(
             name=name,
             in_service=not _OUT.match(state) and _NOT_RESPONDING not in state,

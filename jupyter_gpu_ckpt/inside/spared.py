@@ -13,20 +13,33 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
+
+_thread = threading.local()
 
 
 def spare() -> None:
     """Do nothing at SIGTERM, in this process alone.  Called on the main thread before any user code."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave_it)
-        os.register_at_fork(after_in_child=_give_back)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_give_back)
 
 
 def _leave_it(number: int, frame: Any) -> None:
     """The server's business."""
 
 
+def _hold() -> None:
+    # A child that is ended as soon as it is there must not meet our handler: the signal waits until that is gone.
+    _thread.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _thread.before)
+
+
 def _give_back() -> None:
-    if signal.getsignal(signal.SIGTERM) is _leave_it:
+    if signal.getsignal(signal.SIGTERM) is _leave_it and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _release()

@@ -1,4 +1,4 @@
-# Targets: demo test lint labextension wheel bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-hub lint labextension wheel bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -13,14 +13,19 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test lint labextension linked front-end-test front-end-checked wheel bench torture gpu-bundle gpu-check clean
+.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench torture gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
 
 test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-chromium
-	$(BIN)/python -m pytest -m "not torture" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not torture and not hub" $(PYTEST_ARGS)
+
+# A real JupyterHub with its proxy, and a real Slurm: as root on Debian, what they need is installed first.
+test-hub: $(VENV)/ready
+	scripts/install-slurm $(VENV)
+	$(BIN)/python -m pytest -m hub $(PYTEST_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

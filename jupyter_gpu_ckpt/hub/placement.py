@@ -56,7 +56,7 @@ class Placement(LoggingConfigurable):
     published = Unicode(
         "",
         help="The directory in which a user's server publishes what its sleeping kernels need, as the hub sees it; "
-        "{username} is the user's name, escaped.",
+        "{username} is the user's name: escaped as in a URL, or as KubeSpawner does it in volumes.",
     ).tag(config=True)
     publish_to = Unicode(
         "", help="The same directory as the user's server sees it, where that is another path (a volume in a pod)."
@@ -94,7 +94,7 @@ class Placement(LoggingConfigurable):
         forget(spawner)
         for name, value in self._configured.pop(spawner, {}).items():
             setattr(spawner, name, value)
-        name = quote(spawner.user.name, safe="@")
+        name = _name(spawner)
         if not self.published or name in (".", ".."):
             return
         directory = self.published.replace("{username}", name)
@@ -195,6 +195,13 @@ def read(directory: Path) -> bytes | None:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ImageFormat("What is published of the sleeping kernels is not a plain file.")
         return file.read(MOST_BYTES + 1)
+
+
+def _name(spawner: Any) -> str:
+    """The user's name as a directory's: where the spawner has volumes by user, as in their paths."""
+    if (expand := getattr(spawner, "_expand_user_properties", None)) is not None:
+        return str(expand("{username}"))
+    return quote(spawner.user.name, safe="@")
 
 
 def _asks_for_gpu(spawner: Any, option: str) -> bool:

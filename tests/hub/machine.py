@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from namespaces import enter, init_of, unshare
+from opened import needed, opened
 from waiting import until
 
 #: TEST-NET-2 and 3.
@@ -45,6 +46,7 @@ done
 # An ordinary user may mount a fresh /proc for a capsule while some /proc here has nothing mounted over it.
 mkdir /run/proc
 mount -t proc proc /run/proc
+{opened}
 exec "$@"
 """
 
@@ -83,7 +85,7 @@ class Machine:
         for file, text in files.items():
             (own / file).write_text(text)
             (own / file).chmod(0o640 if file == "shadow" else 0o644)
-        setup = _SETUP.format(name=name, own=own, uid=user.uid)
+        setup = _SETUP.format(name=name, own=own, uid=user.uid, opened=opened(needed(), own / "stage"))
         self._process = subprocess.Popen(
             [*unshare(uptime=uptime), "sh", "-c", setup, "sh", sys.executable, "-c", _INIT],
             stdin=subprocess.PIPE,

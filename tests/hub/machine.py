@@ -39,10 +39,11 @@ mount -t tmpfs -o mode=0755 run /run
 mkdir -p /run/user/{uid}
 chown {uid}:{uid} /run/user/{uid}
 chmod 0700 /run/user/{uid}
-for file in boot_id hosts passwd group shadow; do
-    case $file in boot_id) at=/proc/sys/kernel/random/boot_id;; *) at=/etc/$file;; esac
-    mount --bind {own}/$file $at
-done
+# The directory, not the files in it: a mount over a file goes away when somebody here replaces that file.
+cp -a /etc /run/etc
+cp {own}/etc/* /run/etc/
+mount --bind /run/etc /etc
+mount --bind {own}/boot_id /proc/sys/kernel/random/boot_id
 # An ordinary user may mount a fresh /proc for a capsule while some /proc here has nothing mounted over it.
 mkdir /run/proc
 mount -t proc proc /run/proc
@@ -75,16 +76,17 @@ class Machine:
         own.chmod(0o755)
         random = Path("/proc/sys/kernel/random/uuid").read_text()
         ids = f"{user.uid}:{user.uid}"
+        (own / "boot_id").write_text(random)
+        (own / "etc").mkdir(mode=0o700)
         files = {
-            "boot_id": random,
             "hosts": hosts,
             "passwd": _without("passwd", user.name) + f"{user.name}:x:{ids}::{user.home}:/bin/sh\n",
             "group": _without("group", user.name) + f"{user.name}:x:{user.uid}:\n",
             "shadow": _without("shadow", user.name) + f"{user.name}:*:20000:0:99999:7:::\n",
         }
         for file, text in files.items():
-            (own / file).write_text(text)
-            (own / file).chmod(0o640 if file == "shadow" else 0o644)
+            (own / "etc" / file).touch(0o640 if file == "shadow" else 0o644)
+            (own / "etc" / file).write_text(text)
         setup = _SETUP.format(name=name, own=own, uid=user.uid, opened=opened(needed(), own / "stage"))
         self._process = subprocess.Popen(
             [*unshare(uptime=uptime), "sh", "-c", setup, "sh", sys.executable, "-c", _INIT],

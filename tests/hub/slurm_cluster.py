@@ -96,19 +96,17 @@ def slurm(place: Path, nodes: Mapping[str, Node], user: User) -> Iterator[Cluste
             line = f"NodeName={name} CPUs=2 RealMemory=1000 Weight={node.weight} Feature={','.join(node.features)}"
             if node.gpus:
                 line += f" Gres=gpu:{node.gpu}:{node.gpus}"
-                files = "/run/slurm-etc/gpu" + (f"[0-{node.gpus - 1}]" if node.gpus > 1 else "0")
+                files = "/run/gpu" + (f"[0-{node.gpus - 1}]" if node.gpus > 1 else "0")
                 gres.append(f"NodeName={name} Name=gpu Type={node.gpu} File={files}")
             lines.append(line)
         for machine in machines.values():
-            # Under /run, which is each machine's own: no file of an installed Slurm is touched.
-            etc = Path("/run/slurm-etc")
-            machine.run("mkdir", "-p", etc, "/run/slurmctld", "/run/slurmd", "/etc/slurm")
+            etc = Path("/etc/slurm")  # the machine's own
+            machine.run("mkdir", "-p", etc, "/run/slurmctld", "/run/slurmd")
             for file, text in (("slurm.conf", _CONFIG.format(nodes="\n".join(lines))), ("gres.conf", "\n".join(gres))):
                 (machine.own / file).write_text(text + "\n")
                 machine.run("cp", machine.own / file, etc / file)
             for number in range(nodes[machine.name].gpus if machine.name in nodes else 0):
-                machine.run("mknod", etc / f"gpu{number}", "c", "1", "3")  # as good a device file as any
-            machine.run("mount", "--bind", etc, "/etc/slurm")
+                machine.run("mknod", f"/run/gpu{number}", "c", "1", "3")  # as good a device file as any
         cluster = Cluster(machines)
         logs = [cluster.head.start("slurmctld", "-D", "-i")]
         logs += [machines[name].start("slurmd", "-D", "-N", name) for name in nodes]

@@ -36,9 +36,11 @@ hostname {name}
 ip link set lo up
 mount --make-rprivate /
 mount -t tmpfs -o mode=0755 run /run
-mkdir -p /run/user/{uid}
-chown {uid}:{uid} /run/user/{uid}
-chmod 0700 /run/user/{uid}
+for uid in {uids}; do
+    mkdir -p /run/user/$uid
+    chown $uid:$uid /run/user/$uid
+    chmod 0700 /run/user/$uid
+done
 # The directory, not the files in it: a mount over a file goes away when somebody here replaces that file.
 cp -a /etc /run/etc
 cp {own}/etc/* /run/etc/
@@ -61,33 +63,41 @@ class User:
     home: Path
 
 
-def _without(file: str, name: str) -> str:
-    """A file of users of this machine, without the line of a user who happens to have the same name."""
+#: passwd(5), group(5), shadow(5)
+_PASSWD = "{0.name}:x:{0.uid}:{0.uid}::{0.home}:/bin/sh\n"
+_GROUP = "{0.name}:x:{0.uid}:\n"
+_SHADOW = "{0.name}:*:20000:0:99999:7:::\n"
+
+
+def _without(file: str, names: Sequence[str]) -> str:
+    """A file of users of this machine, without the lines of users who happen to have the same names."""
     lines = Path("/etc", file).read_text().splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(f"{name}:"))
+    return "".join(line for line in lines if line.partition(":")[0] not in names)
 
 
 class Machine:
     """One machine; ``address`` is its own in the network."""
 
-    def __init__(self, name: str, address: str, own: Path, user: User, hosts: str, *, uptime: int) -> None:
+    def __init__(self, name: str, address: str, own: Path, users: Sequence[User], hosts: str, *, uptime: int) -> None:
         self.name, self.address, self.own = name, address, own
         own.mkdir()
         own.chmod(0o755)
         random = Path("/proc/sys/kernel/random/uuid").read_text()
-        ids = f"{user.uid}:{user.uid}"
-        (own / "boot_id").write_text(random)
-        (own / "etc").mkdir(mode=0o700)
+        names = [user.name for user in users]
         files = {
             "hosts": hosts,
-            "passwd": _without("passwd", user.name) + f"{user.name}:x:{ids}::{user.home}:/bin/sh\n",
-            "group": _without("group", user.name) + f"{user.name}:x:{user.uid}:\n",
-            "shadow": _without("shadow", user.name) + f"{user.name}:*:20000:0:99999:7:::\n",
+            "passwd": _without("passwd", names) + "".join(map(_PASSWD.format, users)),
+            "group": _without("group", names) + "".join(map(_GROUP.format, users)),
+            "shadow": _without("shadow", names) + "".join(map(_SHADOW.format, users)),
         }
+        (own / "boot_id").write_text(random)
+        (own / "etc").mkdir(mode=0o700)
         for file, text in files.items():
             (own / "etc" / file).touch(0o640 if file == "shadow" else 0o644)
             (own / "etc" / file).write_text(text)
-        setup = _SETUP.format(name=name, own=own, uid=user.uid, opened=opened(needed(), own / "stage"))
+        setup = _SETUP.format(
+            name=name, own=own, uids=" ".join(str(user.uid) for user in users), opened=opened(needed(), own / "stage")
+        )
         self._process = subprocess.Popen(
             [*unshare(uptime=uptime), "sh", "-c", setup, "sh", sys.executable, "-c", _INIT],
             stdin=subprocess.PIPE,
@@ -114,10 +124,17 @@ class Machine:
         assert done.returncode == 0, f"{self.name}: {' '.join(map(str, argv))}: {done.stdout}"
         return done.stdout.strip()
 
-    def start(self, *argv: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Path:
-        """Start a program that runs as root until the machine ends; where its output goes."""
+    def start(
+        self,
+        *argv: str | Path,
+        user: User | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Path:
+        """Start a program that runs until the machine ends, as root or as ``user``; where its output goes."""
         log = self.own / f"{Path(argv[0]).name}.log"
-        inside = [*enter(self.init), *([f"--wdns={cwd}"] if cwd else []), *map(str, argv)]
+        become = ["setpriv", f"--reuid={user.uid}", f"--regid={user.uid}", "--clear-groups", "--"] if user else []
+        inside = [*enter(self.init), *([f"--wdns={cwd}"] if cwd else []), *become, *map(str, argv)]
         with log.open("ab") as output:
             self._programs.append(
                 subprocess.Popen(
@@ -154,7 +171,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def network(names: Sequence[str], place: Path, user: User) -> Iterator[dict[str, Machine]]:
+def network(names: Sequence[str], place: Path, users: Sequence[User]) -> Iterator[dict[str, Machine]]:
     """Machines of these names on one network; the first carries it, and this machine reaches all of them."""
     prefix = next(one for one in _NETWORKS if not _has(one))
     addresses = {name: f"{prefix}.{number}" for number, name in enumerate(names, 1)}
@@ -163,7 +180,7 @@ def network(names: Sequence[str], place: Path, user: User) -> Iterator[dict[str,
     try:
         for number, name in enumerate(names):
             machines[name] = Machine(
-                name, addresses[name], place / name, user, hosts, uptime=100_000 * (len(names) - number)
+                name, addresses[name], place / name, users, hosts, uptime=100_000 * (len(names) - number)
             )
         first, *others = machines.values()
         first.run("ip", "link", "add", "net0", "type", "bridge")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,20 @@ from machine import Machine, User, network
 from waiting import until
 
 SERVICES = ("slurmctld", "slurmd")
-PROGRAMS = (*SERVICES, "sbatch", "squeue", "scancel", "scontrol", "sinfo", "unshare", "nsenter", "ip", "runuser", "ps")
+PROGRAMS = (
+    *SERVICES,
+    "sbatch",
+    "squeue",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "unshare",
+    "nsenter",
+    "ip",
+    "sudo",
+    "setpriv",
+    "ps",
+)
 
 # Nobody is to be kept out of a cluster that nobody else can reach: auth/none instead of a munge key.
 _CONFIG = """
@@ -88,9 +101,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def slurm(place: Path, nodes: Mapping[str, Node], user: User) -> Iterator[Cluster]:
+def slurm(place: Path, nodes: Mapping[str, Node], users: Sequence[User]) -> Iterator[Cluster]:
     """A cluster whose nodes are all idle."""
-    with network(["head", *nodes], place, user) as machines:
+    with network(["head", *nodes], place, users) as machines:
         lines, gres = [], []
         for name, node in nodes.items():
             line = f"NodeName={name} CPUs=2 RealMemory=1000 Weight={node.weight} Feature={','.join(node.features)}"

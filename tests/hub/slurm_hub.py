@@ -21,6 +21,10 @@ from websocket import WebSocketBadStatusException, create_connection
 
 from jupyter_gpu_ckpt import server
 
+#: The hub is no root: it may hand in and end its users' jobs, and read what they publish.
+ACCOUNT = User("jupyterhub", 54320, Path("/nonexistent"))
+_SUDOERS = "jupyterhub ALL=({user}) NOPASSWD:SETENV: /usr/bin/sbatch, /usr/bin/squeue, /usr/bin/scancel\n"
+
 CONFIG = Path(__file__).with_name("slurm_hub_config.py")
 BIN = Path(sys.executable).parent
 #: Seconds for what a loaded machine does in a few: a job's start, a server's, a kernel's.
@@ -126,8 +130,12 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     own.mkdir(mode=0o755)
     published = own / "placement" / user.name
     published.mkdir(parents=True)
-    os.chown(published, user.uid, 0)  # the hub's group, which is root's here: none but the two may enter
-    published.chmod(0o2750)
+    os.chown(published, user.uid, ACCOUNT.uid)
+    published.chmod(0o2750)  # the two, and nobody else
+    os.chown(own, ACCOUNT.uid, ACCOUNT.uid)
+    (own / "sudoers").write_text(_SUDOERS.format(user=user.name))
+    (own / "sudoers").chmod(0o440)
+    cluster.head.run("cp", own / "sudoers", "/etc/sudoers.d/jupyterhub")
     enabled = own / "etc" / "jupyter_server_config.d"
     enabled.mkdir(parents=True)
     # As the wheel enables the extension; what is installed to be edited has no data files.
@@ -135,8 +143,8 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     proxy = proxy_command()
     assert proxy
     environment = {
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "HOME": "/root",
+        "PATH": f"{BIN}:{os.defpath}",
+        "HOME": str(own),
         "LC_ALL": "C.UTF-8",
         "CONFIGPROXY_AUTH_TOKEN": secrets.token_hex(16),
         "TEST_BIN": str(BIN),
@@ -149,7 +157,7 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
         "TEST_PLACEMENT": "yes" if placement else "",
     }
     made = Hub(cluster, user, own, token)
-    cluster.head.start(BIN / "jupyterhub", "--config", CONFIG, env=environment, cwd=own)
+    cluster.head.start(BIN / "jupyterhub", "--config", CONFIG, user=ACCOUNT, env=environment, cwd=own)
 
     def ready() -> bool:
         assert not cluster.head.dead(), made.told("the hub has ended")

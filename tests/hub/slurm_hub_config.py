@@ -32,7 +32,6 @@ class Spawner(ToldMixin, SlurmSpawner):
 
 
 c.JupyterHub.spawner_class = Spawner
-c.SlurmSpawner.exec_prefix = "runuser -u {username} --"
 c.SlurmSpawner.batchspawner_singleuser_cmd = str(bin_directory / "batchspawner-singleuser")
 c.SlurmSpawner.req_gres = "gpu:1"
 c.Spawner.poll_interval = 2

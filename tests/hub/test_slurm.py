@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from machine import User
 from slurm_cluster import Cluster, Node, slurm, why_not
-from slurm_hub import PATIENCE, Hub, hub, proxy_command
+from slurm_hub import ACCOUNT, PATIENCE, Hub, hub, proxy_command
 from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
@@ -72,7 +72,7 @@ def cluster(place, user) -> Iterator[Cluster]:
         "n2": Node(tuple(alike), "h200", 2, weight=3),
         "n3": Node(tuple(other), "a100", 1, weight=2),
     }
-    with slurm(place, nodes, user) as made:
+    with slurm(place, nodes, [user, ACCOUNT]) as made:
         yield made
 
 

@@ -24,7 +24,8 @@ test: lint labextension front-end-test $(VENV)/ready
 
 # A real JupyterHub with its proxy, and a real Slurm: as root on Debian, what they need is installed first.
 test-hub: $(VENV)/ready
-	scripts/install-slurm $(VENV)
+	scripts/install-proxy $(VENV)/proxy
+	scripts/install-slurm
 	$(BIN)/python -m pytest -m hub $(PYTEST_ARGS)
 
 lint: $(VENV)/ready
@@ -79,7 +80,7 @@ gpu-check:
 $(VENV)/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint]' $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[test,hub-test,lint]' $(TORCH)
 	$(BIN)/jupyter gpu-ckpt install-criu
 	touch $@
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from everybody import REPOSITORY, needed, opened, readable_criu
 from harness import descendants
-from opened import REPOSITORY, needed, opened
 
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu_install import VARIABLE
@@ -112,18 +112,7 @@ def place():
 
 @pytest.fixture
 def criu(criu_binary, place) -> str:
-    """A CRIU this user may read: root's own may lie, unpacked, in root's home."""
-    if len(criu_binary.argv) == 1:
-        return criu_binary.argv[0]
-    tree = Path(criu_binary.argv[-1]).parents[2]
-    shutil.copytree(tree, place / "criu", symlinks=True)
-    for directory, _, files in os.walk(place / "criu"):
-        os.chmod(directory, 0o755)
-        for name in files:
-            path = Path(directory, name)
-            if not path.is_symlink():
-                path.chmod(path.stat().st_mode | 0o555)
-    return str(place / "criu")
+    return readable_criu(criu_binary, place)
 
 
 def pytest_of(*tests: str) -> list[str]:

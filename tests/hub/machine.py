@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from everybody import needed, opened
 from namespaces import enter, init_of, unshare
-from opened import needed, opened
 from waiting import until
 
 #: TEST-NET-2 and 3.

@@ -27,6 +27,7 @@ _SUDOERS = "jupyterhub ALL=({user}) NOPASSWD:SETENV: /usr/bin/sbatch, /usr/bin/s
 
 CONFIG = Path(__file__).with_name("slurm_hub_config.py")
 BIN = Path(sys.executable).parent
+PROXY = Path(sys.prefix) / "proxy" / "node_modules" / ".bin" / "configurable-http-proxy"
 #: Seconds for what a loaded machine does in a few: a job's start, a server's, a kernel's.
 PATIENCE = 120.0
 
@@ -140,8 +141,6 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     enabled.mkdir(parents=True)
     # As the wheel enables the extension; what is installed to be edited has no data files.
     shutil.copy(Path(server.__file__).with_name("jupyter_gpu_ckpt.json"), enabled)
-    proxy = proxy_command()
-    assert proxy
     environment = {
         "PATH": f"{BIN}:{os.defpath}",
         "HOME": str(own),
@@ -150,7 +149,7 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
         "TEST_BIN": str(BIN),
         "TEST_PLACE": str(own),
         "TEST_ADDRESS": cluster.head.address,
-        "TEST_PROXY": proxy,
+        "TEST_PROXY": str(PROXY),
         "TEST_TOKEN": token,
         "TEST_RUNTIME": f"/run/user/{user.uid}",
         "TEST_CRIU": criu,
@@ -166,9 +165,3 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     until(ready, "the hub answers", timeout=PATIENCE)
     assert made.ask("POST", f"/hub/api/users/{user.name}").status_code == 201
     yield made
-
-
-def proxy_command() -> str | None:
-    """configurable-http-proxy, where scripts/install-slurm or the machine has it."""
-    own = BIN.parent / "node" / "node_modules" / ".bin" / "configurable-http-proxy"
-    return str(own) if own.is_file() else shutil.which("configurable-http-proxy")

@@ -15,9 +15,9 @@ from traitlets.config import Config
 from jupyter_gpu_ckpt.hub.placement import Placement
 from jupyter_gpu_ckpt.image.requirements import FILE, VARIABLE, Gpu, Requirements, to_json
 
-kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'jupyter_gpu_ckpt[test]'")
-kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[test]'")
-batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[test]'")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
+kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
+batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 
 ADMIN = Path(__file__).resolve().parents[2] / "docs" / "admin"
 MANIFESTS = sorted(path for path in (ADMIN / "k8s").glob("*.yaml") if path.name != "values.yaml")

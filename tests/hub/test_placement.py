@@ -19,8 +19,8 @@ from jupyter_gpu_ckpt.hub.placement import Placement
 from jupyter_gpu_ckpt.hub.progress import ToldMixin
 from jupyter_gpu_ckpt.image.requirements import FILE, MOST_BYTES, VARIABLE, Gpu, Requirements, to_json
 
-batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[test]'")
-kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[test]'")
+batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
+kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20)
 ON_GPU = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "580.1", (H200, H200))

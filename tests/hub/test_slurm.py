@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from everybody import readable_criu
 from machine import User
 from slurm_cluster import Cluster, Node, slurm, why_not
-from slurm_hub import ACCOUNT, PATIENCE, Hub, hub, proxy_command
+from slurm_hub import ACCOUNT, PATIENCE, PROXY, Hub, hub
 from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
@@ -28,9 +29,9 @@ def missing() -> str:
     """Why this cannot be run here; empty when it can."""
     packages = [name for name in ("jupyterhub", "batchspawner") if importlib.util.find_spec(name) is None]
     if packages:
-        return f"a hub needs {' and '.join(packages)}: pip install 'jupyter_gpu_ckpt[test]'"
-    if proxy_command() is None:
-        return "a hub needs configurable-http-proxy: scripts/install-slurm"
+        return f"a hub needs {' and '.join(packages)}: pip install 'jupyter_gpu_ckpt[hub-test]'"
+    if not PROXY.exists():
+        return "a hub needs configurable-http-proxy: `scripts/install-proxy` (needs Node)"
     return why_not()
 
 
@@ -78,21 +79,8 @@ def cluster(place, user) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def site(cluster, user, place, criu_binary) -> Iterator[Hub]:
-    with hub(cluster, user, place, readable(criu_binary.argv, place)) as made:
+    with hub(cluster, user, place, readable_criu(criu_binary, place)) as made:
         yield made
-
-
-def readable(argv: tuple[str, ...], place: Path) -> str:
-    """A CRIU that an ordinary user may start: root's own may lie, unpacked, in root's home."""
-    if len(argv) == 1:
-        return argv[0]
-    shutil.copytree(Path(argv[-1]).parents[2], place / "criu", symlinks=True)
-    for directory, _, files in os.walk(place / "criu"):
-        os.chmod(directory, 0o755)
-        for name in files:
-            if not (path := Path(directory, name)).is_symlink():
-                path.chmod(path.stat().st_mode | 0o555)
-    return str(place / "criu")
 
 
 @pytest.fixture

@@ -1,12 +1,15 @@
-"""Closed directories shown to everybody, in a private mount namespace: a checkout may lie in root's home."""
+"""What another user of this machine must be able to read, whoever owns it, to run what is tested here."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from jupyter_gpu_ckpt.engine.criu_install import CriuBinary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -41,3 +44,18 @@ def opened(paths: Iterable[Path], stage: Path) -> str:
             lines.append(shlex.join(["mkdir", "-p", str(path)]))
             lines.append(shlex.join(["mount", "--rbind", str(aside), str(path)]))
     return "\n".join(lines)
+
+
+def readable_criu(criu: CriuBinary, place: Path) -> str:
+    """A CRIU that everybody may run: a copy in ``place`` of one that is unpacked, perhaps in the home of root."""
+    if len(criu.argv) == 1:
+        return criu.argv[0]
+    tree = Path(criu.argv[-1]).parents[2]
+    shutil.copytree(tree, place / "criu", symlinks=True)
+    for directory, _, files in os.walk(place / "criu"):
+        os.chmod(directory, 0o755)
+        for name in files:
+            path = Path(directory, name)
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | 0o555)
+    return str(place / "criu")

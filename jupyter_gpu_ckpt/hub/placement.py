@@ -144,7 +144,8 @@ class Placement(LoggingConfigurable):
             raise
         if process.returncode != 0:
             raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")
-        request = slurm.ask(asked.requirements, slurm.nodes(said.decode()), {**slurm.NAMES, **self.feature_names})
+        cluster = slurm.nodes(said.decode(), now("req_partition"))
+        request = slurm.ask(asked.requirements, cluster, {**slurm.NAMES, **self.feature_names})
         if not request.nodes:
             return _nowhere(asked)
         traits: dict[str, Any] = {}

@@ -25,8 +25,8 @@ NAMES = {
     "gpu": "gpu-{}",
 }
 
-#: What `nodes` reads: name, state, features, generic resources, memory in MiB.
-SINFO = ("sinfo", "--noheader", "--Node", "--all", "--format=%N|%T|%f|%G|%m")
+#: What `nodes` reads: name, state, features, generic resources, memory in MiB, partition (the default one with a star).
+SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%f|%G|%m|%P")
 
 #: States of nodes that get no new job before somebody does something (sinfo(1), node state codes).
 _OUT = re.compile(r"(down|drain|fail|unk|inval|maint|future|power_down|perfctrs|reserved|block)")
@@ -53,11 +53,18 @@ class Request:
     nodes: tuple[str, ...]
 
 
-def nodes(text: str) -> list[Node]:
-    """The nodes that `SINFO` told; one that is in several partitions is told once for each."""
+def nodes(text: str, partitions: str = "") -> list[Node]:
+    """The nodes that `SINFO` told, of the ``partitions`` (names with commas between; none: the default one).
+
+    A node in several partitions is told once for each.  Slurm refuses a job that asks one partition for what only
+    another one has.
+    """
+    lines = [line.split("|") for line in filter(None, map(str.strip, text.splitlines()))]
+    chosen = set(filter(None, partitions.split(","))) or {line[5] for line in lines if line[5].endswith("*")}
     found: dict[str, Node] = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        name, state, features, gres, memory = line.split("|")
+    for name, state, features, gres, memory, partition in lines:
+        if chosen and partition not in chosen and partition.rstrip("*") not in chosen:
+            continue
         found[name] = Node(
             name=name,
             in_service=not _OUT.match(state) and _NOT_RESPONDING not in state,

@@ -25,7 +25,11 @@ kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gp
 H200 = Gpu("NVIDIA H200", 143_771 << 20)
 ON_GPU = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "580.1", (H200, H200))
 PLAIN = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36")
-NODES = "n1|idle|glibc-2.36,driver-580.1,linux-6.18|gpu:h200:4|9000\nn3|idle|glibc-2.31|gpu:a100:1|9000\n"
+NODES = (
+    "n1|idle|glibc-2.36,driver-580.1,linux-6.18|gpu:h200:4|9000|cpu*\n"
+    "n1|idle|glibc-2.36,driver-580.1,linux-6.18|gpu:h200:4|9000|gpu\n"
+    "n3|idle|glibc-2.31|gpu:a100:1|9000|cpu*\n"
+)
 
 
 @pytest.fixture
@@ -124,6 +128,15 @@ async def test_no_node_like_that_means_any_and_is_told(published, nodes):
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
     (message,) = await told(spawner)
     assert "No node like that is in service: you get any. They stay saved, nothing is lost" in message
+
+
+async def test_a_node_of_another_partition_is_none(published):
+    """Slurm would refuse the job."""
+    publish(published, ON_GPU)
+    spawner = slurm(req_partition="small")
+    await hook(published)(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("", "")
+    assert "you get any" in (await told(spawner))[0]
 
 
 async def test_kernels_that_need_different_nodes(published):

@@ -108,8 +108,14 @@ class Hub:
         assert reply.status_code == 201, self.told(reply.text)
         return str(reply.json()["kernel"]["id"])
 
+    def serves(self, kernel_id: str) -> bool:
+        """Whether the user's server has the kernel: it answers a moment before it has adopted all of them."""
+        reply = self.ask("GET", f"/user/{self.user.name}/api/kernels")
+        return reply.ok and kernel_id in [one["id"] for one in reply.json()]
+
     def run(self, kernel_id: str, code: str) -> str:
         """Execute a cell through the proxy; what it printed."""
+        until(lambda: self.serves(kernel_id), "the server has the kernel", timeout=PATIENCE)
         query = urlencode({"session_id": secrets.token_hex(8)})
         address = f"ws{self.url[4:]}/user/{self.user.name}/api/kernels/{kernel_id}/channels?{query}"
         header = [f"Authorization: token {self._token}"]

@@ -114,9 +114,9 @@ def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     told = site.start()
     assert site.node() == "n2", site.told(told)  # Slurm by itself would have taken n3
     assert any("n2 will do" in message for message in told), told
+    assert site.run(kernel, ASK) == before
     assert [one["id"] for one in site.get("api/kernels")] == [kernel]
     assert [one["path"] for one in site.get("api/sessions")] == ["work.ipynb"]
-    assert site.run(kernel, ASK) == before
     assert site.run(kernel, "print(socket.gethostname(), os.getpid() == pid)") == "n2 True"
 
 
@@ -147,7 +147,7 @@ def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_
     told = site.start()
     assert site.node() == "n3"
     assert any("No node like that is in service: you get any." in message for message in told), told
-    assert kernel in [one["id"] for one in site.get("api/kernels")], "there to be seen, and asleep"
+    until(lambda: site.serves(kernel), "it is there to be seen, and sleeps", timeout=PATIENCE)
     site.stop()
     cluster.resume("n2")
     told = site.start()

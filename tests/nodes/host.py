@@ -80,9 +80,7 @@ class Host:
 
     def inside(self, *command: str) -> str:
         """What a program prints that runs on this host."""
-        done = subprocess.run(
-            [*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run([*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=30)
         return done.stdout.strip()
 
     def _init(self) -> int:

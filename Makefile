@@ -1,4 +1,4 @@
-# Targets: demo test lint labextension wheel bench scale torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-hub lint labextension wheel bench scale torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -13,14 +13,24 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test lint labextension linked front-end-test front-end-checked wheel bench scale torture gpu-bundle gpu-check clean
+.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
 
 test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-chromium
+	scripts/install-proxy $(VENV)/proxy
+	scripts/install-slurm
 	$(BIN)/python -m pytest -m "not torture" $(PYTEST_ARGS)
+
+# A real JupyterHub with Linux users, and a real Slurm: a part of `make test`, too.  Needs root and Node; without them it
+# says so.
+test-hub: labextension $(VENV)/ready
+	scripts/install-chromium
+	scripts/install-proxy $(VENV)/proxy
+	scripts/install-slurm
+	$(BIN)/python -m pytest -m "not torture" tests/hub $(PYTEST_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -79,7 +89,7 @@ gpu-check:
 $(VENV)/ready: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint]' $(TORCH)
+	$(BIN)/python -m pip install --quiet --editable '.[test,lint,hub-test]' $(TORCH)
 	$(BIN)/jupyter gpu-ckpt install-criu
 	touch $@
 

@@ -1,4 +1,4 @@
-"""The commands that take an image to another node: match, push, pull."""
+"""The commands about other nodes: match, push, pull, node-features."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def register(add: Add, store_of: Callable[[argparse.Namespace], Store]) -> None:
     pull.add_argument("url")
     pull.add_argument("image", nargs="?")
     pull.add_argument("--keep", action="store_true", help="only copy it")
+    add("node-features", "This node's features for slurm.conf, by which the hub's placement chooses it.", _features)
 
 
 def _match(options: argparse.Namespace, store: Store) -> int:
@@ -72,6 +73,24 @@ def _match(options: argparse.Namespace, store: Store) -> int:
             print(f"{'refused' if mismatch.hard else 'warning'}  {mismatch}")
         print(f"{image.id} {'does not fit' if hard else 'fits'} this node")
     return ImageError.exit_status if hard else 0
+
+
+def _features(options: argparse.Namespace) -> int:
+    from .engine.gpus import Gpus
+    from .errors import GpuCkptError
+    from .hub.slurm import features
+    from .image.match import fingerprint
+    from .image.requirements import of
+
+    with Gpus() as gpus:
+        try:
+            found = [dataclasses.asdict(gpu) for gpu in gpus.list()]
+        except GpuCkptError:
+            found = []  # a node without GPUs, or without their driver
+    # That of a kernel which used all of it.
+    here = of(fingerprint(files=(), ports=(), criu=_criu_version(), gpus=found, cuda=bool(found)))
+    print(json.dumps({"features": features(here)}) if options.json else ",".join(features(here)))
+    return 0
 
 
 @dataclasses.dataclass

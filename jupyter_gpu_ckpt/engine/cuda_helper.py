@@ -371,7 +371,9 @@ def real_operations() -> dict[str, Operation]:
 
 def run(operations: Mapping[str, Operation]) -> None:
     """Serve standard input on standard output, then end the process."""
+    # Both may be sent to all processes of the server's job; it is by the end of its input that this one is ended.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Libraries that print must not print into the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -38,6 +38,7 @@ from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
 from .outside import Outside
+from .spared import spare
 
 NAME = "_jupyter_gpu_ckpt_agent"
 
@@ -215,6 +216,7 @@ def attach() -> None:
 
     app: Any = InteractiveShellApp
     init_extensions = app.init_extensions
+    spare()
 
     def init_extensions_and_agent(self: Any) -> None:
         init_extensions(self)

@@ -80,7 +80,7 @@ def orphans(base: Path, store: Store) -> list[Orphan]:
             owned.add(record["kernel_id"])
         elif session := Session.read(Path(record["directory"])):
             found[session.kernel_id] = Orphan(session, directory=Path(record["directory"]))
-    sleeping = {id: one for id, one in _sleepers(store).items() if id not in found and id not in owned}
+    sleeping = {id: one for id, one in sleepers(store).items() if id not in found and id not in owned}
     return [*found.values(), *sleeping.values()]
 
 
@@ -91,10 +91,11 @@ def orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
 
 def sleeper(kernel_id: str, store: Store) -> Orphan | None:
     """The newest image of that id that a server is to bring back, whatever else there is of the kernel."""
-    return _sleepers(store).get(kernel_id)
+    return sleepers(store).get(kernel_id)
 
 
-def _sleepers(store: Store) -> dict[str, Orphan]:
+def sleepers(store: Store) -> dict[str, Orphan]:
+    """By kernel id the newest image of each kernel that a server is to bring back, whether one has it or not."""
     found: dict[str, Orphan] = {}
     for image in store.images():
         session = None if image.retired else Session.read(image.path)

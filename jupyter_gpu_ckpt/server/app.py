@@ -7,6 +7,7 @@ part of the server.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from traitlets.config import Config
 
 from .. import __version__
 from ..errors import StateError
+from ..image.requirements import VARIABLE
 from ..image.store import Image, Store
 from ..kernel.adoption import orphan as find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
@@ -34,6 +36,7 @@ from .idle import IdlePolicy
 from .jobs import Jobs
 from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
+from .placement import Publisher
 from .usage import GpuUsage
 from .watch import Watcher
 
@@ -94,7 +97,8 @@ class GpuCkptApp(ExtensionApp):
         self._metrics = Metrics(self.watcher)
         events = Events(self.serverapp.event_logger)
         self.usage = GpuUsage(self.provisioners, self.watcher, self.store.named, events.usage, parent=self)
-        self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage]
+        self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
+        self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
@@ -122,6 +126,7 @@ class GpuCkptApp(ExtensionApp):
         self.idle.start()
         self.cold.start()
         self.usage.start()
+        self._publisher.start()
 
     def current_activity(self) -> list[dict[str, Any]]:
         """Called from jupyter_server before it shuts down for want of activity: a job under way is some."""
@@ -133,6 +138,7 @@ class GpuCkptApp(ExtensionApp):
         await self.idle.stop()
         await self.cold.stop()
         await self.comeback.stop()
+        await self._publisher.stop()
         await self.jobs.close()
         self.watcher.close()
         self._metrics.close()

@@ -177,6 +177,12 @@ class TestHelper:
         wait_for_end(before)
         assert helper.call("x.pid", timeout_s=20) != before
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_polite_signal_to_every_process_of_a_job_is_not_for_the_helper(self, helper, number):
+        pid = helper.call("x.pid", timeout_s=10)
+        os.kill(pid, number)
+        assert helper.call("x.pid", timeout_s=10) == pid
+
     def test_a_helper_that_cannot_start(self):
         with pytest.raises(HelperGone):
             Helper(["/nonexistent/python"]).call("x.echo", timeout_s=20)

@@ -25,8 +25,8 @@ STANDARD = {
         "mmap",
         "os",
     ),
-    *("platform", "re", "runpy", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time", "traceback"),
-    *("types", "typing", "uuid"),
+    *("platform", "re", "runpy", "signal", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time"),
+    *("traceback", "types", "typing", "uuid"),
 }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import enter, init_of, unshare
 
 SERVER = Path(__file__).with_name("server.py")
 
@@ -49,11 +50,10 @@ class Host:
         environment.pop("XDG_RUNTIME_DIR", None)
         self._log = (own / "log").open("wb")
         self.log = own / "log"
-        clocks = ["--time", f"--monotonic={uptime}", f"--boottime={uptime}"]
-        spaces = ["--net", "--pid", "--mount", "--uts", *clocks, "--fork", "--kill-child", "--mount-proc"]
         setup = _SETUP.format(name=name, own=own, shared=shared)
+        server = [sys.executable, str(SERVER), str(shared), f"/run/{name}"]
         self._process = subprocess.Popen(
-            ["unshare", *spaces, "sh", "-c", setup, "sh", sys.executable, str(SERVER), str(shared), f"/run/{name}"],
+            [*unshare(uptime=uptime), "sh", "-c", setup, "sh", *server],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -80,16 +80,11 @@ class Host:
 
     def inside(self, *command: str) -> str:
         """What a program prints that runs on this host."""
-        init = str(self._init())
-        namespaces = ["--net", "--pid", "--mount", "--uts", "--time"]
-        done = subprocess.run(
-            ["nsenter", "--target", init, *namespaces, *command], check=True, capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run([*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=30)
         return done.stdout.strip()
 
     def _init(self) -> int:
-        (init,) = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return int(init)
+        return init_of(self._process.pid)
 
     def cut_off(self) -> None:
         """The network goes, and with it the shared directory: what was open stays open, nothing is found any more."""

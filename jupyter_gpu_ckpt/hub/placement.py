@@ -1,0 +1,231 @@
+"""A ``pre_spawn_hook`` that sends a user to a node on which the sleeping kernels can wake.
+
+In jupyterhub_config.py::
+
+    from jupyter_gpu_ckpt.hub.placement import Placement
+
+    c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
+
+and, so that a spawn page that is open before the hook runs shows what it tells, a spawner class with
+`progress.ToldMixin` before it.  The hook reads what the user's last server published of its sleeping kernels
+(`image.requirements`), and asks Slurm (batchspawner) or Kubernetes (KubeSpawner) for a node that has it.  Where there
+is none the user gets any node, and is told so: the images stay, and their kernels wake on a node like theirs.
+
+**Who may read what.**  The images are their owner's alone.  A hub that read the manifests itself would have to be root
+on the shared store, or in a group that may read every secret of every kernel.  So the user's own server publishes the
+little that a scheduler needs - model and number of GPUs, driver, CPU features, versions of Linux and of the C library,
+bytes - in a directory of its own that the hub may read: no path, no name, no identifier of a kernel or an image is in
+it.  What a user writes there can only send that user's own server to another node, and is held to a form in which a
+scheduler sees neither options nor operators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from traitlets import Bool, Dict, Float, List, Unicode
+from traitlets.config import LoggingConfigurable
+
+from ..errors import GpuCkptError, ImageFormat
+from ..image.requirements import FILE, MOST_BYTES, VARIABLE, Plan, parse, plan
+from . import kubernetes, slurm
+from .progress import forget, listen, tell
+
+_STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What to set on the spawner, by trait; empty: the node is left to the scheduler.  ``message``: for the user."""
+
+    traits: Mapping[str, Any]
+    message: str
+
+
+class Placement(LoggingConfigurable):
+    """Callable as ``Spawner.pre_spawn_hook``."""
+
+    published = Unicode(
+        "",
+        help="The directory in which a user's server publishes what its sleeping kernels need, as the hub sees it; "
+        "{username} is the user's name: escaped as in a URL, or as KubeSpawner does it in volumes.",
+    ).tag(config=True)
+    publish_to = Unicode(
+        "", help="The same directory as the user's server sees it, where that is another path (a volume in a pod)."
+    ).tag(config=True)
+    without_gpu = Dict(
+        help="Traits of the spawner for a user who has nothing on a GPU, no sleeping kernel with CUDA state: for "
+        'instance {"req_gres": "", "req_partition": "cpu"}, or {"extra_resource_limits": {}}. Empty: such a user gets '
+        "what the spawner is configured for."
+    ).tag(config=True)
+    gpu_option = Unicode(
+        "gpu",
+        help="A true value of this name in the spawner's user_options asks for a GPU: without_gpu is not applied.",
+    ).tag(config=True)
+    feature_names = Dict(
+        per_key_traits={kind: Unicode() for kind in slurm.NAMES},
+        help="Slurm: how the features are named in slurm.conf, by kind (architecture, linux, glibc, driver, cpu, gpu); "
+        "{} is the value. Empty: this kind is not asked for.",
+    ).tag(config=True)
+    sinfo = List(Unicode(), list(slurm.SINFO), help="Slurm: the command that lists the nodes.").tag(config=True)
+    list_nodes = Bool(
+        False,
+        help="Kubernetes: look at the nodes' labels first (the hub needs a ClusterRole to list nodes), and "
+        "require a node that fits if there is one. Else such a node is preferred, and Kubernetes chooses.",
+    ).tag(config=True)
+    timeout = Float(10.0, help="Seconds for reading what is published, and for asking the scheduler.").tag(config=True)
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # A spawner may be used for one spawn after the other: each starts from what the spawner was configured for.
+        self._configured: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    async def __call__(self, spawner: Any) -> None:
+        """Called from JupyterHub before each start.  Never keeps a server from starting: at worst any node is asked."""
+        listen(spawner)
+        forget(spawner)
+        for name, value in self._configured.pop(spawner, {}).items():
+            setattr(spawner, name, value)
+        name = _name(spawner)
+        if not self.published or name in (".", ".."):
+            return
+        directory = self.published.replace("{username}", name)
+        seen_there = (self.publish_to or self.published).replace("{username}", name)
+        spawner.environment = {**spawner.environment, VARIABLE: seen_there}
+        try:
+            text = await asyncio.wait_for(asyncio.to_thread(read, Path(directory)), self.timeout)
+            kernels = parse(text) if text is not None else []
+            changes = await asyncio.wait_for(self.changes(spawner, plan(kernels)), self.timeout)
+        except Exception as error:
+            what = error.code if isinstance(error, GpuCkptError) else type(error).__name__
+            self.log.warning("%s: the node could not be chosen: %s", spawner._log_name, what)
+            self.log.debug("It could not be chosen because:", exc_info=error)
+            tell(spawner, f"It could not be told which node your sleeping kernels need ({what}): you get any. {_STAYS}")
+            return
+        self._configured[spawner] = {name: getattr(spawner, name) for name in changes.traits}
+        for name, value in changes.traits.items():
+            setattr(spawner, name, value)
+        if changes.message:
+            tell(spawner, changes.message)
+
+    async def changes(self, spawner: Any, asked: Plan) -> Changes:
+        """What the plan means for this spawner.  Raises whatever a scheduler that does not answer makes it raise."""
+        if not asked.requirements.gpus and self.without_gpu and not _asks_for_gpu(spawner, self.gpu_option):
+            made = Changes(dict(self.without_gpu), "Nothing of yours is on a GPU: you get a node without one.")
+            if asked.together:
+                on_top = await self._scheduled(spawner, asked, made.traits)
+                made = Changes({**made.traits, **on_top.traits}, f"{made.message} {on_top.message}")
+            return made
+        return await self._scheduled(spawner, asked, {}) if asked.together else Changes({}, "")
+
+    async def _scheduled(self, spawner: Any, asked: Plan, before: Mapping[str, Any]) -> Changes:
+        for trait, dialect in _DIALECTS.items():
+            if spawner.has_trait(trait):
+                made = await dialect(self, spawner, asked, lambda name: before.get(name, getattr(spawner, name)))
+                return Changes(made.traits, f"{made.message}{_others(asked)}")
+        return Changes({}, "")
+
+    async def _slurm(self, spawner: Any, asked: Plan, now: Callable[[str], Any]) -> Changes:
+        process = await asyncio.create_subprocess_exec(
+            *self.sinfo, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            said, _ = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            raise
+        if process.returncode != 0:
+            raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")
+        cluster = slurm.nodes(said.decode(), now("req_partition"))
+        request = slurm.ask(asked.requirements, cluster, {**slurm.NAMES, **self.feature_names})
+        if not request.nodes:
+            return _nowhere(asked)
+        traits: dict[str, Any] = {}
+        if request.constraint and spawner.has_trait("req_constraint"):
+            traits["req_constraint"] = slurm.both(now("req_constraint"), request.constraint)
+        elif request.constraint:
+            traits["req_options"] = slurm.with_constraint(now("req_options"), request.constraint)
+        if request.gres:
+            traits["req_gres"] = slurm.with_gpus(now("req_gres"), request.gres)
+        return Changes(traits, f"{_needs(asked)}: {_one_of(request.nodes)} will do.")
+
+    async def _kubernetes(self, spawner: Any, asked: Plan, now: Callable[[str], Any]) -> Changes:
+        traits: dict[str, Any] = {}
+        if asked.requirements.gpus:
+            gpus = {kubernetes.GPU_RESOURCE: str(len(asked.requirements.gpus))}
+            traits["extra_resource_limits"] = {**now("extra_resource_limits"), **gpus}
+        needs = _needs(asked)
+        if not self.list_nodes:
+            alternatives = kubernetes.expressions(asked.requirements)
+            name = "node_affinity_preferred"
+            traits[name] = kubernetes.preferred(alternatives, now(name))
+            return Changes(traits, f"{needs}: a node like that is preferred. On another one they stay saved.")
+        nodes = await kubernetes.node_labels(spawner.api)
+        alternatives = kubernetes.expressions(asked.requirements, {label for node in nodes for label in node})
+        if not any(kubernetes.fits(alternatives, node) for node in nodes):
+            return _nowhere(asked)
+        name = "node_affinity_required"
+        traits[name] = kubernetes.required(alternatives, now(name))
+        return Changes(traits, f"{needs}: you get a node like that.")
+
+
+_Dialect = Callable[[Placement, Any, Plan, Callable[[str], Any]], Awaitable[Changes]]
+#: By a trait that only spawners for that scheduler have.
+_DIALECTS: dict[str, _Dialect] = {"req_gres": Placement._slurm, "node_affinity_required": Placement._kubernetes}
+
+
+def read(directory: Path) -> bytes | None:
+    """What is published there, None where nothing is.  Raises `OSError`, `ImageFormat`.
+
+    The directory is the user's: what lies in it may be a link to a file of the hub's, a pipe that nobody writes to, or
+    endless.
+    """
+    try:
+        handle = os.open(directory / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ImageFormat("What is published of the sleeping kernels is not a plain file.")
+        return file.read(MOST_BYTES + 1)
+
+
+def _name(spawner: Any) -> str:
+    """The user's name as a directory's: where the spawner has volumes by user, as in their paths."""
+    if (expand := getattr(spawner, "_expand_user_properties", None)) is not None:
+        return str(expand("{username}"))
+    return quote(spawner.user.name, safe="@")
+
+
+def _asks_for_gpu(spawner: Any, option: str) -> bool:
+    return bool((spawner.user_options or {}).get(option))
+
+
+def _needs(asked: Plan) -> str:
+    whose = "Your sleeping kernel needs" if asked.together == 1 else f"Your {asked.together} sleeping kernels need"
+    return f"{whose} {asked.requirements}"
+
+
+def _nowhere(asked: Plan) -> Changes:
+    return Changes({}, f"{_needs(asked)}. No node like that is in service: you get any. {_STAYS}")
+
+
+def _one_of(nodes: Iterable[str]) -> str:
+    shown = sorted(nodes)
+    return ", ".join(shown[:5]) + (f" or one of {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+def _others(asked: Plan) -> str:
+    """The kernels that need another node than the one that is asked for."""
+    if not asked.others:
+        return ""
+    wanted = "; ".join(sorted({str(one) for one in asked.others}))
+    return f" Another kind of node is needed by {len(asked.others)} more ({wanted}), which stay saved."

@@ -1,0 +1,198 @@
+"""Requirements in Slurm's words: features for ``--constraint``, and generic resources for ``--gres``.
+
+Slurm knows of a node what slurm.conf says: nothing about CPUs' instructions, drivers or C libraries, unless the
+administrator names them as features.  `features` makes those names, ``jupyter gpu-ckpt node-features`` prints them for
+a node, and `ask` requires them.  A kind of feature that no node has is not required: the wake itself asks the node
+again (`image.match`), and refuses without harm.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..image.requirements import Requirements
+
+#: How the kinds of features are named; ``{}`` is the value.
+NAMES = {
+    "architecture": "arch-{}",
+    "linux": "linux-{}",
+    "glibc": "glibc-{}",
+    "driver": "driver-{}",
+    "cpu": "cpu-{}",
+    "gpu": "gpu-{}",
+}
+
+#: What `nodes` reads: name, state, features, generic resources, memory in MiB, partition (the default one with a star).
+SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%f|%G|%m|%P")
+
+#: States of nodes that get no new job before somebody does something (sinfo(1), node state codes).
+_OUT = re.compile(r"(down|drain|fail|unk|inval|maint|future|power_down|perfctrs|reserved|block)")
+_NOT_RESPONDING = "*"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as `sinfo` tells it.  ``gpus``: how many by type, ``""`` where they have none; ``memory`` in bytes."""
+
+    name: str
+    in_service: bool
+    features: frozenset[str]
+    gpus: Mapping[str, int]
+    memory: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options for sbatch; an empty one is left out.  ``nodes`` in service have all of it."""
+
+    constraint: str
+    gres: str
+    nodes: tuple[str, ...]
+
+
+def nodes(text: str, partitions: str = "") -> list[Node]:
+    """The nodes that `SINFO` told, of the ``partitions`` (names with commas between; none: the default one).
+
+    A node in several partitions is told once for each.  Slurm refuses a job that asks one partition for what only
+    another one has.
+    """
+    lines = [line.split("|") for line in filter(None, map(str.strip, text.splitlines()))]
+    chosen = set(filter(None, partitions.split(","))) or {line[5] for line in lines if line[5].endswith("*")}
+    found: dict[str, Node] = {}
+    for name, state, features, gres, memory, partition in lines:
+        if chosen and partition not in chosen and partition.rstrip("*") not in chosen:
+            continue
+        found[name] = Node(
+            name=name,
+            in_service=not _OUT.match(state) and _NOT_RESPONDING not in state,
+            features=frozenset(word for word in features.split(",") if word and word != "(null)"),
+            gpus=_gpus(gres),
+            memory=int(memory.rstrip("+")) << 20,
+        )
+    return list(found.values())
+
+
+def _gpus(gres: str) -> dict[str, int]:
+    """``gpu:h200:4(S:0-1),shard:8`` as ``{"h200": 4}``."""
+    found: dict[str, int] = {}
+    for one in re.sub(r"\([^)]*\)", "", gres).split(","):
+        match = re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one)
+        if match:
+            kind = match["type"] or ""
+            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
+    return found
+
+
+def features(requirements: Requirements, names: Mapping[str, str] = NAMES) -> list[str]:
+    """The features of a node that has exactly this, for slurm.conf."""
+    release = f"{requirements.linux[0]}.{requirements.linux[1]}" if any(requirements.linux) else ""
+    return [*_exact(requirements, names), *_named(names, "linux", [release])]
+
+
+def _exact(requirements: Requirements, names: Mapping[str, str]) -> list[str]:
+    """The features that are there or not; a newer Linux will do as well, and is no part of this."""
+    values = {
+        "architecture": [requirements.architecture],
+        "glibc": [requirements.glibc],
+        "driver": [requirements.driver],
+        "gpu": sorted({word(gpu.model) for gpu in requirements.gpus}),
+        "cpu": sorted(requirements.cpu),
+    }
+    return [one for kind, found in values.items() for one in _named(names, kind, found)]
+
+
+def _named(names: Mapping[str, str], kind: str, values: Iterable[str]) -> list[str]:
+    template = names.get(kind, NAMES[kind])
+    return [template.format(value) for value in values if template and value]
+
+
+def _kinds(known: Iterable[str], names: Mapping[str, str]) -> set[str]:
+    """The kinds of features that some node has."""
+    prefixes = {kind: names.get(kind, NAMES[kind]).partition("{}")[0] for kind in NAMES}
+    return {kind for kind, prefix in prefixes.items() if prefix and any(one.startswith(prefix) for one in known)}
+
+
+def word(model: str) -> str:
+    """A GPU's model as Slurm compares it with the types in gres.conf: ``NVIDIA H200`` is ``nvidia_h200``."""
+    return re.sub(r"[^a-z0-9.]+", "_", model.lower()).strip("_")
+
+
+def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str, str] = NAMES) -> Request:
+    """What to ask Slurm for; no ``nodes`` in it: there is none in service that has all of this."""
+    known = {feature for node in cluster for feature in node.features}
+    told = _kinds(known, names)
+    chosen = {kind: names.get(kind, NAMES[kind]) if kind in told else "" for kind in NAMES}
+    needed = _exact(requirements, chosen)
+    releases = _releases(requirements.linux, known, chosen["linux"])
+    kinds = sorted({kind for node in cluster for kind in node.gpus})
+    gres = _gres(requirements, kinds)
+    if gres is None:
+        return Request("", "", ())
+    kind, count = gres
+    fitting = [
+        node.name
+        for node in cluster
+        if node.in_service
+        and node.features.issuperset(needed)
+        and (not releases or node.features & set(releases))
+        and (not count or node.gpus.get(kind, 0) >= count)
+        and node.memory >= requirements.memory
+    ]
+    if chosen["linux"] and any(requirements.linux) and not releases:
+        fitting = []
+    terms = [*needed, *([f"({'|'.join(releases)})"] if len(releases) > 1 else releases)]
+    return Request("&".join(terms), ":".join(filter(None, ("gpu", kind, str(count)))) if count else "", tuple(fitting))
+
+
+def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> list[str]:
+    """The features that say a Linux of at least this release."""
+    before, _, after = template.partition("{}")
+    form = re.compile(rf"{re.escape(before)}(\d+)\.(\d+){re.escape(after)}")
+    found = [(match, one) for one in known if template and any(floor) and (match := form.fullmatch(one))]
+    return sorted(one for match, one in found if (int(match[1]), int(match[2])) >= floor)
+
+
+def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] | None:
+    """Type and number of the GPUs; the type is the part of the model's name that gres.conf has.
+
+    None where the cluster names types, and none of them is this.
+    """
+    count = len(requirements.gpus)
+    if not count:
+        return "", 0
+    models = {word(gpu.model) for gpu in requirements.gpus}
+    fitting = [kind for kind in kinds if kind and all(word(kind) in model for model in models)]
+    if fitting:
+        return max(fitting, key=len), count
+    return ("", count) if "" in kinds else None
+
+
+def with_constraint(options: str, constraint: str) -> str:
+    """sbatch's ``options`` with ``constraint`` in addition to what they ask already.
+
+    They are words on a ``#SBATCH`` line of a batch script, which Slurm splits as a shell would.
+    """
+    kept, theirs, words = [], [], iter(shlex.split(options))
+    for one in words:
+        if one in ("-C", "--constraint"):
+            theirs.append(next(words, ""))
+        elif one.startswith("--constraint="):
+            theirs.append(one.partition("=")[2])
+        else:
+            kept.append(one)
+    return shlex.join([*kept, f"--constraint={both(*theirs, constraint)}"])
+
+
+def both(*constraints: str) -> str:
+    """Constraints joined; one with an "or" in it stays one term."""
+    wanted = [one for one in constraints if one]
+    return "&".join(f"({one})" if "|" in one and len(wanted) > 1 and one[0] != "(" else one for one in wanted)
+
+
+def with_gpus(gres: str, gpus: str) -> str:
+    """The generic resources ``gres`` with other GPUs in them."""
+    kept = [one for one in gres.split(",") if one and not re.match(r"(gres[:/])?gpu(:|$)", one)]
+    return ",".join([gpus, *kept])

@@ -1,0 +1,330 @@
+"""The hook, on real spawners of batchspawner and KubeSpawner that are not started."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import ImageFormat
+from jupyter_gpu_ckpt.hub import placement
+from jupyter_gpu_ckpt.hub.placement import Placement
+from jupyter_gpu_ckpt.hub.progress import ToldMixin
+from jupyter_gpu_ckpt.image.requirements import FILE, MOST_BYTES, VARIABLE, Gpu, Requirements, to_json
+
+batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
+kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
+
+H200 = Gpu("NVIDIA H200", 143_771 << 20)
+ON_GPU = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "580.1", (H200, H200))
+PLAIN = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36")
+NODES = (
+    "n1|idle|glibc-2.36,driver-580.1,linux-6.18|gpu:h200:4|9000|cpu*\n"
+    "n1|idle|glibc-2.36,driver-580.1,linux-6.18|gpu:h200:4|9000|gpu\n"
+    "n3|idle|glibc-2.31|gpu:a100:1|9000|cpu*\n"
+)
+
+
+@pytest.fixture
+def published(tmp_path) -> Path:
+    (tmp_path / "ada").mkdir()
+    return tmp_path
+
+
+def publish(place: Path, *kernels: Requirements) -> None:
+    (place / "ada" / FILE).write_text(to_json(kernels))
+
+
+def sinfo(said: str) -> list[str]:
+    return [sys.executable, "-c", f"print({said!r})"]
+
+
+def hook(place: Path, **traits) -> Placement:
+    return Placement(**{"published": f"{place}/{{username}}", "sinfo": sinfo(NODES), **traits})
+
+
+def user(name: str = "ada") -> SimpleNamespace:
+    return SimpleNamespace(name=name, escaped_name=name, settings={}, id=1)
+
+
+def slurm(name: str = "ada", kind=None, **traits):
+    made = (kind or batchspawner.SlurmSpawner)(**traits)
+    made.user = user(name)
+    return made
+
+
+async def told(spawner) -> list[str]:
+    """What a page that is opened now shows of ours."""
+    page = spawner.progress()
+    try:
+        shown = []
+        async for event in page:
+            if event.get("progress") != 5:
+                break
+            shown.append(event["message"])
+        return shown
+    finally:
+        await page.aclose()
+
+
+async def test_slurm_is_asked_for_features_and_gpus(published):
+    publish(published, ON_GPU)
+    spawner = slurm(req_gres="gpu:1,tmp:10G", req_options="--exclusive")
+    await hook(published)(spawner)
+    assert spawner.req_gres == "gpu:h200:2,tmp:10G"
+    assert spawner.req_options == "--exclusive '--constraint=glibc-2.36&driver-580.1&linux-6.18'"
+    assert spawner.environment[VARIABLE] == f"{published}/ada"
+    assert await told(spawner) == [
+        "Your sleeping kernel needs 2 x NVIDIA H200, driver 580.1, Linux 6.1 or newer, glibc 2.36, x86_64: n1 will do."
+    ]
+
+
+async def test_a_spawner_with_a_trait_of_its_own_for_constraints(published):
+    from traitlets import Unicode
+
+    class Theirs(batchspawner.SlurmSpawner):
+        req_constraint = Unicode("fast|huge")
+
+    publish(published, PLAIN)
+    spawner = slurm(kind=Theirs)
+    await hook(published)(spawner)
+    assert spawner.req_constraint == "(fast|huge)&glibc-2.36&linux-6.18"
+    assert spawner.req_options == ""
+
+
+async def test_each_spawn_starts_from_what_is_configured(published):
+    """Or a constraint would stay for a user whose kernels are gone."""
+    place, spawner = hook(published), slurm(req_gres="gpu:1")
+    for _ in range(2):
+        publish(published, ON_GPU)
+        await place(spawner)
+        assert spawner.req_options.count("constraint") == 1
+    publish(published)
+    await place(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
+    assert not any("needs" in message for message in await told_or_nothing(spawner))
+
+
+async def told_or_nothing(spawner) -> list[str]:
+    """The spawner's own words go on for ever."""
+    page = spawner.progress()
+    first = await anext(page)
+    await page.aclose()
+    return [first["message"]]
+
+
+@pytest.mark.parametrize("nodes", [NODES.replace("n1|idle", "n1|drained"), ""], ids=["drained", "none"])
+async def test_no_node_like_that_means_any_and_is_told(published, nodes):
+    publish(published, ON_GPU)
+    spawner = slurm(req_gres="gpu:1")
+    await hook(published, sinfo=sinfo(nodes))(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
+    (message,) = await told(spawner)
+    assert "No node like that is in service: you get any. They stay saved, nothing is lost" in message
+
+
+async def test_a_node_of_another_partition_is_none(published):
+    """Slurm would refuse the job."""
+    publish(published, ON_GPU)
+    spawner = slurm(req_partition="small")
+    await hook(published)(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("", "")
+    assert "you get any" in (await told(spawner))[0]
+
+
+async def test_kernels_that_need_different_nodes(published):
+    publish(published, Requirements(gpus=(Gpu("NVIDIA B200", 1),)), ON_GPU)
+    spawner = slurm()
+    await hook(published)(spawner)
+    assert spawner.req_gres == "gpu:h200:2"
+    (message,) = await told(spawner)
+    assert message.endswith("Another kind of node is needed by 1 more (1 x NVIDIA B200), which stay saved.")
+
+
+@pytest.mark.parametrize(
+    "command", [["false"], ["sinfo-that-is-not-there"], [sys.executable, "-c", "print('a|b')"], ["sleep", "60"]]
+)
+async def test_a_scheduler_that_does_not_answer_keeps_no_server_from_starting(published, command):
+    publish(published, ON_GPU)
+    spawner = slurm(req_gres="gpu:1")
+    await hook(published, sinfo=command, timeout=1.0)(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
+    (message,) = await told(spawner)
+    assert "you get any. They stay saved" in message
+
+
+async def test_what_is_published_and_no_publication_keeps_no_server_from_starting(published):
+    (published / "ada" / FILE).write_text('{"version": 1, "kernels": [{"driver": "1\\n#SBATCH -A x"}]}')
+    spawner = slurm(req_gres="gpu:1")
+    await hook(published)(spawner)
+    assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
+    (message,) = await told(spawner)
+    assert "IMAGE_FORMAT" in message and "SBATCH" not in message
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../eve", "a/b"])
+async def test_a_users_name_leads_nowhere_else(published, name):
+    outside = published.parent / FILE
+    publish(published, ON_GPU)
+    outside.write_text((published / "ada" / FILE).read_text())
+    spawner = slurm(name)
+    await hook(published)(spawner)
+    assert spawner.req_options == ""
+    assert not spawner.environment.get(VARIABLE, "").startswith(str(published.parent / "eve"))
+    outside.unlink()
+
+
+def test_what_lies_in_a_users_directory_is_not_followed_and_not_waited_for(tmp_path):
+    file = tmp_path / FILE
+    assert placement.read(tmp_path) is None
+    file.symlink_to("/etc/passwd")
+    with pytest.raises(OSError, match="symbolic links"):
+        placement.read(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ImageFormat):
+        placement.read(tmp_path)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises((ImageFormat, OSError)):
+        placement.read(tmp_path)
+    file.rmdir()
+    with file.open("wb") as endless:
+        endless.truncate(1 << 40)
+    assert len(placement.read(tmp_path)) == MOST_BYTES + 1
+
+
+# -- a node without a GPU
+
+
+async def test_who_has_nothing_on_a_gpu_gets_a_node_without(published):
+    publish(published, PLAIN)
+    spawner = slurm(req_gres="gpu:1", req_partition="gpu")
+    await hook(published, without_gpu={"req_gres": "", "req_partition": "cpu"})(spawner)
+    assert (spawner.req_gres, spawner.req_partition) == ("", "cpu")
+    assert spawner.req_options == "'--constraint=glibc-2.36&linux-6.18'", "the kernels there are come back all the same"
+
+
+async def test_who_asks_for_a_gpu_gets_one(published):
+    spawner = slurm(req_gres="gpu:1")
+    spawner.user_options = {"gpu": "yes"}
+    await hook(published, without_gpu={"req_gres": ""})(spawner)
+    assert spawner.req_gres == "gpu:1"
+
+
+async def test_who_has_something_on_a_gpu_gets_it_back_unasked(published):
+    publish(published, ON_GPU)
+    spawner = slurm(req_gres="gpu:1")
+    await hook(published, without_gpu={"req_gres": ""})(spawner)
+    assert spawner.req_gres == "gpu:h200:2"
+
+
+# -- Kubernetes
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch):
+    """A KubeSpawner whose cluster nobody asks anything."""
+    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
+    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "none", "user": {}}]}
+    (tmp_path / "kubeconfig").write_text(json.dumps({**config, "current-context": "none"}))
+    loaded = importlib.import_module("kubernetes_asyncio.config.kube_config")
+    monkeypatch.setattr(loaded, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+
+    def make(**traits):
+        made = kubespawner.KubeSpawner(_mock=True, **traits)
+        made.user = user()
+        return made
+
+    return make
+
+
+async def test_kubernetes_prefers_a_node_where_nobody_may_look(published, kube):
+    publish(published, ON_GPU)
+    spawner = kube(extra_resource_limits={"example.com/nic": "1"})
+    await hook(published, publish_to="/srv/placement")(spawner)
+    assert spawner.extra_resource_limits == {"example.com/nic": "1", "nvidia.com/gpu": "2"}
+    assert {term["weight"] for term in spawner.node_affinity_preferred} == {100}
+    assert not spawner.node_affinity_required
+    assert spawner.environment[VARIABLE] == "/srv/placement"
+
+
+class Api:
+    """Answers as the hub's client does, with nodes of these labels."""
+
+    def __init__(self, *labels: dict[str, str]) -> None:
+        ready = SimpleNamespace(conditions=[SimpleNamespace(type="Ready", status="True")])
+        self._nodes = [
+            SimpleNamespace(
+                metadata=SimpleNamespace(labels=one), spec=SimpleNamespace(unschedulable=None), status=ready
+            )
+            for one in labels
+        ]
+
+    async def list_node(self):
+        return SimpleNamespace(items=self._nodes)
+
+
+LABELS = {"kubernetes.io/arch": "amd64", "nvidia.com/gpu.product": "NVIDIA-H200"}
+
+
+async def test_kubernetes_requires_a_node_that_is_there(published, kube):
+    publish(published, ON_GPU)
+    spawner = kube()
+    spawner.api = Api(LABELS, {"kubernetes.io/arch": "amd64"})
+    await hook(published, list_nodes=True)(spawner)
+    (term,) = spawner.node_affinity_required
+    assert {one["key"]: one["values"] for one in term["matchExpressions"]} == {
+        name: [value] for name, value in LABELS.items()
+    }
+
+
+async def test_kubernetes_requires_none_that_is_not(published, kube):
+    publish(published, ON_GPU)
+    spawner = kube()
+    spawner.api = Api({**LABELS, "nvidia.com/gpu.product": "NVIDIA-A100"})
+    await hook(published, list_nodes=True)(spawner)
+    assert not spawner.node_affinity_required
+    assert spawner.extra_resource_limits == {}
+
+
+# -- the page
+
+
+class Slow(ToldMixin):
+    """A spawner that says something, and then nothing for long."""
+
+    _log_name = "slow"
+    log = logging.getLogger("slow")
+
+    async def progress(self):
+        yield {"progress": 1, "message": "theirs"}
+        await asyncio.Event().wait()
+
+
+async def test_a_page_that_was_open_before_shows_it_too():
+    spawner = Slow()
+    page = spawner.progress()
+    assert (await anext(page))["message"] == "theirs"
+    following = asyncio.ensure_future(anext(page))
+    await asyncio.sleep(0)
+    placement.tell(spawner, "ours")
+    assert (await asyncio.wait_for(following, 10))["message"] == "ours"
+    await page.aclose()
+
+
+async def test_what_is_told_last_is_shown_after_a_spawner_that_has_said_all():
+    class Quick(Slow):
+        async def progress(self):
+            placement.tell(self, "ours")
+            yield {"progress": 100, "message": "theirs"}
+
+    assert [event["message"] async for event in Quick().progress()] == ["theirs", "ours"]

@@ -1,0 +1,176 @@
+"""Culled on one node, awake on another: JupyterHub, batchspawner and Slurm, all of them real."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from everybody import readable_criu
+from machine import User
+from slurm_cluster import Cluster, Node, slurm, why_not
+from slurm_hub import ACCOUNT, PATIENCE, PROXY, Hub, hub
+from waiting import until
+
+from jupyter_gpu_ckpt.hub import slurm as dialect
+from jupyter_gpu_ckpt.image.match import fingerprint
+from jupyter_gpu_ckpt.image.requirements import FILE, Gpu, Requirements, of, to_json
+
+pytestmark = [pytest.mark.hub, pytest.mark.timeout(600)]
+
+UID = 54321
+
+
+def missing() -> str:
+    """Why this cannot be run here; empty when it can."""
+    packages = [name for name in ("jupyterhub", "batchspawner") if importlib.util.find_spec(name) is None]
+    if packages:
+        return f"a hub needs {' and '.join(packages)}: pip install 'jupyter_gpu_ckpt[hub-test]'"
+    if not PROXY.exists():
+        return "a hub needs configurable-http-proxy: `scripts/install-proxy` (needs Node)"
+    return why_not()
+
+
+def here() -> list[str]:
+    """The features that the nodes have in truth: they are all this machine."""
+    return dialect.features(of(fingerprint(files=(), ports=(), criu="")))
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A directory that everybody may enter, and that all machines see."""
+    if why := missing():
+        pytest.skip(why)
+    path = Path(tempfile.mkdtemp(prefix="gc-slurm-"))
+    path.chmod(0o755)
+    yield path
+    shutil.copytree(
+        path, "/tmp/h/slurm-scratch/last", dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("criu")
+    )
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def user(place) -> User:
+    home = place / "home"
+    home.mkdir(mode=0o700)
+    os.chown(home, UID, UID)
+    return User("ada", UID, home)
+
+
+@pytest.fixture(scope="module")
+def cluster(place, user) -> Iterator[Cluster]:
+    """n1 and n2 are alike; n3 has another C library and lacks a CPU feature, and Slurm prefers it to n2."""
+    alike = here()
+    other = [one for one in alike if one not in ("cpu-avx", "cpu-fp")]
+    other = [one if not one.startswith("glibc-") else "glibc-2.17" for one in other]
+    nodes = {
+        "n1": Node(tuple(alike), "h200", 2, weight=1),
+        "n2": Node(tuple(alike), "h200", 2, weight=3),
+        "n3": Node(tuple(other), "a100", 1, weight=2),
+    }
+    with slurm(place, nodes, [user, ACCOUNT]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def site(cluster, user, place, criu_binary) -> Iterator[Hub]:
+    with hub(cluster, user, place, readable_criu(criu_binary, place)) as made:
+        yield made
+
+
+@pytest.fixture
+def at_home(site) -> Iterator[Hub]:
+    """The user, at work on n1; at the end no server is left and every node takes jobs."""
+    yield site
+    if site.model():
+        site.stop()
+    for name, state in site.cluster.nodes().items():
+        if state.startswith("drain"):
+            site.cluster.resume(name)
+
+
+CELL = "import os, random, socket\nx = list(range(100_000)); random.seed(5); pid = os.getpid()"
+ASK = "print(sum(x), random.getstate()[1][:5])"
+
+
+def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
+    site, cluster, user = at_home, at_home.cluster, at_home.user
+    site.start()
+    assert site.node() == "n1"
+    kernel = site.open("work.ipynb")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
+    assert site.run(kernel, "print(socket.gethostname())") == "n1"
+
+    site.stop()
+    assert not cluster.machines["n1"].processes(user), "nothing of the user's is left on the node"
+    cluster.drain("n1")
+
+    told = site.start()
+    assert site.node() == "n2", site.told(told)  # Slurm by itself would have taken n3
+    assert any("n2 will do" in message for message in told), told
+    assert site.run(kernel, ASK) == before
+    assert [one["id"] for one in site.get("api/kernels")] == [kernel]
+    assert [one["path"] for one in site.get("api/sessions")] == ["work.ipynb"]
+    assert site.run(kernel, "print(socket.gethostname(), os.getpid() == pid)") == "n2 True"
+
+
+def test_a_job_that_slurm_ends_by_itself_leaves_its_kernels_asleep(at_home):
+    """An administrator's scancel, a time limit, a preemption: SIGTERM to every process of the job at once."""
+    site, cluster = at_home, at_home.cluster
+    site.start()
+    kernel = site.open("cancelled.ipynb")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
+    cluster.head.run("scancel", site.model()["state"]["job_id"])
+    until(lambda: not cluster.jobs(), "the job has ended", timeout=PATIENCE)
+    until(lambda: not site.model(), "the hub has noticed", timeout=PATIENCE)
+    site.start()
+    assert site.run(kernel, ASK) == before
+    assert site.run(kernel, "print(os.getpid() == pid)") == "True"
+
+
+def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_home):
+    site, cluster = at_home, at_home.cluster
+    site.start()
+    kernel = site.open("waiting.ipynb")
+    site.run(kernel, CELL)
+    before = site.run(kernel, ASK)
+    site.stop()
+    for name in ("n1", "n2"):
+        cluster.drain(name)
+    told = site.start()
+    assert site.node() == "n3"
+    assert any("No node like that is in service: you get any." in message for message in told), told
+    until(lambda: site.serves(kernel), "it is there to be seen, and sleeps", timeout=PATIENCE)
+    site.stop()
+    cluster.resume("n2")
+    told = site.start()
+    assert site.node() == "n2", site.told(told)
+    assert site.run(kernel, ASK) == before
+
+
+def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
+    """What a server on a GPU node would have published: there is no GPU here, and Slurm does not look for one."""
+    site = at_home
+    gpus = (Gpu("NVIDIA A100-SXM4-80GB", 80 << 30),)
+    published = site.place / "placement" / site.user.name / FILE
+    published.write_text(to_json([Requirements(gpus=gpus)]))
+    told = site.start()
+    assert site.node() == "n3"
+    assert "TresPerNode=gres:gpu:a100:1" in site.job()
+    assert any("1 x NVIDIA A100-SXM4-80GB: n3 will do" in message for message in told), told
+
+
+def test_a_user_with_nothing_on_a_gpu_gets_a_node_without(at_home):
+    """The hub is configured to ask for a GPU (see slurm_hub_config.py); whoever asks for one by an option gets it."""
+    site = at_home
+    (site.place / "placement" / site.user.name / FILE).write_text(to_json([]))
+    told = site.start()
+    assert "gpu" not in site.job().lower().replace("jupyter_gpu_ckpt", ""), site.job()
+    assert any("Nothing of yours is on a GPU" in message for message in told), told

@@ -425,6 +425,31 @@ class StoreUnsuitable(ImageError):
     )
 
 
+# -- a hub and its users' servers -------------------------------------------------------------------------------------
+
+
+class HubError(GpuCkptError):
+    """A hub or a service of it could not have a user's server parked; what could not be saved was not stopped by us."""
+
+    code = "HUB_FAILED"
+
+
+class ServerSilent(HubError):
+    """The user's server, or the proxy before it, does not answer, or parking took longer than its deadline."""
+
+    code = "SERVER_SILENT"
+    exit_status = 75
+    default_hint = "Look into the server's log; parking that was begun goes on there, and is joined by the next try."
+
+
+class ServerRefused(HubError):
+    """The user's server answers that this cannot be done."""
+
+    code = "SERVER_REFUSED"
+    exit_status = 69
+    default_hint = "Look into the server's log."
+
+
 # -- the gate and the agent -------------------------------------------------------------------------------------------
 
 

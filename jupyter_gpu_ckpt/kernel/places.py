@@ -19,6 +19,11 @@ def default_image_dir() -> Path:
     return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "images"
 
 
+def default_archive_url() -> str:
+    """``$JUPYTER_GPU_CKPT_ARCHIVE``; empty, no cold tier, without it."""
+    return os.environ.get("JUPYTER_GPU_CKPT_ARCHIVE", "")
+
+
 def default_runtime_base() -> Path:
     """``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else a directory per user in the temporary directory.
 

@@ -36,7 +36,7 @@ from .desk import Desk
 from .engines import shared_engine, with_own_store
 from .gate import Gate
 from .inject import NOTICE, PLAIN, rewrite
-from .places import default_image_dir, default_runtime_base
+from .places import default_archive_url, default_image_dir, default_runtime_base
 from .premises import Launch, Premises
 
 
@@ -83,7 +83,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     archive_url = Unicode(
         help="The cold tier: a URL for fsspec (file:, s3:, gs:, sftp:). The server extension sends the content "
-        "of images there that are older than `archive_after`; a wake brings it back."
+        "of images there that are older than `archive_after`; a wake brings it back.  Default: "
+        "$JUPYTER_GPU_CKPT_ARCHIVE."
     ).tag(config=True)
     archive_after = Float(
         7 * 86400.0, help="Seconds after which an image is archived, if there is an `archive_url`."
@@ -119,6 +120,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     @default("image_dir")
     def _default_image_dir(self) -> str:
         return str(default_image_dir())
+
+    @default("archive_url")
+    def _default_archive_url(self) -> str:
+        return default_archive_url()
 
     @default("runtime_base")
     def _default_runtime_base(self) -> str:

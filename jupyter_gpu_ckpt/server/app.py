@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import dataclasses
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from ..image.requirements import VARIABLE
 from ..image.store import Image, Store
 from ..kernel.adoption import orphan as find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
-from . import documents
+from . import documents, park
 from .cold import ColdTier
 from .comeback import Comeback
 from .events import Events, Log
@@ -184,6 +185,17 @@ class GpuCkptApp(ExtensionApp):
         if path is not None and not await sessions.session_exists(path):
             name = path.rsplit("/", 1)[-1]
             await sessions.create_session(path=path, name=name, type="notebook", kernel_id=orphan.session.kernel_id)
+
+    async def park(self) -> dict[str, Any]:
+        """Have every kernel sleep in a proved image, so that the server can be stopped; the document of ``park``."""
+        assert self.serverapp is not None
+        ids = list(self.serverapp.kernel_manager.list_kernel_ids())
+        return park.document(await park.park(ids, self.provisioners(), self.store, self.serverapp.log))
+
+    async def need(self) -> dict[str, Any]:
+        """What `park` would need now."""
+        assert self.serverapp is not None
+        return dataclasses.asdict(await asyncio.to_thread(park.need, self.provisioners(), self.serverapp.log))
 
     async def status(self) -> dict[str, Any]:
         """The document of ``status``."""

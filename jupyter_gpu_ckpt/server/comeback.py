@@ -23,15 +23,10 @@ from traitlets import Bool, Float
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
-from ..estimate import RATES
 from ..image.store import Store
 from ..kernel.adoption import Orphan, orphans
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..machine import State
-from ..preflight import read_process
-
-#: Beyond what the bytes need, in seconds: namespaces, agents, the manifest.
-_GRACE = 10.0
+from . import park
 
 
 class Kernels(Protocol):
@@ -142,8 +137,10 @@ class Comeback(LoggingConfigurable):
                 # One that has left has no process any more, and would be started anew while the others still leave.
                 if one.parent is not None:
                     one.parent.stop_restarter()
-            timeout = self.stop_timeout or self.deadline(kernels)
-            tasks = {asyncio.ensure_future(one.leave()): id for id, one in kernels.items()}
+            needed = await asyncio.to_thread(park.need, kernels, self.log)
+            timeout = self.stop_timeout or needed.seconds
+            begun = await park.leaving(kernels, lambda _, one: one.leave())
+            tasks = {task: id for id, task in begun.items()}
             _, late = await asyncio.wait(tasks, timeout=timeout)
             for task in late:
                 self.log.warning(
@@ -152,7 +149,7 @@ class Comeback(LoggingConfigurable):
                 task.cancel()
             if late:
                 await asyncio.wait(
-                    [asyncio.ensure_future(kernels[tasks[task]].give_up()) for task in late], timeout=_GRACE
+                    [asyncio.ensure_future(kernels[tasks[task]].give_up()) for task in late], timeout=park.GRACE
                 )
             for task in tasks.keys() - late:
                 if (error := task.exception()) is not None:
@@ -162,22 +159,6 @@ class Comeback(LoggingConfigurable):
             self._watchdog.stdin.close()
         if self._database is not None:
             self._database.release()
-
-    def deadline(self, kernels: dict[str, GpuCkptProvisioner]) -> float:
-        """Seconds that checkpointing all of them one after the other would take at most; they share one disk."""
-        seconds = 0.0
-        for one in kernels.values():
-            lifecycle = one.lifecycle
-            if lifecycle is None or lifecycle.state is State.CHECKPOINTED or lifecycle.capsule is None:
-                continue
-            process = read_process(lifecycle.capsule.host_pid)
-            device = 0
-            try:
-                device = sum(lifecycle.device_bytes().values())
-            except GpuCkptError as error:
-                self.log.warning("Kernel %s: its device memory cannot be told: %s", one.kernel_id, error.code)
-            seconds += one.drain_timeout + 2 * RATES.estimate(process.rss if process else 0, device).saved
-        return _GRACE + seconds
 
 
 #: Columns of jupyter_server's session table that make a session.

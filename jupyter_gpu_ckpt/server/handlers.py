@@ -50,10 +50,12 @@ class Handler(ExtensionHandlerMixin, APIHandler):
     """What all of ours share."""
 
     auth_resource = "gpu_ckpt"
+    #: Whether a verb is the user's activity: what a hub asks of a server it is about to stop is none.
+    counts = True
 
     async def prepare(self) -> None:  # type: ignore[override]
         """Called before each request."""
-        self._track_activity = self.request.method not in ("GET", "HEAD")
+        self._track_activity = self.counts and self.request.method not in ("GET", "HEAD")
         await super().prepare()
 
     @property
@@ -182,6 +184,30 @@ async def _call(provisioner: GpuCkptProvisioner, verb: str, parameters: dict[str
     await call(**parameters)
 
 
+class ParkHandler(Handler):
+    """``park``"""
+
+    counts = False
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def get(self) -> None:
+        """What parking this server would need now."""
+        self.reply(await self.app.need())
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def post(self) -> None:
+        """Begin to checkpoint every kernel and to prove its image; 202 with the job."""
+        self.body(set())
+        job = self.app.jobs.start("", "park", {}, self.app.park)
+        self.set_status(202)
+        self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
+        self.reply(job.as_dict())
+
+
 class ProtectHandler(Handler):
     """``kernels/<id>/protect``"""
 
@@ -291,6 +317,7 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
     (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
+    (r"gpu-ckpt/park", ParkHandler),
     (r"gpu-ckpt/gpus", GpusHandler),
     (r"gpu-ckpt/jobs/([^/]+)", JobHandler),
     (r"gpu-ckpt/images", ImagesHandler),

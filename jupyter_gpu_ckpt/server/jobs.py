@@ -17,7 +17,7 @@ REMEMBERED = 200
 
 @dataclass
 class Job:
-    """One verb on one kernel.  Times are seconds since the epoch."""
+    """One verb on one kernel, or on all (``kernel_id`` is empty).  Times are seconds since the epoch."""
 
     id: str
     kernel_id: str
@@ -26,6 +26,8 @@ class Job:
     started: float = field(default_factory=time.time)
     ended: float | None = None
     error: dict[str, Any] | None = None
+    #: What the verb has to tell, as JSON; None for most.
+    result: dict[str, Any] | None = None
 
     @property
     def status(self) -> str:
@@ -45,6 +47,7 @@ class Job:
             "started": self.started,
             "ended": self.ended,
             "error": self.error,
+            "result": self.result,
         }
 
 
@@ -69,13 +72,14 @@ class Jobs:
 
     async def _run(self, job: Job, call: Callable[[], Awaitable[Any]]) -> None:
         try:
-            await call()
+            told = await call()
+            job.result = told if isinstance(told, dict) else None
         except asyncio.CancelledError:
             job.error = GpuCkptError("The server stopped waiting for it.", hint="Look at the kernel's state.").as_dict()
             raise
         except Exception as error:
-            told = error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
-            job.error = told.as_dict()
+            ours = error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
+            job.error = ours.as_dict()
         finally:
             job.ended = time.time()
             self._tasks.pop(job.id, None)

@@ -61,7 +61,10 @@ class Server:
         """A verb, waited for: its job when it has ended."""
         reply = self.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}", json=body)
         assert reply.status_code == 202, reply.text
-        job = reply.json()["id"]
+        return self.ended(reply.json()["id"])
+
+    def ended(self, job: str) -> dict[str, Any]:
+        """A job, once it has ended."""
         return until(lambda: (found := self.get(f"gpu-ckpt/jobs/{job}"))["status"] != "running" and found)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 from pathlib import Path
@@ -15,8 +16,7 @@ from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.adoption import orphans
 from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server import comeback
-from jupyter_gpu_ckpt.server.comeback import Comeback
+from jupyter_gpu_ckpt.server import park
 from jupyter_gpu_ckpt.trace import StepEvent
 
 
@@ -175,21 +175,24 @@ def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkey
         return SimpleNamespace(kernel_id="k", lifecycle=lifecycle, drain_timeout=10.0)
 
     resident = {"rss": 1 << 30}
-    monkeypatch.setattr(comeback, "read_process", lambda pid: SimpleNamespace(**resident))
-    monkeypatch.setattr(comeback, "RATES", Rates())  # not what the tests before this one measured
-    policy = Comeback(dict)
-    small = policy.deadline({"a": kernel()})
-    assert policy.deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - comeback._GRACE)
-    on_gpu = policy.deadline({"a": kernel(gpu=8 << 30)})
+    monkeypatch.setattr(park, "read_process", lambda pid: SimpleNamespace(**resident))
+    monkeypatch.setattr(park, "RATES", Rates())  # not what the tests before this one measured
+
+    def deadline(kernels):
+        return park.need(kernels, logging.getLogger()).seconds
+
+    small = deadline({"a": kernel()})
+    assert deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - park.GRACE)
+    on_gpu = deadline({"a": kernel(gpu=8 << 30)})
     slow = Rates()
     for step in ("cuda_suspend", "dump", "publish"):
         slow(StepEvent("completed", step, "k", 0.0, 10.0, 1 << 30))
-    monkeypatch.setattr(comeback, "RATES", slow)
+    monkeypatch.setattr(park, "RATES", slow)
     # Nine GiB at 10 s each through dump and publish, eight through the driver, and twice that to be on the safe side.
-    assert policy.deadline({"a": kernel(gpu=8 << 30)}) > 2 * (2 * 9 + 8) * 10 > 10 * on_gpu > 10 * small
+    assert deadline({"a": kernel(gpu=8 << 30)}) > 2 * (2 * 9 + 8) * 10 > 10 * on_gpu > 10 * small
     asleep = kernel()
     asleep.lifecycle.state = State.CHECKPOINTED
-    assert policy.deadline({"a": asleep}) == comeback._GRACE
+    assert deadline({"a": asleep}) == park.GRACE
 
 
 def test_a_kernel_that_was_shut_down_does_not_come_back(home, runtime_base, criu_binary):

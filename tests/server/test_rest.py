@@ -95,7 +95,8 @@ def test_a_cookie_alone_changes_nothing_without_the_xsrf_token(live, method, pat
     assert reply.status_code == 403
     assert "_xsrf" in reply.text
     with_token = {"X-XSRFToken": browser.cookies["_xsrf"]}
-    assert browser.request(method, live.url + path, headers=with_token, timeout=30).status_code == 404
+    expected = 202 if path.endswith("/park") else 404  # parking names nothing that could be missing
+    assert browser.request(method, live.url + path, headers=with_token, timeout=30).status_code == expected
 
 
 def logged_in(live) -> requests.Session:

@@ -1,0 +1,77 @@
+"""A server is parked: every kernel asleep in a proved image, or the reason why not."""
+
+from __future__ import annotations
+
+import pytest
+from live import until
+
+from jupyter_gpu_ckpt.image.store import Store
+
+
+def park(live) -> dict:
+    reply = live.ask("POST", "gpu-ckpt/park")
+    assert reply.status_code == 202, reply.text
+    return live.ended(reply.json()["id"])
+
+
+@pytest.fixture
+def two(live):
+    """Two kernels with something to lose, on a server without others."""
+    ids = [live.start_kernel() for _ in range(2)]
+    for number, id in enumerate(ids):
+        live.run(id, f"x = {number}")
+    yield ids
+    for id in ids:
+        live.ask("DELETE", f"api/kernels/{id}")
+
+
+def test_every_kernel_sleeps_in_a_proved_image_and_comes_back(live, two):
+    need = live.get("gpu-ckpt/park")
+    assert need["kernels"] == 2
+    assert need["bytes"] > 50 << 20
+    job = park(live)
+    assert (job["status"], job["verb"], job["kernel_id"]) == ("done", "park", "")
+    told = {kernel["kernel_id"]: kernel for kernel in job["result"]["kernels"]}
+    assert job["result"]["parked"] and set(told) == set(two)
+    store = Store(live.home / "images")
+    for id in two:
+        image = store.get(told[id]["image"])
+        assert (image.manifest.kernel_id, image.manifest.bytes) == (id, told[id]["bytes"])
+    assert live.get("gpu-ckpt/park") == {"kernels": 0, "bytes": 0, "seconds": 10.0}
+    assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
+
+
+def test_it_is_no_activity_and_neither_is_asking(live, two):
+    until(lambda: all(kernel["execution_state"] == "idle" for kernel in live.get("api/kernels")))
+    kernels = live.get("api/kernels")  # jupyter_server counts this one
+    before = live.get("api/status")["last_activity"]
+    assert park(live)["result"]["parked"]
+    live.get("gpu-ckpt/park")
+    assert live.get("api/status")["last_activity"] == before
+    moments = [kernel["last_activity"] for kernel in kernels]
+    assert [kernel["last_activity"] for kernel in live.get("api/kernels")] == moments
+
+
+def test_a_busy_kernel_stays_and_says_why_and_the_other_leaves(live, two):
+    busy, idle = two
+    with live.busy(busy):
+        result = park(live)["result"]
+    told = {kernel["kernel_id"]: kernel for kernel in result["kernels"]}
+    assert not result["parked"]
+    assert (told[busy]["code"], told[busy]["image"]) == ("KERNEL_BUSY", None)
+    assert told[busy]["hint"]
+    assert told[idle]["image"] and told[idle]["code"] is None
+    assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
+
+
+def test_a_damaged_image_is_not_called_parked(live, two):
+    images = {one["kernel_id"]: one["image"] for one in park(live)["result"]["kernels"]}
+    victim = live.home / "images" / images[two[0]] / "criu"
+    (pages,) = sorted(victim.glob("pages-*.img"))[:1]
+    kept = pages.read_bytes()
+    pages.chmod(0o600)
+    pages.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    told = {one["kernel_id"]: one["code"] for one in park(live)["result"]["kernels"]}
+    assert told == {two[0]: "IMAGE_DAMAGED", two[1]: None}
+    pages.write_bytes(kept)
+    assert park(live)["result"]["parked"]

@@ -1,0 +1,55 @@
+"""Fixtures: a town for a module, and its people."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+for beside in ("server", "browser"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / beside))
+
+from desk import Desk  # noqa: E402
+from town import PROXY, Town, town  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests here have the marker."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.hub)
+
+
+@pytest.fixture(scope="session")
+def hub_reason() -> str | None:
+    """Why there can be no hub here; None if there can."""
+    pytest.importorskip("jupyterhub", reason="JupyterHub is not installed (the extra `hub-test` has it)")
+    pytest.importorskip("jupyterhub_idle_culler", reason="the idle culler is not installed (the extra `hub-test`)")
+    if os.geteuid() != 0:
+        return "a hub that starts servers as Linux users, and making such users, needs root"
+    if shutil.which("useradd") is None:
+        return "there is no useradd"
+    return None if PROXY.exists() else "the hub's proxy is not installed: `scripts/install-proxy` (needs Node)"
+
+
+@pytest.fixture(scope="module")
+def hub(hub_reason, criu_binary) -> Iterator[Town]:
+    """A hub of the module's."""
+    if hub_reason is not None:
+        pytest.skip(hub_reason)
+    with town(criu_binary) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ann(hub: Town) -> Desk:
+    return Desk(hub, hub.settle("ann"))
+
+
+@pytest.fixture(scope="module")
+def bob(hub: Town) -> Desk:
+    return Desk(hub, hub.settle("bob"))

@@ -1,0 +1,295 @@
+"""A real JupyterHub with its proxy, its idle culler and users that are Linux users, made for the purpose.
+
+The hub runs as root, as on bare metal, and starts each user's server as that user.  Hub and proxy are processes of
+their own, so that either can be restarted while the other and the users' servers go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+import waiting
+from everybody import needed, opened, readable_criu
+
+from jupyter_gpu_ckpt.engine.criu_install import VARIABLE, CriuBinary
+
+PROXY = Path(sys.prefix) / "proxy" / "node_modules" / ".bin" / "configurable-http-proxy"
+CULLER = "gpu-ckpt-culler"
+#: Seconds for whatever a hub on a busy machine has to do.
+PATIENCE = 90
+
+_CONFIG = """
+import sys
+from jupyterhub.spawner import LocalProcessSpawner
+from jupyter_gpu_ckpt.hub.roles import culler_role
+from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
+
+
+class Spawner(CheckpointMixin, LocalProcessSpawner):
+    pass
+
+
+c = get_config()
+c.JupyterHub.spawner_class = Spawner
+c.JupyterHub.authenticator_class = "dummy"
+c.DummyAuthenticator.password = {password!r}
+c.Authenticator.allow_all = True
+c.JupyterHub.bind_url = {url!r}
+c.JupyterHub.hub_port = {hub_port}
+c.JupyterHub.db_url = "sqlite:///{place}/hub/hub.sqlite"
+c.JupyterHub.cookie_secret_file = "{place}/hub/cookie_secret"
+c.JupyterHub.cleanup_servers = False
+c.JupyterHub.allow_named_servers = True
+c.JupyterHub.last_activity_interval = 1
+c.ConfigurableHTTPProxy.should_start = False
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{api_port}"
+c.ConfigurableHTTPProxy.auth_token = {proxy_token!r}
+c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
+c.Spawner.start_timeout = c.Spawner.http_timeout = {patience}
+c.Spawner.environment = {environment!r}
+c.JupyterHub.services = [
+    {{"name": {culler!r}, "api_token": {culler_token!r}}},
+    {{"name": "tests", "api_token": {admin_token!r}}},
+]
+c.JupyterHub.load_roles = [
+    culler_role({culler!r}),
+    {{"name": "tests", "scopes": ["admin:users", "admin:servers", "tokens"], "services": ["tests"]}},
+]
+c.Authenticator.enable_auth_state = False
+{more}
+"""
+
+_CULLER_CONFIG = """
+from jupyter_gpu_ckpt.hub.culler import Arbiter
+c = get_config()
+c.IdleCuller.cull_arbiter_hook = Arbiter({url!r})
+"""
+
+_SERVER_CONFIG = """
+c = get_config()
+c.ServerApp.jpserver_extensions = {"jupyter_gpu_ckpt": True}
+"""
+
+
+@dataclass(frozen=True)
+class Person:
+    """A Linux user."""
+
+    name: str
+    uid: int
+    home: Path
+
+    @property
+    def images(self) -> Path:
+        return self.home / ".local" / "share" / "jupyter" / "gpu-ckpt" / "images"
+
+    @property
+    def runtime(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"gpu-ckpt-{self.uid}"
+
+
+class Town:
+    """The hub, the proxy and the users."""
+
+    def __init__(self, place: Path, criu: str, more: str) -> None:
+        self.place = place
+        self.people: dict[str, Person] = {}
+        self.admin_token, self._culler_token, self._proxy_token = (secrets.token_hex(16) for _ in range(3))
+        self.password = secrets.token_hex(8)
+        port, self._api_port, self._hub_port = free_ports(3)
+        self.url = f"http://127.0.0.1:{port}"
+        self._port = port
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("hub", "culler"):
+            (place / name).mkdir(mode=0o700)
+        (place / "etc").mkdir(mode=0o755)
+        (place / "homes").mkdir(mode=0o755)
+        (place / "etc" / "jupyter_server_config.py").write_text(_SERVER_CONFIG)
+        environment = {
+            "JUPYTER_CONFIG_PATH": str(place / "etc"),
+            "JUPYTERHUB_SINGLEUSER_APP": "jupyter_server.serverapp.ServerApp",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            VARIABLE: criu,
+        }
+        (place / "hub" / "jupyterhub_config.py").write_text(
+            _CONFIG.format(
+                password=self.password, url=self.url, hub_port=self._hub_port, place=place, api_port=self._api_port,
+                proxy_token=self._proxy_token, patience=PATIENCE, environment=environment, culler=CULLER,
+                culler_token=self._culler_token, admin_token=self.admin_token, more=more,
+            )
+        )  # fmt: skip
+        (place / "culler" / "idle_culler_config.py").write_text(_CULLER_CONFIG.format(url=self.url))
+
+    # -- people
+
+    def settle(self, name: str) -> Person:
+        """Make a Linux user."""
+        account = f"{name}-{secrets.token_hex(3)}"
+        home = self.place / "homes" / account
+        made = subprocess.run(
+            ["useradd", "--create-home", "--home-dir", home, "--shell", "/bin/bash", account],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        home.chmod(0o700)
+        person = self.people[name] = Person(account, pwd.getpwnam(account).pw_uid, home)
+        return person
+
+    def leave(self) -> None:
+        """Remove the Linux users: what they have running, their accounts and their files outside their homes."""
+        for person in self.people.values():
+            for process in processes(person.uid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            waiting.until(lambda person=person: not processes(person.uid), timeout=30)
+            subprocess.run(["userdel", person.name], check=True, capture_output=True)
+            shutil.rmtree(person.runtime, ignore_errors=True)
+
+    def run_as(self, person: Person, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """A command of that user, in the user's home."""
+        drop = ["setpriv", f"--reuid={person.uid}", f"--regid={person.uid}", "--clear-groups", "--", *argv]
+        environment = {"HOME": str(person.home), "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run(
+            self._among_all(f"cd {person.home}\nexec {shlex.join(drop)}"),
+            env=environment, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    # -- processes
+
+    def _among_all(self, script: str) -> list[str]:
+        """A shell that runs ``script`` where every user can read what is tested."""
+        commands = opened(needed(), self.place / "stage")
+        private = ["unshare", "--mount", "--propagation", "private"] if commands else []
+        return [*private, "sh", "-c", f"set -e\n{commands}\n{script}"]
+
+    def _start(self, name: str, argv: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        with (self.place / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                argv, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self._processes[name] = process
+        return process
+
+    def stop(self, name: str, how: int = signal.SIGTERM) -> None:
+        """End the proxy, the hub or the culler; users' servers go on."""
+        process = self._processes.pop(name, None)
+        if process is not None:
+            process.send_signal(how)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start_proxy(self) -> None:
+        """The proxy; a hub that is there gives it its routes again."""
+        self._start(
+            "proxy",
+            [
+                str(PROXY), "--ip=127.0.0.1", f"--port={self._port}", "--api-ip=127.0.0.1",
+                f"--api-port={self._api_port}", f"--default-target=http://127.0.0.1:{self._hub_port}",
+                f"--error-target=http://127.0.0.1:{self._hub_port}/hub/error",
+            ],
+            CONFIGPROXY_AUTH_TOKEN=self._proxy_token,
+        )  # fmt: skip
+        waiting.until(lambda: listens(self._api_port) and listens(self._port), timeout=PATIENCE)
+
+    def start_hub(self) -> None:
+        """The hub, as it was left."""
+        command = shlex.join([sys.executable, "-m", "jupyterhub", "-f", str(self.place / "hub/jupyterhub_config.py")])
+        self._start("hub", self._among_all(f"cd {self.place}/hub\nexec {command}"))
+        waiting.until(self.answers, timeout=PATIENCE)
+
+    def answers(self) -> bool:
+        """Whether hub and proxy are both up and know of each other."""
+        with contextlib.suppress(requests.RequestException):
+            return requests.get(f"{self.url}/hub/api/", timeout=5).ok
+        return False
+
+    @contextlib.contextmanager
+    def culler(self, *options: str) -> Iterator[None]:
+        """The idle culler, looking once a second for servers idle for one second, during the body."""
+        config = str(self.place / "culler" / "idle_culler_config.py")
+        settings = ["--timeout=1", "--cull-every=1", f"--config={config}", *options]
+        self._start(
+            "culler", [sys.executable, "-m", "jupyterhub_idle_culler", *settings],
+            JUPYTERHUB_API_URL=f"{self.url}/hub/api", JUPYTERHUB_API_TOKEN=self._culler_token,
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            self.stop("culler")
+
+    def log(self, name: str) -> str:
+        return (self.place / f"{name}.log").read_text()
+
+    # -- the hub's API
+
+    def ask(self, method: str, path: str, token: str = "", **kwargs: Any) -> requests.Response:
+        """A request to the hub's API; by default with all rights."""
+        headers = {"Authorization": f"token {token or self.admin_token}"}
+        return requests.request(method, f"{self.url}/hub/api/{path}", headers=headers, timeout=PATIENCE, **kwargs)
+
+    def servers(self, person: Person) -> dict[str, Any]:
+        """The user's servers by name."""
+        reply = self.ask("GET", f"users/{person.name}")
+        assert reply.ok, reply.text
+        return reply.json()["servers"]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def processes(uid: int) -> list[int]:
+    """The pids of a user."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def town(criu: CriuBinary, more: str = "") -> Iterator[Town]:
+    """A hub that is up, without users."""
+    place = Path(tempfile.mkdtemp(prefix="gc-hub-"))
+    place.chmod(0o711)
+    running = Town(place, readable_criu(criu, place), more)
+    try:
+        running.start_proxy()
+        running.start_hub()
+        yield running
+    finally:
+        for name in ("culler", "hub", "proxy"):
+            running.stop(name)
+        running.leave()
+        shutil.rmtree(place)

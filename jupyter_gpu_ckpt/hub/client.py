@@ -92,12 +92,14 @@ class ServerClient:
         told = await self._until_answered("GET", "api/status", time.monotonic() + self.slack)
         return str(told["last_activity"])
 
-    async def park(self) -> Outcome:
+    async def park(self, need: Need | None = None) -> Outcome:
         """Have every kernel sleep in a proved image.  Asked twice, the second joins the first.
+
+        ``need`` as `need` told it; without it, it is asked first.
 
         Raises `ServerRefused`, `ServerSilent`; what was begun goes on then, and nothing is lost.
         """
-        need = await self.need()
+        need = need or await self.need()
         deadline = time.monotonic() + need.seconds + self.slack
         job = await self._until_answered("POST", "gpu-ckpt/park", deadline)
         pause = _FIRST_LOOK

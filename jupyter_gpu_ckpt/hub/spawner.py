@@ -136,8 +136,9 @@ class CheckpointMixin(LoggingConfigurable):
         while True:
             outcome: Outcome | GpuCkptError
             try:
-                seconds = max(self.stop_grace, (await client.need()).seconds)
-                outcome = await client.park()
+                need = await client.need()
+                seconds = max(self.stop_grace, need.seconds)
+                outcome = await client.park(need)
                 if outcome.parked:
                     self.log.info("Server %s is parked: %s", spawner._log_name, outcome)
                     return _EMPTY, outcome
@@ -167,7 +168,7 @@ class CheckpointMixin(LoggingConfigurable):
     def _forget(self, token: str) -> None:
         from jupyterhub import orm
 
-        database: Any = self.db  # type: ignore[attr-defined]
+        database: Any = self.user.db  # type: ignore[attr-defined]
         found = orm.APIToken.find(database, token)
         if found is not None:
             database.delete(found)

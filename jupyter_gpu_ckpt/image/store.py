@@ -91,22 +91,27 @@ class Store:
     def images(self) -> list[Image]:
         """Every readable image, oldest first; an unreadable one is passed over here and explained by `get`."""
         found = []
-        if self.root.is_dir():
-            for path in sorted(self.root.iterdir()):
-                if path.is_dir() and not path.name.startswith("."):
-                    with contextlib.suppress(GpuCkptError):
-                        found.append(self.get(path.name))
+        for name in self._names():
+            if not name.startswith("."):
+                with contextlib.suppress(GpuCkptError):
+                    found.append(self.get(name))
         return found
+
+    def _names(self) -> list[str]:
+        """Of the directories in ours, sorted.  A link is none: it may lead to where this user cannot even look."""
+        if not self.root.is_dir():
+            return []
+        with os.scandir(self.root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     def damaged(self) -> dict[str, ImageFormat]:
         """What `images` passes over, by id: directories of this user whose manifest cannot be used, and why."""
         found = {}
-        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+        for name in self._names():
             try:
-                if path.is_dir():
-                    self.get(path.name)
+                self.get(name)
             except ImageFormat as error:
-                found[path.name] = error
+                found[name] = error
             except GpuCkptError:
                 continue
         return found

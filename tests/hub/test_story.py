@@ -101,7 +101,7 @@ def test_a_stop_by_an_administrator_parks(hub, ann):
 
 
 def test_a_named_server_parks_and_comes_back(hub, bob):
-    named = Desk(hub, bob.person, "second desk")
+    named = Desk(hub, bob.person, "second")
     named.start()
     kernel_id = work(named, "named.ipynb")["kernel"]["id"]
     named.culled()

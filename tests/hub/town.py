@@ -82,7 +82,9 @@ c.IdleCuller.cull_arbiter_hook = Arbiter({url!r})
 
 _SERVER_CONFIG = """
 c = get_config()
-c.ServerApp.jpserver_extensions = {"jupyter_gpu_ckpt": True}
+# Ours, and none that only takes its time to load.
+others = ("jupyterlab", "notebook", "notebook_shim", "jupyter_lsp", "jupyter_server_terminals")
+c.ServerApp.jpserver_extensions = {"jupyter_gpu_ckpt": True, **({} if LAB else dict.fromkeys(others, False))}
 """
 
 
@@ -106,7 +108,7 @@ class Person:
 class Town:
     """The hub, the proxy and the users."""
 
-    def __init__(self, place: Path, criu: str, more: str) -> None:
+    def __init__(self, place: Path, criu: str, more: str, lab: bool) -> None:
         self.place = place
         self.people: dict[str, Person] = {}
         self.admin_token, self._culler_token, self._proxy_token = (secrets.token_hex(16) for _ in range(3))
@@ -119,10 +121,10 @@ class Town:
             (place / name).mkdir(mode=0o700)
         (place / "etc").mkdir(mode=0o755)
         (place / "homes").mkdir(mode=0o755)
-        (place / "etc" / "jupyter_server_config.py").write_text(_SERVER_CONFIG)
+        (place / "etc" / "jupyter_server_config.py").write_text(f"LAB = {lab}\n{_SERVER_CONFIG}")
         environment = {
             "JUPYTER_CONFIG_PATH": str(place / "etc"),
-            "JUPYTERHUB_SINGLEUSER_APP": "jupyter_server.serverapp.ServerApp",
+            "JUPYTERHUB_SINGLEUSER_APP": "jupyterlab.labapp.LabApp" if lab else "jupyter_server.serverapp.ServerApp",
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: criu,
         }
@@ -279,11 +281,11 @@ def processes(uid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def town(criu: CriuBinary, more: str = "") -> Iterator[Town]:
-    """A hub that is up, without users."""
+def town(criu: CriuBinary, more: str = "", *, lab: bool = False) -> Iterator[Town]:
+    """A hub that is up, without users.  ``lab``: their servers have a front end."""
     place = Path(tempfile.mkdtemp(prefix="gc-hub-"))
     place.chmod(0o711)
-    running = Town(place, readable_criu(criu, place), more)
+    running = Town(place, readable_criu(criu, place), more, lab)
     try:
         running.start_proxy()
         running.start_hub()

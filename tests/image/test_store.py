@@ -302,3 +302,17 @@ def test_the_image_of_another_user_is_not_ours(store):
     with pytest.raises(ImageNotFound, match="another user"):
         store.get(image.id)
     assert store.images() == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere; tests/hub/test_others_images.py has this")
+def test_a_link_to_where_nobody_may_look_is_passed_over(store, tmp_path):
+    closed = tmp_path / "closed"
+    (closed / "inside").mkdir(parents=True)
+    store.prepare()
+    (store.root / "link").symlink_to(closed / "inside")
+    closed.chmod(0)
+    try:
+        assert store.images() == []
+        assert store.damaged() == {}
+    finally:
+        closed.chmod(0o700)

@@ -1,0 +1,148 @@
+"""The arbiter alone, against a small server that answers as a parked, a busy or a silent one would."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from harness import until
+from tornado import httpserver, testing, web
+
+from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
+from jupyter_gpu_ckpt.hub.client import ServerClient
+from jupyter_gpu_ckpt.hub.culler import Arbiter
+
+HOUR = 3600.0
+PARKED = {"parked": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
+BUSY = {
+    "parked": False,
+    "kernels": [{"kernel_id": "k", "image": None, "bytes": 0, "code": "KERNEL_BUSY", "hint": "Wait."}],
+}
+
+
+class Double:
+    """A user's server: what it answers, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.result: dict | None = PARKED
+        self.status = 200
+        self.last_activity = datetime.now(timezone.utc) - timedelta(hours=2)
+        self.asked: list[str] = []
+        double = self
+
+        class Any(web.RequestHandler):
+            def answer(self) -> None:
+                path = self.request.path.removeprefix("/user/ann/")
+                double.asked.append(f"{self.request.method} {path}")
+                if double.status != 200:
+                    self.set_status(double.status)
+                elif path == "api/status":
+                    self.finish({"last_activity": double.last_activity.isoformat()})
+                elif self.request.method == "GET" and path == "gpu-ckpt/park":
+                    self.finish({"kernels": 1, "bytes": 1, "seconds": 30.0})
+                else:
+                    status = "running" if double.result is None else "done"
+                    self.finish({"id": "j", "status": status, "result": double.result, "error": None})
+
+            get = post = answer
+
+        self.server = httpserver.HTTPServer(web.Application([(".*", Any)]))
+        socket, port = testing.bind_unused_port()
+        self.server.add_socket(socket)
+        self.url = f"http://127.0.0.1:{port}"
+
+    def posts(self) -> int:
+        return self.asked.count("POST gpu-ckpt/park")
+
+
+@pytest.fixture
+async def double():
+    double = Double()
+    yield double
+    double.server.stop()
+
+
+async def ask(arbiter: Arbiter, inactive: float) -> bool:
+    return await arbiter(
+        inactive=timedelta(seconds=inactive), inactive_limit=HOUR, server={"url": "/user/ann/", "name": ""}
+    )
+
+
+async def test_a_server_in_use_is_not_even_asked(double):
+    assert not await ask(Arbiter(double.url, "t"), HOUR - 1)
+    assert double.asked == []
+
+
+async def test_an_idle_one_is_culled_once_it_is_parked(double):
+    arbiter = Arbiter(double.url, "t")
+    assert await ask(arbiter, HOUR)
+    assert double.posts() == 1
+    assert arbiter.kept == {}
+
+
+async def test_a_kernel_that_stays_keeps_the_server_and_says_why(double):
+    double.result = BUSY
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert arbiter.kept == {"/user/ann/": "kernel k: KERNEL_BUSY (Wait.)"}
+
+
+async def test_a_slow_one_is_kept_for_now_and_the_next_round_joins(double):
+    double.result = None
+    arbiter = Arbiter(double.url, "t", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    assert "still leaving" in arbiter.kept["/user/ann/"]
+    assert not await ask(arbiter, 0), "the proxy took our question for activity, which must not matter"
+    assert double.posts() == 1, "it was joined"
+    assert "GET api/status" in double.asked
+    double.result = PARKED
+    arbiter.wait = 30.0
+    assert await ask(arbiter, 0)
+
+
+async def test_our_own_question_does_not_make_a_server_look_used(double):
+    double.result = BUSY
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    double.result = PARKED
+    assert await ask(arbiter, 0), "the server itself says that nobody used it for two hours"
+
+
+async def test_use_at_the_time_of_our_question_is_use_all_the_same(double):
+    double.result = BUSY
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    double.result, double.last_activity = PARKED, datetime.now(timezone.utc)
+    assert not await ask(arbiter, 0)
+    assert double.posts() == 1
+
+
+@pytest.mark.parametrize(("status", "hint"), [(403, "access:servers"), (404, "jupyter_gpu_ckpt"), (424, "not running")])
+async def test_a_server_that_refuses_is_kept_and_the_reason_names_the_cure(double, status, hint):
+    double.status = status
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "SERVER_REFUSED" in arbiter.kept["/user/ann/"]
+    assert hint in arbiter.kept["/user/ann/"]
+
+
+async def test_a_proxy_that_is_away_for_a_moment_is_asked_again(double):
+    double.status = 503
+    client = ServerClient(double.url + "/user/ann/", "t")
+    task = asyncio.create_task(client.park())
+    await until(lambda: len(double.asked) >= 2)
+    double.status = 200
+    assert (await task).parked
+
+
+async def test_a_deadline_is_kept(double):
+    double.status = 503
+    with pytest.raises(ServerSilent):
+        await ServerClient(double.url + "/user/ann/", "t", slack=0.3).park()
+
+
+async def test_a_refusal_has_a_code(double):
+    double.status = 404
+    with pytest.raises(ServerRefused):
+        await ServerClient(double.url + "/user/ann/", "t").need()

@@ -44,7 +44,10 @@ def come(browser, desk: Desk, notebook: str) -> Tab:
     page.fill("input#username_input", desk.person.name)
     page.fill("input#password_input", desk.town.password)
     page.click("input#login_submit")
-    page.wait_for_url(f"**/user/{desk.person.name}/**")
+    try:
+        page.wait_for_url(f"**/user/{desk.person.name}/**", wait_until="commit")
+    except Exception as error:
+        raise AssertionError(f"{page.url}: {page.inner_text('body')}\n{desk.town.log('hub')[-8000:]}") from error
     tab = Tab(page, SimpleNamespace(server=SimpleNamespace(get=desk.get)))
     page.add_init_script(NOTE_WAKING)
     tab.go(f"{desk.town.url}{desk.path}lab/tree/{notebook}?reset")

@@ -124,7 +124,6 @@ class Town:
         (place / "etc" / "jupyter_server_config.py").write_text(f"LAB = {lab}\n{_SERVER_CONFIG}")
         environment = {
             "JUPYTER_CONFIG_PATH": str(place / "etc"),
-            "JUPYTERHUB_SINGLEUSER_APP": "jupyterlab.labapp.LabApp" if lab else "jupyter_server.serverapp.ServerApp",
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: criu,
         }

@@ -70,7 +70,7 @@ c.JupyterHub.load_roles = [
     culler_role({culler!r}),
     {{"name": "tests", "scopes": ["admin:users", "admin:servers", "tokens"], "services": ["tests"]}},
 ]
-c.Authenticator.enable_auth_state = False
+c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 0}}  # replies at once, and the spawn page can be read
 {more}
 """
 

@@ -85,7 +85,8 @@ class Desk:
         return reply.json()
 
     def run(self, kernel_id: str, code: str) -> str:
-        """Execute a cell; what it printed."""
+        """Execute a cell; what it printed.  A server that has just started may still be adopting."""
+        waiting.until(lambda: kernel_id in [kernel["id"] for kernel in self.get("api/kernels")], timeout=PATIENCE)
         session = uuid.uuid4().hex
         query = urlencode({"session_id": session})
         url = f"ws{self.town.url[4:]}{self.path}api/kernels/{kernel_id}/channels?{query}"
@@ -96,5 +97,5 @@ class Desk:
             socket.close()
 
     def images(self) -> list[str]:
-        """Ids of the user's images, by the user's own command line."""
+        """Ids of the user's images."""
         return sorted(path.name for path in self.person.images.glob("[0-9]*")) if self.person.images.is_dir() else []

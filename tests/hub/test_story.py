@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,15 @@ import pytest
 import waiting
 from desk import Desk
 from town import processes
+
+
+@pytest.fixture(autouse=True)
+def without_sleepers(ann, bob):
+    """What one test left asleep is not for the servers of the next to adopt."""
+    yield
+    for desk in (ann, bob):
+        for image in desk.images():
+            shutil.rmtree(desk.person.images / image)
 
 
 def work(desk: Desk, notebook: str = "morning.ipynb") -> dict:

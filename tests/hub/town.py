@@ -225,9 +225,9 @@ class Town:
 
     @contextlib.contextmanager
     def culler(self, *options: str) -> Iterator[None]:
-        """The idle culler, looking once a second for servers idle for one second, during the body."""
+        """The idle culler, looking once a second, during the body; by default for servers idle for one second."""
         config = str(self.place / "culler" / "idle_culler_config.py")
-        settings = ["--timeout=1", "--cull-every=1", f"--config={config}", *options]
+        settings = ["--cull-every=1", f"--config={config}", *(options or ["--timeout=1"])]
         self._start(
             "culler", [sys.executable, "-m", "jupyterhub_idle_culler", *settings],
             JUPYTERHUB_API_URL=f"{self.url}/hub/api", JUPYTERHUB_API_TOKEN=self._culler_token,

@@ -56,7 +56,8 @@ class CheckpointMixin(LoggingConfigurable):
     ).tag(config=True)
     image_dir = Unicode(
         help="Directory of the users' images, told to the server; {username} and {servername} are filled in. It must "
-        "be each user's own. Empty: below the user's home, or as the server is configured.",
+        "be each user's own, or one of root's with mode 1777, below which each user's is made. Empty: "
+        "below the user's home, or as the server is configured.",
     ).tag(config=True)
     archive_url = Unicode(
         help="URL of the cold tier, told to the server; {username} and {servername} are filled in."

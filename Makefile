@@ -1,5 +1,4 @@
 # Targets: demo test test-hub lint labextension wheel bench scale torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
-# Targets: demo test test-hub lint labextension wheel bench torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -15,7 +14,6 @@ FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
 .PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture gpu-bundle gpu-check clean
-.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench torture gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -32,12 +30,6 @@ test-hub: labextension $(VENV)/ready
 	scripts/install-chromium
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
-	$(BIN)/python -m pytest -m "not torture" $(PYTEST_ARGS)
-
-# A real JupyterHub with Linux users: a part of `make test`, too.  Needs root and Node; without them it says so.
-test-hub: labextension $(VENV)/ready
-	scripts/install-chromium
-	scripts/install-proxy $(VENV)/proxy
 	$(BIN)/python -m pytest -m "not torture" tests/hub $(PYTEST_ARGS)
 
 lint: $(VENV)/ready

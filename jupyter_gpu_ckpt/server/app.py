@@ -7,8 +7,8 @@ part of the server.
 from __future__ import annotations
 
 import asyncio
-import os
 import dataclasses
+import os
 import signal
 import threading
 import time

@@ -112,17 +112,53 @@ class GpuCkptApp(ExtensionApp):
         """Called from jupyter_server, which puts its base URL before each."""
         self.handlers.extend(HANDLERS)
 
+    def initialize(self) -> None:  # type: ignore[override]  # as in ExtensionApp
+        """Called from jupyter_server before it listens: until the kernels are back it shall not answer.
+
+        A tab that reconnects by itself takes a 404 for the end of its kernel, and a new one might make another kernel
+        for the same notebook.
+        """
+        super().initialize()  # type: ignore[no-untyped-call]
+        assert self.serverapp is not None
+        self._back = over = False
+
+        async def come_back() -> None:
+            nonlocal over
+            try:
+                await self._come_back()
+            finally:
+                over = True
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        else:
+            return
+        try:
+            self.serverapp.io_loop.run_sync(come_back)
+        except RuntimeError:
+            if over:
+                raise
+            self.serverapp.exit(0)  # a signal stopped the server, and with that the loop
+
+    async def _come_back(self) -> None:
+        assert self.serverapp is not None
+        manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
+        if self._back or not isinstance(manager, CheckpointKernelManagerMixin):
+            return
+        self._back = True
+        await self.comeback.start(manager, sessions, Path(self.serverapp.root_dir), self._runtime_base, self.store)
+
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
+        await self._come_back()  # where it was running before, as in a test or a notebook
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             # jupyter_server handles it on a terminal only; elsewhere (a service, JupyterHub) it would end in the middle
             # of its loop without stopping anything.
             signal.signal(signal.SIGINT, lambda number, frame: serverapp.stop(from_signal=True))
         if isinstance(serverapp.kernel_manager, CheckpointKernelManagerMixin):
-            root = Path(serverapp.root_dir)
-            manager, sessions = serverapp.kernel_manager, serverapp.session_manager
-            await self.comeback.start(manager, sessions, root, self._runtime_base, self.store)
             self.comeback.watch(self._runtime_base, self.store.named)
         self.idle.start()
         self.cold.start()

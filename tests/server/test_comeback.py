@@ -6,10 +6,12 @@ import json
 import logging
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
 from live import Server, server, until
 
 from jupyter_gpu_ckpt.estimate import Rates
@@ -165,6 +167,50 @@ def test_a_kernel_in_the_middle_of_its_dump_at_the_deadline_is_not_lost(home, ru
     with server(home, runtime_base) as second:
         until(lambda: second.get("api/kernels"))
         assert second.run(kernel_id, "print(x, len(block) >> 20)") == "41 800"
+
+
+def test_whoever_asks_early_is_not_told_that_the_kernels_are_gone(home, runtime_base, criu_binary):
+    """A tab that reconnects by itself would believe it."""
+    with server(home, runtime_base) as first:
+        kernels = [first.start_kernel() for _ in range(4)]
+        port, answers = first.port, []
+        early = Server(first.process, port, home)
+
+    def ask() -> bool:
+        try:
+            answers.extend(early.ask("GET", f"api/kernels/{id}").status_code for id in kernels)
+        except requests.exceptions.ConnectionError:
+            return False
+        return 200 in answers
+
+    asking = threading.Thread(target=lambda: until(ask, 60))
+    asking.start()
+    with server(home, runtime_base, config=f"c.ServerApp.port = {port}\nc.ServerApp.port_retries = 0\n"):
+        asking.join()
+    assert set(answers) == {200}
+
+
+SIGNALLED = """
+import asyncio, os, signal
+from jupyter_gpu_ckpt.server.comeback import Comeback
+take_over = Comeback.take_over
+
+async def and_be_told_to_stop(self, kernels, orphan):
+    await take_over(self, kernels, orphan)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+Comeback.take_over = and_be_told_to_stop
+"""
+
+
+def test_a_server_that_is_stopped_while_its_kernels_come_back_ends_and_loses_none(home, runtime_base, criu_binary):
+    with server(home, runtime_base) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+    with pytest.raises(AssertionError, match="received signal 15"), server(home, runtime_base, config=SIGNALLED):
+        pass  # it never gets so far that it listens
+    with server(home, runtime_base) as third:
+        assert third.run(kernel_id, "print(x)") == "41"
 
 
 def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkeypatch):

@@ -10,7 +10,7 @@ import time
 
 from . import fit, preflight
 from .engine.cuda import CudaState
-from .errors import CapsuleGone, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .errors import CapsuleError, CapsuleGone, DeviceHeld, GateError, GpuCkptError, PreflightError
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
@@ -118,11 +118,13 @@ class Leaving(Steps):
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
+            traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
         except BaseException:
             self._draft = None
             draft.discard()
+            with contextlib.suppress(CapsuleError):  # it ended
+                capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
-        traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
 
     def _publish(self, traced: Traced) -> None:
         capsule, draft, clocks = self._alive(), self._draft, self._clocks

@@ -14,9 +14,13 @@ from typing import Any
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
 
 from ..errors import ServerRefused, ServerSilent
+from .report import printable
 
 #: Seconds between two looks at the job: at first, and once it has shown to be a long one.
 _FIRST_LOOK, _LATER_LOOKS = 0.1, 2.0
+
+#: Seconds that parking may take at most, whatever a server says.
+_LONGEST = 24 * 3600.0
 
 #: Seconds for one request; the verbs themselves are jobs, which are asked for.
 _REQUEST = 20.0
@@ -47,6 +51,26 @@ class Outcome:
             return f"{len(self.kernels)} kernels asleep, {size:.0f} MiB"
         kept = (kernel for kernel in self.kernels if kernel.code is not None)
         return "; ".join(f"kernel {one.kernel_id}: {one.code} ({one.hint})" for one in kept)
+
+
+def _outcome(result: Any) -> Outcome:
+    """Believed in form only: a server runs its user's code, and this comes into logs and onto pages."""
+    try:
+        return Outcome(
+            result["parked"] is True,
+            tuple(
+                Kernel(
+                    kernel_id=printable(str(told["kernel_id"]), 80),
+                    image=None if told["image"] is None else printable(str(told["image"]), 80),
+                    bytes=int(told["bytes"]),
+                    code=None if told["code"] is None else printable(str(told["code"])),
+                    hint=printable(str(told["hint"]), 300),
+                )
+                for told in result["kernels"]
+            ),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ServerRefused("The server's word on parking cannot be understood.") from error
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,10 @@ class ServerClient:
     async def need(self) -> Need:
         """What parking would need now.  Raises `ServerRefused`, `ServerSilent`."""
         told = await self._until_answered("GET", "gpu-ckpt/park", time.monotonic() + self.slack)
-        return Need(told["kernels"], told["bytes"], told["seconds"])
+        try:
+            return Need(int(told["kernels"]), int(told["bytes"]), min(_LONGEST, max(0.0, float(told["seconds"]))))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ServerRefused("The server did not say what parking needs.") from error
 
     async def idle_since(self) -> str:
         """When the server says that it was last used (ISO 8601); neither this question nor `park` counts as use.
@@ -112,8 +139,7 @@ class ServerClient:
         if job["result"] is None:
             error = job["error"] or {}
             raise ServerRefused(f"Parking failed: {error.get('code')}.", hint=error.get("hint"))
-        kernels = tuple(Kernel(**kernel) for kernel in job["result"]["kernels"])
-        return Outcome(job["result"]["parked"], kernels)
+        return _outcome(job["result"])
 
     async def _until_answered(self, method: str, path: str, deadline: float) -> Any:
         """The document.  A server or a proxy that is away for a moment is asked again until ``deadline``."""

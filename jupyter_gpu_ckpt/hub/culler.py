@@ -68,15 +68,20 @@ class Arbiter:
         """
         path: str = server["url"]
         client = ServerClient(self.proxy_url + path, self._token or os.environ["JUPYTERHUB_API_TOKEN"])
-        if inactive is None or not await self._idle(client, path, inactive, inactive_limit):
-            return False
+        last = None if inactive is None else await self._last_used(client, path, inactive)
         task = self._parking.get(path)
+        if task is not None and task.done() and (last is None or last > self._asked[path].ended + _CLOCKS):
+            del self._parking[path]  # it was used since: what was found then is not so any more
+            task = None
+        if last is None or time.time() - last < inactive_limit:
+            return False
         if task is None:
             task = self._parking[path] = asyncio.create_task(self._park(client, path))
         await asyncio.wait({task}, timeout=self.wait)
         if not task.done():
             self._keep(path, "its kernels are still leaving")
             return False
+        del self._parking[path]
         try:
             outcome = task.result()
         except GpuCkptError as error:
@@ -90,8 +95,8 @@ class Arbiter:
         get_logger().info("Server %s may be culled: %s", path, outcome)
         return True
 
-    async def _idle(self, client: ServerClient, path: str, inactive: timedelta, limit: float) -> bool:
-        """Whether nobody but us used the server for that long."""
+    async def _last_used(self, client: ServerClient, path: str, inactive: timedelta) -> float | None:
+        """When somebody other than us used the server, in seconds since the epoch; None if that cannot be told."""
         now = time.time()
         last, asked = now - inactive.total_seconds(), self._asked.get(path)
         if asked is not None and asked.began - _CLOCKS <= last <= asked.ended + _CLOCKS:
@@ -101,13 +106,13 @@ class Arbiter:
                 last = _seconds(await client.idle_since())
             except GpuCkptError as error:
                 self._keep(path, str(error))
-                return False
+                return None
             finally:
                 asked.ended = time.time()
                 asked.began = min(asked.began, began)
         elif asked is not None and path not in self._parking:
             del self._asked[path]
-        return now - last >= limit
+        return last
 
     async def _park(self, client: ServerClient, path: str) -> Outcome:
         asked = self._asked.setdefault(path, _Asked(time.time(), float("inf")))
@@ -116,7 +121,6 @@ class Arbiter:
             return await client.park()
         finally:
             asked.ended = time.time()
-            del self._parking[path]
 
     def _keep(self, path: str, reason: str) -> None:
         if self.kept.get(path) != reason:

@@ -46,7 +46,7 @@ class CheckpointMixin(LoggingConfigurable):
         60.0,
         min=0,
         help="Seconds for which a stop is held up by kernels that cannot be checkpointed now (a cell runs), tried "
-        "again and again; then the server is stopped anyway. inf: until they can. 0: one try.",
+        "again and again; then the server is stopped anyway. inf: until they can, or stop_limit ends. 0: one try.",
     ).tag(config=True)
     stop_grace = Float(
         120.0,
@@ -62,7 +62,13 @@ class CheckpointMixin(LoggingConfigurable):
     archive_url = Unicode(
         help="URL of the cold tier, told to the server; {username} and {servername} are filled in."
     ).tag(config=True)
+    stop_limit = Float(
+        3600.0,
+        min=0,
+        help="Seconds that a stop may take at most, whatever the server, which its user controls, says that it needs.",
+    ).tag(config=True)
     stop_notes: List[str] = List(help="What the spawn page tells of the last stop.")
+    _told: List[str] = List()
 
     # -- JupyterHub's hooks
 
@@ -88,13 +94,12 @@ class CheckpointMixin(LoggingConfigurable):
 
     async def start(self) -> Any:
         """Called from the hub; the notes of the last stop are told during this start, and no other."""
-        started = await super().start()  # type: ignore[misc]
         self._told, self.stop_notes = list(self.stop_notes), []
-        return started
+        return await super().start()  # type: ignore[misc]
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Called from the hub for the page that a user looks at while the server starts."""
-        for note in self.stop_notes or getattr(self, "_told", []):
+        for note in self._told:
             yield {"message": note}
         async for event in super().progress():  # type: ignore[misc]
             yield event
@@ -103,7 +108,7 @@ class CheckpointMixin(LoggingConfigurable):
         """Called from the hub.  ``now``: it is stopped at once, and only its own stop checkpoints."""
         if self.park_before_stop and not now:
             try:
-                await self._park()
+                await asyncio.wait_for(self._park(), self.stop_limit)
             except Exception:
                 # Whatever it was: a server that its user or an administrator wants stopped is stopped, gently.
                 self.log.exception("A server could not be parked.")
@@ -153,6 +158,7 @@ class CheckpointMixin(LoggingConfigurable):
 
     def _allow(self, seconds: float) -> None:
         """Raise what the spawner leaves to a server that ends."""
+        seconds = min(seconds, self.stop_limit)
         for name in GRACES:
             if self.has_trait(name) and getattr(self, name) < seconds:
                 setattr(self, name, math.ceil(seconds))

@@ -43,6 +43,9 @@ from .watch import Watcher
 
 PROVISIONER = "gpu-ckpt-provisioner"
 
+#: Seconds for which a server that starts waits for its kernels before it answers.
+_EARLY = 15.0
+
 #: Seconds for which the doctor's word is good: asking it starts processes.
 _DIAGNOSIS_KEEPS = 60.0
 
@@ -120,12 +123,17 @@ class GpuCkptApp(ExtensionApp):
         """
         super().initialize()  # type: ignore[no-untyped-call]
         assert self.serverapp is not None
-        self._back = over = False
+        self._coming: asyncio.Task[None] | None = None
+        over = False
 
         async def come_back() -> None:
             nonlocal over
             try:
-                await self._come_back()
+                coming = self._come_back()
+                # What takes longer (a disk that does not answer) goes on beside the server.
+                await asyncio.wait({coming}, timeout=_EARLY)
+                if coming.done():
+                    coming.result()
             finally:
                 over = True
 
@@ -135,6 +143,8 @@ class GpuCkptApp(ExtensionApp):
             pass
         else:
             return
+        if self.serverapp.show_config or self.serverapp.show_config_json:
+            return  # it will print that and end
         try:
             self.serverapp.io_loop.run_sync(come_back)
         except RuntimeError:
@@ -142,13 +152,18 @@ class GpuCkptApp(ExtensionApp):
                 raise
             self.serverapp.exit(0)  # a signal stopped the server, and with that the loop
 
-    async def _come_back(self) -> None:
+    def _come_back(self) -> asyncio.Task[None]:
+        if self._coming is None:
+            self._coming = asyncio.ensure_future(self._adopt_all())
+        return self._coming
+
+    async def _adopt_all(self) -> None:
         assert self.serverapp is not None
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
-        if self._back or not isinstance(manager, CheckpointKernelManagerMixin):
-            return
-        self._back = True
-        await self.comeback.start(manager, sessions, Path(self.serverapp.root_dir), self._runtime_base, self.store)
+        if isinstance(manager, CheckpointKernelManagerMixin):
+            # First: from here on there are kernels that nobody else looks after, should this server not come up.
+            self.comeback.watch(self._runtime_base, self.store.named)
+            await self.comeback.start(manager, sessions, Path(self.serverapp.root_dir), self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
@@ -158,8 +173,6 @@ class GpuCkptApp(ExtensionApp):
             # jupyter_server handles it on a terminal only; elsewhere (a service, JupyterHub) it would end in the middle
             # of its loop without stopping anything.
             signal.signal(signal.SIGINT, lambda number, frame: serverapp.stop(from_signal=True))
-        if isinstance(serverapp.kernel_manager, CheckpointKernelManagerMixin):
-            self.comeback.watch(self._runtime_base, self.store.named)
         self.idle.start()
         self.cold.start()
         self.usage.start()

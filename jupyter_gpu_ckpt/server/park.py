@@ -26,6 +26,10 @@ PARALLEL = 4
 GRACE = 10.0
 
 
+#: Bytes per second at which a slow disk has an image proved.
+PROVED = 100e6
+
+
 @dataclass(frozen=True)
 class Parked:
     """What became of one kernel: the proved image that holds it, of so many bytes, or why there is none."""
@@ -71,7 +75,9 @@ async def park(
 
     After failure of some the others are parked all the same: they sleep, and the next cell wakes them.
     """
-    ours = {id: one for id, one in kernels.items() if one.lifecycle is not None}
+    dead = {id for id, one in kernels.items() if one.state is State.DEAD}  # nothing of them can be lost any more
+    kernel_ids = [id for id in kernel_ids if id not in dead]
+    ours = {id: one for id, one in kernels.items() if one.lifecycle is not None and id not in dead}
     tasks = await leaving(ours, lambda id, one: _park_one(id, one, store))
     answers = [await tasks[id] if id in tasks else _plain(id) for id in kernel_ids]
     for answer in answers:
@@ -83,7 +89,8 @@ async def park(
 async def _park_one(kernel_id: str, provisioner: GpuCkptProvisioner, store: Store) -> Parked:
     try:
         image = await provisioner.checkpoint()
-        await asyncio.to_thread(store.check, image)
+        if not image.archived:  # that was proved before it was sent
+            await asyncio.to_thread(store.check, image)
         if provisioner.state is not State.CHECKPOINTED:
             raise StateError("The kernel came back meanwhile.", hint="Somebody uses it; try again later.")
     except GpuCkptError as error:
@@ -106,6 +113,8 @@ def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger) -> Need:
     awake, bytes, seconds = 0, 0, 0.0
     for one in kernels.values():
         lifecycle = one.lifecycle
+        if lifecycle is not None and lifecycle.state is State.CHECKPOINTED and lifecycle.image is not None:
+            seconds += lifecycle.image.manifest.bytes / PROVED
         if lifecycle is None or lifecycle.state is State.CHECKPOINTED or lifecycle.capsule is None:
             continue
         process = read_process(lifecycle.capsule.host_pid)

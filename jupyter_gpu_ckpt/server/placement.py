@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from ..image.requirements import FILE, of, to_json
@@ -49,6 +50,8 @@ class Publisher:
         self._store, self._directory, self._log = store, directory, log
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        #: What `stop` cancels may still be publishing, and must not have the last word.
+        self._turn = threading.Lock()
 
     def start(self) -> None:
         """Begin, with what there is now.  Called from the extension, on its event loop."""
@@ -83,7 +86,8 @@ class Publisher:
 
     def _publish(self) -> None:
         try:
-            publish(Path(self._directory), self._store)
+            with self._turn:
+                publish(Path(self._directory), self._store)
         except OSError as error:
             self._log.warning("The hub cannot be told what the sleeping kernels need: %s", error.strerror)
         except Exception:

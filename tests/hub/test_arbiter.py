@@ -27,6 +27,7 @@ class Double:
     def __init__(self) -> None:
         self.result: dict | None = PARKED
         self.status = 200
+        self.seconds = 30.0
         self.last_activity = datetime.now(timezone.utc) - timedelta(hours=2)
         self.asked: list[str] = []
         double = self
@@ -40,7 +41,7 @@ class Double:
                 elif path == "api/status":
                     self.finish({"last_activity": double.last_activity.isoformat()})
                 elif self.request.method == "GET" and path == "gpu-ckpt/park":
-                    self.finish({"kernels": 1, "bytes": 1, "seconds": 30.0})
+                    self.finish({"kernels": 1, "bytes": 1, "seconds": double.seconds})
                 else:
                     status = "running" if double.result is None else "done"
                     self.finish({"id": "j", "status": status, "result": double.result, "error": None})
@@ -101,6 +102,31 @@ async def test_a_slow_one_is_kept_for_now_and_the_next_round_joins(double):
     assert await ask(arbiter, 0)
 
 
+async def test_what_was_found_between_two_rounds_counts_in_the_next(double):
+    """Proving may take longer than a round, every time."""
+    double.result = None
+    arbiter = Arbiter(double.url, "t", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    double.result = PARKED
+    await until(lambda: all(task.done() for task in arbiter._parking.values()))
+    assert await ask(arbiter, 0)
+    assert double.posts() == 1
+
+
+async def test_what_was_found_before_somebody_used_it_does_not_count(double):
+    double.result = None
+    arbiter = Arbiter(double.url, "t", wait=0.01)
+    assert not await ask(arbiter, HOUR)
+    double.result = PARKED
+    await until(lambda: all(task.done() for task in arbiter._parking.values()))
+    arbiter._asked["/user/ann/"].ended -= 2 * HOUR  # all that was long ago
+    arbiter._asked["/user/ann/"].began -= 2 * HOUR
+    double.result = BUSY
+    arbiter.wait = 30.0
+    assert not await ask(arbiter, HOUR)
+    assert double.posts() == 2
+
+
 async def test_our_own_question_does_not_make_a_server_look_used(double):
     double.result = BUSY
     arbiter = Arbiter(double.url, "t")
@@ -146,3 +172,30 @@ async def test_a_refusal_has_a_code(double):
     double.status = 404
     with pytest.raises(ServerRefused):
         await ServerClient(double.url + "/user/ann/", "t").need()
+
+
+@pytest.mark.parametrize(
+    "result",
+    [[], {}, {"parked": True}, {"parked": True, "kernels": [{"kernel_id": "k"}]}, {"parked": 1, "kernels": 3}],
+)
+async def test_an_answer_of_another_form_is_a_refusal(double, result):
+    double.result = result
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert "SERVER_REFUSED" in arbiter.kept["/user/ann/"]
+
+
+async def test_what_a_server_says_forges_no_line_of_a_log(double):
+    forged = {**BUSY["kernels"][0], "kernel_id": "k\nServer /user/bob/ may be culled", "hint": "\x1b[2J" * 1000}
+    double.result = {"parked": False, "kernels": [forged]}
+    arbiter = Arbiter(double.url, "t")
+    assert not await ask(arbiter, HOUR)
+    assert arbiter.kept["/user/ann/"].isprintable()
+    assert len(arbiter.kept["/user/ann/"]) < 500
+
+
+async def test_no_server_can_ask_for_ever(double):
+    double.seconds = float("inf")
+    assert (await ServerClient(double.url + "/user/ann/", "t").need()).seconds <= 24 * HOUR
+    double.seconds = float("nan")
+    assert (await ServerClient(double.url + "/user/ann/", "t").need()).seconds <= 24 * HOUR

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 from live import until
 
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.server import park as parking
 
 
 def park(live) -> dict:
@@ -37,7 +42,9 @@ def test_every_kernel_sleeps_in_a_proved_image_and_comes_back(live, two):
     for id in two:
         image = store.get(told[id]["image"])
         assert (image.manifest.kernel_id, image.manifest.bytes) == (id, told[id]["bytes"])
-    assert live.get("gpu-ckpt/park") == {"kernels": 0, "bytes": 0, "seconds": 10.0}
+    need = live.get("gpu-ckpt/park")
+    assert (need["kernels"], need["bytes"]) == (0, 0)
+    assert 10 < need["seconds"] < 20, "the images are still to be proved"
     assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
 
 
@@ -75,3 +82,21 @@ def test_a_damaged_image_is_not_called_parked(live, two):
     assert told == {two[0]: "IMAGE_DAMAGED", two[1]: None}
     pages.write_bytes(kept)
     assert park(live)["result"]["parked"]
+
+
+def fake(state: State, **image: object) -> SimpleNamespace:
+    lifecycle = SimpleNamespace(state=state, image=SimpleNamespace(id="i", **image), capsule=None)
+
+    async def checkpoint() -> SimpleNamespace:
+        return lifecycle.image
+
+    return SimpleNamespace(state=state, lifecycle=lifecycle, checkpoint=checkpoint)
+
+
+async def test_a_dead_kernel_keeps_no_server_and_neither_does_one_in_the_cold_tier():
+    kernels = {
+        "dead": fake(State.DEAD),
+        "cold": fake(State.CHECKPOINTED, archived=True, manifest=SimpleNamespace(bytes=7)),
+    }
+    (answer,) = await parking.park(list(kernels), kernels, SimpleNamespace(), logging.getLogger())
+    assert (answer.kernel_id, answer.image, answer.code) == ("cold", "i", None)

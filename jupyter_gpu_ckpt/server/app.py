@@ -244,7 +244,8 @@ class GpuCkptApp(ExtensionApp):
     async def need(self) -> dict[str, Any]:
         """What `park` would need now."""
         assert self.serverapp is not None
-        return dataclasses.asdict(await asyncio.to_thread(park.need, self.provisioners(), self.serverapp.log))
+        found = await asyncio.to_thread(park.need, self.provisioners(), self.serverapp.log, prove=True)
+        return dataclasses.asdict(found)
 
     async def status(self) -> dict[str, Any]:
         """The document of ``status``."""

@@ -137,7 +137,7 @@ class Comeback(LoggingConfigurable):
                 # One that has left has no process any more, and would be started anew while the others still leave.
                 if one.parent is not None:
                     one.parent.stop_restarter()
-            needed = await asyncio.to_thread(park.need, kernels, self.log)
+            needed = await asyncio.to_thread(park.need, kernels, self.log, prove=False)
             timeout = self.stop_timeout or needed.seconds
             begun = await park.leaving(kernels, lambda _, one: one.leave())
             tasks = {task: id for id, task in begun.items()}

@@ -108,13 +108,17 @@ def _plain(kernel_id: str) -> Parked:
     return Parked.failed(kernel_id, error)
 
 
-def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger) -> Need:
-    """What parking these would need if they left one after the other.  Asks ``/proc`` and the driver."""
+def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, prove: bool) -> Need:
+    """What parking these would need if they left one after the other.  Asks ``/proc`` and the driver.
+
+    ``prove``: the images of those that sleep already are to be proved, too.
+    """
     awake, bytes, seconds = 0, 0, 0.0
     for one in kernels.values():
         lifecycle = one.lifecycle
-        if lifecycle is not None and lifecycle.state is State.CHECKPOINTED and lifecycle.image is not None:
-            seconds += lifecycle.image.manifest.bytes / PROVED
+        image = lifecycle.image if prove and lifecycle is not None else None
+        if image is not None and not image.archived:
+            seconds += image.manifest.bytes / PROVED
         if lifecycle is None or lifecycle.state is State.CHECKPOINTED or lifecycle.capsule is None:
             continue
         process = read_process(lifecycle.capsule.host_pid)

@@ -189,23 +189,29 @@ class Tab:
 
     # -- what is done
 
-    def run(self, index: int) -> Tab:
+    def run(self, index: int) -> None:
         """Click into a cell and press Ctrl-Enter; returns at once."""
         cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
         cell.locator(".cm-content").first.click()
         self.page.keyboard.press("Control+Enter")
-        return self
 
     def taken(self, index: int) -> bool:
         """Whether the cell has been sent (or has run): its prompt is not empty any more."""
         cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
         return cell.locator(".jp-InputPrompt").first.inner_text().strip() not in ("", "[ ]:")
 
-    def dismiss_dialogs(self) -> Tab:
-        """Whatever is in the way."""
-        for button in self.page.locator(".jp-Dialog .jp-mod-accept").all():
-            button.click()
-        return self
+    def run_in_spite_of_dialogs(self, index: int) -> bool:
+        """As a user does who first has to click away what JupyterLab says; whether the cell was taken."""
+        from playwright.sync_api import TimeoutError as PlaywrightTimeout
+
+        try:
+            for button in self.page.locator(".jp-Dialog .jp-mod-accept").all():
+                button.click(timeout=2000)
+            self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index).locator(".cm-content").first.click(timeout=2000)
+        except PlaywrightTimeout:  # one came, or went, meanwhile
+            return False
+        self.page.keyboard.press("Control+Enter")
+        return self.taken(index)
 
     def choose(self, label: str) -> float:
         """Open the button's menu and click an item; the time of the click."""

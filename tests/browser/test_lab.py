@@ -234,7 +234,7 @@ def test_a_server_that_is_restarted_under_an_open_tab(desktop, tmp_path, runtime
         with lab(home, runtime_base, config=f"c.ServerApp.port = {port}\nc.ServerApp.port_retries = 0\n"):
             tab.wait_for_phase("checkpointed")
             # JupyterLab says in a dialog that the server was away; it may come while one presses the keys.
-            until(lambda: tab.dismiss_dialogs().run(1).taken(1))
+            until(lambda: tab.run_in_spite_of_dialogs(1), 90)
             tab.wait_for_output(1, "42")
             tab.wait_for_phase("running")
             tab.picture("restarted")

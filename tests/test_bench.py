@@ -55,3 +55,11 @@ def test_what_this_machine_cannot_run_is_named_with_the_reason(monkeypatch, caps
     monkeypatch.setattr(sys, "argv", ["bench", "gpu.py"])
     assert runner.main() == 0
     assert "gpu.py       left out: there is no GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCH.glob("[!_]*.py")))
+def test_each_finds_what_it_imports(script):
+    """Under another name than ``__main__`` it runs nothing."""
+    code = f"import runpy, sys; sys.path.insert(0, {str(BENCH)!r}); runpy.run_path({str(BENCH / script)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

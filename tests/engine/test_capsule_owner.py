@@ -1,0 +1,178 @@
+"""Who owns a capsule: it ends with its owner, or goes on without one and is found by the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from harness import alive
+from sleepers import ENV, sleeper, status_of
+from waiting import until
+
+from jupyter_gpu_ckpt.engine import capsule as under_test
+from jupyter_gpu_ckpt.engine.capsule import Capsule, Ran
+from jupyter_gpu_ckpt.engine.capsule_init import Init
+from jupyter_gpu_ckpt.errors import CapsuleGone
+
+OWNER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {package!r})
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+capsule = Capsule.create(Path({directory!r}))
+capsule.spawn(["sleep", "1000"], {{"PATH": "/usr/bin:/bin"}}, None)
+if {outlive}:
+    capsule.outlive()
+print(capsule.host_pid, capsule._outer.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(directory: Path, outlive: bool) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that owns a capsule; it, and the pids of the kernel and of the capsule's outer process."""
+    package = str(Path(under_test.__file__).parents[2])
+    source = OWNER.format(package=package, directory=str(directory), outlive=outlive)
+    process = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, [int(word) for word in process.stdout.readline().split()]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """As the out-of-memory killer does it; the capsule may hold on to its pipes."""
+    process.kill()
+    process.wait(10)
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_a_capsule_ends_when_its_owner_is_killed(directory):
+    process, pids = owner(directory, outlive=False)
+    assert alive(pids) == pids
+    kill(process)
+    until(lambda: alive(pids) == [])
+
+
+def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    with Capsule.attach(directory) as capsule:
+        assert capsule.host_pid == pids[0]
+        assert capsule.poll() is None
+        capsule.abandon()
+    assert alive(pids) == pids
+    with Capsule.attach(directory) as capsule:
+        capsule.signal(signal.SIGTERM)
+        assert capsule.wait(10) == -signal.SIGTERM
+        capsule.outlive(False)
+    until(lambda: alive(pids) == [])
+
+
+@pytest.mark.parametrize("grace", [0.0, 10.0], ids=["killed", "gives up"])
+def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace):
+    """Whatever it did to the kernel is taken back by then; and no answer to it reaches the new owner."""
+    old = sleeper(Capsule.create(directory))
+    old.outlive()
+
+    def forsaken() -> None:
+        # One that gives up when it can write no more, as CRIU does.
+        script = "set -e; echo $$ > pid; while true; do echo more >> written; done"
+        with contextlib.suppress(CapsuleGone):
+            old.run(
+                ["sh", "-c", script],
+                cwd=directory,
+                output=directory / "output",
+                timeout=30,
+                env=ENV,
+                grace=grace,
+                on_kernel=True,
+            )
+
+    thread = threading.Thread(target=forsaken)
+    thread.start()
+    until((directory / "written").exists)
+    program = next(pid for pid in old.companions() if "sh" in status_of(pid)["Name"])
+    assert status_of(old.host_pid)["State"].startswith("T")
+    old._socket.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    with Capsule.attach(directory) as new:
+        assert alive([program]) == []
+        until(lambda: status_of(new.host_pid)["State"].startswith("S"))
+        assert (
+            new.run(["sh", "-c", "exit 7"], cwd=directory, output=directory / "output", timeout=30, env=ENV).status == 7
+        )
+    old.close()
+
+
+def test_a_program_is_hurried_from_another_thread(capsule, directory):
+    sleeper(capsule)
+    script = "set -e; while true; do echo more >> written; done"
+    ran: list[Ran] = []
+
+    def run() -> None:
+        ran.append(
+            capsule.run(["sh", "-c", script], cwd=directory, output=directory / "output", timeout=60, env=ENV, grace=60)
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until((directory / "written").exists)
+    capsule.hurry()
+    thread.join()
+    assert ran[0].timed_out
+    assert ran[0].status > 0, "it gave up by itself"
+    capsule.hurry()  # nothing runs: nothing happens
+    assert capsule.clocks().monotonic
+
+
+def test_an_owner_that_goes_after_a_dump_leaves_no_process_stopped(directory):
+    old = sleeper(Capsule.create(directory))
+    old.outlive()
+    done = old.run(["true"], cwd=directory, output=directory / "output", timeout=30, env=ENV, on_kernel=True)
+    assert done.status == 0
+    assert status_of(old.host_pid)["State"].startswith("T")
+    old.abandon()
+    until(lambda: status_of(old.host_pid)["State"].startswith("S"))
+    Capsule.attach(directory).close()
+
+
+class Unmendable:
+    def conclude(self, well: bool) -> None:
+        raise KeyError("registers")
+
+
+def test_what_cannot_be_made_good_is_told_and_ends_nothing(directory):
+    output = directory / "output"
+    for code in (0, 1):
+        assert Init.conclude({"rescue": Unmendable(), "output": str(output)}, code) == "KeyError: 'registers'"
+    assert output.read_text().count("KeyError: 'registers'") == 2
+
+
+def test_an_outliving_capsule_ends_once_its_kernel_has(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    os.kill(pids[0], signal.SIGKILL)
+    until(lambda: alive(pids) == [])
+    with pytest.raises(CapsuleGone):
+        Capsule.attach(directory)
+
+
+def test_closing_an_adopted_capsule_ends_it(directory):
+    process, pids = owner(directory, outlive=True)
+    kill(process)
+    capsule = Capsule.attach(directory)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    began = time.monotonic()
+    capsule.close()
+    assert time.monotonic() - began < 5
+    assert alive(pids[:1]) == []
+    until(lambda: alive(pids) == [])
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2, "the connection and the pidfd"

@@ -57,9 +57,10 @@ class Arrival:
     def _from_command(self, bytes: int) -> dict[str, str]:
         if not self._runs_commands:
             return {}
-        find = f"find . -maxdepth 1 -type f -name '????-??????' -exec sh -c {shlex.quote(_HASH)} sh '{{}}' +"
+        find = "find . -maxdepth 1 -type f -name '????-??????' -print0"
+        hash = f'xargs -0 -n 4 -P "$(nproc || echo 1)" sh -c {shlex.quote(_HASH)} sh'
         # With an input that ends: where another program is forced upon us, it ends too.
         answer = self._fs.execute(
-            f"cd {shlex.quote(self._place)} && {find}", input="", timeout=_PATIENCE + bytes / _SLOWEST
+            f"cd {shlex.quote(self._place)} && {find} | {hash}", input="", timeout=_PATIENCE + bytes / _SLOWEST
         )
         return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]\./(\S+)$", str(answer.stdout), re.M)}

@@ -211,7 +211,7 @@ class Remote:
             # Read first: of an image that has gone nothing is said there.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
             if shared is not None:
-                flush(shared.path)  # the names of the pieces before that of what makes them an image
+                shared.flush()  # the pieces before what makes them an image
             if claimed:
                 self._put(place, CLAIM, json.dumps(_claimant()).encode())
             else:

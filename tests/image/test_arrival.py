@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from pathlib import Path
+import tempfile
 from typing import Any
 
 import pytest
@@ -51,9 +51,16 @@ def servers(tmp_path_factory):
         yield server
 
 
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Every directory is one on a network, whatever the tests run on."""
+    monkeypatch.setattr(SharedDirectory, "_on_disk_here", lambda _: False)
+
+
 @pytest.fixture(params=KINDS)
 def remote(request, servers, tmp_path) -> Remote:
     if request.param == "directory":
+        request.getfixturevalue("elsewhere")
         return Remote(f"file://{tmp_path}/far")
     server = servers(request.param)
     if request.param == "s3":
@@ -76,8 +83,8 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
             data = bytes([data[0] ^ 1]) + data[1:]
         put(place, name, data)
 
-    def spoil_write(self, piece: pieces.Piece, root: Path) -> None:
-        write(self, piece, root)
+    def spoil_write(self, piece: pieces.Piece, mine: memoryview) -> None:
+        write(self, piece, mine)
         if not spoiled and piece.name.endswith("000002"):
             spoiled.append(piece.name)
             there = self.path / piece.name
@@ -114,3 +121,24 @@ def test_nothing_is_read_back_from_a_place_that_tells_its_hashes(remote, store, 
     monkeypatch.setattr(remote._fs, "cat_file", refuse)
     remote.push(image)
     remote.push(image)
+
+
+def test_only_a_directory_on_a_disk_of_this_machine_is_not_read_back(store, tmp_path, monkeypatch):
+    image = publish(store)
+    read_back: list[str] = []
+
+    def has(self, piece: pieces.Piece, mine: memoryview) -> bool:
+        read_back.append(piece.name)
+        return True
+
+    monkeypatch.setattr(SharedDirectory, "_has", has)
+    with monkeypatch.context() as on_disk:
+        on_disk.setattr(SharedDirectory, "_on_disk_here", lambda _: True)
+        Remote(f"file://{tmp_path}/disk").push(image)
+        assert read_back == []
+        Remote(f"file://{tmp_path}/disk").push(image)
+    compared, read_back[:] = len(read_back), []
+    assert compared, "what is there already is compared"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        Remote(f"file://{memory}/far").push(image)
+    assert len(read_back) == compared, "a file system without a device is not on a disk here"

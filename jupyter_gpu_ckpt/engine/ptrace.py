@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PTRACE_POKEUSER = 6
+PTRACE_CONT = 7
 PTRACE_DETACH = 17
 PTRACE_SYSCALL = 24
 PTRACE_GETREGSET = 0x4204
@@ -25,6 +26,7 @@ PTRACE_INTERRUPT = 0x4207
 PTRACE_GETSIGMASK = 0x420A
 PTRACE_SETSIGMASK = 0x420B
 PTRACE_O_TRACESYSGOOD = 1
+PTRACE_EVENT_STOP = 128
 
 NT_PRSTATUS = 1
 NT_PRFPREG = 2
@@ -62,6 +64,8 @@ class Machine:
     munmap: int
     rt_sigaction: int
     getpid: int
+    #: System calls that wait for somebody else, and hold nothing meanwhile.
+    waits: frozenset[int]
 
 
 _MACHINES = {
@@ -80,6 +84,11 @@ _MACHINES = {
         munmap=11,
         rt_sigaction=13,
         getpid=39,
+        # read, poll, select, pause, nanosleep, accept, recvfrom, recvmsg, wait4, semop, rt_sigtimedwait, rt_sigsuspend,
+        # futex, restart_syscall, semtimedop, clock_nanosleep, epoll_wait, waitid, pselect6, ppoll, epoll_pwait,
+        # accept4, recvmmsg, io_uring_enter, epoll_pwait2, futex_waitv
+        waits=frozenset((0, 7, 23, 34, 35, 43, 45, 47, 61, 65, 128, 130, 202, 219, 220, 230, 232, 247, 270, 271, 281))
+        | frozenset((288, 299, 426, 441, 449)),
     ),
     "aarch64": Machine(
         instruction=b"\x01\x00\x00\xd4",
@@ -96,6 +105,11 @@ _MACHINES = {
         munmap=215,
         rt_sigaction=134,
         getpid=172,
+        # epoll_pwait, read, pselect6, ppoll, waitid, futex, nanosleep, clock_nanosleep, restart_syscall, rt_sigsuspend,
+        # rt_sigtimedwait, semtimedop, semop, accept, recvfrom, recvmsg, accept4, recvmmsg, wait4, io_uring_enter,
+        # epoll_pwait2, futex_waitv
+        waits=frozenset((22, 63, 72, 73, 95, 98, 101, 115, 128, 133, 137, 192, 193, 202, 207, 212, 242, 243, 260, 426))
+        | frozenset((441, 449)),
     ),
 }
 #: Of this host, or None where nobody wrote it down.
@@ -139,15 +153,19 @@ class _Iovec(ctypes.Structure):
 class Tracee:
     """A thread in a group stop (state ``T``), ours until `release`; then it is in that stop again.
 
-    Raises `OSError` where the thread is gone, another's tracee or not stopped.
+    ``running``: a thread that runs, and is stopped by us; then it runs on.  Raises `OSError` where the thread is gone,
+    another's tracee or (else) not stopped.
     """
 
-    def __init__(self, machine: Machine, tid: int) -> None:
+    def __init__(self, machine: Machine, tid: int, *, running: bool = False) -> None:
         self.machine = machine
         self.tid = tid
         _ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
         try:
-            self._wait()
+            if running:
+                self._interrupt()
+            else:
+                self._wait()
         except BaseException:
             self.release()
             raise
@@ -172,8 +190,18 @@ class Tracee:
             except OSError:
                 pass
 
+    def _interrupt(self) -> None:
+        """Stop it; signals that come to it first are delivered."""
+        _ptrace(PTRACE_INTERRUPT, self.tid)
+        while (status := self._wait_status()) >> 8 != PTRACE_EVENT_STOP:
+            _ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
+
     def _wait(self) -> int:
         """The signal of its next stop.  Its end is left for the loop that reaps."""
+        return self._wait_status() & 0xFF
+
+    def _wait_status(self) -> int:
+        """That signal, and above it the number of a ptrace event."""
         deadline = time.monotonic() + PATIENCE
         while True:
             options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
@@ -186,7 +214,7 @@ class Tracee:
         if found.si_code not in (os.CLD_TRAPPED, os.CLD_STOPPED):
             raise ProcessLookupError(f"thread {self.tid} ended")
         os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | WALL)
-        return found.si_status & 0xFF
+        return int(found.si_status)
 
     # -- registers
 

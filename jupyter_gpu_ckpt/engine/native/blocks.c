@@ -1,0 +1,197 @@
+#define _GNU_SOURCE
+#include "blocks.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define FIRST_SLOTS 4096
+
+/* Open addressing, keyed by address.  Under a lock that is held for a few instructions and never across a call of the
+ * driver: whoever stops a thread may find out by its program counter that it does not hold it. */
+static atomic_flag busy = ATOMIC_FLAG_INIT;
+static struct block *table;
+static size_t slots, taken;
+
+static void lock(void)
+{
+    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire))
+        sched_yield();
+}
+
+static void unlock(void) { atomic_flag_clear_explicit(&busy, memory_order_release); }
+
+static size_t home(CUdeviceptr address) { return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull) & (slots - 1); }
+
+static struct block *find(CUdeviceptr address)
+{
+    if (table == NULL)
+        return NULL;
+    for (size_t at = home(address); table[at].address != 0; at = (at + 1) & (slots - 1))
+        if (table[at].address == address)
+            return &table[at];
+    return NULL;
+}
+
+static void put(const struct block *block)
+{
+    size_t at = home(block->address);
+    while (table[at].address != 0)
+        at = (at + 1) & (slots - 1);
+    table[at] = *block;
+    taken++;
+}
+
+static bool grow(void)
+{
+    size_t had = slots, wanted = slots ? slots * 2 : FIRST_SLOTS;
+    struct block *old = table;
+    void *fresh = mmap(NULL, wanted * sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (fresh == MAP_FAILED)
+        return false;
+    table = fresh;
+    slots = wanted;
+    taken = 0;
+    for (size_t at = 0; at < had; at++)
+        if (old[at].address != 0)
+            put(&old[at]);
+    if (old != NULL)
+        munmap(old, had * sizeof *old);
+    return true;
+}
+
+static bool insert(const struct block *block)
+{
+    lock();
+    bool room = (taken + 1) * 2 <= slots || grow();
+    if (room)
+        put(block);
+    unlock();
+    return room;
+}
+
+static bool take(CUdeviceptr address, struct block *taken_out)
+{
+    lock();
+    struct block *block = find(address);
+    if (block != NULL) {
+        *taken_out = *block;
+        taken--;
+        /* Those after it may stand where they do because of it. */
+        size_t hole = (size_t)(block - table);
+        for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
+            size_t distance = (at - home(table[at].address)) & (slots - 1);
+            if (distance >= ((at - hole) & (slots - 1))) {
+                table[hole] = table[at];
+                hole = at;
+            }
+        }
+        table[hole].address = 0;
+    }
+    unlock();
+    return block != NULL;
+}
+
+bool block_known(CUdeviceptr address, CUcontext *context)
+{
+    lock();
+    struct block *block = find(address);
+    if (block != NULL)
+        *context = block->context;
+    unlock();
+    return block != NULL;
+}
+
+struct block *blocks_table(size_t *found)
+{
+    *found = slots;
+    return table;
+}
+
+static CUmemAllocationProp properties(CUdevice device)
+{
+    CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED};
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    wanted.location.id = device;
+    int rdma = 0;
+    if (driver()->cuDeviceGetAttribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) ==
+        CUDA_SUCCESS)
+        wanted.allocFlags.gpuDirectRDMACapable = rdma != 0; /* as all memory of cudaMalloc is */
+    return wanted;
+}
+
+static bool granularity(CUdevice device, size_t *bytes)
+{
+    static _Atomic size_t known;
+    *bytes = atomic_load_explicit(&known, memory_order_relaxed);
+    if (*bytes == 0) {
+        CUmemAllocationProp wanted = properties(device);
+        if (driver()->cuMemGetAllocationGranularity(bytes, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS)
+            return false;
+        atomic_store_explicit(&known, *bytes, memory_order_relaxed);
+    }
+    return *bytes != 0;
+}
+
+CUresult block_map(struct block *block)
+{
+    const struct driver *cu = driver();
+    CUmemAllocationProp wanted = properties(block->device);
+    CUresult result = cu->cuMemCreate(&block->handle, block->bytes, &wanted, 0);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = cu->cuMemMap(block->address, block->bytes, 0, block->handle, 0);
+    if (result == CUDA_SUCCESS) {
+        CUmemAccessDesc access = {.location = wanted.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+        result = cu->cuMemSetAccess(block->address, block->bytes, &access, 1);
+        if (result != CUDA_SUCCESS)
+            cu->cuMemUnmap(block->address, block->bytes);
+    }
+    if (result != CUDA_SUCCESS)
+        cu->cuMemRelease(block->handle);
+    return result;
+}
+
+CUresult block_unmap(struct block *block)
+{
+    CUresult result = driver()->cuMemUnmap(block->address, block->bytes);
+    return result == CUDA_SUCCESS ? driver()->cuMemRelease(block->handle) : result;
+}
+
+CUdeviceptr block_make(size_t bytes)
+{
+    const struct driver *cu = driver();
+    struct block block = {0};
+    size_t grain;
+    int devices;
+    if (cu == NULL || cu->cuCtxGetCurrent(&block.context) != CUDA_SUCCESS || block.context == NULL ||
+        cu->cuCtxGetDevice(&block.device) != CUDA_SUCCESS)
+        return 0;
+    /* With a second device this memory would need rights for it, too, which cudaMalloc's gets by peer access. */
+    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices != 1 || !granularity(block.device, &grain))
+        return 0;
+    if (bytes > SIZE_MAX - grain)
+        return 0;
+    block.bytes = (bytes + grain - 1) / grain * grain;
+    if (cu->cuMemAddressReserve(&block.address, block.bytes, 0, 0, 0) != CUDA_SUCCESS)
+        return 0;
+    if (block_map(&block) == CUDA_SUCCESS) {
+        if (insert(&block))
+            return block.address;
+        block_unmap(&block);
+    }
+    cu->cuMemAddressFree(block.address, block.bytes);
+    return 0;
+}
+
+CUresult block_drop(CUdeviceptr address)
+{
+    struct block block;
+    if (!take(address, &block))
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = block_unmap(&block);
+    CUresult freed = driver()->cuMemAddressFree(block.address, block.bytes);
+    return result != CUDA_SUCCESS ? result : freed;
+}

@@ -1,0 +1,103 @@
+/* The part of the CUDA driver that is used, declared here so that no CUDA toolkit is needed to build.
+ *
+ * Types, constants and signatures are those of the CUDA Driver API (cuda.h, the same since CUDA 11.3 on 64-bit Linux).
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUstream_st *CUstream;
+typedef unsigned long long CUdeviceptr;
+typedef unsigned long long CUmemGenericAllocationHandle;
+
+enum {
+    CUDA_SUCCESS = 0,
+    CUDA_ERROR_INVALID_VALUE = 1,
+    CUDA_ERROR_OUT_OF_MEMORY = 2,
+    CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_NOT_SUPPORTED = 801,
+};
+
+typedef struct {
+    int type; /* 1: a device */
+    int id;
+} CUmemLocation;
+
+typedef struct {
+    int type; /* 1: pinned, the only one there is */
+    int requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    struct {
+        unsigned char compressionType;
+        unsigned char gpuDirectRDMACapable;
+        unsigned short usage;
+        unsigned char reserved[4];
+    } allocFlags;
+} CUmemAllocationProp;
+
+typedef struct {
+    CUmemLocation location;
+    int flags; /* 3: read and write */
+} CUmemAccessDesc;
+
+enum {
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
+    CU_MEMHOSTREGISTER_PORTABLE = 1,
+    CU_STREAM_NON_BLOCKING = 1,
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
+};
+
+/* Name in libcuda.so.1, and parameters. */
+#define DRIVER_FUNCTIONS(F)                                                                                            \
+    F(cuCtxGetCurrent, (CUcontext *))                                                                                  \
+    F(cuCtxSetCurrent, (CUcontext))                                                                                    \
+    F(cuCtxPushCurrent_v2, (CUcontext))                                                                                \
+    F(cuCtxPopCurrent_v2, (CUcontext *))                                                                               \
+    F(cuCtxGetDevice, (CUdevice *))                                                                                    \
+    F(cuCtxSynchronize, (void))                                                                                        \
+    F(cuDeviceGetCount, (int *))                                                                                       \
+    F(cuDeviceGetAttribute, (int *, int, CUdevice))                                                                    \
+    F(cuMemGetAllocationGranularity, (size_t *, const CUmemAllocationProp *, int))                                     \
+    F(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                           \
+    F(cuMemAddressFree, (CUdeviceptr, size_t))                                                                         \
+    F(cuMemCreate, (CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long))          \
+    F(cuMemRelease, (CUmemGenericAllocationHandle))                                                                    \
+    F(cuMemMap, (CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long))                       \
+    F(cuMemUnmap, (CUdeviceptr, size_t))                                                                               \
+    F(cuMemSetAccess, (CUdeviceptr, size_t, const CUmemAccessDesc *, size_t))                                          \
+    F(cuMemHostRegister_v2, (void *, size_t, unsigned int))                                                            \
+    F(cuMemHostUnregister, (void *))                                                                                   \
+    F(cuMemcpyDtoHAsync_v2, (void *, CUdeviceptr, size_t, CUstream))                                                   \
+    F(cuMemcpyHtoDAsync_v2, (CUdeviceptr, const void *, size_t, CUstream))                                             \
+    F(cuStreamCreate, (CUstream *, unsigned int))                                                                      \
+    F(cuStreamDestroy_v2, (CUstream))                                                                                  \
+    F(cuStreamSynchronize, (CUstream))                                                                                 \
+    F(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                                          \
+    F(cuMemFree_v2, (CUdeviceptr))
+
+#define MEMBER(name, parameters) CUresult(*name) parameters;
+struct driver {
+    DRIVER_FUNCTIONS(MEMBER)
+};
+#undef MEMBER
+
+/* The driver that this process has loaded; NULL while it has none, or one that lacks a function. */
+const struct driver *driver(void);
+
+/* The CUDA runtime that this process has loaded (libcudart), by its own functions; NULL without one. */
+struct runtime {
+    int (*cudaMalloc)(void **, size_t);
+    int (*cudaFree)(void *);
+    int (*cudaGetDevice)(int *);
+    int (*cudaDeviceSynchronize)(void);
+};
+const struct runtime *runtime(void);

@@ -1,0 +1,83 @@
+/* The names that programs call.  This library stands before the CUDA runtime and the driver in the order of lookup
+ * (LD_PRELOAD): what it does not serve, and every error, is theirs. */
+#define _GNU_SOURCE
+#include "blocks.h"
+#include "control.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Smaller ones, rounded up to the driver's granularity, would waste more than they win: the driver carries them. */
+#define SMALLEST ((size_t)2 << 20)
+
+enum { cudaErrorInitializationError = 3 };
+
+static CUdeviceptr make(size_t bytes) { return bytes >= SMALLEST && control_open() ? block_make(bytes) : 0; }
+
+/* Work that uses the block may be under way, and cudaFree waits for it. */
+static CUresult wait_for_work(CUcontext context)
+{
+    const struct driver *cu = driver();
+    CUcontext ours;
+    CUresult result = cu->cuCtxPushCurrent_v2(context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = cu->cuCtxSynchronize();
+    cu->cuCtxPopCurrent_v2(&ours);
+    return result;
+}
+
+EXPORT int cudaMalloc(void **address, size_t bytes);
+EXPORT int cudaMalloc(void **address, size_t bytes)
+{
+    const struct runtime *cudart = runtime();
+    if (cudart == NULL)
+        return cudaErrorInitializationError;
+    CUdevice chosen, current;
+    if (address != NULL && bytes >= SMALLEST && driver() != NULL && cudart->cudaGetDevice(&chosen) == 0 &&
+        driver()->cuCtxGetDevice(&current) == CUDA_SUCCESS && chosen == current) {
+        CUdeviceptr made = make(bytes);
+        if (made != 0) {
+            *address = (void *)made;
+            return 0;
+        }
+    }
+    return cudart->cudaMalloc(address, bytes);
+}
+
+EXPORT int cudaFree(void *address);
+EXPORT int cudaFree(void *address)
+{
+    const struct runtime *cudart = runtime();
+    CUcontext context, current;
+    if (address == NULL || !block_known((CUdeviceptr)address, &context))
+        return cudart != NULL ? cudart->cudaFree(address) : cudaErrorInitializationError;
+    /* By the runtime where that is the same: then it also remembers an error, as its own cudaFree does. */
+    int result = cudart != NULL && driver()->cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context
+                     ? cudart->cudaDeviceSynchronize()
+                     : wait_for_work(context);
+    return result == 0 ? block_drop((CUdeviceptr)address) : result;
+}
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+{
+    if (driver() == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    CUdeviceptr made = address != NULL ? make(bytes) : 0;
+    if (made == 0)
+        return driver()->cuMemAlloc_v2(address, bytes);
+    *address = made;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address);
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
+{
+    CUcontext context;
+    if (driver() == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (address == 0 || !block_known(address, &context))
+        return driver()->cuMemFree_v2(address);
+    CUresult result = wait_for_work(context);
+    return result == CUDA_SUCCESS ? block_drop(address) : result;
+}

@@ -82,7 +82,9 @@ class Leaving(Steps):
         saved.cuda = True
         try:
             cuda.lock(pid, self.settings.cuda)
-            cuda.checkpoint(pid, timeout_s=self._deadline(traced.bytes))
+            deadline = self._deadline(traced.bytes)
+            self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline)
+            cuda.checkpoint(pid, timeout_s=deadline)
             self._refuse_device_files(pid)
             saved.since = time.time()
         except GpuCkptError:

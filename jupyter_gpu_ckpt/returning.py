@@ -14,6 +14,7 @@ from . import fit, preflight
 from .engine import criu_images
 from .engine.capsule import Capsule, Clocks
 from .engine.cuda import CudaState
+from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
 from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
 from .image import absences, archive, match
@@ -193,12 +194,10 @@ class Returning(Steps):
             self._note_absence(time.time())
 
     def _bring_back(self, pid: int) -> None:
-        bytes = sum(self._saved.device_bytes.values())
-        state = self.engine.cuda.state(pid)
-        if state not in _ON_GPU:
-            self.engine.cuda.restore(pid, self._mapping, timeout_s=self._deadline(bytes))
-        if state is not CudaState.RUNNING:
-            self.engine.cuda.unlock(pid)
+        deadline = self._deadline(sum(self._saved.device_bytes.values()))
+        if self.engine.cuda.state(pid) not in _ON_GPU:
+            self.engine.cuda.restore(pid, self._mapping, timeout_s=deadline)
+        self._fast_path().come_back(lock_s=self.settings.cuda, timeout_s=deadline)
         self._saved.cuda = False
         self._mapping = None
 
@@ -261,6 +260,5 @@ class Returning(Steps):
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, process.rss if process else 0), gpus, cuda=True)
             return State.SUSPENDED
-        if state is CudaState.LOCKED:
-            cuda.unlock(pid)
+        FastPath(capsule, cuda).come_back(lock_s=self.settings.cuda, timeout_s=self.settings.base)
         return State.RUNNING

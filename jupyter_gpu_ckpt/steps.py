@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from .engine.capsule import Capsule, Clocks
 from .engine.criu import Criu
 from .engine.cuda import Cuda, CudaState
+from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError
 from .image import absences
@@ -175,6 +176,9 @@ class Steps:
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
+
+    def _fast_path(self) -> FastPath:
+        return FastPath(self._alive(), self.engine.cuda)
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:

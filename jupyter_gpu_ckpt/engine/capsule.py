@@ -357,6 +357,19 @@ class Capsule:
         """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
         self._ask({"verb": "go_on"})
 
+    def park(self, patience: float) -> int:
+        """Stop all threads of the kernel but the CUDA driver's and its library's; how many are parked.
+
+        Raises `CapsuleError` when that cannot be done in ``patience`` seconds; all run on then.  They stay parked when
+        the owner goes.
+        """
+        reply, _ = self._ask({"verb": "park", "patience": patience}, patience + ANSWER)
+        return int(reply["threads"])
+
+    def unpark(self) -> None:
+        """Let parked threads go on; none may be parked."""
+        self._ask({"verb": "unpark"})
+
     def hold(self, fd: int) -> None:
         """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
         self._ask({"verb": "hold"}, fds=[fd])

@@ -13,6 +13,8 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``status``  exit status of the kernel               -> ``{"status": int | null}``
 ``hurry``   the program is overdue as of now        -> no answer
 ``go_on``   undo a dump's stop                      -> ``{}``
+``park``    stop the kernel's threads (`parking`)   -> ``{"threads"}``, how many
+``unpark``  let them go on                          -> ``{}``
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
 ``hold``    keep the descriptor that comes with it  -> ``{}``
@@ -21,6 +23,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -36,8 +39,9 @@ from typing import Any
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt.engine import namespaces, syscalls
+from jupyter_gpu_ckpt.engine.parking import Parking
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE, let_go
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
-from jupyter_gpu_ckpt.engine.ptrace import let_go
 from jupyter_gpu_ckpt.engine.raw_output import Pipe
 from jupyter_gpu_ckpt.engine.rescue import Rescue, unguard
 
@@ -63,6 +67,8 @@ class Init:
         self.job: dict[str, Any] | None = None
         #: Of a dump that went well: the processes that it left stopped.
         self.stopped: Rescue | None = None
+        #: Threads of the kernel, while device memory is on its way: also without an owner, for they must not touch it.
+        self.parked: Parking | None = None
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + PATIENCE
         self.pipes: list[Pipe] = []
@@ -289,6 +295,19 @@ class Init:
         stopped, self.stopped = self.stopped, None
         if stopped is not None:
             stopped.go_on()
+        self.answer({})
+
+    def do_park(self, patience: float) -> None:
+        if self.parked is None:
+            if MACHINE is None:
+                raise OSError(errno.ENOTSUP, "threads cannot be parked on this machine")
+            self.parked = Parking(MACHINE, self.kernel, time.monotonic() + patience)
+        self.answer({"threads": len(self.parked)})
+
+    def do_unpark(self) -> None:
+        parked, self.parked = self.parked, None
+        if parked is not None:
+            parked.leave()
         self.answer({})
 
     def do_clocks(self) -> None:

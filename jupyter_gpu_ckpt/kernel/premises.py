@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..engine import fastpath
 from ..engine.capsule import Capsule
 from ..errors import CapsuleGone, GpuCkptError
 from ..lifecycle import Engine, Home, Lifecycle, Settings
@@ -37,7 +38,8 @@ class Launch:
     """What the kernel manager wants started.
 
     ``front``: the connection info clients use, and ``connection_file`` where ``cmd`` would read it.  ``root``: the root
-    directory of the server, if there is one.  ``base``: the directory of the kernels' sockets.  Times in seconds.
+    directory of the server, if there is one.  ``base``: the directory of the kernels' sockets.  ``fast_path``: whether
+    the kernel is to have the library for device memory, if it can.  Times in seconds.
     """
 
     cmd: list[str]
@@ -51,6 +53,7 @@ class Launch:
     outlive: bool
     start_timeout: float
     settings: Settings
+    fast_path: bool = True
     stdout: Any = None
     stderr: Any = None
 
@@ -141,6 +144,8 @@ class Premises:
         rewritten = rewrite(argv)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
         env = {**launch.env, "JPY_PARENT_PID": "1"}
+        if launch.fast_path and rewritten is not None:  # a wrapper would use it up before the kernel
+            env |= fastpath.environment(directory, env)
         session = Session(
             kernel_id=self.kernel_id,
             kernel_name=launch.kernel_name,

@@ -19,7 +19,7 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
-from traitlets import Bool, Float, Int, List, Unicode, default
+from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from ..errors import GpuCkptError, HostError, StateError
 from ..estimate import RATES
@@ -115,6 +115,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         min=0,
         help="How many kernels of a user may be asleep in images at once; 0: any number. Beyond it a checkpoint is "
         "refused with QUOTA_EXCEEDED.",
+    ).tag(config=True)
+
+    fast_path = Enum(
+        ["auto", "off"],
+        "auto",
+        help="Whether kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
+        "rate of the bus. `off` leaves all of it to the CUDA driver, which is slower and needs the host memory twice; "
+        "a kernel that shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
 
     @default("image_dir")
@@ -306,6 +314,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 accept_changed_files=self.accept_changed_files,
                 archive_url=self.archive_url,
             ),
+            fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),
             stderr=kwargs.get("stderr"),
         )

@@ -1,0 +1,241 @@
+"""Device memory at the rate of the bus: blocks that leave and return by the kernel's own hands, beside the driver.
+
+A library that the kernel preloads (`engine/native`) serves its larger allocations from memory whose addresses stay
+valid while their physical memory is gone.  The driver then suspends the small rest.  The library's transfers are calls
+of CUDA by the kernel itself, and no other thread may make one meanwhile; so: the driver locks (whoever calls CUDA waits
+at its door), all threads are parked (`parking`), the driver unlocks, the blocks leave, the driver locks again, the
+threads go on, and stop at that door.  The way back is the mirror.
+
+What did not go through the library is the driver's, and so is everything where this cannot be had: correctness never
+depends on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CapsuleError, CudaError, GpuCkptError, GpuFull
+from .capsule import Capsule
+from .criu_install import data_directory
+from .cuda import OUT_OF_MEMORY, Cuda, CudaState
+
+#: The library's socket in a kernel's runtime directory.
+SOCKET = "kernel-fast"
+#: Environment variable of a kernel that tells its library where that is.
+VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
+#: Seconds that all threads of a kernel are given to be where they can be parked.
+PATIENCE = 5.0
+#: Seconds for what the library answers at once.
+_ANSWER = 10.0
+#: Bytes of a unix socket's name, with the zero at its end (unix(7)).
+_NAME = 108
+
+
+class _Refused(Exception):
+    """The library did not do what was asked; ``number``: what the driver answered it, if it did."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """``blocks`` the library serves, of so many ``bytes``; ``away``: bytes of them that are in host memory now."""
+
+    blocks: int = 0
+    bytes: int = 0
+    away: int = 0
+
+
+class FastPath:
+    """The blocks of the kernel in one capsule; without a library in it there are none, and nothing is done."""
+
+    def __init__(self, capsule: Capsule, cuda: Cuda) -> None:
+        self._capsule, self._cuda = capsule, cuda
+
+    def amounts(self) -> Amounts:
+        """What there is now.  Raises `CudaError` when there is a library that does not answer."""
+        try:
+            with self._library(_ANSWER) as library:
+                return library.ask("status") if library else Amounts()
+        except _Refused as error:
+            raise CudaError(str(error), left="the kernel's blocks are where they were") from error
+
+    def leave(self, *, lock_s: float, timeout_s: float) -> int:
+        """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.
+
+        Then they are where they were, and the driver's.  *After failure* the kernel may be unlocked, and blocks away:
+        `come_back` brings it all back.
+        """
+        pid = self._capsule.host_pid
+        try:
+            if not self.amounts().blocks:
+                return 0
+            self._capsule.park(PATIENCE)
+        except (CudaError, CapsuleError):
+            return 0
+        left = 0
+        try:
+            self._cuda.unlock(pid)
+            try:
+                with contextlib.suppress(_Refused), self._library(timeout_s) as library:
+                    if library:
+                        left = library.ask("leave").bytes
+                        library.ask("free")
+            finally:
+                self._cuda.lock(pid, lock_s)
+            left = self.amounts().away
+        finally:
+            if not self._must_stay_parked(left):
+                self._capsule.unpark()
+        return left
+
+    def come_back(self, *, lock_s: float, timeout_s: float) -> None:
+        """All blocks back to the device, and the kernel unlocked: ``LOCKED -> RUNNING``; or mends what was left half.
+
+        *After failure* nothing is lost: the kernel is suspended (`GpuFull` for want of room) or as it was.
+        """
+        pid = self._capsule.host_pid
+        locked = self._cuda.state(pid) is CudaState.LOCKED
+        if not self.amounts().away:
+            if locked:
+                self._cuda.unlock(pid)
+            self._capsule.unpark()
+            return
+        self._capsule.park(PATIENCE)
+        if locked:
+            self._cuda.unlock(pid)
+        try:
+            with self._library(timeout_s) as library:
+                if library:
+                    library.ask("return")
+        except _Refused as error:
+            self._cuda.lock(pid, lock_s)
+            self._capsule.unpark()
+            self._cuda.checkpoint(pid, timeout_s=timeout_s)
+            raise _told(error) from error
+        self._capsule.unpark()
+
+    def _must_stay_parked(self, left: int) -> bool:
+        """Whether a thread that went on could touch memory that is away: only the driver's lock keeps it from that."""
+        with contextlib.suppress(GpuCkptError):
+            return self._cuda.state(self._capsule.host_pid) is CudaState.RUNNING and self.amounts().away > 0
+        return left > 0
+
+    @contextlib.contextmanager
+    def _library(self, timeout_s: float) -> Iterator[_Library | None]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            try:
+                directory = os.open(self._capsule.directory, os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                directory = -1
+            try:  # through the directory's descriptor: our own path to it may be longer than a socket's name
+                connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+            except OSError:  # no library in this kernel, or it has never served anything
+                yield None
+                return
+            finally:
+                if directory >= 0:
+                    os.close(directory)
+            yield _Library(connection)
+
+
+class _Library:
+    """The library's side of one connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def ask(self, verb: str) -> Amounts:
+        try:
+            self._connection.sendall(f"{verb}\n".encode())
+            text = b""
+            while not text.endswith(b"\n") and (more := self._connection.recv(4096)):
+                text += more
+            answer = json.loads(text)
+            amounts = Amounts(answer["blocks"], answer["bytes"], answer["away"])
+        except (OSError, ValueError, KeyError) as error:
+            raise _Refused(f"The kernel's library for device memory did not answer {verb!r}.") from error
+        if answer["cuda"] != 0:
+            raise _Refused(f"The CUDA driver refused to {verb} the kernel's blocks.", answer["cuda"])
+        return amounts
+
+
+def _told(error: _Refused) -> CudaError:
+    left = "the kernel is suspended, its device memory is kept in host memory"
+    if error.number == OUT_OF_MEMORY:
+        return GpuFull("There is too little GPU memory for the kernel's blocks.", left=left)
+    return CudaError(str(error), left=left, cuda_result=error.number)
+
+
+# -- preloading
+
+
+@dataclass(frozen=True)
+class Preload:
+    """The library a kernel can preload, or ``why`` there is none."""
+
+    path: Path | None
+    why: str = ""
+
+
+@functools.cache
+def preload() -> Preload:
+    """The library, where a copy of it stays: an image names it among the files its kernel has mapped.
+
+    So one of another release must not take its place.
+    """
+    built = sorted(Path(__file__).with_name("native").glob("_fastpath*.so"))
+    if not built:
+        return Preload(None, "the library was not built: there was no C compiler when the package was installed")
+    content = built[0].read_bytes()
+    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+    try:
+        if not place.exists() or place.read_bytes() != content:
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+                file.write(content)
+            Path(file.name).rename(place)
+    except OSError as error:
+        return Preload(None, f"the library could not be copied to {place.parent}: {error.strerror}")
+    # One that is damaged, or for another machine, must not be what keeps a kernel from starting.
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", ""],
+            env={"LD_PRELOAD": str(place)},
+            capture_output=True,
+            timeout=_ANSWER,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Preload(None, f"the library cannot be tried: {type(error).__name__}")
+    if tried.returncode or tried.stderr:
+        return Preload(None, f"the library cannot be preloaded (status {tried.returncode})")
+    return Preload(place)
+
+
+def has_driver() -> bool:
+    """Whether this host has NVIDIA's driver: without one there is nothing to serve."""
+    return Path("/proc/driver/nvidia").exists()
+
+
+def environment(directory: Path, env: dict[str, str]) -> dict[str, str]:
+    """What to add to a kernel's environment so that it has the library; nothing where that cannot be."""
+    found = preload() if has_driver() else Preload(None)
+    name = str(directory / SOCKET)
+    if found.path is None or len(os.fsencode(name)) >= _NAME:
+        return {}
+    others = env.get("LD_PRELOAD", "")
+    return {VARIABLE: name, "LD_PRELOAD": f"{found.path}:{others}" if others else str(found.path)}

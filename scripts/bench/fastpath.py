@@ -1,0 +1,181 @@
+"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [GIB ...]``.
+
+For each size a kernel with the library and one without it (``fast_path=off``) hold the same tensors, and are suspended
+and resumed in turns; each figure is the median of `ROUNDS`.  "GPU free" counts from the request to the moment at which
+the GPU has none of it, with everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then
+the steady state: a training step, and a loop that allocates, in both kernels in turns.  At last the whole way to the
+disk and back of `TO_DISK` GiB.  Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from harness import notebook
+
+from jupyter_gpu_ckpt.engine.gpus import Gpus
+
+ROUNDS = 5
+SIZES = (1, 4, 16, 48)
+#: The driver alone is slow, and needs the host memory twice: no more than this, and fewer rounds.
+DRIVER_MOST, DRIVER_ROUNDS = 16, 3
+TO_DISK = 16
+TURNS = 8
+FILL = """
+import torch
+x = [torch.randint(-1 << 40, 1 << 40, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
+torch.cuda.synchronize()
+"""
+SUM = "print([int(t.sum()) for t in x[::5]])"
+TRAINING = """
+import time, torch
+if 'model' not in globals():
+    torch.manual_seed(0)
+    layers = [torch.nn.TransformerEncoderLayer(1024, 16, batch_first=True) for _ in range(6)]
+    model = torch.nn.Sequential(*layers).cuda()
+    optimiser, batch = torch.optim.AdamW(model.parameters()), torch.randn(16, 256, 1024, device='cuda')
+def step():
+    model(batch).square().mean().backward(); optimiser.step(); optimiser.zero_grad()
+for _ in range(3): step()
+torch.cuda.synchronize(); began = time.perf_counter()
+for _ in range(20): step()
+torch.cuda.synchronize(); print((time.perf_counter() - began) / 20)
+"""
+ALLOCATIONS = """
+import random, time, torch
+def loop(seed):
+    chosen = random.Random(seed)
+    for turn in range(40):
+        held = [torch.empty(chosen.randrange(1 << 20, 96 << 20), dtype=torch.uint8, device='cuda') for _ in range(30)]
+        for each in held: each[:1024].zero_()
+        del held, each
+        if turn % 8 == 7: torch.cuda.empty_cache()
+loop(0); torch.cuda.synchronize(); began = time.perf_counter()
+loop(1); torch.cuda.synchronize(); print(time.perf_counter() - began)
+"""
+
+
+def peak(pid: int) -> int:
+    """Most bytes the process ever had in memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
+    """Suspend and resume; seconds of each."""
+    await kernel.run(FILL.format(gib=gib), timeout=120)
+    total = await kernel.run(SUM, timeout=120)
+    figures: dict[str, Any] = {"free": [], "back": [], "resumed": []}
+    pid = kernel.lifecycle.capsule.host_pid
+    before = peak(pid)
+    for _ in range(rounds):
+        kernel.steps.events.clear()
+        began = time.time()
+        await kernel.provisioner.suspend()
+        done = {event.step: event for event in kernel.steps.completed()}
+        figures["free"].append(done["cuda_suspend"].at - began)
+        began = time.time()
+        await kernel.provisioner.resume()
+        done = {event.step: event for event in kernel.steps.completed()}
+        figures["back"].append(done["cuda_resume"].at - began)
+        figures["resumed"].append(time.time() - began)
+        if await kernel.run(SUM, timeout=120) != total:
+            raise AssertionError("the tensors differ")
+    figures["host_peak"] = peak(pid) - before
+    return figures
+
+
+async def sizes(place: Path, base: Path, wanted: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for gib in wanted:
+        for name, trait, rounds in (("library", "auto", ROUNDS), ("driver", "off", DRIVER_ROUNDS)):
+            if name == "driver" and gib > DRIVER_MOST:
+                continue
+            home = place / f"{name}-{gib}"
+            home.mkdir()
+            async with notebook(home, base, fast_path=trait) as kernel:
+                found[f"{gib} {name}"] = await tier(kernel, gib, rounds)
+            shutil.rmtree(home)
+            figures = found[f"{gib} {name}"]
+            line = "  ".join(f"{key} {statistics.median(figures[key]):.3f} s" for key in ("free", "back", "resumed"))
+            print(f"{gib:4} GiB  {name:8} {line}  host {figures['host_peak'] / 2**30:.2f} GiB", flush=True)
+    return found
+
+
+async def steady(place: Path, base: Path) -> dict[str, list[float]]:
+    figures: dict[str, list[float]] = {}
+    for name in ("with", "without"):
+        (place / name).mkdir()
+    async with (
+        notebook(place / "with", base) as ours,
+        notebook(place / "without", base, fast_path="off") as stock,
+    ):
+        for turn in range(TURNS + 1):
+            for work, code in (("training", TRAINING), ("allocations", ALLOCATIONS)):
+                for name, kernel in (("with", ours), ("without", stock))[:: 1 if turn % 2 else -1]:
+                    took = float(await kernel.run(code, timeout=120))
+                    if turn:
+                        figures.setdefault(f"{work} {name}", []).append(took)
+    for work in ("training", "allocations"):
+        pairs = zip(figures[f"{work} with"], figures[f"{work} without"], strict=True)
+        print(f"{work}: {statistics.median(a / b for a, b in pairs):.4f} of the time without the library", flush=True)
+    return figures
+
+
+async def to_disk(place: Path, base: Path) -> dict[str, Any]:
+    home = place / "disk"
+    home.mkdir()
+    async with notebook(home, base) as kernel:
+        await kernel.run(FILL.format(gib=TO_DISK), timeout=120)
+        total = await kernel.run(SUM, timeout=120)
+        kernel.steps.events.clear()
+        began = time.time()
+        image = await kernel.provisioner.checkpoint()
+        leaving = {event.step: event.seconds for event in kernel.steps.completed()}
+        whole = {"checkpoint": time.time() - began, "bytes": image.manifest.bytes}
+        kernel.steps.events.clear()
+        began = time.time()
+        await kernel.run("print(1)", timeout=120)
+        whole["wake"] = time.time() - began
+        if await kernel.run(SUM, timeout=120) != total:
+            raise AssertionError("the tensors differ")
+        await kernel.settled("running")
+        returning = {event.step: event.seconds for event in kernel.steps.completed()}
+    print(f"{TO_DISK} GiB to disk: {whole}\n  {leaving}\n  {returning}", flush=True)
+    return {"whole": whole, "leaving": leaving, "returning": returning}
+
+
+def main(wanted: list[int]) -> None:
+    """Run everything and print it."""
+    root, base = Path(tempfile.mkdtemp(prefix="gb-")), Path(tempfile.mkdtemp(prefix="gr-"))
+    # A machine whose memory grows on first use would charge that to whoever comes first.
+    subprocess.run([sys.executable, "-c", f"b = bytearray({max(*wanted, 3 * TO_DISK) + 8} << 30)"], check=True)
+    gpu = Gpus().list()[0]
+    report: dict[str, Any] = {"gpu": gpu.name, "driver": gpu.driver, "kernel": platform.release(), "uid": os.geteuid()}
+    report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    for name, work in (("steady", steady(root, base)), ("disk", to_disk(root, base))):
+        report[name] = asyncio.run(work)
+    report["sizes"] = asyncio.run(sizes(root, base, wanted))
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], "fastpath-bench.json").write_text(json.dumps(report, indent=1))
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.rmtree(base, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]] or list(SIZES))

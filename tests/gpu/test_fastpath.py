@@ -1,0 +1,226 @@
+"""Device memory by the kernel's own hands on a real GPU: every bit, every address, whatever else goes on meanwhile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from harness import notebook
+
+from jupyter_gpu_ckpt.engine import fastpath
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.machine import State
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+#: Tensors of every kind, and what is made of them by work that goes on after.
+KINDS = """
+import hashlib, torch
+torch.manual_seed(0)
+gen = dict(device='cuda')
+big = torch.randn(1 << 24, **gen)
+t = {
+    'view': big[1000:5000:3], 'whole': big, 'shared': big.view(torch.int32),
+    'channels_last': torch.randn(8, 32, 64, 64, **gen).to(memory_format=torch.channels_last),
+    'coo': torch.randn(2000, 2000, **gen).relu().to_sparse(), 'csr': torch.eye(3000, **gen).to_sparse_csr(),
+    'quantised': torch.quantize_per_tensor(torch.randn(4 << 20, **gen), 0.1, 10, torch.qint8),
+    'complex': torch.randn(3 << 20, dtype=torch.complex64, **gen), 'half': torch.randn(5 << 20, **gen).bfloat16(),
+    'empty': torch.empty(0, **gen), 'bool': torch.rand(3 << 20, **gen) > 0.5,
+}
+small = [torch.randn(257, **gen) for _ in range(10_000)]
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+batch = torch.randn(64, 1024, **gen)
+model(batch).square().mean().backward(); optimiser.step(); optimiser.zero_grad()
+waiting = model(batch).square().mean()  # its backward comes after
+static_in, stream = torch.randn(1 << 20, **gen), torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    for _ in range(3): warm = (static_in * 2 + 1).sin()
+torch.cuda.current_stream().wait_stream(stream)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): static_out = (static_in * 2 + 1).sin()
+other_stream = torch.cuda.Stream()
+pinned = torch.arange(1 << 20).pin_memory()
+
+def raw(x):
+    if x.is_sparse: return raw(x.coalesce().indices()) + raw(x.coalesce().values())
+    if x.layout is torch.sparse_csr: return raw(x.crow_indices()) + raw(x.col_indices()) + raw(x.values())
+    if x.is_quantized: x = x.int_repr()
+    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b''
+
+def state():
+    facts = {name: hashlib.sha256(raw(x)).hexdigest() for name, x in t.items()}
+    facts['small'] = hashlib.sha256(b''.join(raw(x) for x in small[::7])).hexdigest()
+    facts['model'] = hashlib.sha256(b''.join(raw(p) for p in model.parameters())).hexdigest()
+    facts['adam'] = hashlib.sha256(b''.join(raw(s['exp_avg']) for s in optimiser.state.values())).hexdigest()
+    facts['addresses'] = [big.data_ptr(), small[-1].data_ptr(), static_in.data_ptr(), t['half'].data_ptr()]
+    facts['strides'] = [t['channels_last'].stride(), t['view'].stride()]
+    facts['aliases'] = t['shared'].data_ptr() == big.data_ptr()
+    return facts
+
+import json
+"""
+AFTER = """
+waiting.backward(); optimiser.step()
+graph.replay(); torch.cuda.synchronize()
+assert torch.equal(static_out, (static_in * 2 + 1).sin())
+with torch.cuda.stream(other_stream): there = pinned.to('cuda', non_blocking=True)
+other_stream.synchronize(); assert int(there.sum()) == int(pinned.sum())
+big[0] = 7.0; assert float(t['whole'][0]) == 7.0 and t['shared'].view(torch.float32)[0] == 7.0
+print(hashlib.sha256(b''.join(raw(p) for p in model.parameters())).hexdigest())
+"""
+HAMMER = """
+import threading, torch
+errors, counts, stop = [], [0, 0, 0], threading.Event()
+def guarded(work):
+    def run():
+        try:
+            while not stop.is_set(): work()
+        except BaseException as error: errors.append(repr(error)[:300])
+    thread = threading.Thread(target=run, daemon=True); thread.start(); return thread
+counter = torch.zeros(1 << 22, device='cuda')
+def launches():
+    for _ in range(100): counter.add_(1)
+    counts[0] += 100
+    assert float(counter[12345]) == counts[0], 'an addition was lost'
+net = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+def backward():
+    net(torch.randn(128, 1024, device='cuda')).sum().backward(); net.zero_grad(); counts[1] += 1
+def allocations():
+    y = torch.empty(30 << 20, dtype=torch.uint8, device='cuda'); y.fill_(3); assert int(y[77]) == 3
+    del y; torch.cuda.empty_cache(); counts[2] += 1
+held = torch.arange(1 << 27, device='cuda'); total = int(held.sum())
+threads = [guarded(work) for work in (launches, backward, allocations)]
+"""
+
+
+def path_of(kernel) -> fastpath.FastPath:
+    return fastpath.FastPath(kernel.lifecycle.capsule, kernel.lifecycle.engine.cuda)
+
+
+async def test_every_kind_of_tensor_is_the_same_after_both_tiers_and_works_on(tmp_path, runtime_base, record):
+    async with notebook(tmp_path, runtime_base) as kernel, notebook_beside(tmp_path, runtime_base) as never_away:
+        for each in (kernel, never_away):
+            await each.run(KINDS, 120)
+        before = json.loads(await kernel.run("print(json.dumps(state()))"))
+        served = path_of(kernel).amounts()
+        assert served.blocks and served.away == 0
+        await kernel.provisioner.suspend()
+        away = path_of(kernel).amounts()
+        record(served=served.bytes, away=away.away)
+        assert away.away > 0.9 * sum((1 << 26, 4 * 8 * 32 * 64 * 64)), "the tensors left by the kernel's own hands"
+        assert json.loads(await kernel.run("print(json.dumps(state()))")) == before
+        await kernel.settled("running")
+        assert path_of(kernel).amounts().away == 0
+        await kernel.provisioner.checkpoint()
+        assert json.loads(await kernel.run("print(json.dumps(state()))", 120)) == before
+        assert await kernel.run(AFTER) == await never_away.run(AFTER)
+
+
+def notebook_beside(tmp_path, runtime_base):
+    place = tmp_path / "beside"
+    place.mkdir()
+    return notebook(place, runtime_base, fast_path="off")
+
+
+async def test_threads_that_hammer_the_gpu_lose_nothing(tmp_path, runtime_base, record):
+    async with notebook(tmp_path, runtime_base) as kernel:
+        await kernel.run(HAMMER, 120)
+        for _ in range(5):
+            await kernel.provisioner.suspend()
+            assert path_of(kernel).amounts().away >= 1 << 30
+            assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"
+            await kernel.settled("running")
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(int(held.sum()) == total, errors)", 120) == "True []"
+        counted = json.loads(await kernel.run("print(counts)"))
+        await until_more(kernel, counted)
+        done = await kernel.run("stop.set(); [thread.join() for thread in threads]; print(errors, counts)")
+        record(counts=done)
+        assert done.startswith("[] ")
+
+
+async def until_more(kernel, counted):
+    for _ in range(100):
+        now = json.loads(await kernel.run("import time; time.sleep(0.05); print(counts)"))
+        if all(later > before for before, later in zip(counted, now, strict=True)):
+            return
+    raise AssertionError(f"a thread does not go on: {counted}, {now}")
+
+
+async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, runtime_base):
+    async with notebook(tmp_path, runtime_base, fast_path="off") as kernel:
+        await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)
+        assert path_of(kernel).amounts() == fastpath.Amounts()
+        await kernel.provisioner.suspend()
+        assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
+
+
+async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
+    async with notebook(tmp_path, runtime_base) as kernel:
+        await kernel.run("import torch; x = torch.ones(1 << 24, device='cuda')", 120)
+        assert path_of(kernel).amounts().blocks
+        said = await kernel.run(
+            "import os, subprocess\n"
+            "print(subprocess.check_output(['env'], text=True), os.environ.get('LD_PRELOAD'), file=open('said', 'w'))\n"
+            "print(open('said').read())"
+        )
+        assert "LD_PRELOAD" not in said and fastpath.VARIABLE not in said
+
+
+async def test_errors_and_free_memory_are_the_driver_s(tmp_path, runtime_base):
+    asked = """
+import torch
+facts = []
+before = torch.cuda.mem_get_info()[0]
+x = torch.empty(4 << 30, dtype=torch.uint8, device='cuda')
+taken = before - torch.cuda.mem_get_info()[0]
+try: torch.empty(1 << 42, dtype=torch.uint8, device='cuda')
+except torch.OutOfMemoryError as error: facts.append('OutOfMemoryError')
+del x; torch.cuda.empty_cache()
+given_back = torch.cuda.mem_get_info()[0] - before + taken
+for bytes in (taken, given_back):  # others use the GPU, too
+    facts.append(abs(bytes - (4 << 30)) < 256 << 20)
+import ctypes, re
+path = next(line.split()[-1] for line in open('/proc/self/maps') if 'libcudart' in line)
+cudart = ctypes.CDLL(path)
+everywhere = ctypes.CDLL(None)
+p = ctypes.c_void_p()
+malloc = getattr(everywhere, 'cudaMalloc', cudart.cudaMalloc)
+free = getattr(everywhere, 'cudaFree', cudart.cudaFree)
+for size in (1 << 42, (1 << 64) - 1, 0):
+    facts.append(malloc(ctypes.byref(p), ctypes.c_size_t(size)))
+    facts.append(cudart.cudaGetLastError())
+facts.append(malloc(None, ctypes.c_size_t(4 << 20)))
+cudart.cudaGetLastError()
+facts.append(free(ctypes.c_void_p(12345)))
+cudart.cudaGetLastError()
+facts.append(free(None))
+print(facts)
+"""
+    async with notebook(tmp_path, runtime_base) as kernel, notebook_beside(tmp_path, runtime_base) as plain:
+        await kernel.run("import torch; keep = torch.ones(1 << 24, device='cuda')", 120)
+        await plain.run("import torch; keep = torch.ones(1 << 24, device='cuda')", 120)
+        ours, theirs = await kernel.run(asked), await plain.run(asked)
+        assert ours == theirs
+
+
+async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locked(tmp_path, runtime_base):
+    """The worst moment: the threads are parked, and only that keeps them from memory that is away."""
+    async with notebook(tmp_path, runtime_base, outlive_server=True) as kernel:
+        await kernel.run(HAMMER, 120)
+        lifecycle = kernel.lifecycle
+        capsule, cuda = lifecycle.capsule, lifecycle.engine.cuda
+        pid = capsule.host_pid
+        cuda.lock(pid, 30)
+        capsule.park(10)
+        cuda.unlock(pid)
+        with path_of(kernel)._library(60) as library:
+            library.ask("leave")
+            library.ask("free")
+        capsule.outlive()
+        capsule.abandon()
+        lifecycle.capsule = capsule = Capsule.attach(capsule.directory)
+        assert lifecycle._mend(capsule) is State.RUNNING
+        assert path_of(kernel).amounts().away == 0
+        assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"

@@ -82,13 +82,14 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
     total = await kernel.run(SUM, timeout=120)
     figures: dict[str, Any] = {"free": [], "back": [], "resumed": []}
     pid = kernel.lifecycle.capsule.host_pid
-    before = peak(pid)
+    before, held = peak(pid), sum(kernel.lifecycle.device_bytes().values())
     for _ in range(rounds):
         kernel.steps.events.clear()
         began = time.time()
         await kernel.provisioner.suspend()
         done = {event.step: event for event in kernel.steps.completed()}
         figures["free"].append(done["cuda_suspend"].at - began)
+        figures["steps"] = {step: event.seconds for step, event in done.items()}
         began = time.time()
         await kernel.provisioner.resume()
         done = {event.step: event for event in kernel.steps.completed()}
@@ -96,7 +97,7 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
         figures["resumed"].append(time.time() - began)
         if await kernel.run(SUM, timeout=120) != total:
             raise AssertionError("the tensors differ")
-    figures["host_peak"] = peak(pid) - before
+    figures["host_over"] = peak(pid) - before - held
     return figures
 
 
@@ -113,7 +114,11 @@ async def sizes(place: Path, base: Path, wanted: list[int]) -> dict[str, Any]:
             shutil.rmtree(home)
             figures = found[f"{gib} {name}"]
             line = "  ".join(f"{key} {statistics.median(figures[key]):.3f} s" for key in ("free", "back", "resumed"))
-            print(f"{gib:4} GiB  {name:8} {line}  host {figures['host_peak'] / 2**30:.2f} GiB", flush=True)
+            print(
+                f"{gib:4} GiB  {name:8} {line}  host memory - device memory {figures['host_over'] / 2**20:.0f} MiB",
+                flush=True,
+            )
+            print("     ", " ".join(f"{step} {seconds:.3f}" for step, seconds in figures["steps"].items()), flush=True)
     return found
 
 
@@ -168,9 +173,9 @@ def main(wanted: list[int]) -> None:
     gpu = Gpus().list()[0]
     report: dict[str, Any] = {"gpu": gpu.name, "driver": gpu.driver, "kernel": platform.release(), "uid": os.geteuid()}
     report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    for name, work in (("steady", steady(root, base)), ("disk", to_disk(root, base))):
-        report[name] = asyncio.run(work)
     report["sizes"] = asyncio.run(sizes(root, base, wanted))
+    report["steady"] = asyncio.run(steady(root, base))
+    report["disk"] = asyncio.run(to_disk(root, base))
     if os.environ.get("OUT"):
         Path(os.environ["OUT"], "fastpath-bench.json").write_text(json.dumps(report, indent=1))
     shutil.rmtree(root, ignore_errors=True)

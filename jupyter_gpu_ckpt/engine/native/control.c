@@ -85,6 +85,7 @@ static void answer(int peer, const char *verb)
     struct amounts amounts = transfer_amounts();
     dprintf(peer, "{\"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, \"seconds\": %.6f}\n", result,
             amounts.blocks, amounts.bytes, amounts.away, now() - began);
+    transfer_tidy();
 }
 
 static void serve(int connection)

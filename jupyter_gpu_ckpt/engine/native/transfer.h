@@ -22,3 +22,6 @@ void transfer_forget(void);
 
 /* Everything back from the arena.  After failure everything is in the arena still, and it can be tried again. */
 CUresult transfer_bring_back(void);
+
+/* Give back the arena from which everything is back: half a second for a hundred GiB, which nobody need wait for. */
+void transfer_tidy(void);

@@ -11,6 +11,7 @@ import pytest
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
+from jupyter_gpu_ckpt.engine.fastpath import Preload
 from jupyter_gpu_ckpt.engine.host import Kernel, Place, Probes
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
@@ -39,7 +40,8 @@ FIT = Probes(
     default_kernel=lambda: "7.4.0",
     nvidia_driver=lambda: "580.159.04",
     cuda=lambda: None,
-    gpus=lambda: [FakeGpu(0), FakeGpu(1)],
+    gpus=lambda: [FakeGpu(0)],
+    preload=lambda: Preload(Path("/there.so")),
 )
 #: The same, and the server is root.
 ROOT = replace(FIT, is_root=lambda: True, status=lambda: {"Seccomp": "0", "CapEff": "1ffffffffff"})
@@ -247,6 +249,10 @@ FAULTS = {
         replace(FIT, gpus=raiser(CudaUnavailable("No NVML.", reason="nvml-missing"))),
         "nvml", "error", "gpu", "No NVML.", "pip install",
     ),
+    "no library for device memory": (
+        replace(FIT, preload=lambda: Preload(None, "it was not built")),
+        "fast-path", "warning", "gpu", "it was not built", "apt-get install gcc",
+    ),
     "hidden gpus": (replace(FIT, gpus=list), "nvml", "error", "gpu", "no GPU to this user", "nvidia-smi"),
     "mig": (
         replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(3, mig=True)]),
@@ -310,3 +316,8 @@ def test_text_and_json_say_the_same():
     assert "FAIL  user-namespaces" in text and "-> sudo sysctl -w user.max_user_namespaces=15000" in text
     assert data["fit"] == {"cpu": False, "gpu": False} and data["reason"]["cpu"] in text
     assert "\n" not in data["reason"]["cpu"]
+
+
+def test_kernels_that_see_several_gpus_are_told_to_have_no_fast_path():
+    finding = by_check(replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(1)]))["fast-path"]
+    assert finding.ok is None and "there are 2" in finding.what

@@ -296,9 +296,7 @@ class Capsule:
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
         self._take_kernel(
-            *self._ask(
-                {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
-            )
+            *self._ask({"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()})
         )
 
     def adopt(self, pid: int) -> None:

@@ -38,6 +38,8 @@ VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 PATIENCE = 5.0
 #: Seconds for what the library answers at once.
 _ANSWER = 10.0
+#: Where setuptools leaves the library.
+_NATIVE = Path(__file__).with_name("native")
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 
@@ -193,14 +195,14 @@ class Preload:
 
 
 @functools.cache
-def preload() -> Preload:
+def preload(built_in: Path = _NATIVE) -> Preload:
     """The library, where a copy of it stays: an image names it among the files its kernel has mapped.
 
     So one of another release must not take its place.
     """
-    built = sorted(Path(__file__).with_name("native").glob("_fastpath*.so"))
+    built = sorted(built_in.glob("_fastpath*.so"))
     if not built:
-        return Preload(None, "the library was not built: there was no C compiler when the package was installed")
+        return Preload(None, "it was not built: there was no C compiler when the package was installed")
     content = built[0].read_bytes()
     place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
     try:
@@ -210,19 +212,15 @@ def preload() -> Preload:
                 file.write(content)
             Path(file.name).rename(place)
     except OSError as error:
-        return Preload(None, f"the library could not be copied to {place.parent}: {error.strerror}")
+        return Preload(None, f"it cannot be copied to {place.parent}: {error.strerror}")
     # One that is damaged, or for another machine, must not be what keeps a kernel from starting.
+    command = [sys.executable, "-I", "-S", "-c", ""]
     try:
-        tried = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", ""],
-            env={"LD_PRELOAD": str(place)},
-            capture_output=True,
-            timeout=_ANSWER,
-        )
+        tried = subprocess.run(command, env={"LD_PRELOAD": str(place)}, capture_output=True, timeout=_ANSWER)
     except (OSError, subprocess.SubprocessError) as error:
-        return Preload(None, f"the library cannot be tried: {type(error).__name__}")
+        return Preload(None, f"it cannot be tried: {type(error).__name__}")
     if tried.returncode or tried.stderr:
-        return Preload(None, f"the library cannot be preloaded (status {tried.returncode})")
+        return Preload(None, f"it cannot be preloaded (status {tried.returncode})")
     return Preload(place)
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from . import criu_install
 from .commands import run
 from .criu_install import Check, CriuBinary
+from .fastpath import Preload, preload
 
 #: Seconds; a cold start of a conda environment on a network file system takes many.
 PYTHON_TIMEOUT_S = 30.0
@@ -208,3 +209,4 @@ class Probes:
     nvidia_driver: Callable[[], str | None] = nvidia_driver
     cuda: Callable[[], None] = cuda
     gpus: Callable[[], list[GpuFacts]] = gpus
+    preload: Callable[[], Preload] = preload

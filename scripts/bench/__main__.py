@@ -17,13 +17,13 @@ from limits import MISSED
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("kernel.py", "image.py", "gate.py", "policy.py", "server.py", "remote.py", "gpu.py")
+SCRIPTS = ("kernel.py", "image.py", "gate.py", "policy.py", "server.py", "remote.py", "gpu.py", "fastpath.py")
 DEADLINE = 3600.0  # seconds for one of them
 
 
 def outcome(script: str) -> tuple[str, int]:
     """Run one; what became of it in words, and the status it contributes."""
-    if script == "gpu.py" and (reason := why_no_gpu()):
+    if script in ("gpu.py", "fastpath.py") and (reason := why_no_gpu()):
         return f"left out: {reason}", 0
     print(f"\n== {script}", flush=True)
     try:

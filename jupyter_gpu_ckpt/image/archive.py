@@ -3,7 +3,13 @@
 Such an image is listed, adopted and woken like any other; a wake first brings its content back and proves it.
 
 Sending takes long, and a wake does not wait for it: it needs nothing but to read an image, which never changes, so it
-is done without the image's lease.  Whoever takes the lease meanwhile has won, and what was sent is given up.
+is done without the image's lease.  Whoever takes the lease meanwhile has won.  What was sent then stays for as long as
+the image does, which no other host can pull; nobody holds a lease while the other side is asked for anything.
+
+A mark beside the image says that something of it may lie there, from before the first byte until nothing does.  It
+outlives the image: what a sender that was killed had sent, and what was archived of an image that was removed, goes in
+some later round (`sweep`).  Limits: the content of an image that was pushed away while it was being sent stays there,
+for it may be its new owner's by now; and so does what was sent to a URL that is not the cold tier's any more.
 """
 
 from __future__ import annotations
@@ -21,9 +27,6 @@ from .image import CRIU_DIRECTORY, Image
 from .remote import Progress, Remote
 from .store import Store
 
-#: Seconds to wait for the end of a wake, to know what is to become of what was sent.
-PATIENCE = 600.0
-
 
 def archive(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> int:
     """Send the content of an image away; the bytes freed here.
@@ -34,14 +37,17 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
     """
     leases.require_unclaimed(image.path)
     store.check(image)
+    with mapped(store.root):
+        token = image.mark_sent()
     try:
-        remote.send(image, progress)
-        remote.complete(image, claimed=True)
+        remote.send(image, progress, token)
+        remote.complete(image, token)
         aside = _set_aside(image, store)
     except BaseException as error:
-        if isinstance(error, ImageBusy | ImageNotFound) or not image.path.is_dir():
-            with contextlib.suppress(GpuCkptError):
-                _give_up(image, remote)
+        if isinstance(error, ImageBusy | ImageNotFound) or _is_gone(image.path):
+            if _is_gone(image.path):  # else it may sleep on, and what was sent is of use
+                with contextlib.suppress(GpuCkptError):  # the mark stays
+                    _clear(image.id, store, remote)
             raise ImageBusy("The image's kernel came back meanwhile.", image=image.id) from error
         raise
     shutil.rmtree(aside, ignore_errors=True)
@@ -61,23 +67,6 @@ def _set_aside(image: Image, store: Store) -> Path:
     return aside
 
 
-def _give_up(image: Image, remote: Remote) -> None:
-    """Remove what was sent, if nobody relies on it; else, and if a wake takes too long, it stays.
-
-    Only who has the lease can know: whoever has it now may be bringing this very content back.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(leases.hold(image.path, remove=True, patience=PATIENCE))
-        except ImageNotFound:
-            pass
-        else:
-            if image.archived:
-                return
-        if remote.claimed(image.id) or not remote.has(image.id):  # else somebody has pushed it there
-            remote.remove(image.id)
-
-
 def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> None:
     """The reverse; the caller holds the image's lease.
 
@@ -94,8 +83,51 @@ def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | 
     except ImageNotFound as error:
         raise ImageArchived("The image's content is not where it was archived.", image=image.id) from error
     image.mark_archived(False)
-    with contextlib.suppress(GpuCkptError):  # it is only a copy from here on
+    with contextlib.suppress(GpuCkptError, OSError):  # it is only a copy from here on, and its mark stays
         remote.remove(image.id)
+        image.unmark_sent()
+
+
+def sweep(store: Store, remote: Remote) -> Iterator[tuple[str, GpuCkptError | None]]:
+    """Remove what lies there of images that are gone: each id that is done with, or why it has to wait.
+
+    For one process of a store at a time, which sends nothing meanwhile.
+    """
+    for id in remnants(store):
+        try:
+            _clear(id, store, remote)
+        except GpuCkptError as error:
+            yield id, error
+        else:
+            yield id, None
+
+
+def remnants(store: Store) -> list[str]:
+    """The images that are gone, and of which something may lie there."""
+    marks = sorted(mark.name for mark in store.root.glob(".*.sent"))
+    return [id for id in (name[1:].removesuffix(".sent") for name in marks) if _is_gone(store.root / id)]
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file server that is away
+        pass
+    return False
+
+
+def _clear(id: str, store: Store, remote: Remote) -> None:
+    """The image is gone: remove what was sent of it, and then the mark."""
+    mark = store.root / f".{id}.sent"
+    try:
+        # Read when the image is known to be gone: where the directory itself has gone away there is no mark either.
+        token = str(mark.readlink())
+    except OSError:
+        return
+    remote.give_up(id, token)
+    mark.unlink(missing_ok=True)
 
 
 def archive_old(store: Store, remote: Remote, after: float) -> Iterator[tuple[Image, int | GpuCkptError]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +71,22 @@ class Image:
         else:
             self._mark("archived").unlink(missing_ok=True)
         flush(self.path.parent)
+
+    def mark_sent(self) -> str:
+        """From now on something of it may lie in the cold tier: what tells it there from others' of the same name.
+
+        The mark stays when the image goes, until nothing lies there any more (`archive.sweep`).  Called from `archive`;
+        on disk when this returns.  Raises `OSError`.
+        """
+        mark = self._mark("sent")
+        with contextlib.suppress(FileExistsError):  # of an earlier try
+            mark.symlink_to(secrets.token_hex(8))  # a link is made with what it says, or not at all
+        flush(mark.parent)
+        return str(mark.readlink())
+
+    def unmark_sent(self) -> None:
+        """Nothing of it lies there that is this store's to remove."""
+        self._mark("sent").unlink(missing_ok=True)
 
     def _mark(self, name: str) -> Path:
         return self.path.with_name(f".{self.path.name}.{name}")

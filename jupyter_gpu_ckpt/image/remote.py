@@ -116,9 +116,8 @@ class Remote:
 
     def claimed(self, id: str) -> str:
         """The host that is pulling the image, or holds a kernel from it; empty when it is free."""
-        with contextlib.suppress(ImageNotFound, ValueError):
-            return str(json.loads(self._small(id, CLAIM, 4096)).get("hostname", "?"))
-        return ""
+        claim = self._claim_there(id)
+        return str(claim.get("hostname", "?")) if claim is not None else ""
 
     def remove(self, id: str) -> None:
         """Delete an image there, the manifest first: half an image is none."""
@@ -129,6 +128,15 @@ class Remote:
                     self._fs.rm_file(f"{place}/{name}")
             if self._fs.exists(place):
                 self._fs.rm(place, recursive=True)
+
+    def give_up(self, id: str, token: str) -> None:
+        """Delete what `send` sent with ``token``; what is somebody else's by now stays.
+
+        Pieces without a claim are of a sender that ended before it could make one.
+        """
+        claim = self._claim_there(id)
+        if claim.get("token") == token if claim is not None else not self.has(id):
+            self.remove(id)
 
     # -- to there
 
@@ -145,10 +153,11 @@ class Remote:
                 take_from.remove(image, leased=True, moved=True)
         return sent
 
-    def send(self, image: Image, progress: Progress | None = None) -> int:
+    def send(self, image: Image, progress: Progress | None = None, token: str = "") -> int:
         """A copy of an image's content, which no listing shows before `complete`; the bytes that had to be sent now.
 
         Every piece there was compared by its hash when this returns (`arrival`), also those of an earlier try.
+        ``token``: whose pieces they are (`give_up`).
         """
         place, shared = self._place(image.id), self._shared(image.id)
         arrival = Arrival(self._fs, place)
@@ -156,6 +165,8 @@ class Remote:
         wrong: list[str] = []
         with _told():
             self._make_private(image.id)
+            if token:
+                self._put_claim(place, token)
             there = self._sizes(place)
             if there:
                 arrival.ask(sum(there.values()))
@@ -204,16 +215,16 @@ class Remote:
         fresh[piece.name] = digest
         return len(data)
 
-    def complete(self, image: Image, *, claimed: bool = False) -> None:
-        """What was sent is an image from now on; ``claimed``: one that no other host takes (`pull`)."""
+    def complete(self, image: Image, token: str = "") -> None:
+        """What was sent is an image from now on; with the ``token`` of `send` one that nobody else takes (`pull`)."""
         place, shared = self._place(image.id), self._shared(image.id)
         with _told():
             # Read first: of an image that has gone nothing is said there.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
             if shared is not None:
                 shared.flush()  # the pieces before what makes them an image
-            if claimed:
-                self._put(place, CLAIM, json.dumps(_claimant()).encode())
+            if token:
+                self._put_claim(place, token)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     self._fs.rm_file(f"{place}/{CLAIM}")
@@ -221,6 +232,9 @@ class Remote:
                 self._put(place, name, text)
             if shared is not None:
                 flush(shared.path)
+
+    def _put_claim(self, place: str, token: str) -> None:
+        self._put(place, CLAIM, json.dumps({**_claimant(), "token": token}).encode())
 
     def _put(self, place: str, name: str, data: bytes) -> None:
         """Whole or not at all: an object store does so by itself, elsewhere it is sent under another name."""
@@ -374,16 +388,12 @@ class Remote:
                 file.write(json.dumps(mine).encode())
         except RemoteFailed:
             # Not every server says that it failed because there is one.
-            with contextlib.suppress(ValueError):
-                try:
-                    claim = json.loads(self._small(id, CLAIM, 4096))
-                except ImageNotFound:
-                    claim = None
-                if claim == mine:
-                    return  # an earlier try of this host, which broke off
-                if claim is None:
-                    raise
-            host = self.claimed(id)
+            claim = self._claim_there(id)
+            if claim == mine:
+                return  # an earlier try of this host, which broke off
+            if claim is None:
+                raise
+            host = str(claim.get("hostname", ""))
             raise ImageBusy(
                 f"Image {id} was taken by {host or 'another host'}.",
                 hint="Use the kernel there. If that host is gone for good, pull a copy with --keep.",
@@ -408,6 +418,16 @@ class Remote:
             finally:
                 for future in waiting:
                     future.cancel()
+
+    def _claim_there(self, id: str) -> dict[str, Any] | None:
+        """The claim of the image there; None without one, an empty one for what is none of ours."""
+        try:
+            claim = json.loads(self._small(id, CLAIM, 4096))
+        except ImageNotFound:
+            return None
+        except (ImageFormat, ValueError, RecursionError):
+            return {}
+        return claim if isinstance(claim, dict) else {}
 
     def _sizes(self, place: str) -> dict[str, int]:
         self._fs.invalidate_cache()

@@ -207,6 +207,9 @@ class Store:
         when a restore is using it, `ImageNotFound`.
         """
         self._delete(image.path, leased, gone=None if moved else image)
+        if moved:
+            with mapped(self.root):
+                image.unmark_sent()  # what lies in the cold tier may be its new owner's
         return image.manifest.bytes
 
     def remove_damaged(self, id: str) -> int:

@@ -1,4 +1,5 @@
-"""The cold tier of a server: now and then the content of old images is sent away (`image.archive`).
+"""The cold tier of a server: now and then the content of old images is sent away (`image.archive`), and what lies there
+of images that are gone is removed: a wake leaves that to the next round.
 
 A process of its own sends it, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time from the
 server's threads, and it can be ended at any moment.  What it has sent by then is not sent again.  Its options come on
@@ -20,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageBusy, ImageNotFound
-from ..image.archive import archive_old, due
+from ..image.archive import archive_old, due, remnants, sweep
 from ..image.keys import Keyring
 from ..image.remote import Remote
 from ..image.store import Store
@@ -56,7 +57,7 @@ class ColdTier:
     async def _run(self) -> None:
         while True:
             try:
-                if await asyncio.to_thread(due, self._store, self._after):
+                if await asyncio.to_thread(_needed, self._store, self._after):
                     await self._round()
             except Exception:
                 self._log.exception("Old images could not be archived; the next look tries again.")
@@ -79,30 +80,43 @@ class ColdTier:
                 sender.kill()
                 await sender.wait()
 
-    def _tell(self, image: str, freed: int = 0, code: str = "") -> None:
-        if code:
+    def _tell(self, image: str, freed: int | None = None, code: str = "") -> None:
+        if freed is None and not code:
+            self._log.info("What the cold tier had of image %s is removed: nobody needs it any more.", image)
+        elif code:
             self._log.warning("Image %s could not be archived: %s", image or "?", code)
         else:
             self._log.info("Image %s was archived: %d bytes freed.", image, freed)
 
 
+def _needed(store: Store, after: float) -> bool:
+    return bool(due(store, after) or remnants(store))
+
+
 def main() -> None:
-    """Archive what is due, once; a line of JSON for each image."""
+    """Archive what is due, and remove what was sent of images that are gone; a line of JSON for each image."""
     options = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_server, daemon=True).start()
     os.nice(_NICE)
     store = Store(Path(options["images"]), Keyring(Path(options["keys"])))
     try:
         with FileLock(store.root / ".cold.lock", timeout=0, mode=0o600):
-            _archive(store, options["url"], options["after"])
+            remote = Remote(options["url"])
+            _sweep(store, remote)
+            _archive(store, remote, options["after"])
     except Timeout:  # another server of this user is at it
         pass
     except GpuCkptError as error:
         print(json.dumps({"image": "", "code": error.code}), flush=True)
 
 
-def _archive(store: Store, url: str, after: float) -> None:
-    for image, outcome in archive_old(store, Remote(url), after):
+def _sweep(store: Store, remote: Remote) -> None:
+    for id, error in sweep(store, remote):
+        print(json.dumps({"image": id, **({"code": error.code} if error else {})}), flush=True)
+
+
+def _archive(store: Store, remote: Remote, after: float) -> None:
+    for image, outcome in archive_old(store, remote, after):
         if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is wanted
             continue
         told = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -157,38 +156,46 @@ def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, int
     assert [path.name for path in store.root.iterdir()] == [absences.RECORD]
 
 
-def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, monkeypatch):
+@pytest.mark.parametrize("then", ["sleeps on", "wakes"])
+def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, then):
     image = publish(store)
     leased = []
     interrupted(remote, "complete", lambda: leased.append(image.acquire()))
-    monkeypatch.setattr(archive, "PATIENCE", 0.1)
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
-    assert remote.claimed(image.id), "the wake takes long: what was sent stays, and nobody can pull it"
+    assert remote.claimed(image.id), "nobody can pull what was sent"
+    store.check(image)
+    if then == "wakes":
+        store.remove(image, leased=True)
     leased[0].end()
-    store.check(image)
-    assert archive.archive(image, store, remote) == 5004
+    assert list(archive.sweep(store, remote)) == ([] if then == "sleeps on" else [(image.id, None)])
+    assert there(remote, image) == (then == "sleeps on")
+    if then == "sleeps on":
+        assert archive.archive(image, store, remote) == 5004
 
 
-def test_a_wake_that_failed_leaves_nothing_of_it_there(store, remote, interrupted):
-    """Whoever gives up waits for its end, in a process of its own."""
+def test_nobody_holds_the_image_while_the_other_side_is_asked(store, remote, monkeypatch):
+    """The next wake has a moment's patience, and networks have none."""
     image = publish(store)
-    waiting = threading.Event()
-    hold = leases.hold
+    real, small, held = leases.hold, remote._small, []
 
-    def held(path, **options):
-        waiting.set()
-        return hold(path, **options)
+    def busy(*_, **__):
+        monkeypatch.setattr(leases, "hold", real)
+        raise ImageBusy("A wake has it, and fails soon.")
 
-    def wake():
-        lease = image.acquire()
-        threading.Thread(target=lambda: (waiting.wait(30), lease.end())).start()
+    def ask(*args):
+        try:
+            image.acquire().end()
+        except ImageBusy as error:
+            held.append(error)
+        return small(*args)
 
-    interrupted(remote, "complete", wake)
-    with mock.patch.object(leases, "hold", held), pytest.raises(ImageBusy):
+    monkeypatch.setattr(leases, "hold", busy)
+    monkeypatch.setattr(remote, "_small", ask)
+    with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
-    assert not (Path(remote._root) / image.id).exists()
-    store.check(image)
+    assert held == []
+    assert there(remote, image), "it is of use as long as the image is there"
 
 
 @pytest.mark.parametrize("then", ["busy", "archived"])
@@ -201,13 +208,13 @@ def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remo
         archive.archive(image, store, other)
         if then == "busy":  # and woken: its content is on its way back
             leased.append(image.acquire())
-            waiting.append(threading.Timer(0.5, leased[0].end))
-            waiting[0].start()
 
-    leased, waiting = [], []
+    leased = []
     interrupted(remote, "complete", overtake)
     with pytest.raises(ImageBusy if then == "busy" else ImageArchived):
         archive.archive(image, store, remote)
+    for lease in leased:
+        lease.end()
     with image.lease():
         archive.bring_back(image, store, remote)
     store.check(image)
@@ -265,3 +272,104 @@ def test_a_crash_while_the_content_is_set_aside_loses_nothing(store, remote, mon
     store.check(image)
     assert store.remove(image)
     assert list(store.root.glob(".draft*")) == []
+
+
+@pytest.fixture
+def broken_off(store, remote, monkeypatch):
+    """An image whose sender was killed after its first piece."""
+    image = publish(store)
+    real, sent = SharedDirectory.send, []
+
+    def die(*args):
+        if sent:
+            raise KeyboardInterrupt
+        sent.append(real(*args))
+        return sent[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedDirectory, "send", die)
+        with pytest.raises(KeyboardInterrupt):
+            archive.archive(image, store, Remote(remote._fs.unstrip_protocol(remote._root), workers=1))
+    assert there(remote, image)
+    return image
+
+
+def there(remote, image) -> bool:
+    return (Path(remote._root) / image.id).exists()
+
+
+def test_what_was_sent_of_a_kernel_that_woke_before_the_next_round_is_removed(store, remote, broken_off):
+    with broken_off.lease():
+        store.remove(broken_off, leased=True)
+    assert list(archive.sweep(store, remote)) == [(broken_off.id, None)]
+    assert not there(remote, broken_off)
+    assert [path.name for path in store.root.iterdir()] == [absences.RECORD]
+
+
+def test_what_was_sent_of_a_kernel_that_sleeps_on_is_used(store, remote, broken_off):
+    assert list(archive.archive_old(store, remote, 60.0)) == [(broken_off, 5004)]
+    with broken_off.lease():
+        archive.bring_back(broken_off, store, remote)
+    store.check(broken_off)
+
+
+def test_the_content_of_an_archived_image_that_was_removed_goes_too(store, remote):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    store.remove(image)
+    assert list(archive.sweep(store, remote)) == [(image.id, None)]
+    assert not there(remote, image)
+
+
+def test_a_place_that_does_not_answer_is_asked_again(store, remote, broken_off):
+    store.remove(broken_off)
+    with mock.patch.object(Remote, "remove", side_effect=RemoteFailed("It is away.")):
+        ((id, error),) = archive.sweep(store, remote)
+    assert (id, error.code) == (broken_off.id, "REMOTE_FAILED")
+    assert there(remote, broken_off)
+    assert list(archive.sweep(store, remote)) == [(broken_off.id, None)]
+    assert not there(remote, broken_off)
+
+
+def test_a_copy_that_a_wake_could_not_remove_goes_later(store, remote):
+    image = publish(store)
+    archive.archive(image, store, remote)
+    with mock.patch.object(Remote, "remove", side_effect=RemoteFailed("It is away.")), image.lease():
+        archive.bring_back(image, store, remote)
+        store.remove(image, leased=True)
+    assert there(remote, image)
+    assert list(archive.sweep(store, remote)) == [(image.id, None)]
+    assert not there(remote, image)
+
+
+@pytest.mark.parametrize("theirs", ["pieces", "an image", "an image that is being pulled"])
+def test_what_another_host_has_there_by_now_stays(store, remote, broken_off, tmp_path, monkeypatch, theirs):
+    """It may be all there is of the kernel."""
+    if theirs == "pieces":  # of a copy, which its own cold tier sends there
+        elsewhere, other = Store(tmp_path / "elsewhere", store.keys), Remote(f"file://{tmp_path}/other")
+        other.push(broken_off)
+        store.remove(broken_off)
+        copy = other.pull(broken_off.id, elsewhere)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Remote, "complete", mock.Mock(side_effect=KeyboardInterrupt))
+            archive.archive(copy, elsewhere, remote)
+    else:
+        remote.push(broken_off)
+        store.remove(broken_off)
+        if theirs == "an image that is being pulled":
+            monkeypatch.setattr(remote_module.socket, "gethostname", lambda: "another")
+            remote._claim(broken_off.id)
+    before = names(remote, broken_off)
+    assert list(archive.sweep(store, remote)) == [(broken_off.id, None)]
+    assert names(remote, broken_off) == before
+    assert not list(store.root.glob(".*sent"))
+
+
+def test_what_was_sent_of_an_image_that_was_moved_is_its_new_owners(store, remote, broken_off, tmp_path):
+    Remote(f"file://{tmp_path}/other").push(broken_off, take_from=store)
+    assert list(archive.sweep(store, remote)) == []
+    assert there(remote, broken_off)
+
+
+def names(remote, image) -> list[str]:
+    return sorted(path.name for path in (Path(remote._root) / image.id).iterdir())

@@ -87,6 +87,22 @@ async def test_neither_a_stop_nor_a_wake_waits_for_what_is_being_sent(store, tar
     store.check(image)
 
 
+async def test_what_a_killed_sender_had_sent_goes_when_the_kernel_is_back(store, tmp_path, caplog):
+    image = publish(store)
+    remote = Remote(f"file://{tmp_path}/cold")
+    token = image.mark_sent()
+    remote.send(image, token=token)
+    store.remove(image)  # as a wake does
+    cold = ColdTier(store, f"file://{tmp_path}/cold", 60.0, LOG)
+    with caplog.at_level(logging.INFO):
+        cold.start()
+        await until(lambda: any(image.id in message for message in caplog.messages))
+        await cold.stop()
+    assert "is removed" in caplog.text
+    assert list((tmp_path / "cold").iterdir()) == []
+    assert not list(store.root.glob(f".{image.id}*"))
+
+
 async def test_what_could_not_be_sent_is_told_and_tried_again(store, caplog):
     publish(store)
     cold = ColdTier(store, "nonsense://place", 0.4, LOG)

@@ -4,8 +4,9 @@ A server that stops checkpoints all its kernels at once, and a user may have sev
 need is promised to it, under a lock, before its first byte is written: of two that would fit only one at a time, one is
 refused.  Nothing here deletes anything: a limit holds by refusing the next checkpoint, whose kernel runs on.
 
-A promise lies beside its draft and goes with it.  Limit: a user can set another limit for servers of their own; what
-must hold against the user is the file system's quota, which the same checkpoint meets as `NoSpace`.
+A promise lies beside its draft and goes with it, or when somebody counts and finds the draft's writer gone.  Limit: a
+user can set another limit for servers of their own; what must hold against the user is the file system's quota, which
+the same checkpoint meets as `NoSpace`.
 """
 
 from __future__ import annotations
@@ -108,15 +109,33 @@ class Room:
 
 
 def with_promises(taken: Used, root: Path, but: Path | None = None) -> Used:
-    """``taken``, and what was promised to drafts that are there still; not counting the promise at ``but``."""
+    """``taken``, and what was promised to drafts that are being written; not counting the promise at ``but``.
+
+    A promise whose writer is gone is removed; its draft is left to the next sweep.
+    """
     bytes, kernels = taken.bytes, set(taken.kernels)
     for path in sorted(root.glob(f".draft-*{SUFFIX}")) if root.is_dir() else ():
-        if path != but and path.with_name(path.name.removesuffix(SUFFIX)).is_dir():
+        draft = path.with_name(path.name.removesuffix(SUFFIX))
+        if path != but and draft.is_dir() and not _abandoned(draft, path):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 promise = json.loads(path.read_text())
                 bytes += int(promise["bytes"])
                 kernels.add(str(promise["kernel_id"]))
     return Used(bytes, frozenset(kernels))
+
+
+def _abandoned(draft: Path, promise: Path) -> bool:
+    """Whether the writer of a draft, who holds its lock for as long as there is one, is gone; then so is the promise.
+
+    Where that cannot be tried, it is there.
+    """
+    lock = FileLock(draft.with_name(f"{draft.name}.lock"), timeout=0, mode=0o600)
+    with contextlib.suppress(Timeout, OSError), lock:
+        promise.unlink(missing_ok=True)
+        if not draft.exists():  # its writer was just about to remove the lock, or has
+            Path(lock.lock_file).unlink(missing_ok=True)
+        return True
+    return False
 
 
 @contextlib.contextmanager

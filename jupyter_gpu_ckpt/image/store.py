@@ -67,7 +67,7 @@ class Store:
         return min(one.f_bavail * one.f_frsize for one in map(os.statvfs, there))
 
     def over_quota(self, kernel_id: str, needed: int) -> QuotaExceeded | None:
-        """Why an image of ``needed`` bytes may not be made of a kernel; None if it may.  Changes nothing."""
+        """Why an image of ``needed`` bytes may not be made of a kernel; None if it may.  Promises nothing."""
         if not self.quota:
             return None
         return refusal(self.quota, with_promises(self._used(), self.root), kernel_id, needed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from images import FACTS, publish
@@ -146,3 +149,48 @@ def test_a_promise_goes_with_its_draft(store):
     bounded.begin("kernel", 9).discard()
     bounded.sweep()
     assert not room.exists()
+
+
+CHECKPOINT = """
+import sys, time
+from pathlib import Path
+from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.quota import Quota
+from jupyter_gpu_ckpt.image.store import Store
+
+draft = Store(Path(sys.argv[1]), Keyring(Path(sys.argv[2])), quota=Quota(bytes=10, kernels=1)).begin("first", 9)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_server_was_promised_that_was_killed_is_free_at_once(store):
+    bounded = limited(store, bytes=10, kernels=1)
+    argv = [sys.executable, "-c", CHECKPOINT, str(store.root), str(store.keys.directory)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"begun\n"
+        try:
+            assert bounded.over_quota("second", 2) is not None
+            with pytest.raises(QuotaExceeded):
+                bounded.begin("second", 2)
+        finally:
+            server.kill()
+    (room,) = store.root.glob("*.room")
+    assert bounded.over_quota("second", 2) is None
+    bounded.begin("second", 2).discard()
+    assert not room.exists()
+    assert bounded.sweep() == 1, "its draft is the next server's to remove"
+    assert [path.name for path in store.root.glob(".draft-*")] == []
+
+
+def test_a_promise_whose_lock_cannot_be_tried_counts(store):
+    """As on a file system that is read only just now."""
+    bounded = limited(store, bytes=10)
+    draft = bounded.begin("first", 9)
+    draft._lock.release()
+    lock = Path(draft._lock.lock_file)
+    lock.unlink(missing_ok=True)
+    lock.mkdir()
+    assert bounded.over_quota("second", 2) is not None
+    lock.rmdir()
+    assert bounded.over_quota("second", 2) is None

@@ -70,12 +70,17 @@ class Lifecycle(Leaving, Returning):
             if state is not State.RUNNING:
                 self.gate.sleep()
 
+    def begin_leaving(self) -> None:
+        """`leave` will be called: from now on nobody waits for content from the cold tier, however far a wake is."""
+        self._leaving.set()
+
     def leave(self) -> None:
         """Let go of a kernel that another server is to adopt: a living one goes on without an owner.
 
         CRIU, if it is at work, is made to give up: a dump is taken back, a restore keeps its image.  The driver's part
         of a verb cannot be broken off, and is waited for.
         """
+        self.begin_leaving()
         for capsule in (self._filling, self.capsule):
             if capsule is not None:
                 capsule.hurry()

@@ -56,7 +56,18 @@ class Returning(Steps):
     def _bring_back_content(self, image: Image) -> None:
         if not self.settings.archive_url:
             raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
-        archive.bring_back(image, self.engine.store, Remote(self.settings.archive_url))
+        # Asked with each piece: nobody who ends the kernel, or the server, is to wait for all of them.
+        archive.bring_back(
+            image, self.engine.store, Remote(self.settings.archive_url), lambda _: self._require_content_wanted()
+        )
+
+    def _require_content_wanted(self) -> None:
+        self._require_wanted()
+        if self._leaving.is_set():
+            raise ImageArchived(
+                "The server was stopped while the content was on its way back from the cold tier.",
+                hint="The next wake goes on where this one was.",
+            )
 
     def _require_fit(self, image: Image) -> list[str]:
         """Raises what `match.require` does for what this node lacks; the changed files that are accepted."""

@@ -158,6 +158,8 @@ class Steps:
         self._filling: Capsule | None = None
         #: The owner ends the kernel: a verb on its way to a running kernel takes no further step.
         self._ending = threading.Event()
+        #: The owner leaves: a kernel whose content is still on its way from the cold tier sleeps on.
+        self._leaving = threading.Event()
         self._lease: Lease | None = None
         self._proof: Proof | None = None
         #: Adopted alive, and not gone on since: see `Returning._outrun_images`.

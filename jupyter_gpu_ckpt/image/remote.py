@@ -30,9 +30,9 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from ..errors import (
+    GpuCkptError,
     ImageBusy,
     ImageDamaged,
-    ImageError,
     ImageFormat,
     ImageNotFound,
     NoSpace,
@@ -466,7 +466,7 @@ def _told() -> Iterator[None]:
     """What fsspec and what is below it raises becomes ours; foreign texts may hold URLs, so only kinds are told."""
     try:
         yield
-    except (ImageError, NoSpace):
+    except GpuCkptError:
         raise
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__

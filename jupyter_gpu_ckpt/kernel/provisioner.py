@@ -386,6 +386,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         if lifecycle is None:
             return
+        lifecycle.begin_leaving()
         try:
             await self.checkpoint()
         except GpuCkptError as error:

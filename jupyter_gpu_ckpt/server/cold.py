@@ -9,7 +9,6 @@ its standard input, for a URL may have a password in it; the end of that pipe is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from ..image.archive import archive_old, due, remnants, sweep
 from ..image.keys import Keyring
 from ..image.remote import Remote
 from ..image.store import Store
+from .background import Background
 
 #: Seconds between two looks, if images are archived after long; a quarter of that time if it is shorter.
 INTERVAL = 600.0
@@ -39,20 +39,16 @@ class ColdTier:
         self, store: Store, url: str, after: float, log: logging.Logger | logging.LoggerAdapter[logging.Logger]
     ) -> None:
         self._store, self._url, self._after, self._log = store, url, after, log
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = Background("gpu-ckpt-cold-tier", self._run)
 
     def start(self) -> None:
         """Begin.  Called from the extension, on its event loop."""
-        if self._url and self._task is None:
-            self._task = asyncio.create_task(self._run(), name="gpu-ckpt-cold-tier")
+        if self._url:
+            self._rounds.start()
 
     async def stop(self) -> None:
         """Begin nothing any more, and abandon a transfer that is under way: a later server goes on with it."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._rounds.stop()
 
     async def _run(self) -> None:
         while True:

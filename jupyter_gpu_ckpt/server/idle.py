@@ -19,6 +19,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError, PreflightError, StateError
 from ..kernel.provisioner import GpuCkptProvisioner
+from .background import Background
 from .policy import Action, Look, Policy, Rule, Settings, Verb
 from .senses import Senses
 
@@ -83,7 +84,7 @@ class IdlePolicy(LoggingConfigurable):
         self._kernels = kernels
         self._policy = Policy()
         self._senses = Senses(self.log)
-        self._loop_task: asyncio.Task[None] | None = None
+        self._rounds = Background("gpu-ckpt-idle-policy", self._run)
         self._under_way: set[asyncio.Task[None]] = set()
         self._sooner = asyncio.Event()
 
@@ -91,13 +92,12 @@ class IdlePolicy(LoggingConfigurable):
 
     def start(self) -> None:
         """Begin; does nothing if it runs.  Called from the extension, on its event loop."""
-        if self._loop_task is None:
-            self._loop_task = asyncio.create_task(self._run(), name="gpu-ckpt-idle-policy")
+        self._rounds.start()
 
     async def stop(self) -> None:
         """Begin nothing any more.  Verbs under way go on in their kernels' threads; nobody here waits for them."""
-        tasks = [*self._under_way, *([self._loop_task] if self._loop_task else [])]
-        self._loop_task = None
+        await self._rounds.stop()
+        tasks = list(self._under_way)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,7 +105,7 @@ class IdlePolicy(LoggingConfigurable):
     def status(self) -> dict[str, Any]:
         """The rules, as JSON; times in seconds, memory in bytes."""
         return {
-            "running": self._loop_task is not None,
+            "running": self._rounds.begun,
             "suspend_after": self.suspend_after,
             "checkpoint_after": self.checkpoint_after,
             "kernelspecs": dict(self.kernelspecs),

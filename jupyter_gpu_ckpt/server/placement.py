@@ -8,7 +8,6 @@ hub.  Whoever starts the server names that directory in ``$JUPYTER_GPU_CKPT_PLAC
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from ..image.requirements import FILE, of, to_json
 from ..image.store import Store
 from ..kernel.adoption import sleepers
+from .background import Background
 from .watch import Changed, Failed, Stepped
 
 
@@ -49,23 +49,20 @@ class Publisher:
     ) -> None:
         self._store, self._directory, self._log = store, directory, log
         self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._publishing = Background("gpu-ckpt-placement", self._run)
         #: What `stop` cancels may still be publishing, and must not have the last word.
         self._turn = threading.Lock()
 
     def start(self) -> None:
         """Begin, with what there is now.  Called from the extension, on its event loop."""
-        if self._directory and self._task is None:
+        if self._directory:
             self._news.set()
-            self._task = asyncio.create_task(self._run(), name="gpu-ckpt-placement")
+            self._publishing.start()
 
     async def stop(self) -> None:
         """Publish for the last time.  Called from the extension when its kernels have left."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        if self._publishing.begun:
+            await self._publishing.stop()
             await asyncio.to_thread(self._publish)
 
     def changed(self, change: Changed) -> None:

@@ -21,6 +21,7 @@ from ..engine.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engines import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
+from .background import Background
 from .watch import Changed, Failed, Stepped, Watcher, device_bytes
 
 #: Seconds of history, and the change in bytes that is worth an event.
@@ -63,7 +64,7 @@ class GpuUsage(LoggingConfigurable):
         self._watcher = watcher
         self._image_dir = image_dir
         self._tell = tell
-        self._task: asyncio.Task[None] | None = None
+        self._looking = Background("gpu-ckpt-usage", self._run)
         self._sooner = asyncio.Event()
         self._last: Usage | None = None
         self._looked = -inf
@@ -72,13 +73,11 @@ class GpuUsage(LoggingConfigurable):
 
     def start(self) -> None:
         """Begin.  Called from the extension, on its event loop."""
-        self._task = asyncio.create_task(self._run(), name="gpu-ckpt-usage")
+        self._looking.start()
 
     async def stop(self) -> None:
         """End.  Called from the extension."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._looking.stop()
 
     async def look(self) -> Usage:
         """Look now."""

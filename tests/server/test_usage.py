@@ -96,12 +96,17 @@ async def test_nobody_is_asked_before_there_is_a_kernel_and_at_once_when_it_move
     await until_async(lambda: len(world.told) == 2)
 
 
+def is_looking() -> bool:
+    return "gpu-ckpt-usage" in [task.get_name() for task in asyncio.all_tasks()]
+
+
 async def test_without_a_gpu_it_stops_looking(world):
     world.driver.leave(world.pid)
     world.driver.gpus.clear()
     world.usage.start()
+    assert is_looking()
     world.usage.changed(None)
-    await until_async(lambda: world.usage._task.done())
+    await until_async(lambda: not is_looking())
     assert world.told == []
     assert (await world.usage.document())["gpus"] == []
 
@@ -115,7 +120,7 @@ async def test_a_fault_ends_nothing_and_is_told_once(world, monkeypatch, caplog)
         for _ in range(3):
             world.usage.changed(None)
             await asyncio.sleep(0.05)
-        assert not world.usage._task.done()
+        assert is_looking()
         assert len(caplog.records) == 1
         await world.usage.stop()
 

@@ -172,5 +172,3 @@ def _bar(total: int, shown: bool) -> Any:
     finally:
         if shown:
             print("\r     \r", end="", file=sys.stderr, flush=True)
-
-

@@ -54,9 +54,7 @@ def test_every_verb_reaches_its_state(start, verb, goal):
     assert run(at(start), verb).state is goal
 
 
-@pytest.mark.parametrize(
-    ("start", "verb"), [(key[0], key[1]()) for key, plan in machine.PLANS.items() if plan is None]
-)
+@pytest.mark.parametrize(("start", "verb"), [(key[0], key[1]()) for key, plan in machine.PLANS.items() if plan is None])
 def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
     kernel, steps = advance(at(start), verb)
     assert (kernel.state, steps) == (start, ())

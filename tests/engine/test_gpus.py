@@ -287,7 +287,6 @@ class TestNvml:
     def test_processes(self, monkeypatch):
         assert self.ask(monkeypatch).processes(A) == [(5, 3), (6, None)]
 
-
     def test_utilisation(self, monkeypatch):
         rates = types.SimpleNamespace(gpu=42, memory=7)
         assert self.ask(monkeypatch, DeviceGetUtilizationRates=lambda handle: rates).utilisation(A) == 42

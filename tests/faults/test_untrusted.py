@@ -137,9 +137,7 @@ async def test_an_encrypted_image_waits_for_what_it_needs(tmp_path, runtime_base
     monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
     memory = tmp_path / "memory"
     memory.mkdir()
-    async with notebook(
-        tmp_path, runtime_base, encryption_key="env:KEY_OF_IMAGES", memory_dir=str(memory)
-    ) as kernel:
+    async with notebook(tmp_path, runtime_base, encryption_key="env:KEY_OF_IMAGES", memory_dir=str(memory)) as kernel:
         subject = await Subject.of(kernel, tmp_path)
         await subject.provisioner.checkpoint()
         if lost == "the key":

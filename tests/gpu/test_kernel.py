@@ -87,11 +87,14 @@ async def test_everything_on_the_device_is_bit_equal_after_a_checkpoint_and_the_
     # A graph captured before replays, on new input; streams, autograd and the optimizer go on.
     replay = "static.fill_(3); graph.replay(); torch.cuda.synchronize(); print(result[0].item())"
     assert await kernel.run(replay) == "7.0"
-    assert await kernel.run(
-        "with torch.cuda.stream(stream): y = x.sum()\nstream.synchronize()\n"
-        "optimizer.zero_grad(); loss = model(data).square().mean(); loss.backward(); optimizer.step()\n"
-        "print(bool(loss.isfinite()), pinned.is_pinned())"
-    ) == "True True"
+    assert (
+        await kernel.run(
+            "with torch.cuda.stream(stream): y = x.sum()\nstream.synchronize()\n"
+            "optimizer.zero_grad(); loss = model(data).square().mean(); loss.backward(); optimizer.step()\n"
+            "print(bool(loss.isfinite()), pinned.is_pinned())"
+        )
+        == "True True"
+    )
 
 
 async def test_the_generator_of_the_device_draws_the_same_numbers_as_without_a_checkpoint(kernel):

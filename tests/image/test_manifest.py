@@ -16,9 +16,7 @@ from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.manifest import VERSION, FileEntry, Manifest, safe_name
 from jupyter_gpu_ckpt.image.store import Store
 
-SCHEMA = json.loads(
-    importlib.resources.files("jupyter_gpu_ckpt").joinpath("image/manifest.schema.json").read_text()
-)
+SCHEMA = json.loads(importlib.resources.files("jupyter_gpu_ckpt").joinpath("image/manifest.schema.json").read_text())
 HASH = "0" * 64
 
 

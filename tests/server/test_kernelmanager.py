@@ -101,10 +101,10 @@ async def test_a_protected_kernel_is_neither_culled_nor_expired(tmp_path, runtim
 
 
 def test_a_server_that_culls_checkpoints_first_and_lets_sleepers_expire(tmp_path, runtime_base, criu_binary):
-    config = '''
+    config = """
 c.MappingKernelManager.cull_idle_timeout = c.MappingKernelManager.cull_interval = 1
 c.CheckpointKernelManager.checkpointed_expiry = 3
-'''
+"""
     with server(tmp_path, runtime_base, config=config) as running, running.events() as next_event:
         kernel_id = running.start_kernel()
         states = []

@@ -1,21 +1,8 @@
-import { parseEvent, type IKernel, type IStateEvent, type IStepEvent, type State } from '../src/api';
+import { parseEvent, type IStateEvent, type IStepEvent, type State } from '../src/api';
 import { KernelModel } from '../src/kernel';
+import { kernelDocument } from './documents';
 
-const DOCUMENT: IKernel = {
-  id: 'k',
-  name: 'python3',
-  state: 'running',
-  since: 100,
-  checkpointable: true,
-  reason: null,
-  image: null,
-  device_bytes_away: 0,
-  progress: null,
-  failure: null,
-  job: null,
-  policy: null,
-  device_bytes: { 'GPU-a': 300, 'GPU-b': 100 }
-};
+const DOCUMENT = kernelDocument('k', { since: 100, device_bytes: { 'GPU-a': 300, 'GPU-b': 100 } });
 
 function state(to: State, previous: State | null, more: Partial<IStateEvent> = {}): IStateEvent {
   return { kind: 'state', kernel_id: 'k', state: to, previous, seconds: 1, image: null, device_bytes: 0, ...more };

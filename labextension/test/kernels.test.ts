@@ -1,24 +1,8 @@
 import type { IJob, IKernel, IStateEvent, State, Verb } from '../src/api';
 import { Kernels, type IEnded, type IKernelSource } from '../src/kernels';
+import { kernelDocument } from './documents';
 
 jest.useFakeTimers();
-
-function document(id: string, state: State = 'running'): IKernel {
-  return {
-    id,
-    name: 'python3',
-    state,
-    since: 0,
-    checkpointable: true,
-    reason: null,
-    image: null,
-    device_bytes_away: 0,
-    progress: null,
-    failure: null,
-    job: null,
-    policy: null
-  };
-}
 
 function job(verb: Verb, more: Partial<IJob> = {}): IJob {
   return { id: 'j', kernel_id: 'a', verb, status: 'running', started: 0, ended: null, error: null, ...more };
@@ -30,7 +14,7 @@ function state(id: string, to: State, previous: State): IStateEvent {
 
 /** A server with these kernels. */
 class Server implements IKernelSource {
-  there = new Map([['a', document('a')]]);
+  there = new Map([['a', kernelDocument('a')]]);
   asked: string[] = [];
   job_: IJob = job('checkpoint');
   fail: Error | null = null;
@@ -96,7 +80,7 @@ test('nothing is asked while events flow, however long', async () => {
 test('a document that is older than an event is not believed', async () => {
   kernels.get('a'); // the answer is under way
   kernels.take(state('a', 'dumping', 'running'));
-  server.there.set('a', document('a', 'dumping'));
+  server.there.set('a', kernelDocument('a', { state: 'dumping' }));
   await pass();
   expect(kernels.get('a').phase).toBe('checkpointing');
   const listed = kernels.reload();
@@ -109,7 +93,7 @@ test('in doubt the server is asked again and again, until an event comes', async
   kernels.get('a');
   await pass();
   server.asked = [];
-  server.there.set('a', document('a', 'checkpointed'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   kernels.doubt();
   await pass(10_000);
   expect(kernels.get('a').phase).toBe('checkpointed');
@@ -184,7 +168,7 @@ test('a job that failed without an event is told', async () => {
 test('a job without an event and without an error means that events are missing', async () => {
   kernels.get('a');
   await pass();
-  server.there.set('a', document('a', 'checkpointed'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   await kernels.begin('a', 'checkpoint');
   await pass(2000);
   expect(kernels.get('a').phase).toBe('checkpointed');
@@ -203,7 +187,7 @@ test('a protection is kept as the seconds that are left', async () => {
 test('an event right after a doubt does not take the place of the look', async () => {
   kernels.get('a');
   await pass();
-  server.there.set('a', document('a', 'checkpointed'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   kernels.doubt();
   kernels.take(state('b', 'running', 'starting'));
   await pass(1);
@@ -214,7 +198,7 @@ test('a verb that is silent for long is asked after', async () => {
   kernels.get('a');
   await pass();
   kernels.take(state('a', 'dumping', 'running'));
-  server.there.set('a', document('a', 'checkpointed'));
+  server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   await pass(9_000);
   expect(kernels.get('a').phase).toBe('checkpointing');
   await pass(2_000);

@@ -18,40 +18,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from blake3 import blake3
-from filelock import FileLock, Timeout
-
-from ..errors import (
-    GpuCkptError,
-    ImageBusy,
-    ImageDamaged,
-    ImageFormat,
-    ImageNotFound,
-    NoSpace,
-    RemoteFailed,
-    RemoteUnsupported,
-)
-from . import direct, integrity
-from . import pieces as pieces_of
+from ..errors import GpuCkptError, ImageBusy, ImageFormat, ImageNotFound, NoSpace, RemoteFailed, RemoteUnsupported
+from . import integrity
 from .arrival import Arrival
 from .disk import flush, write_private
 from .image import Image
+from .incoming import INCOMING, Files, staged
 from .integrity import MANIFEST, SEAL
 from .manifest import MOST_BYTES, Manifest, safe_name
-from .pieces import Journal, Piece, pieces, prepare, zeros
+from .pieces import Journal, Piece, pieces, zeros
 from .shared_directory import SharedDirectory
 from .store import Store
 
-#: Beside the images of a store: what is being pulled.
-INCOMING = ".incoming"
+__all__ = ["CLAIM", "INCOMING", "Progress", "Remote"]
+
 CLAIM = "claim.json"
 
 #: Told the bytes that are done now, from any thread; those of an earlier try count at once.
@@ -272,113 +259,49 @@ class Remote:
         claimed it or another process here is at it, `ImageNotFound`, `NoSpace`.
         """
         store.prepare()
-        with self.fetched(id, store, keep=keep, progress=progress) as staged:
+        with self.fetched(id, store, keep=keep, progress=progress) as fetched:
             target = store.root / id
             if target.exists():
                 raise ImageBusy(f"There is an image {id} already.", image=id)
-            staged.rename(target)
+            fetched.rename(target)
             flush(store.root)
         if not keep:
             self.remove(id)
         return store.get(id)
 
-    @contextlib.contextmanager
-    def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
+    def fetched(
+        self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None
+    ) -> AbstractContextManager[Path]:
         """An image's directory, proved and on disk, beside the images of ``store``, for the body to take what it needs.
 
         Raises as `pull`.
         """
-        # In a directory of the image's name, which the proof asks for.
-        staged = store.root / INCOMING / self._named(id)
-        staged.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = FileLock(staged.with_name(f".{id}.lock"), timeout=0, mode=0o600)
-        try:
-            lock.acquire()
-        except Timeout as error:
-            raise ImageBusy(f"Image {id} is being pulled by another process.", image=id) from error
-        try:
-            journal = staged.with_name(f".{id}.done")
-            if not journal.exists():  # the body of an earlier try may have taken files: nothing says what is left
-                shutil.rmtree(staged, ignore_errors=True)
-            done = Journal(journal)
-            with contextlib.closing(done):
-                self._fetch(id, staged, store, keep, done, progress)
-            # Before the body takes a file: else a next try would believe the journal that it is still there.
-            journal.unlink(missing_ok=True)
-            flush(journal.parent)
-            yield staged
-            shutil.rmtree(staged, ignore_errors=True)
-            Path(lock.lock_file).unlink(missing_ok=True)
-        finally:
-            lock.release()
+        return staged(store, self._named(id), lambda at, done: self._fetch(id, at, store, keep, done, progress))
 
-    def _fetch(self, id: str, staged: Path, store: Store, keep: bool, done: Journal, progress: Progress | None) -> None:
-        place = self._place(id)
-        staged.mkdir(mode=0o700, exist_ok=True)
+    def _fetch(self, id: str, at: Path, store: Store, keep: bool, done: Journal, progress: Progress | None) -> None:
+        at.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            write_private(staged / name, self._small(id, name, most).decode(errors="replace"))
-        manifest = integrity.require_sealed(staged, store.keys)
+            write_private(at / name, self._small(id, name, most).decode(errors="replace"))
+        manifest = integrity.require_sealed(at, store.keys)
         store.generations.require_current(manifest)
         if not keep:
             self._claim(id)
         if store.free() < manifest.bytes:
             raise NoSpace("The image does not fit on the disk of the image directory.", needed=manifest.bytes)
         with _told():
-            sizes = self._sizes(place)
-            files = {name: prepare(staged, name, entry.bytes) for name, entry in manifest.files.items()}
+            place, shared = self._place(id), self._shared(id)
 
-            shared = self._shared(id)
-            # One for each piece under way, for the one that is hashed, and the one that is written.
-            free: SimpleQueue[memoryview] = SimpleQueue()
-            for _ in range(self._workers + 2):
-                free.put(direct.buffer(pieces_of.PIECE))
+            def read(piece: Piece, into: memoryview) -> memoryview:
+                if shared is not None:
+                    return shared.fetch(piece, into)
+                data = memoryview(self._fs.cat_file(f"{place}/{piece.name}"))
+                if len(data) == piece.length:
+                    into[: len(data)] = data
+                return data
 
-            def fetch(piece: Piece) -> tuple[Piece, memoryview, memoryview]:
-                into = free.get()
-                if piece.name in done:
-                    data = direct.read(files[piece.file], into, piece.length, piece.offset)
-                elif piece.name not in sizes:
-                    data = memoryview(zeros(piece.length))
-                elif shared is not None:
-                    data = shared.fetch(piece, into)
-                else:
-                    data = memoryview(self._fs.cat_file(f"{place}/{piece.name}"))
-                    if len(data) == piece.length:
-                        into[: len(data)] = data
-                if len(data) != piece.length:
-                    raise RemoteFailed("A piece of the image has another size than it should.", piece=piece.name)
-                return piece, data, into
-
-            def keep_piece(piece: Piece, into: memoryview) -> None:
-                if piece.name in sizes and piece.name not in done:
-                    size = manifest.files[piece.file].bytes
-                    direct.write(files[piece.file], into, piece.length, offset=piece.offset, size=size)
-                    done.add(piece.name)
-                free.put(into)
-                if progress is not None:
-                    progress(piece.length)
-
-            # Proved on the way, in the order of the files: read again they would come from the disk.  Written by one
-            # thread: several that write to one file wait for each other's lock, and burn a CPU each while they do.
-            hashers = {name: blake3(max_threads=blake3.AUTO) for name in manifest.files}
-            with ThreadPoolExecutor(1, thread_name_prefix="image-writer") as writer:
-                written: Future[None] | None = None
-                for piece, data, into in self._each(fetch, pieces(manifest)):
-                    hashers[piece.file].update(data)
-                    if written is not None:
-                        written.result()
-                    written = writer.submit(keep_piece, piece, into)
-                if written is not None:
-                    written.result()
-        wrong = [name for name, entry in manifest.files.items() if hashers[name].hexdigest() != entry.blake3]
-        if wrong:
-            shutil.rmtree(staged, ignore_errors=True)  # nothing of it is used by the next try
-            done.path.unlink(missing_ok=True)
-            raise ImageDamaged(f"What arrived is damaged: {', '.join(wrong[:3])}.", image=id, files=wrong[:100])
-        integrity.require_tree(staged, manifest)
-        for path in sorted(staged.rglob("*"), reverse=True):
-            flush(path)
-        flush(staged)
+            files = Files(at, manifest, self._sizes(place), done)
+            files.receive(read, self._each, self._workers, progress)
+        files.require_whole()
 
     def _claim(self, id: str) -> None:
         """From now on the image there is ours to take.  Raises `ImageBusy`."""

@@ -79,7 +79,7 @@ def _features(options: argparse.Namespace) -> int:
     from .engine.gpus import Gpus
     from .errors import GpuCkptError
     from .hub.slurm import features
-    from .image.match import fingerprint
+    from .image.fingerprint import fingerprint
     from .image.requirements import of
 
     with Gpus() as gpus:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from .engine import criu_images
 from .engine.gpus import Gpus, gpu_mapping
 from .errors import CudaError
+from .image.fingerprint import fingerprint, look
 from .image.manifest import Manifest
-from .image.match import Mismatch, fingerprint, look, match
+from .image.match import Mismatch, match
 from .image.store import Store
 from .preflight import available_memory
 

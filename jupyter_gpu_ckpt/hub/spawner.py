@@ -8,6 +8,7 @@ In ``jupyterhub_config.py``::
     c.JupyterHub.spawner_class = Spawner
     c.CheckpointMixin.image_dir = "/srv/gpu-ckpt/{username}"
 
+With a placement (`placement`) it stands before its mixin: ``class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner)``.
 It covers whoever stops a server: its user, an administrator, a culler, a hub that takes its servers along; named
 servers, too.  A spawner cannot refuse a stop: JupyterHub has taken the server from its proxy before it asks the
 spawner, and forgets it whatever the spawner says.  It can take its time (`CheckpointMixin.park_patience`).
@@ -18,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from traitlets import Bool, Float, List, Unicode
@@ -29,6 +31,10 @@ from .client import Outcome, ServerClient
 
 #: What spawners call the seconds that they leave to a server told to end: LocalProcessSpawner, then KubeSpawner.
 GRACES = ("interrupt_timeout", "term_timeout", "delete_grace_period")
+
+#: For as long KubeSpawner waits for the end of a pod that it has deleted.  It kills one that it still finds at the next
+#: start, whatever grace that has left.
+_WAITS = "start_timeout"
 
 #: Seconds for the end of a server without awake kernels.
 _EMPTY = 15.0
@@ -69,6 +75,7 @@ class CheckpointMixin(LoggingConfigurable):
     ).tag(config=True)
     stop_notes: List[str] = List(help="What the spawn page tells of the last stop.")
     _told: List[str] = List()
+    _start_failed = Bool(False)
 
     # -- JupyterHub's hooks
 
@@ -92,10 +99,32 @@ class CheckpointMixin(LoggingConfigurable):
         super().load_state(state)  # type: ignore[misc]
         self.stop_notes = state.get("gpu_ckpt_notes", [])
 
+    def clear_state(self) -> None:
+        """Called from the hub before a start and after every end, that of a start that failed, too."""
+        super().clear_state()  # type: ignore[misc]
+        if self._fails():
+            self.stop_notes = list(self._told)
+
     async def start(self) -> Any:
-        """Called from the hub; the notes of the last stop are told during this start, and no other."""
+        """Called from the hub.  The notes of the last stop are told during this start, and again if it fails."""
         self._told, self.stop_notes = list(self.stop_notes), []
-        return await super().start()  # type: ignore[misc]
+        self._start_failed = False
+        try:
+            return await super().start()  # type: ignore[misc]
+        except BaseException:  # the hub cancels a start that takes too long
+            self._start_failed = True
+            raise
+
+    async def get_pod_manifest(self) -> Any:
+        """Called from KubeSpawner's start.
+
+        Who else ends a pod (an eviction, a drained node, ``kubectl delete``) leaves it what its manifest says.
+        """
+        pod = await super().get_pod_manifest()  # type: ignore[misc]
+        if self.park_before_stop:
+            grace = math.ceil(min(self.stop_grace, self.stop_limit))
+            pod.spec.termination_grace_period_seconds = max(pod.spec.termination_grace_period_seconds or 0, grace)
+        return pod
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Called from the hub for the page that a user looks at while the server starts."""
@@ -105,22 +134,33 @@ class CheckpointMixin(LoggingConfigurable):
             yield event
 
     async def stop(self, now: bool = False) -> None:
-        """Called from the hub.  ``now``: it is stopped at once, and only its own stop checkpoints."""
-        if self.park_before_stop and not now:
+        """Called from the hub.  ``now``: it is stopped at once, and only its own stop checkpoints.
+
+        So is a server that the hub stops because it did not come up: nobody has used it, and the images that it was to
+        adopt are as they were.
+        """
+        seconds = 0.0
+        if self.park_before_stop and not now and not self._fails():
             try:
-                await asyncio.wait_for(self._park(), self.stop_limit)
+                seconds = await asyncio.wait_for(self._park(), self.stop_limit)
             except Exception:
                 # Whatever it was: a server that its user or an administrator wants stopped is stopped, gently.
                 self.log.exception("A server could not be parked.")
-                self._allow(self.stop_grace)
-        await super().stop(now=now)  # type: ignore[misc]
+                seconds = self.stop_grace
+        with self._allowed(seconds):
+            await super().stop(now=now)  # type: ignore[misc]
+
+    def _fails(self) -> bool:
+        """Whether the server did not come up: an end now is the end of its start."""
+        return self._start_failed or bool(getattr(self, "_waiting_for_response", False))
 
     # -- parking
 
-    async def _park(self) -> None:
+    async def _park(self) -> float:
+        """The seconds that the server's own stop may need then."""
         spawner: Any = self
         if spawner.server is None or await spawner.poll() is not None:
-            return
+            return 0.0
         token = spawner.user.new_api_token(
             note="gpu-ckpt: parks the server before it is stopped",
             scopes=[f"access:servers!server={spawner.user.name}/{spawner.name}"],
@@ -132,8 +172,8 @@ class CheckpointMixin(LoggingConfigurable):
             seconds, outcome = await self._try_to_park(client)
         finally:
             self._forget(token)
-        self._allow(seconds)
         self.stop_notes = notes(outcome)
+        return seconds
 
     async def _try_to_park(self, client: ServerClient) -> tuple[float, Outcome | GpuCkptError]:
         """Until it succeeds or patience ends; the seconds that the server's own stop may need, and what came of it."""
@@ -156,12 +196,21 @@ class CheckpointMixin(LoggingConfigurable):
                 return seconds, outcome
             await asyncio.sleep(_RETRY)
 
-    def _allow(self, seconds: float) -> None:
-        """Raise what the spawner leaves to a server that ends."""
-        seconds = min(seconds, self.stop_limit)
-        for name in GRACES:
-            if self.has_trait(name) and getattr(self, name) < seconds:
-                setattr(self, name, math.ceil(seconds))
+    @contextmanager
+    def _allowed(self, seconds: float) -> Iterator[None]:
+        """Raise what the spawner leaves to a server that ends, for this one stop."""
+        seconds = math.ceil(min(seconds, self.stop_limit))
+        wanted = {name: seconds for name in GRACES if self.has_trait(name)}
+        if "delete_grace_period" in wanted and seconds:
+            wanted[_WAITS] = math.ceil(seconds + _EMPTY)
+        configured = {name: getattr(self, name) for name in wanted}
+        for name, value in wanted.items():
+            setattr(self, name, max(value, configured[name]))
+        try:
+            yield
+        finally:
+            for name, value in configured.items():
+                setattr(self, name, value)
 
     def _certificates(self) -> Any:
         """The hub's own, where it talks to servers by TLS (``JupyterHub.internal_ssl``)."""

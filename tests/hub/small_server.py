@@ -1,0 +1,51 @@
+"""A user's server as a hub sees it: it answers as one that can be parked, is busy, or says nothing would."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import datetime, timedelta, timezone
+
+from tornado import httpserver, testing, web
+
+PARKED = {"parked": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
+BUSY = {
+    "parked": False,
+    "kernels": [{"kernel_id": "k", "image": None, "bytes": 0, "code": "KERNEL_BUSY", "hint": "Wait."}],
+}
+
+
+class Double:
+    """A user's server: what it answers, and what it was asked."""
+
+    def __init__(self, certificates: ssl.SSLContext | None = None) -> None:
+        self.result: dict | None = PARKED
+        self.status = 200
+        self.seconds = 30.0
+        self.last_activity = datetime.now(timezone.utc) - timedelta(hours=2)
+        self.asked: list[str] = []
+        double = self
+
+        class Any(web.RequestHandler):
+            def answer(self) -> None:
+                path = self.request.path.removeprefix("/user/ann/")
+                double.asked.append(f"{self.request.method} {path}")
+                if double.status != 200:
+                    self.set_status(double.status)
+                elif path == "api/status":
+                    self.finish({"last_activity": double.last_activity.isoformat()})
+                elif self.request.method == "GET" and path == "gpu-ckpt/park":
+                    self.finish({"kernels": 1, "bytes": 1, "seconds": double.seconds})
+                else:
+                    status = "running" if double.result is None else "done"
+                    self.finish({"id": "j", "status": status, "result": double.result, "error": None})
+
+            get = post = answer
+
+        self.server = httpserver.HTTPServer(web.Application([(".*", Any)]), ssl_options=certificates)
+        socket, port = testing.bind_unused_port()
+        self.server.add_socket(socket)
+        self.port = port
+        self.url = f"{'https' if certificates else 'http'}://127.0.0.1:{port}"
+
+    def posts(self) -> int:
+        return self.asked.count("POST gpu-ckpt/park")

@@ -102,7 +102,7 @@ async def test_the_pod_that_the_values_make(configured, version):
     spec = manifest["spec"]
     (container,) = spec["containers"]
     assert spec["hostUsers"] is False
-    assert spec["terminationGracePeriodSeconds"] == spawner.delete_grace_period > 60
+    assert spec["terminationGracePeriodSeconds"] == 240
     assert container["securityContext"] == {
         "runAsUser": 1000,
         "runAsNonRoot": True,

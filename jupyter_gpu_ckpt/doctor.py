@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -61,11 +62,14 @@ class Finding:
 def diagnose(image_directory: Path | None = None, probes: Probes | None = None) -> list[Finding]:
     """Every finding about this host, in the order in which to mend them.
 
-    ``image_directory`` is where images are to lie (by default ``gpu-ckpt/images`` in the Jupyter data directory).
+    ``image_directory`` is where images are to lie (by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in
+    the Jupyter data directory).
     Takes below 2 s on a host without a GPU; with one, the CUDA driver's own start is added.  Never raises.
     """
     asked = probes or Probes()
-    directory = image_directory or criu_install.data_directory().with_name("images")
+    directory = image_directory or Path(
+        os.environ.get(image_directories.VARIABLE) or criu_install.data_directory().with_name("images")
+    )
     examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("linux", lambda: _linux(asked)),
         ("criu", lambda: _criu(asked)),
@@ -367,13 +371,13 @@ def as_text(findings: Sequence[Finding]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """``jupyter gpu-ckpt doctor``: exit status 0 if the host is fit for ``--for``, else that of `errors.HostError`."""
     parser = argparse.ArgumentParser(prog="jupyter gpu-ckpt doctor", description="Can this host checkpoint kernels?")
-    parser.add_argument("--image-directory", type=Path, metavar="DIR", help="where images are to lie")
+    parser.add_argument("--image-dir", type=Path, metavar="DIR", help="where images are to lie")
     parser.add_argument(
         "--for", dest="need", choices=("cpu", "gpu"), default="cpu", help="what the exit status is about"
     )
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     options = parser.parse_args(argv)
-    findings = diagnose(options.image_directory)
+    findings = diagnose(options.image_dir)
     print(json.dumps(as_json(findings), indent=1) if options.json else as_text(findings))
     return 0 if fit(findings, options.need) else HostError.exit_status
 

@@ -13,6 +13,7 @@ from jupyter_gpu_ckpt.doctor import diagnose
 from jupyter_gpu_ckpt.engine import criu_install, host
 from jupyter_gpu_ckpt.engine.commands import run
 from jupyter_gpu_ckpt.errors import CriuMissing
+from jupyter_gpu_ckpt.kernel.places import default_image_dir
 from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
@@ -40,11 +41,20 @@ HINDRANCES = ("linux", "criu", "criu-check", "namespaces", "proc-mount", "pid-ch
 
 def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(criu_install.VARIABLE, criu)
-    assert doctor.main(["--json", "--image-directory", str(tmp_path / "not/yet")]) == 0
+    assert doctor.main(["--json", "--image-dir", str(tmp_path / "not/yet")]) == 0
     found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert all(found[check]["ok"] for check in HINDRANCES), found
     assert list(tmp_path.iterdir()) == []  # nothing is made
     assert found["ipykernel"]["ok"], found["ipykernel"]
+
+
+def test_images_are_looked_for_where_the_other_commands_find_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("JUPYTER_GPU_CKPT_IMAGES", str(tmp_path / "theirs"))
+    (finding,) = (one for one in diagnose() if one.check == "image-directory")
+    assert str(tmp_path / "theirs") in finding.what
+    assert default_image_dir() == tmp_path / "theirs"
+    (finding,) = (one for one in diagnose(tmp_path / "named") if one.check == "image-directory")
+    assert str(tmp_path / "named") in finding.what
 
 
 def test_this_host_is_fit_for_an_ordinary_user(criu):
@@ -132,7 +142,7 @@ def test_real_root_without_cap_sys_admin():
 
 
 def test_real_unwritable_image_directory(tmp_path):
-    finding = spoiled("unwritable", "--image-directory", str(tmp_path))["image-directory"]
+    finding = spoiled("unwritable", "--image-dir", str(tmp_path))["image-directory"]
     assert finding["ok"] is False and "Permission denied" in finding["what"]
 
 

@@ -18,6 +18,9 @@ from pathlib import Path
 from ..errors import StoreShared, StoreUnsuitable
 from .disk import mapped
 
+#: The environment variable that names the image directory.
+VARIABLE = "JUPYTER_GPU_CKPT_IMAGES"
+
 #: What a file system that has no hard links says to link(2).
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 

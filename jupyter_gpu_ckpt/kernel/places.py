@@ -11,11 +11,12 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import CapsuleError
+from ..image.directory import VARIABLE
 
 
 def default_image_dir() -> Path:
     """``gpu-ckpt/images`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_IMAGES``."""
-    override = os.environ.get("JUPYTER_GPU_CKPT_IMAGES")
+    override = os.environ.get(VARIABLE)
     return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "images"
 
 

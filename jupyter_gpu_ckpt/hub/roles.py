@@ -6,15 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def culler_role(service: str = "gpu-ckpt-culler", groups: Iterable[str] = ()) -> dict[str, Any]:
+def culler_role(service: str = "gpu-ckpt-culler", users: Iterable[str] = ()) -> dict[str, Any]:
     """The role of an idle culler that parks servers before it stops them.
 
     ``access:servers`` is what parking adds to the culler's usual scopes.  It lets its owner do in a server whatever the
-    server's user can: run the culler where nobody else can read its token.  With ``groups`` it reaches their members'
-    servers alone.
+    server's user can: run the culler where nobody else can read its token.  With ``users`` it reaches their servers
+    alone.  Groups will not do: a user's server that is shown a token does not know who is in which group, and refuses
+    one for ``access:servers!group=...`` (``jupyterhub.services.auth.check_scopes``).
     """
     scopes = ("list:users", "read:users:activity", "read:servers", "delete:servers", "access:servers")
-    filters = [f"!group={group}" for group in groups] or [""]
+    filters = [f"!user={user}" for user in users] or [""]
     return {
         "name": f"{service}-role",
         "description": "Parks idle servers and stops them",

@@ -6,10 +6,11 @@ In jupyterhub_config.py::
 
     c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
 
-and, so that a spawn page that is open before the hook runs shows what it tells, a spawner class with
-`progress.ToldMixin` before it.  The hook reads what the user's last server published of its sleeping kernels
-(`image.requirements`), and asks Slurm (batchspawner) or Kubernetes (KubeSpawner) for a node that has it.  Where there
-is none the user gets any node, and is told so: the images stay, and their kernels wake on a node like theirs.
+and, so that a spawn page that is open before the hook runs shows what it tells, `progress.ToldMixin` before the
+spawner's class: ``class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner)``.  The hook reads what the user's last
+server published of its sleeping kernels (`image.requirements`), and asks Slurm (batchspawner) or Kubernetes
+(KubeSpawner) for a node that has it.  Where there is none the user gets any node, and is told so: the images stay, and
+their kernels wake on a node like theirs.
 
 **Who may read what.**  The images are their owner's alone.  A hub that read the manifests itself would have to be root
 on the shared store, or in a group that may read every secret of every kernel.  So the user's own server publishes the

@@ -27,6 +27,7 @@ from traitlets import Bool, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
+from ..image.directory import VARIABLE as IMAGES
 from .client import Outcome, ServerClient
 
 #: What spawners call the seconds that they leave to a server told to end: LocalProcessSpawner, then KubeSpawner.
@@ -84,7 +85,7 @@ class CheckpointMixin(LoggingConfigurable):
         env: dict[str, str] = super().get_env()  # type: ignore[misc]
         of_spawner: Any = self
         if self.image_dir:
-            env["JUPYTER_GPU_CKPT_IMAGES"] = of_spawner.format_string(self.image_dir)
+            env[IMAGES] = of_spawner.format_string(self.image_dir)
         if self.archive_url:
             env["JUPYTER_GPU_CKPT_ARCHIVE"] = of_spawner.format_string(self.archive_url)
         return env
@@ -128,7 +129,7 @@ class CheckpointMixin(LoggingConfigurable):
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
         """Called from the hub for the page that a user looks at while the server starts."""
-        for note in self._told:
+        for note in self.stop_notes or self._told:  # a page may be open before the start is
             yield {"message": note}
         async for event in super().progress():  # type: ignore[misc]
             yield event

@@ -7,6 +7,7 @@ from batchspawner import SlurmSpawner
 
 from jupyter_gpu_ckpt.hub.placement import Placement
 from jupyter_gpu_ckpt.hub.progress import ToldMixin
+from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
 
 bin_directory = Path(os.environ["TEST_BIN"])
 place = Path(os.environ["TEST_PLACE"])
@@ -27,8 +28,8 @@ c.JupyterHub.load_roles = [
 ]
 
 
-class Spawner(ToldMixin, SlurmSpawner):
-    """Slurm's, with what the placement has to say on the spawn page."""
+class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner):
+    """Slurm's, whose servers are parked before their jobs end, with what the placement has to say."""
 
 
 c.JupyterHub.spawner_class = Spawner

@@ -48,9 +48,6 @@ def place() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="gc-slurm-"))
     path.chmod(0o755)
     yield path
-    shutil.copytree(
-        path, "/tmp/h/slurm-scratch/last", dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("criu")
-    )
     shutil.rmtree(path)
 
 
@@ -108,12 +105,14 @@ def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     assert site.run(kernel, "print(socket.gethostname())") == "n1"
 
     site.stop()
+    assert "is parked: 1 kernels asleep" in site.log.read_text(), "before its job was cancelled"
     assert not cluster.machines["n1"].processes(user), "nothing of the user's is left on the node"
     cluster.drain("n1")
 
     told = site.start()
     assert site.node() == "n2", site.told(told)  # Slurm by itself would have taken n3
     assert any("n2 will do" in message for message in told), told
+    assert any(message.startswith("1 of your kernels sleep") for message in told), told
     assert site.run(kernel, ASK) == before
     assert [one["id"] for one in site.get("api/kernels")] == [kernel]
     assert [one["path"] for one in site.get("api/sessions")] == ["work.ipynb"]

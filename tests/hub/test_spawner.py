@@ -199,6 +199,15 @@ async def test_what_a_user_is_to_read_is_kept_for_the_next_start(ann, double, tr
     assert "gpu_ckpt_notes" not in again.get_state(), "told once"
 
 
+async def test_a_page_that_is_open_before_the_start_shows_it_too(ann, double):
+    """What comes before (a hook that asks a scheduler) may take its time."""
+    made = spawner(ann, double)
+    await made.stop()
+    page = made.progress()
+    assert (await anext(page))["message"] == made.stop_notes[0]
+    await page.aclose()
+
+
 # -- what the server is told
 
 

@@ -7,6 +7,7 @@ turns.  What was done before a step that failed is undone by the machine's undo 
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
@@ -282,9 +283,10 @@ class Lifecycle(Leaving, Returning):
         }.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
 
     def _told(self, error: Exception) -> GpuCkptError:
-        """The error with what is left behind."""
+        """The error with what is left behind, now that what its step left was undone; the step's own stays as it is."""
         if not isinstance(error, GpuCkptError):
             error = GpuCkptError(f"{type(error).__name__}: {error}")
+        error = copy.copy(error)
         if self.state is State.DEAD:
             cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
             ended = f"The kernel's process ended (status {self.exit_status})."

@@ -245,7 +245,9 @@ def test_room_lost_between_the_suspend_and_its_undo_ends_suspended_not_ruined(ri
 
 def test_gpu_work_that_does_not_end_is_a_timeout_and_the_kernel_runs_on(rig):
     rig.fake.busy = True
-    rig.fails("checkpoint", "CUDA_TIMEOUT")
+    error = rig.fails("checkpoint", "CUDA_TIMEOUT")
+    assert error.left == "the kernel runs on"
+    assert error.__cause__.left == "the process runs on", "what the step left, before it was undone"
     rig.fake.busy = False
     rig.runs_on()
     rig.cycle()

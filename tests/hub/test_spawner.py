@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import ssl
 from pathlib import Path
@@ -165,26 +166,34 @@ async def test_a_stop_at_once_and_one_without_parking_ask_nobody(ann, double, pa
 # -- a start that fails
 
 
-async def test_a_server_that_does_not_come_up_is_stopped_without_a_word(ann, double):
+async def fail(made: Mine, trouble: str) -> None:
+    """A start as the hub makes it, up to where it finds that it has failed."""
+    made.trouble = trouble
+    with contextlib.suppress(RuntimeError, asyncio.TimeoutError):
+        await asyncio.wait_for(made.start(), 0.05)
+        assert trouble == "is silent"
+    made._waiting_for_response = trouble == "is silent"
+
+
+TROUBLE = ["raises", "takes too long", "is silent"]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+async def test_a_server_that_does_not_come_up_is_stopped_without_a_word(ann, double, trouble):
     """It has no awake kernels; asking it would take a minute, and its end two more."""
     made = spawner(ann, double)
-    made._waiting_for_response = True  # as the hub's `_wait_up` has it
+    await fail(made, trouble)
     await made.stop()
     assert (double.asked, made.left) == ([], 10)
     assert tokens(ann) == []
 
 
-@pytest.mark.parametrize("trouble", ["raises", "takes too long", "is silent"])
+@pytest.mark.parametrize("trouble", TROUBLE)
 async def test_what_a_user_is_to_read_is_kept_for_the_next_start(ann, double, trouble):
     made = spawner(ann, double)
     await made.stop()
     (note,) = made.stop_notes
-    made.trouble = trouble
-    try:
-        await asyncio.wait_for(made.start(), 0.05)
-    except (RuntimeError, asyncio.TimeoutError):
-        assert trouble != "is silent"
-    made._waiting_for_response = trouble == "is silent"
+    await fail(made, trouble)
     made.clear_state()  # as the hub's `stop` does, whether it has had to stop something or not
     assert made.get_state()["gpu_ckpt_notes"] == [note]
 

@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 
 class GpuCkptError(Exception):
-    """Base of all errors of this project.
+    """Something went wrong that has no code of its own.
+
+    Base of all errors of this project.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ def kernel(
         "progress": watched.progress.fraction if watched is not None and watched.progress is not None else None,
         "failure": None
         if failure is None
-        else {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left", "at")},
+        else {name: getattr(failure, name) for name in ("verb", "step", "code", "message", "hint", "left", "at")},
         "job": job.as_dict() if job is not None else None,
         "policy": outlook,
     }

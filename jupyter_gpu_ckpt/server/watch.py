@@ -35,8 +35,8 @@ VERBS = {
 PULSE = 0.25
 NEWS = 0.005
 
-_HINTS = {
-    error.code: error.default_hint
+_ERRORS: dict[str, type[errors.GpuCkptError]] = {
+    error.code: error
     for _, error in inspect.getmembers(errors, inspect.isclass)
     if issubclass(error, errors.GpuCkptError)
 }
@@ -85,6 +85,11 @@ class Failed:
     hint: str
     left: str
     at: float
+
+    @property
+    def message(self) -> str:
+        """What the code means.  The error's own sentence, which may name what is the user's, goes to who asked."""
+        return (inspect.getdoc(_ERRORS.get(self.code, errors.GpuCkptError)) or "").partition("\n")[0]
 
 
 @dataclass(frozen=True)
@@ -275,7 +280,7 @@ class Watched:
             self.failure = None
             return None
         code = "KERNEL_LOST" if state is State.DEAD else (broken.code if broken else None) or "INTERNAL"
-        hint = _HINTS.get(code, errors.GpuCkptError.default_hint)
+        hint = _ERRORS.get(code, errors.GpuCkptError).default_hint
         verb = VERBS[via] if via else ""
         step = broken.step if broken else ""
         self.failure = Failed(self.kernel_id, verb, step, code, hint, _LEFT.get(state, state.value), at)

@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from .ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
-SPARED = ("cuda", "gpu-ckpt")
+_SPARED = re.compile(r"(cuda-EvtHandlr|cuda\d+|gpu-ckpt-(fast|copy))$")
+#: Another one of this name is the driver's, of a release that we do not know, or somebody's who should be parked.
+_DOUBTFUL = "cuda"
 _ENDED = ("Z", "X")
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
 #: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
@@ -34,7 +36,8 @@ class Parking:
     """The threads of process ``pid``, parked when this is made; `leave` lets them go on.
 
     Raises `TimeoutError` when one cannot be parked by ``deadline`` (of ``time.monotonic``), and `OSError` where the
-    process is gone or another traces a thread of it; then all go on.  Only the thread that made it may let them go.
+    process is gone, another traces a thread of it, or one has a name that could be the CUDA driver's; then all go on.
+    Only the thread that made it may let them go.
     """
 
     def __init__(self, machine: Machine, pid: int, deadline: float) -> None:
@@ -65,10 +68,18 @@ class Parking:
         shared = _shared_code(self._pid)
         for tid in self._threads():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
-                if tid not in self._parked and not _name_and_state(self._pid, tid)[0].startswith(SPARED):
+                if tid not in self._parked and not self._is_spared(tid):
                     self._park_one(tid, shared)
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
         return all(self._is_at_rest(tid) for _ in range(2) for tid in self._threads())
+
+    def _is_spared(self, tid: int) -> bool:
+        name, _ = _name_and_state(self._pid, tid)
+        if _SPARED.match(name):
+            return True
+        if name.startswith(_DOUBTFUL):
+            raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
+        return False
 
     def _park_one(self, tid: int, shared: Sequence[range]) -> None:
         try:
@@ -103,7 +114,7 @@ class Parking:
         except (ProcessLookupError, FileNotFoundError):  # it ended, and what it made meanwhile is in no list of ours
             return False
         # The first thread stays as a zombie while there are others.
-        return tid in self._parked or name.startswith(SPARED) or (tid == self._pid and state in _ENDED)
+        return tid in self._parked or _SPARED.match(name) is not None or (tid == self._pid and state in _ENDED)
 
     def _threads(self) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]

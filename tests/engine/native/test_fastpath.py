@@ -1,0 +1,238 @@
+"""The steps around the driver's lock: real capsule, real library, real parking; the drivers are doubles.
+
+One double is the driver that the kernel calls (`driver_double.c`), another the one that suspends it (`FakeDriver`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from jupyter_gpu_ckpt.engine import fastpath
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
+from jupyter_gpu_ckpt.engine.fastpath import Amounts, FastPath
+from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
+
+A = "GPU-00000000-0000-0000-0000-00000000000a"
+MIB = 1 << 20
+SIZES = (2 * MIB, 5 * MIB + 77, 64 * MIB)
+
+#: Does what a file tells it, and says so in another; one thread computes all the time, one takes memory.
+PROGRAM = """
+import ctypes, os, sys, threading, time
+here = os.path.dirname(sys.argv[0])
+runtime = ctypes.CDLL("libcudart.so.13")
+everywhere = ctypes.CDLL(None)
+runtime.cudaFree(None)
+sizes, turns, held = eval(sys.argv[1]), [0], []
+def compute():
+    while True: turns[0] += 1; x = [bytearray(3000) for _ in range(50)]
+threading.Thread(target=compute, daemon=True).start()
+for size in sizes:
+    address = ctypes.c_void_p()
+    assert everywhere.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) == 0
+    ctypes.memset(address, len(held) + 1, size)
+    held.append((address, size))
+def intact():
+    return all(ctypes.string_at(at, size) == bytes([n + 1]) * size for n, (at, size) in enumerate(held))
+def fail(name, nth, result):
+    ctypes.CDLL("libcuda.so.1").double_fail(name.encode(), ctypes.c_long(nth), False, result)
+def slow(microseconds):
+    ctypes.CDLL("libcuda.so.1").double_set_delay(microseconds)
+open(here + "/ready", "w").close()
+while True:
+    time.sleep(0.002)
+    if os.path.exists(here + "/ask"):
+        asked = open(here + "/ask").read(); os.unlink(here + "/ask")
+        open(here + "/draft", "w").write(repr(eval(asked))); os.rename(here + "/draft", here + "/said")
+"""
+
+
+class Kernel:
+    """The program in a capsule."""
+
+    def __init__(self, directory: Path, library: Path, doubles: Path) -> None:
+        self.directory = directory
+        (directory / "program.py").write_text(PROGRAM)
+        self.capsule = Capsule.create(directory)
+        env = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(doubles),
+            "LD_PRELOAD": str(library),
+            fastpath.VARIABLE: str(directory / fastpath.SOCKET),
+        }
+        self.capsule.spawn([sys.executable, str(directory / "program.py"), repr(SIZES)], env, "/")
+        until((directory / "ready").exists, "the program holds its memory", 60)
+        self.driver = FakeDriver({A: 100 * MIB})
+        self.driver.start({A: 71 * MIB}, pid=self.capsule.host_pid)
+        self.cuda = FakeCuda(self.driver)
+        self.path = FastPath(self.capsule, self.cuda)
+
+    @property
+    def state(self) -> int:
+        return self.driver.processes[self.capsule.host_pid].state
+
+    @property
+    def pid(self) -> int:
+        return self.capsule.host_pid
+
+    def ask(self, expression: str) -> object:
+        (self.directory / "draft-ask").write_text(expression)
+        (self.directory / "draft-ask").rename(self.directory / "ask")
+        until((self.directory / "said").exists, expression, 60)
+        said = (self.directory / "said").read_text()
+        (self.directory / "said").unlink()
+        return eval(said)
+
+    def runs_on(self) -> None:
+        """Unlocked, nobody is parked, everything is on the device."""
+        assert self.state == RUNNING
+        assert self.path.amounts().away == 0
+        assert self.ask("intact()") is True
+        turns = self.ask("turns[0]")
+        until(lambda: self.ask("turns[0]") > turns, "the other thread goes on")
+
+    def lock(self) -> None:
+        self.cuda.lock(self.pid, 5)
+
+    def leave(self, timeout_s: float = 60) -> int:
+        return self.path.leave(lock_s=5, timeout_s=timeout_s)
+
+    def come_back(self) -> None:
+        self.path.come_back(lock_s=5, timeout_s=60)
+
+
+@pytest.fixture
+def kernel(programs, doubles):
+    directory = Path(tempfile.mkdtemp(prefix="gc-"))
+    directory.chmod(0o700)
+    kernel = Kernel(directory, programs.library, doubles)
+    yield kernel
+    kernel.capsule.close()
+    shutil.rmtree(directory)
+
+
+def test_away_and_back(kernel):
+    total = kernel.path.amounts().bytes
+    assert total >= sum(SIZES)
+    for _ in range(3):
+        kernel.lock()
+        assert kernel.leave() == total
+        assert kernel.state == LOCKED
+        assert kernel.path.amounts() == Amounts(len(SIZES), total, total)
+        kernel.cuda.checkpoint(kernel.pid)
+        kernel.cuda.restore(kernel.pid)
+        kernel.come_back()
+        kernel.runs_on()
+
+
+def test_what_has_no_library_is_left_to_the_driver(tmp_path):
+    with Capsule.create(Path(tempfile.mkdtemp(prefix="gc-"))) as capsule:
+        capsule.spawn(["sleep", "100"], dict(os.environ), "/")
+        driver = FakeDriver({A: 100 * MIB})
+        driver.start({A: MIB}, pid=capsule.host_pid)
+        path = FastPath(capsule, FakeCuda(driver))
+        path._cuda.lock(capsule.host_pid, 5)
+        assert path.leave(lock_s=5, timeout_s=5) == 0
+        path.come_back(lock_s=5, timeout_s=5)
+        assert driver.processes[capsule.host_pid].state == RUNNING
+    shutil.rmtree(capsule.directory)
+
+
+def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
+    kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+    kernel.lock()
+    assert kernel.leave() == 0
+    assert kernel.state == LOCKED
+    kernel.come_back()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemUnmap"])
+def test_a_driver_that_refuses_the_transfer_gets_to_do_it_itself(kernel, function):
+    kernel.ask(f"fail({function!r}, 2 if {function!r} == 'cuMemUnmap' else 1, 999)")
+    kernel.lock()
+    assert kernel.leave() == 0
+    assert kernel.state == LOCKED
+    kernel.come_back()
+    kernel.runs_on()
+
+
+def test_a_transfer_that_takes_too_long_is_given_up(kernel):
+    kernel.ask("slow(100_000)")
+    kernel.lock()
+    assert kernel.leave(timeout_s=0.05) == 0
+    assert kernel.state == LOCKED
+    assert not parked(kernel)
+    kernel.come_back()
+    kernel.ask("slow(0)")
+    kernel.runs_on()
+
+
+def test_a_driver_that_does_not_lock_again(kernel):
+    """Whatever is away then is kept from the program's threads by their being parked."""
+    kernel.lock()
+    unlock = kernel.driver._cuda_unlock
+
+    def unlock_once(pid: int) -> None:
+        unlock(pid)
+        kernel.driver.refuse["cuda.lock"] = 999
+
+    kernel.driver._cuda_unlock = unlock_once
+    with pytest.raises(CudaError):
+        kernel.leave()
+    assert kernel.state == RUNNING
+    assert kernel.path.amounts().away > 0
+    assert parked(kernel), "a thread that goes on could touch what is away"
+    del kernel.driver.refuse["cuda.lock"], kernel.driver._cuda_unlock
+    kernel.come_back()
+    kernel.runs_on()
+
+
+def test_too_little_room_on_the_way_back_is_no_end(kernel):
+    kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
+    kernel.lock()
+    total = kernel.leave()
+    kernel.cuda.checkpoint(kernel.pid)
+    kernel.cuda.restore(kernel.pid)
+    with pytest.raises(GpuFull) as caught:
+        kernel.come_back()
+    assert "host memory" in caught.value.left
+    assert kernel.state == CHECKPOINTED
+    assert kernel.path.amounts().away == total
+    kernel.cuda.restore(kernel.pid)
+    kernel.come_back()
+    kernel.runs_on()
+
+
+def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
+    kernel.lock()
+    kernel.capsule.park(5)
+    kernel.cuda.unlock(kernel.pid)
+    with kernel.path._library(60) as library:
+        library.ask("leave")
+        library.ask("free")
+    kernel.capsule.outlive()
+    kernel.capsule.abandon()
+    kernel.capsule = Capsule.attach(kernel.directory)
+    kernel.path = FastPath(kernel.capsule, kernel.cuda)
+    kernel.come_back()
+    kernel.runs_on()
+
+
+def parked(kernel: Kernel) -> bool:
+    """Whether all threads of the program are, but for the library's own (proc_pid_stat(5): ``t``)."""
+    states = {}
+    for task in Path(f"/proc/{kernel.pid}/task").iterdir():
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        if not name.startswith("gpu-ckpt"):
+            states[task.name] = rest.split()[0]
+    return set(states.values()) == {"t"}

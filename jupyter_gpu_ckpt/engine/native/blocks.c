@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #define FIRST_SLOTS 4096
 
@@ -13,7 +14,8 @@
  * driver: whoever stops a thread may find out by its program counter that it does not hold it. */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static struct block *table;
-static size_t slots, taken;
+static size_t slots;
+static atomic_size_t taken, taken_bytes;
 
 static void lock(void)
 {
@@ -23,7 +25,26 @@ static void lock(void)
 
 static void unlock(void) { atomic_flag_clear_explicit(&busy, memory_order_release); }
 
-static size_t home(CUdeviceptr address) { return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull) & (slots - 1); }
+bool blocks_hold(void)
+{
+    struct timespec begun, now;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) {
+        sched_yield();
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (now.tv_sec - begun.tv_sec > 1)
+            return false;
+    }
+    return true;
+}
+
+void blocks_release(void) { unlock(); }
+
+/* The product's upper half: its lower bits know nothing of the address's upper ones. */
+static size_t home(CUdeviceptr address)
+{
+    return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull >> 32) & (slots - 1);
+}
 
 static struct block *find(CUdeviceptr address)
 {
@@ -41,7 +62,6 @@ static void put(const struct block *block)
     while (table[at].address != 0)
         at = (at + 1) & (slots - 1);
     table[at] = *block;
-    taken++;
 }
 
 static bool grow(void)
@@ -53,7 +73,6 @@ static bool grow(void)
         return false;
     table = fresh;
     slots = wanted;
-    taken = 0;
     for (size_t at = 0; at < had; at++)
         if (old[at].address != 0)
             put(&old[at]);
@@ -66,8 +85,11 @@ static bool insert(const struct block *block)
 {
     lock();
     bool room = (taken + 1) * 2 <= slots || grow();
-    if (room)
+    if (room) {
         put(block);
+        taken++;
+        taken_bytes += block->bytes;
+    }
     unlock();
     return room;
 }
@@ -79,6 +101,7 @@ static bool take(CUdeviceptr address, struct block *taken_out)
     if (block != NULL) {
         *taken_out = *block;
         taken--;
+        taken_bytes -= block->bytes;
         /* Those after it may stand where they do because of it. */
         size_t hole = (size_t)(block - table);
         for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
@@ -102,6 +125,12 @@ bool block_known(CUdeviceptr address, CUcontext *context)
         *context = block->context;
     unlock();
     return block != NULL;
+}
+
+void blocks_amount(size_t *count, size_t *bytes)
+{
+    *count = taken;
+    *bytes = taken_bytes;
 }
 
 struct block *blocks_table(size_t *found)
@@ -135,35 +164,56 @@ static bool granularity(CUdevice device, size_t *bytes)
     return *bytes != 0;
 }
 
+static CUresult let_go(struct block *block)
+{
+    CUresult result = block->held ? driver()->cuMemRelease(block->handle) : CUDA_SUCCESS;
+    block->held = block->held && result != CUDA_SUCCESS;
+    return result;
+}
+
 CUresult block_map(struct block *block)
 {
     const struct driver *cu = driver();
     CUmemAllocationProp wanted = properties(block->device);
-    CUresult result = cu->cuMemCreate(&block->handle, block->bytes, &wanted, 0);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = cu->cuMemMap(block->address, block->bytes, 0, block->handle, 0);
-    if (result == CUDA_SUCCESS) {
+    CUresult result = CUDA_SUCCESS;
+    if (block->memory == AWAY) {
+        result = let_go(block);
+        if (result == CUDA_SUCCESS)
+            result = cu->cuMemCreate(&block->handle, block->bytes, &wanted, 0);
+        if (result != CUDA_SUCCESS)
+            return result;
+        block->held = true;
+        result = cu->cuMemMap(block->address, block->bytes, 0, block->handle, 0);
+        if (result == CUDA_SUCCESS)
+            block->memory = MAPPED;
+    }
+    if (block->memory == MAPPED) {
         CUmemAccessDesc access = {.location = wanted.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
         result = cu->cuMemSetAccess(block->address, block->bytes, &access, 1);
-        if (result != CUDA_SUCCESS)
-            cu->cuMemUnmap(block->address, block->bytes);
+        if (result == CUDA_SUCCESS)
+            block->memory = USABLE;
     }
+    /* From here on the mapping alone holds the memory, and its end gives it back: one step, which fails or does not. */
+    if (result == CUDA_SUCCESS)
+        result = let_go(block);
     if (result != CUDA_SUCCESS)
-        cu->cuMemRelease(block->handle);
+        block_unmap(block);
     return result;
 }
 
 CUresult block_unmap(struct block *block)
 {
-    CUresult result = driver()->cuMemUnmap(block->address, block->bytes);
-    return result == CUDA_SUCCESS ? driver()->cuMemRelease(block->handle) : result;
+    CUresult result = block->memory != AWAY ? driver()->cuMemUnmap(block->address, block->bytes) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        block->memory = AWAY;
+    CUresult released = let_go(block);
+    return result != CUDA_SUCCESS ? result : released;
 }
 
 CUdeviceptr block_make(size_t bytes)
 {
     const struct driver *cu = driver();
-    struct block block = {0};
+    struct block block = {.offset = NOT_COPIED};
     size_t grain;
     int devices;
     if (cu == NULL || cu->cuCtxGetCurrent(&block.context) != CUDA_SUCCESS || block.context == NULL ||
@@ -182,7 +232,8 @@ CUdeviceptr block_make(size_t bytes)
             return block.address;
         block_unmap(&block);
     }
-    cu->cuMemAddressFree(block.address, block.bytes);
+    if (block.memory == AWAY)
+        cu->cuMemAddressFree(block.address, block.bytes);
     return 0;
 }
 
@@ -192,6 +243,9 @@ CUresult block_drop(CUdeviceptr address)
     if (!take(address, &block))
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = block_unmap(&block);
-    CUresult freed = driver()->cuMemAddressFree(block.address, block.bytes);
-    return result != CUDA_SUCCESS ? result : freed;
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuMemAddressFree(block.address, block.bytes);
+    else
+        insert(&block);
+    return result;
 }

@@ -1,11 +1,12 @@
-/* One request a line, one line of JSON each as the answer:
+/* One request a line, at most 15 bytes, one line of JSON each as the answer:
  *
  *   status    what there is                            {"blocks", "bytes", "away"}
  *   leave     copy to the arena                        the same, and {"cuda": CUresult, "seconds"}
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
  *
- * A connection that ends between ``leave`` and ``free`` forgets the copy.  Who connects has stopped every other thread
+ * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
+ * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every other thread
  * of the process, but for the driver's own, before it asks for more than the status (`engine/parking.py`).
  */
 #define _GNU_SOURCE
@@ -70,22 +71,48 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
+static CUresult perform(const char *verb)
+{
+    CUresult (*step)(void) = strcmp(verb, "leave") == 0    ? transfer_copy_out
+                             : strcmp(verb, "free") == 0   ? transfer_free
+                             : strcmp(verb, "return") == 0 ? transfer_bring_back
+                                                           : NULL;
+    if (step == NULL)
+        return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!blocks_hold())
+        return CUDA_ERROR_NOT_READY;
+    CUresult result = step();
+    blocks_release();
+    return result;
+}
+
 static void answer(int peer, const char *verb)
 {
-    CUresult result = CUDA_SUCCESS;
     double began = now();
-    if (strcmp(verb, "leave") == 0)
-        result = transfer_copy_out();
-    else if (strcmp(verb, "free") == 0)
-        result = transfer_free();
-    else if (strcmp(verb, "return") == 0)
-        result = transfer_bring_back();
-    else if (strcmp(verb, "status") != 0)
-        result = CUDA_ERROR_INVALID_VALUE;
+    CUresult result = perform(verb);
     struct amounts amounts = transfer_amounts();
-    dprintf(peer, "{\"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, \"seconds\": %.6f}\n", result,
-            amounts.blocks, amounts.bytes, amounts.away, now() - began);
+    char line[160];
+    int length = snprintf(line, sizeof line,
+                          "{\"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, \"seconds\": %.6f}\n", result,
+                          amounts.blocks, amounts.bytes, amounts.away, now() - began);
+    /* Not by a stream, not even dprintf's: a process that ends flushes it once more, and SIGPIPE is what it dies of. */
+    send(peer, line, (size_t)length, MSG_NOSIGNAL);
     transfer_tidy();
+}
+
+/* The next line; one that is too long for a verb, or has a zero byte in it, is the empty one.  False at the end. */
+static bool read_verb(FILE *stream, char *verb, size_t room)
+{
+    size_t length = 0;
+    bool good = true;
+    int next;
+    while ((next = getc(stream)) != EOF && next != '\n') {
+        good = good && next != '\0' && length + 1 < room;
+        if (good)
+            verb[length++] = (char)next;
+    }
+    verb[good ? length : 0] = '\0';
+    return next == '\n';
 }
 
 static void serve(int connection)
@@ -99,11 +126,9 @@ static void serve(int connection)
         close(connection);
         return;
     }
-    char line[64];
-    while (fgets(line, sizeof line, stream) != NULL) {
-        line[strcspn(line, "\n")] = '\0';
-        answer(connection, line);
-    }
+    char verb[16];
+    while (read_verb(stream, verb, sizeof verb))
+        answer(connection, verb);
     transfer_forget();
     fclose(stream);
 }
@@ -116,6 +141,8 @@ static void *listen_for_ever(void *argument)
         int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection >= 0)
             serve(connection);
+        else
+            nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: who waits stays in the queue */
     }
     return NULL;
 }
@@ -129,6 +156,9 @@ static int start(void)
         return -1;
     sigset_t all, before;
     sigfillset(&all);
+    /* A fault of ours is told like one of the program's. */
+    for (const int *fault = (const int[]){SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, 0}; *fault != 0; fault++)
+        sigdelset(&all, *fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
     bool begun = bind(listener, (struct sockaddr *)&name, sizeof name) == 0 && listen(listener, 4) == 0 &&

@@ -11,19 +11,20 @@
 static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;
 
 static struct driver found_driver;
+static bool found_all;
 static _Atomic(const struct driver *) the_driver;
 
-static bool look_driver_up(void *library)
+static void look_driver_up(void *library)
 {
+    found_all = true;
 #define LOOK_UP(name, parameters)                                                                                      \
-    if ((*(void **)&found_driver.name = dlsym(library, #name)) == NULL)                                                \
-        return false;
+    *(void **)&found_driver.name = dlsym(library, #name);                                                              \
+    found_all = found_all && found_driver.name != NULL;
     DRIVER_FUNCTIONS(LOOK_UP)
 #undef LOOK_UP
-    return true;
 }
 
-const struct driver *driver(void)
+const struct driver *any_driver(void)
 {
     const struct driver *known = atomic_load_explicit(&the_driver, memory_order_acquire);
     if (known != NULL)
@@ -32,10 +33,18 @@ const struct driver *driver(void)
     if (library == NULL)
         return NULL;
     pthread_mutex_lock(&looking);
-    if (look_driver_up(library))
+    if (atomic_load_explicit(&the_driver, memory_order_relaxed) == NULL) {
+        look_driver_up(library);
         atomic_store_explicit(&the_driver, &found_driver, memory_order_release);
+    }
     pthread_mutex_unlock(&looking);
-    return atomic_load_explicit(&the_driver, memory_order_acquire);
+    return &found_driver;
+}
+
+const struct driver *driver(void)
+{
+    const struct driver *any = any_driver();
+    return any != NULL && found_all ? any : NULL;
 }
 
 static struct runtime found_runtime;
@@ -63,13 +72,15 @@ const struct runtime *runtime(void)
     if (library == NULL)
         return NULL;
     pthread_mutex_lock(&looking);
-    *(void **)&found_runtime.cudaMalloc = dlsym(library, "cudaMalloc");
-    *(void **)&found_runtime.cudaFree = dlsym(library, "cudaFree");
-    *(void **)&found_runtime.cudaGetDevice = dlsym(library, "cudaGetDevice");
-    *(void **)&found_runtime.cudaDeviceSynchronize = dlsym(library, "cudaDeviceSynchronize");
-    if (found_runtime.cudaMalloc && found_runtime.cudaFree && found_runtime.cudaGetDevice &&
-        found_runtime.cudaDeviceSynchronize)
-        atomic_store_explicit(&the_runtime, &found_runtime, memory_order_release);
+    if (atomic_load_explicit(&the_runtime, memory_order_relaxed) == NULL) {
+        *(void **)&found_runtime.cudaMalloc = dlsym(library, "cudaMalloc");
+        *(void **)&found_runtime.cudaFree = dlsym(library, "cudaFree");
+        *(void **)&found_runtime.cudaGetDevice = dlsym(library, "cudaGetDevice");
+        *(void **)&found_runtime.cudaDeviceSynchronize = dlsym(library, "cudaDeviceSynchronize");
+        if (found_runtime.cudaMalloc && found_runtime.cudaFree && found_runtime.cudaGetDevice &&
+            found_runtime.cudaDeviceSynchronize)
+            atomic_store_explicit(&the_runtime, &found_runtime, memory_order_release);
+    }
     pthread_mutex_unlock(&looking);
     return atomic_load_explicit(&the_runtime, memory_order_acquire);
 }

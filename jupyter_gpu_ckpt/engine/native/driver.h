@@ -19,6 +19,7 @@ enum {
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_NOT_SUPPORTED = 801,
 };
 
@@ -92,6 +93,9 @@ struct driver {
 
 /* The driver that this process has loaded; NULL while it has none, or one that lacks a function. */
 const struct driver *driver(void);
+
+/* The same, where functions that it lacks are NULL. */
+const struct driver *any_driver(void);
 
 /* The CUDA runtime that this process has loaded (libcudart), by its own functions; NULL without one. */
 struct runtime {

@@ -61,11 +61,12 @@ EXPORT int cudaFree(void *address)
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
-    if (driver() == NULL)
+    const struct driver *original = any_driver();
+    if (original == NULL || original->cuMemAlloc_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     CUdeviceptr made = address != NULL ? make(bytes) : 0;
     if (made == 0)
-        return driver()->cuMemAlloc_v2(address, bytes);
+        return original->cuMemAlloc_v2(address, bytes);
     *address = made;
     return CUDA_SUCCESS;
 }
@@ -73,11 +74,12 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address);
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
 {
+    const struct driver *original = any_driver();
     CUcontext context;
-    if (driver() == NULL)
+    if (original == NULL || original->cuMemFree_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (address == 0 || !block_known(address, &context))
-        return driver()->cuMemFree_v2(address);
+        return original->cuMemFree_v2(address);
     CUresult result = wait_for_work(context);
     return result == CUDA_SUCCESS ? block_drop(address) : result;
 }

@@ -17,8 +17,13 @@
 
 static char *arena;
 static size_t arena_bytes;
-static bool is_away;
-static bool is_spent; /* everything is back from it */
+static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
+static bool is_spent; /* everything is back from the arena */
+
+/* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
+static char *ring;
+static size_t ring_bytes;
+static atomic_bool under_way; /* copies may be, because the driver would not say when they end */
 
 /* -- who copies what */
 
@@ -34,7 +39,6 @@ struct work {
     bool outwards;
     size_t most; /* bytes of a chunk */
     CUcontext context;
-    char *ring; /* pinned, BUFFERS of a chunk's size for each worker */
     atomic_size_t workers;
     atomic_size_t next;
     _Atomic CUresult failed;
@@ -70,10 +74,12 @@ static CUresult finish(struct work *work, struct buffer *buffer)
     if (buffer->chunk == NULL)
         return CUDA_SUCCESS;
     CUresult result = driver()->cuStreamSynchronize(buffer->stream);
-    if (result == CUDA_SUCCESS && work->outwards)
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (work->outwards)
         memcpy(buffer->chunk->host, buffer->memory, buffer->chunk->bytes);
     buffer->chunk = NULL;
-    return result;
+    return CUDA_SUCCESS;
 }
 
 static void *copy(void *argument)
@@ -83,9 +89,9 @@ static void *copy(void *argument)
     struct buffer buffers[BUFFERS] = {0};
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *ring = work->ring + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
+    char *buffered = ring + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
-        buffers[at].memory = ring + at * work->most;
+        buffers[at].memory = buffered + at * work->most;
         result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
         if (result == CUDA_SUCCESS)
             result = begin(work, &buffers[at]);
@@ -100,7 +106,8 @@ static void *copy(void *argument)
     }
     for (size_t at = 0; at < BUFFERS; at++)
         if (buffers[at].stream != NULL) {
-            cu->cuStreamSynchronize(buffers[at].stream);
+            if (buffers[at].chunk != NULL && cu->cuStreamSynchronize(buffers[at].stream) != CUDA_SUCCESS)
+                atomic_store(&under_way, true);
             cu->cuStreamDestroy_v2(buffers[at].stream);
         }
     if (result != CUDA_SUCCESS)
@@ -132,31 +139,54 @@ static char *huge(size_t bytes, int flags)
     return memory + before;
 }
 
+static CUresult close_ring(void)
+{
+    if (atomic_load(&under_way))
+        return CUDA_ERROR_NOT_READY;
+    CUresult result = ring != NULL ? driver()->cuMemHostUnregister(ring) : CUDA_SUCCESS;
+    if (ring != NULL && result == CUDA_SUCCESS) {
+        munmap(ring, ring_bytes);
+        ring = NULL;
+    }
+    return result;
+}
+
+static CUresult open_ring(size_t bytes)
+{
+    CUresult result = close_ring();
+    if (result != CUDA_SUCCESS)
+        return result;
+    ring = huge(bytes, 0);
+    if (ring == NULL)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    ring_bytes = bytes;
+    /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
+    result = driver()->cuMemHostRegister_v2(ring, ring_bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    if (result != CUDA_SUCCESS) {
+        munmap(ring, ring_bytes);
+        ring = NULL;
+    }
+    return result;
+}
+
 static CUresult run(struct work *work)
 {
     pthread_t threads[MOST_WORKERS];
-    size_t wanted = processors(), begun = 0, bytes = wanted * BUFFERS * work->most;
-    work->ring = huge(bytes, 0);
-    if (work->ring == NULL)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
+    size_t wanted = processors(), begun = 0;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = driver()->cuMemHostRegister_v2(work->ring, bytes, CU_MEMHOSTREGISTER_PORTABLE);
-    if (result == CUDA_SUCCESS) {
-        atomic_store(&work->workers, 0);
-        while (begun < wanted && pthread_create(&threads[begun], NULL, copy, work) == 0)
-            begun++;
-        if (begun == 0)
-            fail(work, CUDA_ERROR_OUT_OF_MEMORY);
-        for (size_t at = 0; at < begun; at++)
-            pthread_join(threads[at], NULL);
-        result = driver()->cuMemHostUnregister(work->ring);
-        fail(work, result);
-        result = atomic_load(&work->failed);
-    }
-    munmap(work->ring, bytes);
-    return result;
+        result = open_ring(wanted * BUFFERS * work->most);
+    if (result != CUDA_SUCCESS)
+        return result;
+    atomic_store(&work->workers, 0);
+    while (begun < wanted && pthread_create(&threads[begun], NULL, copy, work) == 0)
+        begun++;
+    if (begun == 0)
+        fail(work, CUDA_ERROR_OUT_OF_MEMORY);
+    for (size_t at = 0; at < begun; at++)
+        pthread_join(threads[at], NULL);
+    fail(work, close_ring());
+    return atomic_load(&work->failed);
 }
 
 /* Every block of one context after the other, those of one on all threads: one device has one way to the host. */
@@ -165,7 +195,7 @@ static CUresult copy_all(bool outwards)
     size_t slots, count = 0, most = 0, chunk = outwards ? CHUNK_OUT : CHUNK_BACK;
     struct block *table = blocks_table(&slots);
     for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0)
+        if (table[at].address != 0 && table[at].offset != NOT_COPIED)
             most += (table[at].bytes + chunk - 1) / chunk;
     if (most == 0)
         return CUDA_SUCCESS;
@@ -176,14 +206,15 @@ static CUresult copy_all(bool outwards)
     struct work work = {.chunks = chunks, .outwards = outwards, .most = chunk};
     CUresult result = CUDA_SUCCESS;
     for (size_t at = 0; at <= slots && result == CUDA_SUCCESS; at++) {
-        bool other = at < slots && table[at].address != 0 && work.context != NULL && table[at].context != work.context;
+        bool copied = at < slots && table[at].address != 0 && table[at].offset != NOT_COPIED;
+        bool other = copied && work.context != NULL && table[at].context != work.context;
         if ((at == slots || other) && count != 0) {
             work.count = count;
             atomic_store(&work.next, 0);
             result = run(&work);
             count = 0;
         }
-        if (at == slots || table[at].address == 0)
+        if (!copied)
             continue;
         work.context = table[at].context;
         for (size_t offset = 0; offset < table[at].bytes; offset += chunk, count++) {
@@ -217,19 +248,14 @@ void transfer_tidy(void)
 struct amounts transfer_amounts(void)
 {
     struct amounts amounts = {0};
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0) {
-            amounts.blocks++;
-            amounts.bytes += table[at].bytes;
-        }
+    blocks_amount(&amounts.blocks, &amounts.bytes);
     amounts.away = is_away ? arena_bytes : 0;
     return amounts;
 }
 
 /* -- the verbs */
 
+/* Nothing that was asked of the device before is under way any more. */
 static CUresult synchronize(void)
 {
     size_t slots;
@@ -243,6 +269,8 @@ static CUresult synchronize(void)
             if (result == CUDA_SUCCESS)
                 result = driver()->cuCtxSynchronize();
         }
+    if (result == CUDA_SUCCESS)
+        atomic_store(&under_way, false);
     return result;
 }
 
@@ -273,65 +301,48 @@ CUresult transfer_copy_out(void)
     return result;
 }
 
-/* Maps those blocks again that come before ``end`` in the table; what it cannot map stays in the arena. */
-static CUresult map_before(size_t end)
+/* The same step for every block that was copied, as far as it can be done; the first error. */
+static CUresult each_copied(CUresult (*step)(struct block *), bool to_the_end)
 {
     size_t slots;
     struct block *table = blocks_table(&slots);
     CUresult result = CUDA_SUCCESS;
-    size_t at = 0;
-    for (; at < end && result == CUDA_SUCCESS; at++)
-        if (table[at].address != 0) {
-            result = driver()->cuCtxSetCurrent(table[at].context);
+    for (size_t at = 0; at < slots && (to_the_end || result == CUDA_SUCCESS); at++)
+        if (table[at].address != 0 && table[at].offset != NOT_COPIED) {
+            CUresult now = driver()->cuCtxSetCurrent(table[at].context);
+            if (now == CUDA_SUCCESS)
+                now = step(&table[at]);
             if (result == CUDA_SUCCESS)
-                result = block_map(&table[at]);
+                result = now;
         }
-    if (result != CUDA_SUCCESS)
-        for (at--; at-- > 0;)
-            if (table[at].address != 0)
-                block_unmap(&table[at]);
     return result;
 }
 
 CUresult transfer_free(void)
 {
-    if (arena == NULL || is_away)
+    if (arena == NULL)
         return CUDA_SUCCESS;
-    size_t slots;
-    struct block *table = blocks_table(&slots);
     is_away = true;
-    for (size_t at = 0; at < slots; at++) {
-        if (table[at].address == 0)
-            continue;
-        CUresult result = driver()->cuCtxSetCurrent(table[at].context);
-        if (result == CUDA_SUCCESS)
-            result = block_unmap(&table[at]);
-        if (result != CUDA_SUCCESS) {
-            if (map_before(at) == CUDA_SUCCESS && copy_all(false) == CUDA_SUCCESS) {
-                is_away = false;
-                transfer_forget();
-            }
-            return result;
-        }
-    }
-    return CUDA_SUCCESS;
+    CUresult result = atomic_load(&under_way) ? synchronize() : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = each_copied(block_unmap, false);
+    if (result != CUDA_SUCCESS)
+        transfer_bring_back();
+    return result;
 }
 
 CUresult transfer_bring_back(void)
 {
     if (!is_away)
         return CUDA_SUCCESS;
-    size_t slots;
-    blocks_table(&slots);
-    CUresult result = map_before(slots);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = copy_all(false);
+    CUresult result = atomic_load(&under_way) ? synchronize() : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = each_copied(block_map, false);
+    if (result == CUDA_SUCCESS)
+        result = copy_all(false);
     if (result != CUDA_SUCCESS) {
-        struct block *table = blocks_table(&slots);
-        for (size_t at = 0; at < slots; at++)
-            if (table[at].address != 0)
-                block_unmap(&table[at]);
+        if (!atomic_load(&under_way) || synchronize() == CUDA_SUCCESS)
+            each_copied(block_unmap, true);
         return result;
     }
     is_away = false;

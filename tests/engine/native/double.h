@@ -1,0 +1,47 @@
+/* What the doubles of CUDA's libraries share, and what a test may ask of them beside CUDA's own functions. */
+#pragma once
+
+#include "driver.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { CUDA_ERROR_INVALID_CONTEXT = 201, CUDA_ERROR_INVALID_DEVICE = 101 };
+
+/* The program is wrong where a real GPU would be silent, or would break later. */
+_Noreturn void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Begins each function: counts the call, and fails it if a test wants that. */
+CUresult entered(const char *function);
+#define ENTER()                                                                                                        \
+    do {                                                                                                               \
+        CUresult injected = entered(__func__);                                                                         \
+        if (injected != CUDA_SUCCESS)                                                                                  \
+            return injected;                                                                                           \
+    } while (0)
+
+/* Memory: whether the range is within one mapping that may be used, or one allocation. */
+bool device_range_is_usable(CUdeviceptr address, size_t bytes);
+bool host_range_is_registered(const void *address, size_t bytes);
+/* Copies; a device's memory that was never written stays without pages. */
+void device_to_host(char *host, CUdeviceptr device, size_t bytes);
+void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
+
+CUcontext current_context(void);
+/* All that was asked of the device in a context is done. */
+void finish_work(CUcontext context);
+size_t streams_outstanding(void);
+
+/* For tests. */
+struct outstanding {
+    size_t used, reservations, handles, mappings, allocations, streams, registered;
+};
+void double_outstanding(struct outstanding *);
+void double_set_bytes(size_t bytes);             /* of the device */
+void double_set_delay(unsigned microseconds);    /* of each copy on a stream */
+/* Calls ``nth`` (1: the next) and, if ``lasting``, all later ones of the function fail; 0: none; "*": any function. */
+void double_fail(const char *function, long nth, bool lasting, CUresult result);
+long double_calls(const char *function);         /* since the last double_fail */
+const char *double_called(size_t index);         /* names, until NULL */
+CUresult double_primary_context(CUcontext *);
+/* Work of the GPU: after ``microseconds`` each byte of the range becomes ``value``. */
+CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds);

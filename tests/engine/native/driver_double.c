@@ -1,0 +1,334 @@
+/* libcuda.so.1 without a GPU: devices, contexts and streams.  A stream is a thread; what is asked of it is done later. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "double.h"
+
+#define DEPTH 16
+
+struct CUctx_st {
+    int device;
+    CUstream first; /* of its streams, the one that ``double_launch`` uses among them */
+    CUstream launches;
+    struct CUctx_st *other;
+};
+struct operation {
+    enum { OUT, IN, FILL } kind;
+    CUdeviceptr device;
+    char *host;
+    size_t bytes;
+    int value;
+    unsigned delay;
+    struct operation *after;
+};
+struct CUstream_st {
+    CUcontext context;
+    pthread_t thread;
+    struct operation *first, **last;
+    size_t open; /* operations that are not done */
+    bool ends;
+    CUstream other;
+};
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static CUcontext contexts, primary;
+static size_t stream_count;
+static unsigned delay;
+
+static _Thread_local CUcontext stack[DEPTH];
+static _Thread_local size_t depth;
+
+CUcontext current_context(void) { return depth ? stack[depth - 1] : NULL; }
+
+static CUcontext needed(const char *function)
+{
+    if (current_context() == NULL)
+        misuse("%s: no context is current", function);
+    return current_context();
+}
+
+static int devices(void)
+{
+    const char *wanted = getenv("DOUBLE_DEVICES");
+    return wanted != NULL ? atoi(wanted) : 1;
+}
+
+/* -- devices and contexts */
+
+EXPORT CUresult cuInit(unsigned int flags)
+{
+    ENTER();
+    return flags == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuDeviceGetCount(int *count)
+{
+    ENTER();
+    *count = devices();
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
+{
+    ENTER();
+    if (device < 0 || device >= devices())
+        return CUDA_ERROR_INVALID_DEVICE;
+    *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ||
+             attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    return CUDA_SUCCESS;
+}
+
+static bool exists(CUcontext context)
+{
+    pthread_mutex_lock(&mutex);
+    CUcontext at = contexts;
+    while (at != NULL && at != context)
+        at = at->other;
+    pthread_mutex_unlock(&mutex);
+    return at != NULL;
+}
+
+static CUcontext made(int device)
+{
+    CUcontext context = calloc(1, sizeof *context);
+    context->device = device;
+    pthread_mutex_lock(&mutex);
+    context->other = contexts;
+    contexts = context;
+    pthread_mutex_unlock(&mutex);
+    return context;
+}
+
+static void make_primary(void) { primary = made(0); }
+
+EXPORT CUresult double_primary_context(CUcontext *context)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_primary);
+    *context = primary;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
+{
+    ENTER();
+    *context = current_context();
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPushCurrent_v2(CUcontext context)
+{
+    ENTER();
+    if (context == NULL || !exists(context))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (depth == DEPTH)
+        misuse("cuCtxPushCurrent: contexts are pushed and never popped");
+    stack[depth++] = context;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxPopCurrent_v2(CUcontext *context)
+{
+    ENTER();
+    if (depth == 0)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *context = stack[--depth];
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxSetCurrent(CUcontext context)
+{
+    ENTER();
+    if (context != NULL && !exists(context))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (depth != 0)
+        depth--;
+    if (context != NULL)
+        stack[depth++] = context;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice device)
+{
+    ENTER();
+    (void)flags;
+    *context = made(device);
+    return cuCtxPushCurrent_v2(*context);
+}
+
+EXPORT CUresult cuCtxGetDevice(CUdevice *device)
+{
+    ENTER();
+    if (current_context() == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *device = current_context()->device;
+    return CUDA_SUCCESS;
+}
+
+/* -- streams */
+
+static void perform(const struct operation *operation)
+{
+    if (operation->delay != 0)
+        usleep(operation->delay);
+    if (operation->kind == OUT)
+        device_to_host(operation->host, operation->device, operation->bytes);
+    else if (operation->kind == IN)
+        host_to_device(operation->device, operation->host, operation->bytes);
+    else
+        for (size_t at = 0; at < operation->bytes; at++)
+            ((volatile char *)operation->device)[at] = (char)operation->value;
+}
+
+static void *run(void *argument)
+{
+    CUstream stream = argument;
+    pthread_setname_np(pthread_self(), "cuda-double");
+    pthread_mutex_lock(&mutex);
+    for (;;) {
+        while (stream->first == NULL && !stream->ends)
+            pthread_cond_wait(&changed, &mutex);
+        struct operation *operation = stream->first;
+        if (operation == NULL)
+            break;
+        if ((stream->first = operation->after) == NULL)
+            stream->last = &stream->first;
+        pthread_mutex_unlock(&mutex);
+        perform(operation);
+        free(operation);
+        pthread_mutex_lock(&mutex);
+        stream->open--;
+        pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&mutex);
+    return NULL;
+}
+
+static CUstream stream_of(CUcontext context)
+{
+    CUstream stream = calloc(1, sizeof *stream);
+    stream->context = context;
+    stream->last = &stream->first;
+    pthread_mutex_lock(&mutex);
+    if (pthread_create(&stream->thread, NULL, run, stream) != 0)
+        misuse("a stream has no thread");
+    stream->other = context->first;
+    context->first = stream;
+    pthread_mutex_unlock(&mutex);
+    return stream;
+}
+
+static CUstream *place(CUcontext context, CUstream stream, const char *function)
+{
+    CUstream *at = &context->first;
+    while (*at != NULL && *at != stream)
+        at = &(*at)->other;
+    if (*at == NULL)
+        misuse("%s: no stream of the current context", function);
+    return at;
+}
+
+static void ask(CUstream stream, struct operation wanted, const char *function)
+{
+    CUcontext context = needed(function);
+    struct operation *operation = malloc(sizeof *operation);
+    *operation = wanted;
+    pthread_mutex_lock(&mutex);
+    place(context, stream, function);
+    *stream->last = operation;
+    stream->last = &operation->after;
+    stream->open++;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+EXPORT CUresult cuStreamCreate(CUstream *stream, unsigned int flags)
+{
+    ENTER();
+    CUcontext context = needed(__func__);
+    if (flags != CU_STREAM_NON_BLOCKING)
+        misuse("cuStreamCreate: it would wait for the program's own work");
+    *stream = stream_of(context);
+    __atomic_add_fetch(&stream_count, 1, __ATOMIC_RELAXED);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
+{
+    ENTER();
+    pthread_mutex_lock(&mutex);
+    *place(needed(__func__), stream, __func__) = stream->other;
+    stream->ends = true;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    pthread_join(stream->thread, NULL);
+    free(stream);
+    __atomic_sub_fetch(&stream_count, 1, __ATOMIC_RELAXED);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamSynchronize(CUstream stream)
+{
+    ENTER();
+    pthread_mutex_lock(&mutex);
+    place(needed(__func__), stream, __func__);
+    while (stream->open != 0)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+void finish_work(CUcontext context)
+{
+    pthread_mutex_lock(&mutex);
+    for (CUstream at = context != NULL ? context->first : NULL; at != NULL;)
+        if (at->open != 0) {
+            pthread_cond_wait(&changed, &mutex);
+            at = context->first; /* the list may be another one */
+        } else
+            at = at->other;
+    pthread_mutex_unlock(&mutex);
+}
+
+EXPORT CUresult cuCtxSynchronize(void)
+{
+    ENTER();
+    finish_work(needed(__func__));
+    return CUDA_SUCCESS;
+}
+
+size_t streams_outstanding(void) { return __atomic_load_n(&stream_count, __ATOMIC_RELAXED); }
+
+EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+        misuse("%s(%p, %#llx, %zu): outside of what is there", __func__, host, device, bytes);
+    ask(stream, (struct operation){OUT, device, host, bytes, 0, delay, NULL}, __func__);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void *host, size_t bytes, CUstream stream)
+{
+    ENTER();
+    if (!host_range_is_registered(host, bytes) || !device_range_is_usable(device, bytes))
+        misuse("%s(%#llx, %p, %zu): outside of what is there", __func__, device, host, bytes);
+    ask(stream, (struct operation){IN, device, (char *)host, bytes, 0, delay, NULL}, __func__);
+    return CUDA_SUCCESS;
+}
+
+EXPORT void double_set_delay(unsigned microseconds) { delay = microseconds; }
+
+EXPORT CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds)
+{
+    CUcontext context = needed(__func__);
+    if (context->launches == NULL)
+        context->launches = stream_of(context);
+    if (!device_range_is_usable(address, bytes))
+        misuse("an illegal address: %#llx, %zu bytes", address, bytes);
+    ask(context->launches, (struct operation){FILL, address, NULL, bytes, value, microseconds, NULL}, __func__);
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,83 @@
+/* Counting of calls, faults, and the end of a program that is wrong. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "double.h"
+
+#define MOST 64
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+    char name[48];
+    long calls;
+} functions[MOST];
+static size_t count;
+static struct {
+    char function[48];
+    long nth, seen;
+    bool lasting;
+    CUresult result;
+} fault;
+
+void misuse(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("driver double: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    abort();
+}
+
+CUresult entered(const char *function)
+{
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&mutex);
+    size_t at = 0;
+    while (at < count && strcmp(functions[at].name, function) != 0)
+        at++;
+    if (at == count) {
+        if (count++ == MOST)
+            abort();
+        snprintf(functions[at].name, sizeof functions[at].name, "%s", function);
+    }
+    functions[at].calls++;
+    if (fault.nth != 0 && (strcmp(fault.function, function) == 0 || strcmp(fault.function, "*") == 0)) {
+        fault.seen++;
+        if (fault.seen == fault.nth || (fault.lasting && fault.seen > fault.nth))
+            result = fault.result;
+    }
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
+EXPORT void double_fail(const char *function, long nth, bool lasting, CUresult result)
+{
+    pthread_mutex_lock(&mutex);
+    snprintf(fault.function, sizeof fault.function, "%s", function);
+    fault.nth = nth;
+    fault.seen = 0;
+    fault.lasting = lasting;
+    fault.result = result;
+    for (size_t at = 0; at < count; at++)
+        functions[at].calls = 0;
+    pthread_mutex_unlock(&mutex);
+}
+
+EXPORT long double_calls(const char *function)
+{
+    long calls = 0;
+    pthread_mutex_lock(&mutex);
+    for (size_t at = 0; at < count; at++)
+        if (strcmp(functions[at].name, function) == 0)
+            calls = functions[at].calls;
+    pthread_mutex_unlock(&mutex);
+    return calls;
+}
+
+EXPORT const char *double_called(size_t index) { return index < count ? functions[index].name : NULL; }

@@ -1,0 +1,90 @@
+"""The library, the doubles of CUDA's libraries and a program that uses them, built by this machine's C compiler."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import jupyter_gpu_ckpt.engine
+
+HERE = Path(__file__).parent
+NATIVE = Path(jupyter_gpu_ckpt.engine.__file__).parent / "native"
+FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
+#: A stream copies what a sanitizer would take for an access of the program.
+DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")
+
+
+def compiler() -> str | None:
+    """The C compiler that extensions of this Python are built with, or what there is."""
+    configured = shlex.split(sysconfig.get_config_var("CC") or "")[:1]
+    return next((name for name in [*configured, "gcc", "cc", "clang"] if shutil.which(name)), None)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What was built into ``directory``, with what must be preloaded before the library (a sanitizer's runtime)."""
+
+    directory: Path
+    first: tuple[str, ...] = ()
+
+    @property
+    def library(self) -> Path:
+        return self.directory / "_fastpath.so"
+
+    def command(self, *, direct: bool = False) -> list[str]:
+        if direct:
+            return [str(self.directory / "direct")]
+        return [str(self.directory / "loader"), str(self.directory / "libsubject.so")]
+
+
+def build_doubles(directory: Path, *, without: str | None = None) -> Path:
+    """libcuda.so.1 and libcudart.so.13; ``without``: a function that this driver lacks."""
+    lacking = [f"-D{without}={without}_of_a_newer_driver"] if without else []
+    driver = ["faults_double.c", "memory_double.c", "driver_double.c"]
+    _cc(*DOUBLE, *lacking, "-Wl,-soname,libcuda.so.1", "-o", directory / "libcuda.so.1", *driver, "-lpthread")
+    _cc(*DOUBLE, "-Wl,-soname,libcudart.so.13", "-o", directory / "libcudart.so.13", "runtime_double.c", "-ldl")
+    return directory
+
+
+def build(directory: Path, doubles: Path, *sanitize: str) -> Programs:
+    """The library as setup.py builds it, and the program; with the sanitizers of gcc that are named."""
+    flags = ["-O1", "-fno-omit-frame-pointer", f"-fsanitize={','.join(sanitize)}"] if sanitize else ["-O2"]
+    if "undefined" in sanitize:
+        flags.append("-fno-sanitize-recover=undefined")
+    sources = sorted(str(source) for source in NATIVE.glob("*.c"))
+    shared = ["-std=c11", "-fvisibility=hidden", "-shared"]
+    _cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
+    runtime = [f"-L{doubles}", "-l:libcudart.so.13"]
+    _cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")
+    _cc("-std=gnu11", *flags, "-o", directory / "loader", "loader.c", "-ldl")
+    _cc("-std=gnu11", *flags, "-DDIRECT", "-o", directory / "direct", "subject.c", *runtime, "-lpthread", "-ldl")
+    runtimes = {"address": "libasan.so", "thread": "libtsan.so"}
+    return Programs(directory, tuple(_runtime(runtimes[name]) for name in sanitize if name in runtimes))
+
+
+def why_no_sanitizer(name: str, library: str, directory: Path) -> str | None:
+    """Why a program cannot be built and run with it here, or None."""
+    source = directory / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    built = subprocess.run(
+        [compiler() or "cc", f"-fsanitize={name}", "-o", directory / "empty", source], capture_output=True, text=True
+    )
+    if built.returncode != 0 or not os.path.isabs(_runtime(library)):
+        return f"the C compiler has no runtime of the {name} sanitizer"
+    ran = subprocess.run([directory / "empty"], capture_output=True, text=True)
+    return None if ran.returncode == 0 else f"the {name} sanitizer does not run here: {ran.stderr[:200].strip()}"
+
+
+def _runtime(library: str) -> str:
+    found = subprocess.run([compiler() or "cc", f"-print-file-name={library}"], capture_output=True, text=True)
+    return os.path.realpath(found.stdout.strip()) if os.path.isabs(found.stdout.strip()) else found.stdout.strip()
+
+
+def _cc(*words: str | Path) -> None:
+    done = subprocess.run([compiler() or "cc", *FLAGS, *map(str, words)], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,332 @@
+/* A program that uses CUDA as PyTorch does, by the words that it reads, a line each; see `subject.py`.
+ *
+ * The functions that the library stands before are called by name: its own where it is preloaded.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "double.h"
+
+#define MOST 20000
+#define SPARSE ((size_t)1 << 20) /* steps between the bytes that are written of a sparse block */
+
+int cudaMalloc(void **, size_t);
+int cudaFree(void *);
+int cudaMemGetInfo(size_t *, size_t *);
+long double_mallocs(void);
+/* PyTorch looks the driver's functions up; others link against it. */
+__attribute__((weak)) CUresult cuMemAlloc_v2(CUdeviceptr *, size_t);
+__attribute__((weak)) CUresult cuMemFree_v2(CUdeviceptr);
+
+static void *driver_library;
+
+static void *looked_up(const char *name)
+{
+    if (driver_library == NULL)
+        driver_library = dlopen("libcuda.so.1", RTLD_NOW);
+    void *found = driver_library != NULL ? dlsym(driver_library, name) : NULL;
+    if (found == NULL) {
+        fprintf(stderr, "subject: no %s\n", name);
+        exit(3);
+    }
+    return found;
+}
+#define DRIVER(result, name, ...) ((result(*)(__VA_ARGS__))looked_up(#name))
+
+static int driver_alloc(void **address, size_t bytes)
+{
+    CUdeviceptr made = 0;
+    int result = cuMemAlloc_v2 != NULL ? cuMemAlloc_v2(&made, bytes)
+                                       : DRIVER(CUresult, cuMemAlloc_v2, CUdeviceptr *, size_t)(&made, bytes);
+    *address = (void *)made;
+    return result;
+}
+
+static int driver_free(void *address)
+{
+    return cuMemFree_v2 != NULL ? cuMemFree_v2((CUdeviceptr)address)
+                                : DRIVER(CUresult, cuMemFree_v2, CUdeviceptr)((CUdeviceptr)address);
+}
+
+/* -- memory with contents that tell where they belong */
+
+struct held {
+    unsigned char *memory;
+    size_t bytes, step;
+    unsigned seed;
+    bool by_driver;
+};
+
+static unsigned char byte_of(const struct held *held, size_t at)
+{
+    return (unsigned char)(((at * 0x9E3779B97F4A7C15ull + held->seed * 0xD1B54A32D192ED03ull) >> 56) | 1);
+}
+
+static void fill(const struct held *held)
+{
+    for (size_t at = 0; at < held->bytes; at += held->step)
+        held->memory[at] = byte_of(held, at);
+    held->memory[held->bytes - 1] = byte_of(held, held->bytes - 1);
+}
+
+static bool intact(const struct held *held)
+{
+    for (size_t at = 0; at < held->bytes; at += held->step)
+        if (held->memory[at] != byte_of(held, at))
+            return false;
+    return held->memory[held->bytes - 1] == byte_of(held, held->bytes - 1);
+}
+
+static int obtain(struct held *held, size_t bytes, bool by_driver, size_t step, unsigned seed)
+{
+    void *memory = NULL;
+    int result = by_driver ? driver_alloc(&memory, bytes) : cudaMalloc(&memory, bytes);
+    if (result != 0)
+        return result;
+    *held = (struct held){memory, bytes, step, seed, by_driver};
+    fill(held);
+    return 0;
+}
+
+static int give_back(struct held *held)
+{
+    int result = held->by_driver ? driver_free(held->memory) : cudaFree(held->memory);
+    if (result == 0)
+        held->memory = NULL;
+    return result;
+}
+
+static struct held blocks[MOST];
+static size_t block_count;
+
+/* -- threads that take and give back memory all the time */
+
+#define MOST_THREADS 8
+static pthread_t threads[MOST_THREADS];
+static size_t thread_count;
+static atomic_bool ending;
+static atomic_long rounds, wrong;
+static bool resting;
+static size_t at_rest;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+
+static void rest_if_asked(void)
+{
+    pthread_mutex_lock(&mutex);
+    at_rest++;
+    pthread_cond_broadcast(&changed);
+    while (resting)
+        pthread_cond_wait(&changed, &mutex);
+    at_rest--;
+    pthread_mutex_unlock(&mutex);
+}
+
+static void *churn(void *argument)
+{
+    unsigned random = (unsigned)(uintptr_t)argument;
+    struct held held[3] = {0};
+    cudaFree(NULL);
+    for (unsigned turn = 0; !atomic_load(&ending); turn++) {
+        struct held *each = &held[rand_r(&random) % 3];
+        if (each->memory != NULL && (!intact(each) || give_back(each) != 0))
+            atomic_fetch_add(&wrong, 1);
+        each->memory = NULL;
+        size_t bytes = ((size_t)1 << 20) + (size_t)rand_r(&random) % ((size_t)5 << 20);
+        if (obtain(each, bytes, rand_r(&random) % 2, SPARSE / 8, turn) != 0)
+            atomic_fetch_add(&wrong, 1);
+        atomic_fetch_add(&rounds, 1);
+        rest_if_asked();
+    }
+    for (size_t at = 0; at < 3; at++)
+        if (held[at].memory != NULL && (!intact(&held[at]) || give_back(&held[at]) != 0))
+            atomic_fetch_add(&wrong, 1);
+    return NULL;
+}
+
+/* -- what is asked for */
+
+static void alloc(const char *words)
+{
+    char api[8], density[8];
+    size_t count, bytes;
+    if (sscanf(words, "%zu %zu %7s %7s", &count, &bytes, api, density) != 4) {
+        puts("how many, bytes, cuda|cu, full|sparse");
+        return;
+    }
+    cudaFree(NULL);
+    size_t first = block_count;
+    for (size_t at = 0; at < count; at++, block_count++) {
+        int result = obtain(&blocks[block_count], bytes, strcmp(api, "cu") == 0,
+                            strcmp(density, "full") == 0 ? 1 : SPARSE, (unsigned)block_count);
+        if (result != 0) {
+            printf("error %d\n", result);
+            return;
+        }
+    }
+    printf("%zu\n", first);
+}
+
+static void check(void)
+{
+    size_t count = 0;
+    for (size_t at = 0; at < block_count; at++)
+        if (blocks[at].memory != NULL) {
+            if (!intact(&blocks[at])) {
+                printf("block %zu of %zu bytes is another\n", at, blocks[at].bytes);
+                return;
+            }
+            count++;
+        }
+    printf("%zu\n", count);
+}
+
+static void outstanding(void)
+{
+    struct outstanding all;
+    DRIVER(void, double_outstanding, struct outstanding *)(&all);
+    printf("{\"used\": %zu, \"reservations\": %zu, \"handles\": %zu, \"mappings\": %zu, \"allocations\": %zu, "
+           "\"streams\": %zu, \"registered\": %zu}\n",
+           all.used, all.reservations, all.handles, all.mappings, all.allocations, all.streams, all.registered);
+}
+
+static void calls(void)
+{
+    const char *name;
+    putchar('{');
+    for (size_t at = 0; (name = DRIVER(const char *, double_called, size_t)(at)) != NULL; at++)
+        printf("%s\"%s\": %ld", at ? ", " : "", name, DRIVER(long, double_calls, const char *)(name));
+    puts("}");
+}
+
+static void in_child(void)
+{
+    int said[2];
+    char answer[64] = "";
+    if (pipe(said) != 0)
+        exit(3);
+    pid_t child = fork();
+    if (child == 0) {
+        void *memory = NULL;
+        long before = double_mallocs();
+        int result = cudaMalloc(&memory, (size_t)4 << 20);
+        dprintf(said[1], "%d %s", result, double_mallocs() == before + 1 ? "original" : "served");
+        _exit(0);
+    }
+    close(said[1]);
+    if (read(said[0], answer, sizeof answer - 1) < 0)
+        exit(3);
+    close(said[0]);
+    waitpid(child, NULL, 0);
+    puts(answer);
+}
+
+static void perform(char *line)
+{
+    char *words = strchr(line, ' ');
+    words = words != NULL ? (*words = '\0', words + 1) : line + strlen(line);
+    size_t number = strtoul(words, NULL, 10);
+    char name[64];
+    long nth;
+    int lasting, result;
+    if (strcmp(line, "alloc") == 0)
+        alloc(words);
+    else if (strcmp(line, "free") == 0)
+        printf("%d\n", give_back(&blocks[number]));
+    else if (strcmp(line, "check") == 0)
+        check();
+    else if (strcmp(line, "address") == 0)
+        printf("%p\n", (void *)blocks[number].memory);
+    else if (strcmp(line, "outstanding") == 0)
+        outstanding();
+    else if (strcmp(line, "mallocs") == 0)
+        printf("%ld\n", double_mallocs());
+    else if (strcmp(line, "calls") == 0)
+        calls();
+    else if (strcmp(line, "fail") == 0 && sscanf(words, "%63s %ld %d %d", name, &nth, &lasting, &result) == 4) {
+        DRIVER(void, double_fail, const char *, long, bool, CUresult)(name, nth, lasting, result);
+        puts("ok");
+    } else if (strcmp(line, "room") == 0) {
+        DRIVER(void, double_set_bytes, size_t)(number);
+        puts("ok");
+    } else if (strcmp(line, "delay") == 0) {
+        DRIVER(void, double_set_delay, unsigned)((unsigned)number);
+        puts("ok");
+    } else if (strcmp(line, "launch") == 0) {
+        /* The block will hold one byte everywhere: the GPU is slow, and nobody waits for it. */
+        struct held *held = &blocks[number];
+        held->step = held->bytes;
+        result = DRIVER(CUresult, double_launch, CUdeviceptr, size_t, int, unsigned)(
+            (CUdeviceptr)held->memory + held->bytes - 1, 1, byte_of(held, held->bytes - 1) ^ 2, 100000);
+        held->memory[held->bytes - 1] = 0;
+        printf("%d\n", result);
+    } else if (strcmp(line, "last") == 0)
+        printf("%d\n", blocks[number].memory[blocks[number].bytes - 1] ^
+                           byte_of(&blocks[number], blocks[number].bytes - 1));
+    else if (strcmp(line, "context") == 0) {
+        CUcontext fresh;
+        printf("%d\n", DRIVER(CUresult, cuCtxCreate_v2, CUcontext *, unsigned, CUdevice)(&fresh, 0, 0));
+    } else if (strcmp(line, "pop") == 0) {
+        CUcontext popped;
+        printf("%d\n", DRIVER(CUresult, cuCtxPopCurrent_v2, CUcontext *)(&popped));
+    } else if (strcmp(line, "churn") == 0) {
+        for (; thread_count < number; thread_count++)
+            pthread_create(&threads[thread_count], NULL, churn, (void *)(uintptr_t)(thread_count + 1));
+        puts("ok");
+    } else if (strcmp(line, "rest") == 0) {
+        pthread_mutex_lock(&mutex);
+        resting = true;
+        while (at_rest < thread_count)
+            pthread_cond_wait(&changed, &mutex);
+        pthread_mutex_unlock(&mutex);
+        puts("ok");
+    } else if (strcmp(line, "go") == 0) {
+        pthread_mutex_lock(&mutex);
+        resting = false;
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&mutex);
+        puts("ok");
+    } else if (strcmp(line, "rounds") == 0)
+        printf("%ld\n", atomic_load(&rounds));
+    else if (strcmp(line, "end") == 0) {
+        atomic_store(&ending, true);
+        while (thread_count != 0)
+            pthread_join(threads[--thread_count], NULL);
+        printf("%ld\n", atomic_load(&wrong));
+    } else if (strcmp(line, "fork") == 0)
+        in_child();
+    else if (strcmp(line, "shell") == 0) {
+        fflush(stdout);
+        if (system(words) != 0)
+            exit(3);
+    } else if (strcmp(line, "memory") == 0) {
+        size_t free_bytes, all;
+        result = cudaMemGetInfo(&free_bytes, &all);
+        printf("%d %zu %zu\n", result, free_bytes, all);
+    } else
+        puts("what?");
+}
+
+EXPORT int subject(void);
+EXPORT int subject(void)
+{
+    static char line[4096];
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    while (fgets(line, sizeof line, stdin) != NULL) {
+        line[strcspn(line, "\n")] = '\0';
+        perform(line);
+    }
+    return 0;
+}
+
+#ifdef DIRECT
+int main(void) { return subject(); }
+#endif

@@ -1,0 +1,108 @@
+"""Every call of the driver fails once, and all from one on: nothing is lost, and the next attempt succeeds."""
+
+from __future__ import annotations
+
+import pytest
+from subject import MIB, Control, Subject
+
+FAULT = 999
+SIZES = (2 * MIB, 2 * MIB + 5)
+TOTAL = (2 + 4) * MIB
+VERBS = ("leave", "free", "return")
+
+
+def calls_of(subject: Subject, control: Control, verb: str) -> dict[str, int]:
+    """How often each function is called by ``verb`` when nothing fails."""
+    subject.fail()
+    control.must(*VERBS[: VERBS.index(verb)])
+    subject.fail()
+    control.must(verb)
+    made = subject.calls()
+    control.must(*VERBS[VERBS.index(verb) + 1 :])
+    return {function: count for function, count in made.items() if count}
+
+
+def one_place(subject: Subject, away: int) -> None:
+    """All blocks are on the device, or all are away."""
+    out = subject.outstanding()
+    assert (out["used"], out["mappings"]) == ((0, 0) if away else (TOTAL, len(SIZES)))
+    assert away in (0, TOTAL)
+    assert out["reservations"] == len(SIZES)
+
+
+def retry(subject: Subject, control: Control) -> None:
+    """Nothing fails any more: back on the device, and a whole round."""
+    subject.fail()
+    control.must("return")
+    subject.intact(len(SIZES))
+    control.must(*VERBS)
+    subject.intact(len(SIZES))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_call_fails_once(subject, verb):
+    for size in SIZES:
+        subject.alloc(1, size, density="full")
+    failed_to_go = 0
+    with subject.control() as control:
+        for function, count in calls_of(subject, control, verb).items():
+            for nth in range(1, count + 1):
+                control.must(*VERBS[: VERBS.index(verb)])
+                subject.fail(function, nth, FAULT)
+                answer = control.ask(verb)
+                subject.fail()
+                one_place(subject, answer["away"])
+                retry(subject, control)
+                failed_to_go += function == "cuStreamDestroy_v2"
+    out = subject.outstanding()
+    assert (out["registered"], out["handles"]) == (0, len(SIZES))
+    assert out["streams"] == failed_to_go, "but for those that the driver refused to destroy"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_call_fails_from_one_on(subject, verb):
+    """Also what would make it good: then it is not on one side, but all bytes are safe, and a return brings them."""
+    for size in SIZES:
+        subject.alloc(1, size, density="full")
+    with subject.control() as control:
+        total = sum(calls_of(subject, control, verb).values())
+        for nth in range(1, total + 1):
+            control.must(*VERBS[: VERBS.index(verb)])
+            subject.fail("*", nth, FAULT, lasting=True)
+            answer = control.ask(verb)
+            assert answer["cuda"] in (0, FAULT)
+            if answer["cuda"] == 0:  # it failed where nothing hangs on it
+                assert answer["away"] == (TOTAL if verb == "free" else 0)
+            elif nth % 2:
+                subject.fail()
+                control.must("free")  # what was begun is ended; without a copy there is nothing to free
+            retry(subject, control)
+
+
+def test_a_failed_allocation_is_the_drivers(subject):
+    """Whatever fails on the way, the program gets memory, and nothing is left of the attempt."""
+    subject.free(subject.alloc(1, 2 * MIB))
+    subject.fail()
+    subject.free(subject.alloc(1, 2 * MIB))
+    made = subject.calls()
+    for function in ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemRelease"):
+        assert made[function] == 1
+        subject.fail(function, 1, FAULT)
+        number = subject.alloc(1, 2 * MIB, "cu", "full")
+        out = subject.outstanding()
+        assert (out["allocations"], out["mappings"], out["reservations"], out["handles"]) == (1, 0, 0, 0), function
+        subject.free(number)
+
+
+@pytest.mark.parametrize("function", ["cuMemUnmap", "cuCtxSynchronize", "cuCtxPushCurrent_v2"])
+def test_memory_that_could_not_be_freed_is_freed_later(subject, function):
+    number = subject.alloc(1, 2 * MIB, "cu", "full")
+    subject.fail(function, 1, FAULT)
+    assert subject.ask("free", number) == str(FAULT)
+    with subject.control() as control:
+        assert control.ask("status")["blocks"] == 1
+        control.must(*VERBS)
+    subject.intact(1)
+    subject.free(number)
+    out = subject.outstanding()
+    assert (out["used"], out["reservations"]) == (0, 0)

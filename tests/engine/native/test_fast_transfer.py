@@ -1,0 +1,211 @@
+"""Device memory leaves and comes back to the same addresses with the same bytes: the library at a driver's double."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from subject import MIB, Control, Subject, running
+
+OUT_OF_MEMORY = 2
+NOTHING = {"used": 0, "reservations": 0, "handles": 0, "mappings": 0, "allocations": 0, "streams": 0, "registered": 0}
+
+
+def away_and_back(subject: Subject, control: Control) -> None:
+    """A whole round, in which the device's memory is free."""
+    control.must("leave", "free")
+    out = subject.outstanding()
+    assert (out["mappings"], out["handles"]) == (0, 0)
+    control.must("return")
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["runtime in a local scope", "linked directly"])
+@pytest.mark.parametrize("api", ["cuda", "cu"])
+def test_bytes_and_addresses_stay(programs, doubles, direct, api):
+    with running(programs, doubles, direct=direct) as subject:
+        sizes = [2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB - 511, 4 * MIB + 4096, 17 * MIB + 3]
+        numbers = [subject.alloc(1, size, api, "full") for size in sizes]
+        addresses = [subject.ask("address", number) for number in numbers]
+        with subject.control() as control:
+            there = control.ask("status")
+            assert (there["cuda"], there["blocks"], there["away"]) == (0, len(sizes), 0)
+            assert there["bytes"] == sum(-(-size // (2 * MIB)) * 2 * MIB for size in sizes)
+            for _ in range(3):
+                left = control.ask("leave")
+                assert (left["cuda"], left["away"]) == (0, 0)
+                assert control.ask("free")["away"] == there["bytes"]
+                assert subject.outstanding()["used"] == 0
+                assert control.ask("return")["away"] == 0
+                subject.intact(len(sizes))
+        assert [subject.ask("address", number) for number in numbers] == addresses
+        for number in numbers:
+            subject.free(number)
+        assert subject.outstanding() == NOTHING
+
+
+def test_memory_that_is_away_is_not_there(programs, doubles):
+    """What shows that the double takes it away: who touches it is ended, as by an illegal address of a GPU."""
+    with pytest.raises(AssertionError, match="the program ended"), running(programs, doubles) as subject:
+        subject.alloc(1, 2 * MIB)
+        with subject.control() as control:
+            control.must("leave", "free")
+        subject.ask("check")
+
+
+def test_small_memory_stays_with_the_driver(subject):
+    subject.alloc(1, 2 * MIB - 1, density="full")
+    assert not subject.path.exists(), "nothing to ask for yet"
+    subject.alloc(10_000, 1500)
+    subject.alloc(1, 2 * MIB, density="full")
+    out = subject.outstanding()
+    assert (out["allocations"], out["mappings"]) == (10_001, 1)
+    with subject.control() as control:
+        control.must("leave", "free")
+        assert subject.outstanding()["allocations"] == 10_001
+        control.must("return")
+    subject.intact(10_002)
+
+
+def test_work_under_way_is_waited_for(subject):
+    """By whoever frees, and by the copy to the host."""
+    one, other = subject.alloc(2, 2 * MIB), 1
+    assert subject.ask("launch", one) == "0"
+    with subject.control() as control:
+        away_and_back(subject, control)
+    assert subject.ask("last", one) == "2"
+    assert subject.ask("launch", other) == "0"
+    subject.free(other)
+
+
+def test_slow_copies_are_waited_for(subject):
+    subject.alloc(2, 6 * MIB, density="full")
+    assert subject.ask("delay", 5000) == "ok"
+    with subject.control() as control:
+        away_and_back(subject, control)
+    subject.intact(2)
+
+
+def test_blocks_of_two_contexts(subject):
+    """One freed while another's context is current, too."""
+    subject.alloc(2, 2 * MIB, "cuda", "full")
+    assert subject.ask("context") == "0"
+    subject.alloc(2, 2 * MIB, "cu", "full")
+    with subject.control() as control:
+        away_and_back(subject, control)
+        subject.free(0)
+        assert subject.ask("pop") == "0"
+        subject.free(2)
+        subject.alloc(1, 2 * MIB, "cuda", "full")
+        away_and_back(subject, control)
+    subject.intact(3)
+
+
+def test_nothing_to_move(subject):
+    number = subject.alloc(1, 2 * MIB)
+    subject.free(number)
+    with subject.control() as control:
+        for verb in ("leave", "free", "return", "return", "free"):
+            answer = control.ask(verb)
+            assert (answer["cuda"], answer["blocks"], answer["away"]) == (0, 0, 0)
+
+
+def test_steps_asked_for_twice(subject):
+    subject.alloc(3, 2 * MIB, density="full")
+    with subject.control() as control:
+        control.must("return", "free", "leave", "leave", "free", "free", "leave", "return", "return")
+    subject.intact(3)
+    assert subject.outstanding()["used"] == 3 * 2 * MIB
+
+
+def against_a_dict(subject: Subject, steps: int, seed: int) -> None:
+    choose = random.Random(seed)
+    live: dict[int, int] = {}
+    with subject.control() as control:
+        for step in range(steps):
+            # Grows to many, shrinks to few, and so on: the table grows, and loses from the middle.
+            if choose.random() < (0.8 if step // 1000 % 2 == 0 else 0.25) or not live:
+                size = choose.choice((2, 2, 2, 4)) * MIB
+                live[subject.alloc(1, size, choose.choice(("cuda", "cu")))] = size
+            else:
+                number = choose.choice(list(live))
+                subject.free(number)
+                del live[number]
+            if step % 250 == 0:
+                found = control.ask("status")
+                assert (found["blocks"], found["bytes"]) == (len(live), sum(live.values()))
+        assert len(live) == int(subject.ask("check"))
+        for number in live:
+            subject.free(number)
+        assert control.ask("status")["blocks"] == 0
+    assert subject.outstanding() == NOTHING
+
+
+def test_the_table_against_a_dict(subject):
+    subject.free(subject.alloc(1, 2 * MIB))
+    against_a_dict(subject, 6000, seed=1)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_the_table_against_a_dict_for_long(subject, seed):
+    subject.free(subject.alloc(1, 2 * MIB))
+    against_a_dict(subject, 15_000, seed)
+
+
+def test_many_blocks_through_the_tables_growth(subject):
+    """More than half of the table's first size; all are found again after it has grown."""
+    count = 5000
+    subject.alloc(count, 2 * MIB)
+    with subject.control() as control:
+        assert control.ask("status")["blocks"] == count
+    subject.intact(count)
+    for number in range(count):
+        subject.free(number)
+    assert subject.outstanding() == NOTHING
+
+
+def many_rounds(subject: Subject, blocks: int, rounds: int) -> None:
+    subject.alloc(blocks, 2 * MIB)
+    with subject.control() as control:
+        for _ in range(rounds):
+            away_and_back(subject, control)
+            subject.intact(blocks)
+
+
+def test_three_hundred_blocks(subject):
+    many_rounds(subject, 300, rounds=2)
+
+
+@pytest.mark.torture
+def test_five_thousand_blocks(subject):
+    """Ten GiB of the host's memory."""
+    many_rounds(subject, 5000, rounds=3)
+
+
+def test_no_room_when_memory_is_asked_for(programs, doubles):
+    """The error is the original's, and memory that is left is served."""
+    answers = []
+    for preload in (None, []):
+        with running(programs, doubles, preload=preload) as subject:
+            subject.alloc(1, 4 * MIB)
+            assert subject.ask("room", 9 * MIB) == "ok"
+            answers.append([subject.ask("alloc", 1, 6 * MIB, api, "sparse") for api in ("cuda", "cu")])
+            answers[-1].append(subject.ask("memory"))
+            subject.alloc(1, 4 * MIB)
+            answers[-1].append(subject.ask("memory"))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == f"error {OUT_OF_MEMORY}"
+
+
+def test_no_room_to_return(subject):
+    subject.alloc(5, 4 * MIB, density="full")
+    with subject.control() as control:
+        control.must("leave", "free")
+        for room in (0, 10 * MIB, 19 * MIB):
+            assert subject.ask("room", room) == "ok"
+            answer = control.ask("return")
+            assert (answer["cuda"], answer["away"]) == (OUT_OF_MEMORY, 20 * MIB)
+            assert subject.outstanding()["used"] == 0, "the room that it does not need"
+        assert subject.ask("room", 20 * MIB) == "ok"
+        control.must("return")
+    subject.intact(5)

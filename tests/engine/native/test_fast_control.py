@@ -1,0 +1,200 @@
+"""The socket of the library: who may ask, in which words, and what a connection that ends leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import pytest
+from programs import build_doubles
+from subject import MIB, SOCKET_VARIABLE, listening, running
+from waiting import until
+
+INVALID_VALUE = 1
+
+
+@pytest.fixture
+def listener(subject):
+    """A subject with three blocks, that listens."""
+    subject.alloc(3, 2 * MIB, density="full")
+    listening(subject)
+    return subject
+
+
+def test_a_connection_that_ends_after_leave_forgets_the_copy(listener):
+    with listener.control() as control:
+        control.must("leave")
+    with listener.control() as control:
+        control.must("free")  # there is no copy to free
+        assert control.ask("status")["away"] == 0
+    assert listener.outstanding()["mappings"] == 3
+    listener.intact(3)
+
+
+def test_what_is_away_outlives_the_connection(listener):
+    with listener.control() as control:
+        control.must("leave", "free")
+    with listener.control() as control:
+        assert control.ask("status")["away"] == 6 * MIB
+        control.must("return")
+    listener.intact(3)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\n", b"leave it\n", b"LEAVE\n", b"free\0\n", b"\0leave\n", b"\xff" * 300 + b"\n", b"x" * 63 + b"free\n"],
+    ids=["empty", "more", "capitals", "zero", "leading zero", "bytes", "long, with a verb at its end"],
+)
+def test_garbage_is_refused_and_nothing_is_done(listener, garbage):
+    with listener.control() as control:
+        control.must("leave")
+        control.send(garbage)
+        answer = control.answer()
+        assert (answer["cuda"], answer["away"]) == (INVALID_VALUE, 0)
+        assert control.ask("status")["cuda"] == 0
+    assert listener.outstanding()["mappings"] == 3
+
+
+def test_a_request_without_an_end_is_not_done(listener):
+    with listener.control() as control:
+        control.must("leave")
+        control.send(b"free")
+        control.socket.shutdown(socket.SHUT_WR)
+        assert control.socket.recv(100) == b""
+    assert listener.outstanding()["mappings"] == 3
+
+
+def test_requests_in_pieces_and_several_at_once(listener):
+    with listener.control() as control:
+        for piece in (b"le", b"av", b"e\nfree\nreturn\nsta", b"tus\n"):
+            control.send(piece)
+        assert [control.answer()["away"] for _ in range(4)] == [0, 6 * MIB, 0, 0]
+    listener.intact(3)
+
+
+def test_who_does_not_wait_for_the_answer(listener):
+    with listener.control() as control:
+        control.send(b"status\n" * 100)
+    with listener.control() as control:
+        control.must("status")
+    listener.intact(3)
+
+
+def test_a_second_connection_waits_for_the_first(listener):
+    with listener.control() as first, listener.control() as second:
+        second.send(b"return\nstatus\n")
+        first.must("leave", "free")
+        assert first.ask("status")["away"] == 6 * MIB, "the second one's return is not done yet"
+        first.socket.shutdown(socket.SHUT_RDWR)
+        assert [second.answer()["away"] for _ in range(2)] == [0, 0]
+    listener.intact(3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can try as another user")
+def test_another_user_is_refused(listener):
+    listener.path.chmod(0o777)
+    listener.path.parent.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        said = b""
+        try:
+            os.setuid(65534)
+            other = socket.socket(socket.AF_UNIX)
+            other.settimeout(20)
+            other.connect(str(listener.path))
+            with contextlib.suppress(ConnectionError):
+                other.sendall(b"leave\nfree\n")
+                said = other.recv(100)
+            os._exit(len(said))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with listener.control() as control:
+        assert control.ask("status")["away"] == 0
+
+
+def all_from_the_original(subject, count: int = 1) -> None:
+    for api in ("cuda", "cu"):
+        number = subject.alloc(count, 4 * MIB, api, "full")
+    out = subject.outstanding()
+    assert (out["allocations"], out["mappings"], out["reservations"]) == (2 * count, 0, 0)
+    subject.intact(2 * count)
+    subject.free(number)
+
+
+def test_nobody_asked(programs, doubles):
+    with running(programs, doubles, environment={SOCKET_VARIABLE: ""}) as subject:
+        all_from_the_original(subject)
+
+
+def test_a_path_that_is_too_long(programs, doubles, tmp_path):
+    path = tmp_path / ("x" * 120)
+    with running(programs, doubles, path=path) as subject:
+        all_from_the_original(subject)
+        assert not path.exists()
+
+
+def test_a_path_of_the_greatest_length(programs, doubles, runtime_base):
+    path = runtime_base / ("x" * (106 - len(str(runtime_base))))
+    assert len(str(path)) == 107
+    with running(programs, doubles, path=path) as subject:
+        subject.alloc(1, 2 * MIB)
+        with subject.control() as control:
+            control.must("leave", "free", "return")
+
+
+def test_a_path_where_something_is(programs, doubles, runtime_base):
+    path = runtime_base / "fast"
+    path.write_text("mine")
+    with running(programs, doubles, path=path) as subject:
+        all_from_the_original(subject)
+    assert path.read_text() == "mine"
+
+
+def test_a_directory_that_is_not_there(programs, doubles, runtime_base):
+    with running(programs, doubles, path=runtime_base / "nowhere" / "fast") as subject:
+        all_from_the_original(subject)
+
+
+def test_two_devices(programs, doubles):
+    with running(programs, doubles, environment={"DOUBLE_DEVICES": "2"}) as subject:
+        all_from_the_original(subject)
+
+
+@pytest.mark.parametrize("function", ["cuMemAddressReserve", "cuMemSetAccess"])
+def test_a_driver_without_a_function(programs, tmp_path, function):
+    with running(programs, build_doubles(tmp_path, without=function)) as subject:
+        all_from_the_original(subject)
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+def test_no_driver_at_all(programs, doubles, tmp_path, with_library):
+    (tmp_path / "libcudart.so.13").symlink_to(doubles / "libcudart.so.13")
+    with running(programs, tmp_path, preload=None if with_library else []) as subject:
+        assert subject.ask("alloc", 1, 4 * MIB, "cuda", "full") == "error 35"
+        assert not subject.path.exists()
+
+
+def test_a_child_is_served_by_the_original(listener):
+    assert listener.ask("fork") == "0 original"
+    listener.intact(3)
+    with listener.control() as control:
+        control.must("leave", "free", "return")
+
+
+def test_what_the_program_starts_has_neither_the_library_nor_the_socket(programs, doubles):
+    print_both = 'echo "${LD_PRELOAD-none} ${' + SOCKET_VARIABLE + '-none}"'
+    with running(programs, doubles) as subject:
+        assert subject.ask("shell", print_both) == "none none"
+    before, after = (str(doubles / "libcuda.so.1"), str(doubles / "libcudart.so.13"))
+    for separator in (":", " "):
+        preload = [separator.join([before, str(programs.library), after])]
+        with running(programs, doubles, preload=preload) as subject:
+            assert subject.ask("shell", print_both) == f"{before}:{after} none"
+
+
+def test_it_listens_only_once_it_serves(subject):
+    assert not subject.path.exists()
+    subject.alloc(1, 2 * MIB)
+    until(subject.path.exists)

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 
@@ -21,9 +22,10 @@ from .ptrace import Machine, Tracee
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
 SPARED = ("cuda", "gpu-ckpt")
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
+#: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
-    r"/(libc|libm|ld-linux|ld|libpthread|libdl|libgcc_s|libcuda|libnvidia|libcudart|libjemalloc|libtcmalloc|libmimalloc"
-    r"|[^/]*_fastpath)[^/]*$"
+    r"/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
+    r"|[^/]*_fastpath)([-_.][^/]*)?$"
 )
 
 
@@ -56,23 +58,25 @@ class Parking:
             tracee.release()
 
     def _park(self) -> bool:
-        """Park whom we can; whether that is everybody, of a list made after the last one was parked."""
+        """Park whom we can; whether that is everybody."""
         shared = _shared_code(self._pid)
-        new = [tid for tid in self._threads() if tid not in self._parked]
-        everybody = not new
-        for tid in new:
+        for tid in self._threads():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
-                if _name(self._pid, tid).startswith(SPARED):
+                if tid in self._parked or _name(self._pid, tid).startswith(SPARED):
                     continue
-                everybody = False
                 tracee = Tracee(self._machine, tid, running=True)
                 if self._is_safe(tid, shared):
                     self._parked[tid] = tracee
                 else:
                     tracee.release()
-        return everybody or all(
-            tid in self._parked or _name(self._pid, tid).startswith(SPARED) for tid in self._threads()
-        )
+        # Twice: a thread that ended while the first list was made may have left one that is not in it.
+        return all(self._is_at_rest(tid) for _ in range(2) for tid in self._threads())
+
+    def _is_at_rest(self, tid: int) -> bool:
+        try:
+            return tid in self._parked or _name(self._pid, tid).startswith(SPARED)
+        except (ProcessLookupError, FileNotFoundError):  # it ended, and what it made meanwhile is in no list of ours
+            return False
 
     def _threads(self) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
@@ -81,8 +85,21 @@ class Parking:
         # proc_pid_syscall(5): number and arguments, or -1; then stack pointer and program counter.
         with open(f"/proc/{self._pid}/task/{tid}/syscall") as file:
             words = file.read().split()
+        if words[0] == "running":  # killed where it stood
+            return False
         number, pc = int(words[0]), int(words[-1], 16)
-        return number in self._machine.waits if number >= 0 else not any(pc in code for code in shared)
+        if number < 0:
+            return not any(pc in code for code in shared)
+        return number in self._machine.waits and not (
+            number == self._machine.read and self._is_file(int(words[1], 16))
+        )
+
+    def _is_file(self, descriptor: int) -> bool:
+        """Whoever reads a file waits for nobody, and may hold a lock: the linker while it loads a library."""
+        try:
+            return stat.S_ISREG(os.stat(f"/proc/{self._pid}/fd/{descriptor}").st_mode)
+        except OSError:
+            return False
 
 
 def _name(pid: int, tid: int) -> str:

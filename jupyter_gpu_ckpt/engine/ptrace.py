@@ -64,6 +64,7 @@ class Machine:
     munmap: int
     rt_sigaction: int
     getpid: int
+    read: int
     #: System calls that wait for somebody else, and hold nothing meanwhile.
     waits: frozenset[int]
 
@@ -84,6 +85,7 @@ _MACHINES = {
         munmap=11,
         rt_sigaction=13,
         getpid=39,
+        read=0,
         # read, poll, select, pause, nanosleep, accept, recvfrom, recvmsg, wait4, semop, rt_sigtimedwait, rt_sigsuspend,
         # futex, restart_syscall, semtimedop, clock_nanosleep, epoll_wait, waitid, pselect6, ppoll, epoll_pwait,
         # accept4, recvmmsg, io_uring_enter, epoll_pwait2, futex_waitv
@@ -105,6 +107,7 @@ _MACHINES = {
         munmap=215,
         rt_sigaction=134,
         getpid=172,
+        read=63,
         # epoll_pwait, read, pselect6, ppoll, waitid, futex, nanosleep, clock_nanosleep, restart_syscall, rt_sigsuspend,
         # rt_sigtimedwait, semtimedop, semop, accept, recvfrom, recvmsg, accept4, recvmmsg, wait4, io_uring_enter,
         # epoll_pwait2, futex_waitv

@@ -143,6 +143,10 @@ static void *churn(void *argument)
         size_t bytes = ((size_t)1 << 20) + (size_t)rand_r(&random) % ((size_t)5 << 20);
         if (obtain(each, bytes, rand_r(&random) % 2, SPARSE / 8, turn) != 0)
             atomic_fetch_add(&wrong, 1);
+        for (size_t at = 0; at < 200; at++) {
+            void *volatile memory = malloc(16 + (size_t)rand_r(&random) % 3000);
+            free(memory);
+        }
         atomic_fetch_add(&rounds, 1);
         rest_if_asked();
     }

@@ -104,7 +104,7 @@ def test_threads_are_parked_under_asan(with_asan, doubles):
 
 def test_threads_rest_under_tsan(with_tsan, doubles):
     with running(with_tsan, doubles, environment=OPTIONS) as subject:
-        hammer(subject, 3, 12, resting)
+        hammer(subject, 3, 6, resting)
 
 
 @pytest.mark.torture

@@ -1,0 +1,280 @@
+"""Threads of real processes are parked and go on: such that compute, allocate, come and go, wait, are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from jupyter_gpu_ckpt.engine.parking import _SHARED_CODE, Parking
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE
+
+#: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
+KINDS = ("computes", "allocates", "hashes", "comes", "waits", "locks")
+SIGNALS = len(KINDS)
+SUBJECT = """
+import ctypes, fcntl, hashlib, mmap, os, signal, struct, sys, threading, time
+
+PR_SET_PTRACER = 0x59616D61
+ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 2**64 - 1), 0, 0, 0)  # whoever parks need not be a parent
+file, lock, kinds = sys.argv[1], sys.argv[2], sys.argv[3].split(",")
+words = memoryview(mmap.mmap(os.open(file, os.O_RDWR), 64)).cast("Q")
+block = b"x" * 100_000
+
+def loop(place, step):
+    def run():
+        while True:
+            step()
+            words[place] += 1
+    threading.Thread(target=run, daemon=True).start()
+
+def computes():
+    sum(k * k for k in range(300))
+
+def allocates():
+    [bytes(800 + 37 * k) for k in range(100)]
+
+def hashes():
+    hashlib.sha256(block).digest()
+
+def comes(place=3):
+    words[place] += 1
+    threading.Thread(target=comes, daemon=True).start()
+
+def waits():
+    time.sleep(0.002)
+
+def locks():
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+reading, writing = os.pipe()
+os.set_blocking(writing, False)
+signal.signal(signal.SIGRTMIN, lambda *_: None)
+signal.set_wakeup_fd(writing, warn_on_full_buffer=True)  # a byte for each that arrives
+
+def counts():
+    while True:
+        words[6] += len(os.read(reading, 4096))
+
+threading.Thread(target=counts, daemon=True).start()
+for place, step in enumerate((computes, allocates, hashes, comes, waits, locks)):
+    for _ in range(kinds.count(step.__name__)):
+        step() if step is comes else loop(place, step)
+print("goes", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+PARKER = """
+import sys, time
+from jupyter_gpu_ckpt.engine.parking import Parking
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE
+parking = Parking(MACHINE, int(sys.argv[1]), time.monotonic() + 30)
+print(len(parking), flush=True)
+sys.stdin.read()
+"""
+
+
+class Process:
+    """The running subject."""
+
+    def __init__(self, process: subprocess.Popen[str], words: mmap.mmap, lock: Path) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.lock = lock
+        self._words = words
+
+    def beats(self, place: int) -> int:
+        return int(struct.unpack_from("=Q", self._words, 8 * place)[0])
+
+    def states(self) -> list[str]:
+        """The letters of proc(5): R and S run or wait, T is stopped, t held by a tracer."""
+        found = []
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        return found
+
+    def parked(self, seconds: float = 30) -> Parking:
+        assert MACHINE is not None
+        return Parking(MACHINE, self.pid, time.monotonic() + seconds)
+
+    def goes_on(self, *kinds: str) -> None:
+        before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}
+        for kind in kinds:
+            until(lambda: self.beats(KINDS.index(kind)) > before[kind] + 2, f"{kind} goes on")  # noqa: B023
+        until(lambda: "t" not in self.states(), "nobody is held")
+
+
+@contextlib.contextmanager
+def running(directory: Path, *kinds: str) -> Iterator[Process]:
+    file, lock = directory / "words", directory / "lock"
+    file.write_bytes(bytes(64))
+    lock.touch()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUBJECT, str(file), str(lock), ",".join(kinds)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "goes\n"
+        with open(file, "r+b") as opened, mmap.mmap(opened.fileno(), 64) as words:
+            yield Process(process, words, lock)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def stays_at_rest(subject: Process) -> None:
+    """All are held; and who was held cannot have counted."""
+    before = [subject.beats(place) for place in range(SIGNALS)]
+    assert set(subject.states()) == {"t"}
+    assert [subject.beats(place) for place in range(SIGNALS)] == before
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("computes",) * 3, ("allocates",) * 3, ("hashes",) * 3, ("comes",) * 3, ("waits",) * 20, KINDS[:5]],
+    ids=["computing", "allocating", "in libcrypto", "coming and going", "waiting", "of all kinds"],
+)
+def test_all_threads_are_parked_and_go_on(tmp_path, kinds):
+    with running(tmp_path, *kinds) as subject:
+        for _ in range(8):
+            parking = subject.parked()
+            assert len(parking) >= 2
+            stays_at_rest(subject)
+            parking.leave()
+            subject.goes_on(*set(kinds))
+
+
+@pytest.mark.torture
+def test_all_threads_are_parked_a_thousand_times(tmp_path):
+    with running(tmp_path, *KINDS[:5] * 3) as subject:
+        for _ in range(1000):
+            parking = subject.parked()
+            stays_at_rest(subject)
+            parking.leave()
+        subject.goes_on(*KINDS[:5])
+
+
+def test_signals_are_not_lost(tmp_path):
+    """Such as queue: sent before, while threads are being parked, and to parked ones."""
+    sent = 0
+    with running(tmp_path, "computes", "waits", "comes") as subject:
+        for _ in range(10):
+            for _ in range(5):
+                os.kill(subject.pid, signal.SIGRTMIN)
+            parking = subject.parked()
+            for _ in range(5):
+                os.kill(subject.pid, signal.SIGRTMIN)
+            stays_at_rest(subject)
+            parking.leave()
+            sent += 10
+        until(lambda: subject.beats(SIGNALS) == sent, f"{sent} signals arrive")
+
+
+def test_a_thread_that_cannot_be_parked(tmp_path):
+    """It is in a system call of which nobody knows what it holds; all others go on, and it, too."""
+    with running(tmp_path, "computes", "waits", "comes", "locks") as subject:
+        with open(subject.lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
+            until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
+            with pytest.raises(TimeoutError):
+                subject.parked(0.2)
+            subject.goes_on("computes", "waits", "comes")
+        subject.goes_on("locks")
+
+
+def test_who_parked_is_killed(tmp_path):
+    with running(tmp_path, *KINDS[:5]) as subject:
+        parker = subprocess.Popen(
+            [sys.executable, "-c", PARKER, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert parker.stdout is not None
+            assert int(parker.stdout.readline()) >= 5
+            stays_at_rest(subject)
+        finally:
+            parker.kill()
+            parker.communicate()
+        subject.goes_on(*KINDS[:5])
+
+
+def test_the_process_is_killed(tmp_path):
+    with running(tmp_path, *KINDS[:5]) as subject:
+        parking = subject.parked()
+        subject.process.kill()
+        subject.process.wait()
+        parking.leave()
+        with pytest.raises(OSError):
+            subject.parked()
+
+
+@pytest.mark.parametrize("continued", ["meanwhile", "later"])
+def test_a_stopped_process_stays_stopped(tmp_path, continued):
+    with running(tmp_path, *("waits",) * 3) as subject:
+        os.kill(subject.pid, signal.SIGSTOP)
+        until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+        parking = subject.parked()
+        stays_at_rest(subject)
+        if continued == "meanwhile":
+            os.kill(subject.pid, signal.SIGCONT)
+            stays_at_rest(subject)
+        parking.leave()
+        if continued == "later":
+            until(lambda: set(subject.states()) == {"T"}, "it is stopped again")
+            os.kill(subject.pid, signal.SIGCONT)
+        subject.goes_on("waits")
+
+
+def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
+    with running(tmp_path, "computes", "waits") as subject:
+        parking = subject.parked()
+        os.kill(subject.pid, signal.SIGSTOP)
+        stays_at_rest(subject)
+        parking.leave()
+        until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+        os.kill(subject.pid, signal.SIGCONT)
+        subject.goes_on("computes", "waits")
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"),
+    [
+        ("/usr/lib/x86_64-linux-gnu/libc.so.6", True),
+        ("/lib/libc-2.31.so (deleted)", True),
+        ("/lib64/ld-linux-x86-64.so.2", True),
+        ("/lib/ld-musl-x86_64.so.1", True),
+        ("/usr/lib/libcuda.so.580.159.03", True),
+        ("/usr/lib/libcudadebugger.so.1", True),
+        ("/x/nvidia/cu13/lib/libcudart.so.13", True),
+        ("/x/cupy.libs/libcudart-2f1a8c1d.so.12", True),
+        ("/usr/lib/libtcmalloc_minimal.so.4", True),
+        ("/x/jupyter_gpu_ckpt/engine/native/_fastpath.abi3.so", True),
+        ("/usr/lib/libcrypto.so.3", False),
+        ("/x/nvidia/cu13/lib/libcublasLt.so.13", False),
+        ("/x/nvidia/cudnn/lib/libcudnn.so.9", False),
+        ("/x/lib/libmkl_avx512.so.2", False),
+        ("/usr/lib/libm.so.6", False),
+        ("/x/torch/lib/libtorch_cpu.so", False),
+        ("/usr/bin/python3.11", False),
+        ("[vdso]", False),
+    ],
+)
+def test_code_in_which_nobody_is_parked(path, shared):
+    assert bool(_SHARED_CODE.search(path)) is shared

@@ -17,10 +17,11 @@ import stat
 import time
 from collections.abc import Sequence
 
-from .ptrace import Machine, Tracee
+from .ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
 SPARED = ("cuda", "gpu-ckpt")
+_ENDED = ("Z", "X")
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
 #: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
@@ -32,7 +33,8 @@ _SHARED_CODE = re.compile(
 class Parking:
     """The threads of process ``pid``, parked when this is made; `leave` lets them go on.
 
-    Raises `TimeoutError` when one cannot be parked by ``deadline`` (of ``time.monotonic``); then all go on.
+    Raises `TimeoutError` when one cannot be parked by ``deadline`` (of ``time.monotonic``), and `OSError` where the
+    process is gone or another traces a thread of it; then all go on.  Only the thread that made it may let them go.
     """
 
     def __init__(self, machine: Machine, pid: int, deadline: float) -> None:
@@ -54,29 +56,54 @@ class Parking:
     def leave(self) -> None:
         """Let all go on."""
         while self._parked:
-            _, tracee = self._parked.popitem()
+            tid, tracee = self._parked.popitem()
             tracee.release()
+            self._reap(tid)
 
     def _park(self) -> bool:
         """Park whom we can; whether that is everybody."""
         shared = _shared_code(self._pid)
         for tid in self._threads():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
-                if tid in self._parked or _name(self._pid, tid).startswith(SPARED):
-                    continue
-                tracee = Tracee(self._machine, tid, running=True)
-                if self._is_safe(tid, shared):
-                    self._parked[tid] = tracee
-                else:
-                    tracee.release()
+                if tid not in self._parked and not _name_and_state(self._pid, tid)[0].startswith(SPARED):
+                    self._park_one(tid, shared)
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
         return all(self._is_at_rest(tid) for _ in range(2) for tid in self._threads())
 
+    def _park_one(self, tid: int, shared: Sequence[range]) -> None:
+        try:
+            tracee = Tracee(self._machine, tid, running=True)
+        except ProcessLookupError:
+            self._reap(tid)
+            raise
+        except PermissionError:
+            if _name_and_state(self._pid, tid)[1] in _ENDED:
+                return
+            raise
+        try:
+            if self._is_safe(tid, shared):
+                self._parked[tid] = tracee
+        finally:
+            if tid not in self._parked:
+                tracee.release()
+                self._reap(tid)
+
+    def _reap(self, tid: int) -> None:
+        """A thread that ended as our tracee: until we have seen that, it holds up the end of its process.
+
+        Not where we are the parent: then the end of the process is for whoever waits for its child.
+        """
+        with contextlib.suppress(OSError):
+            if tid != self._pid or _parent(self._pid) != os.getpid():
+                os.waitid(os.P_PID, tid, os.WEXITED | os.WNOHANG | WALL)
+
     def _is_at_rest(self, tid: int) -> bool:
         try:
-            return tid in self._parked or _name(self._pid, tid).startswith(SPARED)
+            name, state = _name_and_state(self._pid, tid)
         except (ProcessLookupError, FileNotFoundError):  # it ended, and what it made meanwhile is in no list of ours
             return False
+        # The first thread stays as a zombie while there are others.
+        return tid in self._parked or name.startswith(SPARED) or (tid == self._pid and state in _ENDED)
 
     def _threads(self) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
@@ -102,9 +129,16 @@ class Parking:
             return False
 
 
-def _name(pid: int, tid: int) -> str:
-    with open(f"/proc/{pid}/task/{tid}/comm") as file:
-        return file.read()
+def _name_and_state(pid: int, tid: int) -> tuple[str, str]:
+    # proc_pid_stat(5): number, name in parentheses, state.
+    with open(f"/proc/{pid}/task/{tid}/stat") as file:
+        name, _, rest = file.read().partition("(")[2].rpartition(")")
+    return name, rest.split()[0]
+
+
+def _parent(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
 
 
 def _shared_code(pid: int) -> list[range]:

@@ -219,8 +219,8 @@ def test_the_process_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
         parking = subject.parked()
         subject.process.kill()
-        subject.process.wait()
         parking.leave()
+        assert subject.process.wait(20) == -signal.SIGKILL, "no thread of it is left as our tracee"
         with pytest.raises(OSError):
             subject.parked()
 

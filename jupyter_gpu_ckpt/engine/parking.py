@@ -117,9 +117,7 @@ class Parking:
         number, pc = int(words[0]), int(words[-1], 16)
         if number < 0:
             return not any(pc in code for code in shared)
-        return number in self._machine.waits and not (
-            number == self._machine.read and self._is_file(int(words[1], 16))
-        )
+        return number in self._machine.waits and not (number == self._machine.read and self._is_file(int(words[1], 16)))
 
     def _is_file(self, descriptor: int) -> bool:
         """Whoever reads a file waits for nobody, and may hold a lock: the linker while it loads a library."""

@@ -1,4 +1,4 @@
-"""The library and a program whose threads allocate all the time, under the sanitizers of gcc; parked as the product does.
+"""The library and a program whose threads allocate all the time, parked as the product does, under gcc's sanitizers.
 
 Under ThreadSanitizer the threads rest at a place of their own: it has threads that must not be parked, and it wants to
 see why nobody runs.
@@ -136,7 +136,7 @@ def test_faults_under_asan(with_asan, doubles, verb):
 def test_a_race_is_seen(with_tsan, doubles):
     """Were nobody at rest, ThreadSanitizer would say so, or the double would: these tests can fail."""
     with (
-        pytest.raises(AssertionError, match="(?s)ThreadSanitizer|the program ended|closed|wrong"),
+        pytest.raises(AssertionError, match=r"(?s)ThreadSanitizer|the program ended|closed|wrong"),
         running(with_tsan, doubles, environment=OPTIONS) as subject,
     ):
         hammer(subject, 3, 20, lambda _: contextlib.nullcontext())

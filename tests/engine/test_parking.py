@@ -227,7 +227,9 @@ def test_the_process_is_killed(tmp_path):
 
 @pytest.mark.parametrize("continued", ["meanwhile", "later"])
 def test_a_stopped_process_stays_stopped(tmp_path, continued):
-    with running(tmp_path, *("waits",) * 3) as subject:
+    with running(tmp_path) as subject:
+        calls = list(Path(f"/proc/{subject.pid}/task").glob("*/syscall"))
+        until(lambda: {call.read_text().split()[0] for call in calls} == {str(MACHINE.read)}, "all wait")
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         parking = subject.parked()
@@ -239,7 +241,23 @@ def test_a_stopped_process_stays_stopped(tmp_path, continued):
         if continued == "later":
             until(lambda: set(subject.states()) == {"T"}, "it is stopped again")
             os.kill(subject.pid, signal.SIGCONT)
-        subject.goes_on("waits")
+        os.kill(subject.pid, signal.SIGRTMIN)
+        until(lambda: subject.beats(SIGNALS) == 1, "it goes on")
+
+
+def test_a_process_that_is_stopped_where_it_cannot_be_parked(tmp_path):
+    with running(tmp_path, "locks") as subject:
+        with open(subject.lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
+            until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
+            os.kill(subject.pid, signal.SIGSTOP)
+            until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+            with pytest.raises(TimeoutError):
+                subject.parked(0.2)
+            until(lambda: set(subject.states()) == {"T"}, "it is stopped still")
+            os.kill(subject.pid, signal.SIGCONT)
+        subject.goes_on("locks")
 
 
 def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):

@@ -17,12 +17,12 @@
 
 static char *arena;
 static size_t arena_bytes;
-static bool is_away;  /* the arena has what counts, and some blocks or all have no physical memory */
-static bool is_spent; /* everything is back from it */
+static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
+static bool is_spent; /* everything is back from the arena */
 
-/* Pinned memory, BUFFERS of a chunk for each worker; outlives a transfer only where the driver would not let go of it. */
+/* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
 static char *ring;
-static size_t ring_workers, ring_chunk;
+static size_t ring_bytes;
 static atomic_bool under_way; /* copies may be, because the driver would not say when they end */
 
 /* -- who copies what */
@@ -89,9 +89,9 @@ static void *copy(void *argument)
     struct buffer buffers[BUFFERS] = {0};
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = ring + atomic_fetch_add(&work->workers, 1) * ring_chunk * BUFFERS;
+    char *buffered = ring + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
-        buffers[at].memory = buffered + at * ring_chunk;
+        buffers[at].memory = buffered + at * work->most;
         result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
         if (result == CUDA_SUCCESS)
             result = begin(work, &buffers[at]);
@@ -143,31 +143,27 @@ static CUresult close_ring(void)
 {
     if (atomic_load(&under_way))
         return CUDA_ERROR_NOT_READY;
-    CUresult result = driver()->cuMemHostUnregister(ring);
-    if (result == CUDA_SUCCESS) {
-        munmap(ring, ring_workers * BUFFERS * ring_chunk);
+    CUresult result = ring != NULL ? driver()->cuMemHostUnregister(ring) : CUDA_SUCCESS;
+    if (ring != NULL && result == CUDA_SUCCESS) {
+        munmap(ring, ring_bytes);
         ring = NULL;
     }
     return result;
 }
 
-static CUresult open_ring(size_t chunk)
+static CUresult open_ring(size_t bytes)
 {
-    if (ring != NULL && ring_chunk >= chunk)
-        return CUDA_SUCCESS;
-    CUresult result = ring != NULL ? close_ring() : CUDA_SUCCESS;
+    CUresult result = close_ring();
     if (result != CUDA_SUCCESS)
         return result;
-    ring_workers = processors();
-    ring_chunk = chunk;
-    size_t bytes = ring_workers * BUFFERS * ring_chunk;
     ring = huge(bytes, 0);
     if (ring == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    ring_bytes = bytes;
     /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
-    result = driver()->cuMemHostRegister_v2(ring, bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    result = driver()->cuMemHostRegister_v2(ring, ring_bytes, CU_MEMHOSTREGISTER_PORTABLE);
     if (result != CUDA_SUCCESS) {
-        munmap(ring, bytes);
+        munmap(ring, ring_bytes);
         ring = NULL;
     }
     return result;
@@ -176,14 +172,14 @@ static CUresult open_ring(size_t chunk)
 static CUresult run(struct work *work)
 {
     pthread_t threads[MOST_WORKERS];
-    size_t begun = 0;
+    size_t wanted = processors(), begun = 0;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(work->most);
+        result = open_ring(wanted * BUFFERS * work->most);
     if (result != CUDA_SUCCESS)
         return result;
     atomic_store(&work->workers, 0);
-    while (begun < ring_workers && pthread_create(&threads[begun], NULL, copy, work) == 0)
+    while (begun < wanted && pthread_create(&threads[begun], NULL, copy, work) == 0)
         begun++;
     if (begun == 0)
         fail(work, CUDA_ERROR_OUT_OF_MEMORY);

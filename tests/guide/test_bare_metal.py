@@ -81,7 +81,7 @@ class Reader:
             self._visitor = Visitor(self._machine, self._place, USER, self._terminal.passwords[USER])
         prompt, output = self._visitor.run(cell.source)
         if prompt != f"[{cell.number}]:":
-            return f"the cell is {prompt} and not [{cell.number}]: it is another kernel"
+            return f"the cell is {prompt} and not [{cell.number}]: it is another kernel; it gave {output!r}"
         shown = cell.output.removeprefix(f"Out[{cell.number}]: ")
         return self._comparison.difference(shown, output)
 

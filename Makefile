@@ -1,4 +1,4 @@
-# Targets: demo test test-hub lint labextension wheel bench scale torture gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-hub lint labextension wheel bench scale torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -13,7 +13,7 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture gpu-bundle gpu-check clean
+.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -79,6 +79,12 @@ scale: $(VENV)/ready
 
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)
+
+# Follows docs/admin/bare-metal.md from an empty machine; a part of `make torture`.  Needs root, debootstrap and
+# slirp4netns; without them it says so.
+guide: labextension
+	scripts/install-chromium
+	$(BIN)/python -m pytest -m torture tests/guide -s $(PYTEST_ARGS)
 
 gpu-bundle: $(VENV)/ready
 	PYTHON=$(abspath $(BIN)/python) scripts/gpu-bundle

@@ -24,6 +24,8 @@ _SPARED = re.compile(r"(cuda-EvtHandlr|cuda\d+|gpu-ckpt-(fast|copy))$")
 #: Another one of this name is the driver's, of a release that we do not know, or somebody's who should be parked.
 _DOUBTFUL = "cuda"
 _ENDED = ("Z", "X")
+#: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
+_FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
 #: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
@@ -128,6 +130,8 @@ class Parking:
         number, pc = int(words[0]), int(words[-1], 16)
         if number < 0:
             return not any(pc in code for code in shared)
+        if number == self._machine.futex and int(words[2], 16) & _FUTEX_COMMAND not in _FUTEX_WAITS:
+            return False  # it wakes another, and may hold a second lock meanwhile
         return number in self._machine.waits and not (number == self._machine.read and self._is_file(int(words[1], 16)))
 
     def _is_file(self, descriptor: int) -> bool:

@@ -65,6 +65,7 @@ class Machine:
     rt_sigaction: int
     getpid: int
     read: int
+    futex: int
     #: System calls that wait for somebody else, and hold nothing meanwhile.
     waits: frozenset[int]
 
@@ -86,6 +87,7 @@ _MACHINES = {
         rt_sigaction=13,
         getpid=39,
         read=0,
+        futex=202,
         # read, poll, select, pause, nanosleep, accept, recvfrom, recvmsg, wait4, semop, rt_sigtimedwait, rt_sigsuspend,
         # futex, restart_syscall, semtimedop, clock_nanosleep, epoll_wait, waitid, pselect6, ppoll, epoll_pwait,
         # accept4, recvmmsg, io_uring_enter, epoll_pwait2, futex_waitv
@@ -108,6 +110,7 @@ _MACHINES = {
         rt_sigaction=134,
         getpid=172,
         read=63,
+        futex=98,
         # epoll_pwait, read, pselect6, ppoll, waitid, futex, nanosleep, clock_nanosleep, restart_syscall, rt_sigsuspend,
         # rt_sigtimedwait, semtimedop, semop, accept, recvfrom, recvmsg, accept4, recvmmsg, wait4, io_uring_enter,
         # epoll_pwait2, futex_waitv

@@ -117,13 +117,15 @@ static pthread_t threads[MOST_THREADS];
 static size_t thread_count;
 static atomic_bool ending;
 static atomic_long rounds, wrong;
-static bool resting;
+static atomic_bool resting; /* looked at without an order: it must not be what orders the library's accesses */
 static size_t at_rest;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
 static void rest_if_asked(void)
 {
+    if (!atomic_load_explicit(&resting, memory_order_relaxed))
+        return;
     pthread_mutex_lock(&mutex);
     at_rest++;
     pthread_cond_broadcast(&changed);
@@ -138,7 +140,7 @@ static void *churn(void *argument)
     unsigned random = (unsigned)(uintptr_t)argument;
     struct held held[3] = {0};
     cudaFree(NULL);
-    for (unsigned turn = 0; !atomic_load(&ending); turn++) {
+    for (unsigned turn = 0; !atomic_load_explicit(&ending, memory_order_relaxed); turn++) {
         struct held *each = &held[rand_r(&random) % 3];
         if (each->memory != NULL && (!intact(each) || give_back(each) != 0))
             atomic_fetch_add(&wrong, 1);
@@ -150,7 +152,7 @@ static void *churn(void *argument)
             void *volatile memory = malloc(16 + (size_t)rand_r(&random) % 3000);
             free(memory);
         }
-        atomic_fetch_add(&rounds, 1);
+        atomic_fetch_add_explicit(&rounds, 1, memory_order_relaxed);
         rest_if_asked();
     }
     for (size_t at = 0; at < 3; at++)

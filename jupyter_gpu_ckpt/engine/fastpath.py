@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CapsuleError, CudaError, GpuCkptError, GpuFull
+from ..errors import CapsuleError, CudaError, GpuFull
 from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
@@ -38,6 +38,8 @@ VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 PATIENCE = 5.0
 #: Seconds for what the library answers at once.
 _ANSWER = 10.0
+#: Bytes per second that the library reaches at least, else the driver is to do it: it is held up, or the host is.
+_SLOWEST = 0.5e9
 #: Where setuptools leaves the library.
 _NATIVE = Path(__file__).with_name("native")
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -83,26 +85,29 @@ class FastPath:
         """
         pid = self._capsule.host_pid
         try:
-            if not self.amounts().blocks:
+            amounts = self.amounts()
+            if not amounts.blocks:
                 return 0
             self._capsule.park(PATIENCE)
         except (CudaError, CapsuleError):
             return 0
-        left = 0
+        timeout_s = min(timeout_s, _ANSWER + amounts.bytes / _SLOWEST)
+        freed = False
         try:
             self._cuda.unlock(pid)
             try:
                 with contextlib.suppress(_Refused), self._library(timeout_s) as library:
                     if library:
-                        left = library.ask("leave").bytes
+                        library.ask("leave")
+                        freed = True
                         library.ask("free")
             finally:
                 self._cuda.lock(pid, lock_s)
-            left = self.amounts().away
         finally:
-            if not self._must_stay_parked(left):
+            # A thread that goes on could touch memory that is away: only the driver's lock keeps it from that.
+            if not freed or self._cuda.state(pid) is CudaState.LOCKED:
                 self._capsule.unpark()
-        return left
+        return self.amounts().away
 
     def come_back(self, *, lock_s: float, timeout_s: float) -> None:
         """All blocks back to the device, and the kernel unlocked: ``LOCKED -> RUNNING``; or mends what was left half.
@@ -130,12 +135,6 @@ class FastPath:
             raise _told(error) from error
         self._capsule.unpark()
 
-    def _must_stay_parked(self, left: int) -> bool:
-        """Whether a thread that went on could touch memory that is away: only the driver's lock keeps it from that."""
-        with contextlib.suppress(GpuCkptError):
-            return self._cuda.state(self._capsule.host_pid) is CudaState.RUNNING and self.amounts().away > 0
-        return left > 0
-
     @contextlib.contextmanager
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -146,9 +145,11 @@ class FastPath:
                 directory = -1
             try:  # through the directory's descriptor: our own path to it may be longer than a socket's name
                 connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
-            except OSError:  # no library in this kernel, or it has never served anything
+            except (FileNotFoundError, ConnectionRefusedError):  # it has no library, or that has never served anything
                 yield None
                 return
+            except OSError as error:
+                raise _Refused(f"The kernel's library for device memory cannot be asked: {error.strerror}.") from error
             finally:
                 if directory >= 0:
                     os.close(directory)

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .ptrace import WALL, Machine, Tracee
 
@@ -24,8 +24,14 @@ _SPARED = re.compile(r"(cuda-EvtHandlr|cuda\d+|gpu-ckpt-(fast|copy))$")
 #: Another one of this name is the driver's, of a release that we do not know, or somebody's who should be parked.
 _DOUBTFUL = "cuda"
 _ENDED = ("Z", "X")
+#: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
+_EVERYBODY_S = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
+#: glibc's arenas but for the first begin at a multiple of this, with their lock in the first page (malloc/arena.c).
+_ARENA, _ARENA_HEAD = 64 << 20, 4096
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
 _FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
+#: The one by which glibc waits for a mutex; condition variables and semaphores, of Python's locks, wait by the other.
+_FUTEX_MUTEX = 0
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
 #: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
@@ -67,7 +73,7 @@ class Parking:
 
     def _park(self) -> bool:
         """Park whom we can; whether that is everybody."""
-        shared = _shared_code(self._pid)
+        shared = _Shared.of(self._pid)
         for tid in self._threads():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
                 if tid not in self._parked and not self._is_spared(tid):
@@ -83,7 +89,7 @@ class Parking:
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
         return False
 
-    def _park_one(self, tid: int, shared: Sequence[range]) -> None:
+    def _park_one(self, tid: int, shared: _Shared) -> None:
         try:
             tracee = Tracee(self._machine, tid, running=True)
         except ProcessLookupError:
@@ -121,7 +127,7 @@ class Parking:
     def _threads(self) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
 
-    def _is_safe(self, tid: int, shared: Sequence[range]) -> bool:
+    def _is_safe(self, tid: int, shared: _Shared) -> bool:
         # proc_pid_syscall(5): number and arguments, or -1; then stack pointer and program counter.
         with open(f"/proc/{self._pid}/task/{tid}/syscall") as file:
             words = file.read().split()
@@ -129,9 +135,14 @@ class Parking:
             return False
         number, pc = int(words[0]), int(words[-1], 16)
         if number < 0:
-            return not any(pc in code for code in shared)
-        if number == self._machine.futex and int(words[2], 16) & _FUTEX_COMMAND not in _FUTEX_WAITS:
-            return False  # it wakes another, and may hold a second lock meanwhile
+            return not any(pc in code for code in shared.code)
+        if number == self._machine.futex:
+            address, command = int(words[1], 16), int(words[2], 16) & _FUTEX_COMMAND
+            if command not in _FUTEX_WAITS:
+                return False  # it wakes another, and may hold a second lock meanwhile
+            waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or any(address in data for data in shared.data)
+            if command == _FUTEX_MUTEX and waits_for_everybody_s:
+                return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
         return number in self._machine.waits and not (number == self._machine.read and self._is_file(int(words[1], 16)))
 
     def _is_file(self, descriptor: int) -> bool:
@@ -154,12 +165,26 @@ def _parent(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-def _shared_code(pid: int) -> list[range]:
-    found = []
-    with open(f"/proc/{pid}/maps") as file:
-        for line in file:
-            where, rights, *_, path = line.rstrip("\n").split(None, 5) if line.count(" ") > 5 else [*line.split(), ""]
-            if "x" in rights and _SHARED_CODE.search(path):
-                begin, end = where.split("-")
-                found.append(range(int(begin, 16), int(end, 16)))
-    return found
+@dataclass(frozen=True)
+class _Shared:
+    """Where code is in which a thread may hold a lock that others need, and where such locks lie."""
+
+    code: list[range]
+    data: list[range]
+
+    @classmethod
+    def of(cls, pid: int) -> _Shared:
+        """Of a process, by proc_pid_maps(5)."""
+        found = cls([], [])
+        before = range(0)
+        with open(f"/proc/{pid}/maps") as file:
+            for line in file:
+                words = line.split(None, 5)
+                begin, end = (int(word, 16) for word in words[0].split("-"))
+                path = words[5].rstrip("\n") if len(words) > 5 else ""
+                if "x" in words[1] and _SHARED_CODE.search(path):
+                    found.code.append(range(begin, end))
+                if _EVERYBODY_S.search(path) or (not path and begin == before.stop):  # what follows it is its .bss
+                    before = range(begin, end)
+                    found.data.append(before)
+        return found

@@ -320,7 +320,9 @@ def _fast_path(probes: Probes, gpus: int) -> Finding:
     if gpus > 1:
         what = f"device memory moves fast in kernels that see one GPU (CUDA_VISIBLE_DEVICES); there are {gpus}"
         return Finding("fast-path", None, what, needed_for="gpu")
-    return Finding("fast-path", True, "device memory can move at the rate of the bus", needed_for="gpu")
+    return Finding(
+        "fast-path", True, "device memory can move at the rate of the bus (fast_path = auto)", needed_for="gpu"
+    )
 
 
 def _driver(version: str) -> Finding:

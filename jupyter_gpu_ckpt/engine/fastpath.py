@@ -199,13 +199,13 @@ class Preload:
 def preload(built_in: Path = _NATIVE) -> Preload:
     """The library, where a copy of it stays: an image names it among the files its kernel has mapped.
 
-    So one of another release must not take its place.
+    So one of another release must not take its place.  `parking` knows it by the end of its name.
     """
     built = sorted(built_in.glob("_fastpath*.so"))
     if not built:
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
     content = built[0].read_bytes()
-    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
+    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}_fastpath.so"
     try:
         if not place.exists() or place.read_bytes() != content:
             place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -26,8 +26,8 @@ _DOUBTFUL = "cuda"
 _ENDED = ("Z", "X")
 #: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
 _EVERYBODY_S = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
-#: glibc's arenas but for the first begin at a multiple of this, with their lock in the first page (malloc/arena.c).
-_ARENA, _ARENA_HEAD = 64 << 20, 4096
+#: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
+_ARENA, _ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
 _FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
 #: The one by which glibc waits for a mutex; condition variables and semaphores, of Python's locks, wait by the other.
@@ -176,7 +176,6 @@ class _Shared:
     def of(cls, pid: int) -> _Shared:
         """Of a process, by proc_pid_maps(5)."""
         found = cls([], [])
-        before = range(0)
         with open(f"/proc/{pid}/maps") as file:
             for line in file:
                 words = line.split(None, 5)
@@ -184,7 +183,6 @@ class _Shared:
                 path = words[5].rstrip("\n") if len(words) > 5 else ""
                 if "x" in words[1] and _SHARED_CODE.search(path):
                     found.code.append(range(begin, end))
-                if _EVERYBODY_S.search(path) or (not path and begin == before.stop):  # what follows it is its .bss
-                    before = range(begin, end)
-                    found.data.append(before)
+                if _EVERYBODY_S.search(path):
+                    found.data.append(range(begin, end))
         return found

@@ -53,7 +53,7 @@ class Launch:
     outlive: bool
     start_timeout: float
     settings: Settings
-    fast_path: bool = True
+    fast_path: bool = False
     stdout: Any = None
     stderr: Any = None
 

@@ -119,10 +119,10 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     fast_path = Enum(
         ["auto", "off"],
-        "auto",
-        help="Whether kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
-        "rate of the bus. `off` leaves all of it to the CUDA driver, which is slower and needs the host memory twice; "
-        "a kernel that shares device memory with other processes (CUDA IPC) needs that.",
+        "off",
+        help="Experimental. `auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device "
+        "memory at the rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that "
+        "shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
 
     @default("image_dir")

@@ -127,8 +127,8 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
     for name in ("with", "without"):
         (place / name).mkdir()
     async with (
-        notebook(place / "with", base) as ours,
-        notebook(place / "without", base, fast_path="off") as stock,
+        notebook(place / "with", base, fast_path="auto") as ours,
+        notebook(place / "without", base) as stock,
     ):
         for turn in range(TURNS + 1):
             for work, code in (("training", TRAINING), ("allocations", ALLOCATIONS)):
@@ -145,7 +145,7 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
 async def to_disk(place: Path, base: Path) -> dict[str, Any]:
     home = place / "disk"
     home.mkdir()
-    async with notebook(home, base) as kernel:
+    async with notebook(home, base, fast_path="auto") as kernel:
         await kernel.run(FILL.format(gib=TO_DISK), timeout=120)
         total = await kernel.run(SUM, timeout=120)
         kernel.steps.events.clear()

@@ -95,7 +95,7 @@ async def test_a_kernel_with_the_library_and_no_gpu_leaves_and_returns(built, mo
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)
     library = fastpath.preload(built)
     monkeypatch.setattr(fastpath, "preload", lambda: library)
-    async with notebook(tmp_path, runtime_base) as kernel:
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         maps = await kernel.run("x = 5; print(open('/proc/self/maps').read())")
         assert str(library.path) in maps
         await kernel.provisioner.checkpoint()

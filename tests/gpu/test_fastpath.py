@@ -99,7 +99,10 @@ def path_of(kernel) -> fastpath.FastPath:
 
 
 async def test_every_kind_of_tensor_is_the_same_after_both_tiers_and_works_on(tmp_path, runtime_base, record):
-    async with notebook(tmp_path, runtime_base) as kernel, notebook_beside(tmp_path, runtime_base) as never_away:
+    async with (
+        notebook(tmp_path, runtime_base, fast_path="auto") as kernel,
+        notebook_beside(tmp_path, runtime_base) as never_away,
+    ):
         for each in (kernel, never_away):
             await each.run(KINDS, 120)
         before = json.loads(await kernel.run("print(json.dumps(state()))"))
@@ -124,7 +127,7 @@ def notebook_beside(tmp_path, runtime_base):
 
 
 async def test_threads_that_hammer_the_gpu_lose_nothing(tmp_path, runtime_base, record):
-    async with notebook(tmp_path, runtime_base) as kernel:
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)
         for _ in range(5):
             await kernel.provisioner.suspend()
@@ -156,8 +159,17 @@ async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, ru
         assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
 
 
+async def test_blocks_of_a_kernel_whose_threads_cannot_be_parked_are_the_driver_s(tmp_path, runtime_base):
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)
+        await kernel.run("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+        await kernel.provisioner.suspend()
+        assert path_of(kernel).amounts().away == 0
+        assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
+
+
 async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
-    async with notebook(tmp_path, runtime_base) as kernel:
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run("import torch; x = torch.ones(1 << 24, device='cuda')", 120)
         assert path_of(kernel).amounts().blocks
         said = await kernel.run(
@@ -198,7 +210,10 @@ cudart.cudaGetLastError()
 facts.append(free(None))
 print(facts)
 """
-    async with notebook(tmp_path, runtime_base) as kernel, notebook_beside(tmp_path, runtime_base) as plain:
+    async with (
+        notebook(tmp_path, runtime_base, fast_path="auto") as kernel,
+        notebook_beside(tmp_path, runtime_base) as plain,
+    ):
         await kernel.run("import torch; keep = torch.ones(1 << 24, device='cuda')", 120)
         await plain.run("import torch; keep = torch.ones(1 << 24, device='cuda')", 120)
         ours, theirs = await kernel.run(asked), await plain.run(asked)
@@ -207,7 +222,7 @@ print(facts)
 
 async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locked(tmp_path, runtime_base):
     """The worst moment: the threads are parked, and only that keeps them from memory that is away."""
-    async with notebook(tmp_path, runtime_base, outlive_server=True) as kernel:
+    async with notebook(tmp_path, runtime_base, outlive_server=True, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)
         lifecycle = kernel.lifecycle
         capsule, cuda = lifecycle.capsule, lifecycle.engine.cuda

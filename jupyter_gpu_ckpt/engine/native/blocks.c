@@ -177,8 +177,7 @@ CUresult block_map(struct block *block)
     CUmemAllocationProp wanted = properties(block->device);
     CUresult result = CUDA_SUCCESS;
     if (block->memory == AWAY) {
-        result = let_go(block);
-        if (result == CUDA_SUCCESS)
+        if (!block->held) /* the driver may not have taken back what it had */
             result = cu->cuMemCreate(&block->handle, block->bytes, &wanted, 0);
         if (result != CUDA_SUCCESS)
             return result;
@@ -193,9 +192,6 @@ CUresult block_map(struct block *block)
         if (result == CUDA_SUCCESS)
             block->memory = USABLE;
     }
-    /* From here on the mapping alone holds the memory, and its end gives it back: one step, which fails or does not. */
-    if (result == CUDA_SUCCESS)
-        result = let_go(block);
     if (result != CUDA_SUCCESS)
         block_unmap(block);
     return result;
@@ -204,10 +200,10 @@ CUresult block_map(struct block *block)
 CUresult block_unmap(struct block *block)
 {
     CUresult result = block->memory != AWAY ? driver()->cuMemUnmap(block->address, block->bytes) : CUDA_SUCCESS;
-    if (result == CUDA_SUCCESS)
-        block->memory = AWAY;
-    CUresult released = let_go(block);
-    return result != CUDA_SUCCESS ? result : released;
+    if (result != CUDA_SUCCESS)
+        return result;
+    block->memory = AWAY;
+    return let_go(block);
 }
 
 CUdeviceptr block_make(size_t bytes)
@@ -243,9 +239,10 @@ CUresult block_drop(CUdeviceptr address)
     if (!take(address, &block))
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = block_unmap(&block);
-    if (result == CUDA_SUCCESS)
-        result = driver()->cuMemAddressFree(block.address, block.bytes);
-    else
+    if (block.memory != AWAY) {
         insert(&block);
-    return result;
+        return result;
+    }
+    CUresult freed = driver()->cuMemAddressFree(block.address, block.bytes);
+    return result != CUDA_SUCCESS ? result : freed;
 }

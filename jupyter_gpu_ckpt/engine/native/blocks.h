@@ -11,7 +11,7 @@ struct block {
     CUcontext context;
     CUdevice device;
     enum { AWAY, MAPPED, USABLE } memory;
-    bool held; /* by its handle, too: only until it is usable, then it goes with the mapping */
+    bool held; /* by its handle: as long as it is mapped, and after where the driver did not take it back */
     CUmemGenericAllocationHandle handle;
     size_t offset; /* in the arena, of a block that was copied there; or NOT_COPIED */
 };

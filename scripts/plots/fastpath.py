@@ -1,4 +1,4 @@
-"""The plot of docs/performance.md: ``python scripts/bench/plot_fastpath.py fastpath-bench.json OUT`` (matplotlib)."""
+"""The plot of docs/performance.md: ``python scripts/plots/fastpath.py fastpath-bench.json OUT.svg`` (matplotlib)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sqlite3
 import time
-from queue import Empty
 
 import pytest
 from harness import alive, notebook, until
@@ -146,23 +145,19 @@ async def test_another_kernel_writes_the_shared_history_meanwhile(kernel, tmp_pa
 
 
 async def reply_to(kernel, message: str) -> dict:
-    """jupyter_client sends past pyzmq's asyncio socket, whose wait may then miss what came: a new one sees it."""
-    deadline = time.monotonic() + 20
     while True:
-        try:
-            reply = await kernel.client.get_shell_msg(timeout=0.5)
-        except Empty:
-            assert time.monotonic() < deadline, "no reply"
-        else:
-            if reply["parent_header"].get("msg_id") == message:
-                return reply
+        reply = await kernel.client.get_shell_msg(timeout=20)
+        if reply["parent_header"].get("msg_id") == message:
+            return reply
 
 
 async def test_interrupt_and_input_work_through_the_gate_after_a_wake(kernel):
     await kernel.provisioner.checkpoint()
     await kernel.run("x = 1")
     # Else ipykernel aborts what comes in the moment after the error reply, as it would without a gate.
-    cell = "import time\nprint('begun', flush=True)\ntime.sleep(60)"
+    # Not one long sleep: a signal that Python has noted just before the system call begins does not end that one (seen
+    # once in 63 beside load: the signal was taken, its handler there, the main thread in nanosleep).
+    cell = "import time\nprint('begun', flush=True)\nfor _ in range(600): time.sleep(0.1)"
     message = kernel.client.execute(cell, stop_on_error=False)
     while "begun" not in (await kernel.client.get_iopub_msg(timeout=20))["content"].get("text", ""):
         pass  # ipykernel ignores an interrupt that comes before the cell

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import shutil
 import sys
@@ -34,6 +36,17 @@ def hub_reason() -> str | None:
     if shutil.which("useradd") is None:
         return "there is no useradd"
     return None if PROXY.exists() else "the hub's proxy is not installed: `scripts/install-proxy` (needs Node)"
+
+
+@pytest.fixture
+def no_cluster(tmp_path, monkeypatch) -> None:
+    """The Kubernetes client's configuration names a cluster that nobody asks anything."""
+    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
+    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "none", "user": {}}]}
+    (tmp_path / "kubeconfig").write_text(json.dumps({**config, "current-context": "none"}))
+    loaded = importlib.import_module("kubernetes_asyncio.config.kube_config")
+    monkeypatch.setattr(loaded, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def values() -> dict[str, Any]:
 
 
 @pytest.fixture
-async def configured(values, tmp_path, monkeypatch) -> tuple[Any, Placement]:
+async def configured(values, tmp_path, monkeypatch, no_cluster) -> tuple[Any, Placement]:
     """The spawner and the hook that the hub has by these values."""
     c = Config()
     c.KubeSpawner = Config(values["hub"]["config"]["KubeSpawner"])
@@ -75,13 +74,6 @@ async def configured(values, tmp_path, monkeypatch) -> tuple[Any, Placement]:
         c.KubeSpawner[trait] = value(values["singleuser"], path)
     c.KubeSpawner.image = "{name}:{tag}".format(**values["singleuser"]["image"])
     exec(compile(values["hub"]["extraConfig"]["gpu-ckpt"], "values.yaml", "exec"), {"c": c})
-    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
-    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
-    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "none", "user": {}}]}
-    (tmp_path / "kubeconfig").write_text(json.dumps({**config, "current-context": "none"}))
-    monkeypatch.setattr(
-        "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
-    )
     spawner = c.JupyterHub.spawner_class(config=c, _mock=True)
     spawner.user.name = "Ada Byron@Example"
     return spawner, c.Spawner.pre_spawn_hook

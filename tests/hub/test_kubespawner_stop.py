@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -42,15 +41,8 @@ class Cluster:
 
 
 @pytest.fixture
-def kube(tmp_path, monkeypatch):
+def kube(tmp_path, monkeypatch, no_cluster):
     """A spawner and its cluster, by traits."""
-    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
-    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
-    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "none", "user": {}}]}
-    (tmp_path / "kubeconfig").write_text(json.dumps({**config, "current-context": "none"}))
-    monkeypatch.setattr(
-        "kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig")
-    )
 
     async def watching(replace: bool = False) -> None:
         """No cluster is watched."""

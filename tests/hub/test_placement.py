@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import json
 import logging
 import os
 import sys
@@ -230,14 +228,8 @@ async def test_who_has_something_on_a_gpu_gets_it_back_unasked(published):
 
 
 @pytest.fixture
-def kube(tmp_path, monkeypatch):
+def kube(tmp_path, monkeypatch, no_cluster):
     """A KubeSpawner whose cluster nobody asks anything."""
-    cluster = {"name": "none", "cluster": {"server": "http://127.0.0.1:1"}}
-    context = {"name": "none", "context": {"cluster": "none", "user": "none"}}
-    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "none", "user": {}}]}
-    (tmp_path / "kubeconfig").write_text(json.dumps({**config, "current-context": "none"}))
-    loaded = importlib.import_module("kubernetes_asyncio.config.kube_config")
-    monkeypatch.setattr(loaded, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
 
     def make(**traits):
         made = kubespawner.KubeSpawner(_mock=True, **traits)

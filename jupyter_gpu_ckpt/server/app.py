@@ -230,10 +230,7 @@ class GpuCkptApp(ExtensionApp):
         if orphan is None or orphan.image is None or orphan.image.id != image.id:
             raise StateError("The kernel of this image has a server, or has gone on from it.")
         await self.comeback.take_over(kernels, orphan)
-        path = await asyncio.to_thread(documents.notebook, image, self.root)
-        if path is not None and not await sessions.session_exists(path):
-            name = path.rsplit("/", 1)[-1]
-            await sessions.create_session(path=path, name=name, type="notebook", kernel_id=orphan.session.kernel_id)
+        await self.comeback.seat(sessions, orphan, self.root)
 
     async def park(self) -> dict[str, Any]:
         """Have every kernel sleep in a proved image, so that the server can be stopped; the document of ``park``."""

@@ -26,7 +26,7 @@ from ..errors import GpuCkptError
 from ..image.store import Store
 from ..kernel.adoption import Orphan, orphans
 from ..kernel.provisioner import GpuCkptProvisioner
-from . import park
+from . import documents, park
 
 
 class Kernels(Protocol):
@@ -103,21 +103,30 @@ class Comeback(LoggingConfigurable):
         if not self.adopt:
             return []
         rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
+        ours = [
+            orphan
+            for orphan in await asyncio.to_thread(orphans, base, store)
+            if any(_below(Path(place), root) for place in (orphan.session.path, orphan.session.root) if place)
+        ]
+        # All at once: whoever asks for a notebook whose kernel is not back yet might be given another kernel.
+        coming = (self.take_over(kernels, orphan) for orphan in ours)
         adopted = []
-        for orphan in await asyncio.to_thread(orphans, base, store):
-            if not any(_below(Path(place), root) for place in (orphan.session.path, orphan.session.root) if place):
-                continue
-            try:
-                await self.take_over(kernels, orphan)
-            except Exception as error:
+        for orphan, error in zip(ours, await asyncio.gather(*coming, return_exceptions=True), strict=True):
+            if isinstance(error, Exception):
                 # Whatever it was, the image or the living kernel is where it was, and the others come back.
                 self.log.error("Kernel %s could not be adopted: %s", orphan.session.kernel_id, _code(error))
                 self.log.debug("It could not be adopted because:", exc_info=error)
-                continue
-            adopted.append(orphan.session.kernel_id)
+            else:
+                adopted.append(orphan)
+        # Of several kernels of one notebook: that of the database, else one that lives, else the one seen last.
+        adopted.sort(key=lambda one: one.image.manifest.created if one.image else float("inf"), reverse=True)
+        for orphan in adopted:
             if (row := rows.get(orphan.session.kernel_id)) and not await sessions.session_exists(row["path"]):
                 await sessions.save_session(**{name: row[name] for name in _ROW})
-        return adopted
+        for orphan in adopted:
+            if orphan.session.kernel_id not in rows:
+                await self.seat(sessions, orphan, root)
+        return [orphan.session.kernel_id for orphan in adopted]
 
     async def take_over(self, kernels: Kernels, orphan: Orphan) -> None:
         """Have ``kernels`` serve an orphan under its old id; one that sleeps sleeps on."""
@@ -126,6 +135,16 @@ class Comeback(LoggingConfigurable):
         manager = kernels.get_kernel(session.kernel_id)
         # jupyter_server waits for the kernel's own word; one that sleeps says nothing until it is woken.
         manager.execution_state = "idle"
+
+    async def seat(self, sessions: Any, orphan: Orphan, root: Path) -> None:
+        """Give an adopted kernel the notebook it was started for, if that is there and has no other kernel.
+
+        For a kernel without a row in the database: that was lost, or is in another server's hands, or elsewhere.
+        """
+        path = await asyncio.to_thread(documents.notebook, orphan.session, root)
+        if path is not None and not await sessions.session_exists(path):
+            name, id = path.rsplit("/", 1)[-1], orphan.session.kernel_id
+            await sessions.create_session(path=path, name=name, type="notebook", kernel_id=id)
 
     # -- the way down
 

@@ -104,7 +104,7 @@ def image(of: Image, root: Path) -> dict[str, Any]:
         "criu_version": manifest.criu_version,
         "steps": manifest.steps,
         "only_copy": only_copy(of, "") is not None,
-        "notebook": notebook(of, root),
+        "notebook": notebook(Session.read(of.path), root),
     }
 
 
@@ -113,12 +113,11 @@ def images(store: Store, root: Path) -> list[dict[str, Any]]:
     return [image(of, root) for of in store.images()]
 
 
-def notebook(of: Image, root: Path) -> str | None:
-    """The notebook of the kernel in an image, as a path below ``root``; None where it is elsewhere or has none."""
-    session = Session.read(of.path)
-    if session is None or not session.notebook:
+def notebook(of: Session | None, root: Path) -> str | None:
+    """The notebook of a kernel, as a path below ``root``; None where it is elsewhere or has none.  Asks the disk."""
+    if of is None or not of.notebook:
         return None
-    place = Path(session.notebook)
+    place = Path(of.notebook)
     return place.relative_to(root).as_posix() if place.is_relative_to(root) and place.is_file() else None
 
 

@@ -57,7 +57,7 @@ class Notebook:
             raise CellFailed("\n".join(content.get("traceback", [])) or str(content))
         return "".join(printed).strip()
 
-    async def settled(self, state: str, timeout: float = 20) -> None:
+    async def settled(self, state: str, timeout: float = 60) -> None:
         """Wait until the kernel is in ``state`` (a wake tidies up after the first output was seen)."""
         await until(lambda: self.state == state, timeout)
 
@@ -90,7 +90,7 @@ async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "py
         KernelProvisionerFactory.clear_instance()
 
 
-async def until(true: Callable[[], bool], timeout: float = 10) -> None:
+async def until(true: Callable[[], bool], timeout: float = 60) -> None:
     """Poll for what no event tells; a deadline that passes is a failure.  `waiting.until` is for plain functions."""
     deadline = time.monotonic() + timeout
     while not true():

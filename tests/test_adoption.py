@@ -94,12 +94,12 @@ async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
     client = AsyncKernelClient()
     client.load_connection_info(first.manager.get_connection_info(session=False))
     client.start_channels()
-    await client.wait_for_ready(timeout=30)
+    await client.wait_for_ready(timeout=60)
     await first.provisioner.leave()
     second = await server.start()
     printed = []
     await client.execute_interactive(
-        "x += 1; print(x)", timeout=30, output_hook=lambda message: printed.append(message["content"].get("text"))
+        "x += 1; print(x)", timeout=60, output_hook=lambda message: printed.append(message["content"].get("text"))
     )
     assert "2\n" in printed
     client.stop_channels()
@@ -146,7 +146,7 @@ async def test_after_kill_9_of_the_server_the_living_kernel_is_adopted_with_noth
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in owner.stdout.readline().split()]
     owner.kill()
-    owner.wait(20)
+    owner.wait(60)
     owner.stdout.close()
     assert alive(pids) == pids
     kernel = await server.start()
@@ -203,7 +203,7 @@ async def test_a_kernel_that_ended_as_it_was_about_to_be_adopted(server, monkeyp
         assert found.directory is not None
         os.kill(pids[0], signal.SIGKILL)
         # Reaped: before that, one of its threads may be on its way out.
-        waiting.until(lambda: not Path(f"/proc/{pids[0]}").exists(), "the end of the kernel", 10)
+        waiting.until(lambda: not Path(f"/proc/{pids[0]}").exists(), "the end of the kernel", 60)
         return found
 
     monkeypatch.setattr(GpuCkptProvisioner, "_find_orphan", found_and_killed)

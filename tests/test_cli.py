@@ -106,12 +106,12 @@ class Owner:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
 
     def end(self) -> None:
         self.process.stdin.close()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         finally:
             if self.process.poll() is None:
                 self.kill()
@@ -279,7 +279,7 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
     for owner in (awake, asleep):
         owner.kill()
 
-    await until(lambda: alive(started) == [], timeout=20)
+    await until(lambda: alive(started) == [], timeout=60)
     told = site.json("list")
     assert told["kernels"] == [], "a kernel without a process and without an owner is none"
     assert [kept["id"] for kept in told["images"]] == [image], "what was saved is still there"
@@ -326,9 +326,9 @@ def test_starting_listing_and_reaping_side_by_side_lose_no_directory(runtime_bas
     try:
         assert [starter.wait(90) for starter in starters] == [0, 0]
         (base / "stop").touch()
-        assert [other.wait(30) for other in others] == [0, 0]
+        assert [other.wait(60) for other in others] == [0, 0]
     finally:
         for process in (*starters, *others):
             process.kill()
-            process.wait(10)
+            process.wait(60)
     assert [path.name for path in base.iterdir()] == ["stop"]

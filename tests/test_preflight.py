@@ -31,7 +31,7 @@ def process():
     yield start
     for child in started:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 def codes(**options) -> list[str]:

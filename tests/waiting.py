@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(true: Callable[[], T], what: str = "what was waited for", timeout: float = 20.0) -> T:
+def until(true: Callable[[], T], what: str = "what was waited for", timeout: float = 60) -> T:
     """Poll until ``true()`` is truthy, and return that; a deadline that passes is a failure.  Seconds.
 
     `harness.until` is the same for a test that runs on an event loop.

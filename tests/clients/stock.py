@@ -84,7 +84,7 @@ class Blocking:
     def restore(self) -> None:
         run_sync(self.provisioner.restore)()
 
-    def settled(self, state: str, timeout: float = 20) -> None:
+    def settled(self, state: str, timeout: float = 60) -> None:
         """Wait for ``state``; a wake goes on tidying up after the cell that caused it was answered."""
         until(lambda: self.state == state, f"the kernel is {state}", timeout)
 
@@ -120,7 +120,7 @@ def executed(
     return reply["content"], outputs
 
 
-def replies(client: BlockingKernelClient, count: int, timeout: float = 30) -> list[dict[str, Any]]:
+def replies(client: BlockingKernelClient, count: int, timeout: float = 60) -> list[dict[str, Any]]:
     """The next ``count`` messages of the shell channel.
 
     But for answers to ``kernel_info``: `wait_for_ready` asks once a second, and reads the first answer only.
@@ -134,7 +134,7 @@ def replies(client: BlockingKernelClient, count: int, timeout: float = 30) -> li
     return found
 
 
-def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 30) -> list[dict[str, Any]]:
+def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 60) -> list[dict[str, Any]]:
     """What comes over iopub until each request in ``sent`` has its idle, and what comes in a moment after."""
     messages, running, deadline = [], set(sent), time.monotonic() + timeout
     while running:

@@ -29,7 +29,7 @@ class Console:
             env=dict(environment(directory), TERM="dumb", NO_COLOR="1"),
             encoding="utf-8",
             echo=False,
-            timeout=30,
+            timeout=60,
         )
         self.terminal.expect_exact("In [")
 

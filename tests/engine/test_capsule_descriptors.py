@@ -24,4 +24,4 @@ def test_descriptors_above_1023(runtime_base):
             stack.callback(os.close, os.dup(null.fileno()))
         capsule = stack.enter_context(Capsule.create(runtime_base))
         capsule.spawn(["sh", "-c", "exit 7"], {"PATH": os.environ["PATH"]}, None)
-        assert capsule.wait(10) == 7
+        assert capsule.wait(60) == 7

@@ -48,7 +48,7 @@ def owner(directory: Path, outlive: bool) -> tuple[subprocess.Popen[str], list[i
 def kill(process: subprocess.Popen[str]) -> None:
     """As the out-of-memory killer does it; the capsule may hold on to its pipes."""
     process.kill()
-    process.wait(10)
+    process.wait(60)
     for stream in (process.stdin, process.stdout):
         assert stream is not None
         stream.close()
@@ -71,7 +71,7 @@ def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
     assert alive(pids) == pids
     with Capsule.attach(directory) as capsule:
         capsule.signal(signal.SIGTERM)
-        assert capsule.wait(10) == -signal.SIGTERM
+        assert capsule.wait(60) == -signal.SIGTERM
         capsule.outlive(False)
     until(lambda: alive(pids) == [])
 
@@ -90,7 +90,7 @@ def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace)
                 ["sh", "-c", script],
                 cwd=directory,
                 output=directory / "output",
-                timeout=30,
+                timeout=60,
                 env=ENV,
                 grace=grace,
                 on_kernel=True,
@@ -107,7 +107,7 @@ def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace)
         assert alive([program]) == []
         until(lambda: status_of(new.host_pid)["State"].startswith("S"))
         assert (
-            new.run(["sh", "-c", "exit 7"], cwd=directory, output=directory / "output", timeout=30, env=ENV).status == 7
+            new.run(["sh", "-c", "exit 7"], cwd=directory, output=directory / "output", timeout=60, env=ENV).status == 7
         )
     old.close()
 
@@ -136,7 +136,7 @@ def test_a_program_is_hurried_from_another_thread(capsule, directory):
 def test_an_owner_that_goes_after_a_dump_leaves_no_process_stopped(directory):
     old = sleeper(Capsule.create(directory))
     old.outlive()
-    done = old.run(["true"], cwd=directory, output=directory / "output", timeout=30, env=ENV, on_kernel=True)
+    done = old.run(["true"], cwd=directory, output=directory / "output", timeout=60, env=ENV, on_kernel=True)
     assert done.status == 0
     assert status_of(old.host_pid)["State"].startswith("T")
     old.abandon()

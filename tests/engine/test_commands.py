@@ -23,9 +23,9 @@ def test_deadline_ends_descendants_that_hold_the_pipe(tmp_path):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"sh did not end within 0\.5 s"):
         run(["sh", "-c", f"sleep 300 & echo $! > {note}; wait"], timeout_s=0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     descendant = int(note.read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     with contextlib.suppress(ProcessLookupError):
         while _alive(descendant):
             assert time.monotonic() < deadline, "the descendant lives on"

@@ -58,11 +58,11 @@ def test_a_process_leaves_and_comes_back_with_its_pid_and_memory(criu, capsule, 
     told = count_up(capsule)
     assert hear(told, "one") == "one"
     inner, pipes = capsule.inner_pid, capsule.pipes
-    assert criu.dump(capsule, home / "image", timeout=30) > 0
+    assert criu.dump(capsule, home / "image", timeout=60) > 0
     capsule.close()
     before = sorted(path.name for path in (home / "image").iterdir())
     with Capsule.create(home) as again:
-        assert criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=30) > 0
+        assert criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=60) > 0
         assert again.inner_pid == inner
         assert hear(told, "two") == "one two"
     assert sorted(path.name for path in (home / "image").iterdir()) == before, "a restore writes nothing into the image"
@@ -71,7 +71,7 @@ def test_a_process_leaves_and_comes_back_with_its_pid_and_memory(criu, capsule, 
 def test_a_dump_leaves_the_processes_stopped_and_they_can_go_on(criu, capsule, home):
     told = count_up(capsule)
     assert hear(told, "one") == "one"
-    criu.dump(capsule, home / "image", timeout=30)
+    criu.dump(capsule, home / "image", timeout=60)
     process = read_process(capsule.host_pid)
     assert process is not None
     assert process.state == "T"
@@ -83,7 +83,7 @@ def test_a_failed_dump_leaves_the_process_running(criu, capsule, home):
     told = count_up(capsule)
     shutil.rmtree(home / "image")
     with pytest.raises(CriuError) as caught:
-        criu.dump(capsule, home / "image", timeout=30)
+        criu.dump(capsule, home / "image", timeout=60)
     assert caught.value.hint
     assert hear(told, "one") == "one"
 
@@ -104,7 +104,7 @@ def test_a_deadline_that_cannot_be_met(criu, capsule, home, seconds):
 
 def test_a_restore_of_nothing_is_an_error_of_ours(criu, capsule, home):
     with pytest.raises(CriuError) as caught:
-        criu.restore(capsule, home / "image", pid=4000, pipes=[], timeout=10)
+        criu.restore(capsule, home / "image", pid=4000, pipes=[], timeout=60)
     assert caught.value.details["verb"] == "restore"
     assert caught.value.details["log"]
 
@@ -205,5 +205,5 @@ def test_an_old_log_is_not_taken_for_this_runs(criu, capsule, home):
     (home / "dump.out").write_text("Error (criu/image.c:1): No space left on device\n")
     shutil.rmtree(home / "image")
     with pytest.raises(CriuError) as caught:
-        criu.dump(capsule, home / "image", timeout=30)
+        criu.dump(capsule, home / "image", timeout=60)
     assert caught.value.code == "CRIU_FAILED"

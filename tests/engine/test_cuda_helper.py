@@ -86,7 +86,7 @@ class TestServe:
         return {answer["id"]: answer for answer in map(json.loads, answers.getvalue().splitlines())}
 
     def test_requests_run_side_by_side(self):
-        both_there = threading.Barrier(2, timeout=20)
+        both_there = threading.Barrier(2, timeout=60)
         answers = self.run([{"op": "meet", "args": {}}] * 2, {"meet": lambda: both_there.wait() >= 0})
         assert all(answer["value"] for answer in answers.values())
 
@@ -389,9 +389,9 @@ class TestCuda:
 
     def test_a_thread_is_not_a_process(self):
         ready, leave = threading.Event(), threading.Event()
-        thread = threading.Thread(target=lambda: (ready.set(), leave.wait(20)))
+        thread = threading.Thread(target=lambda: (ready.set(), leave.wait(60)))
         thread.start()
-        ready.wait(20)
+        ready.wait(60)
         try:
             with pytest.raises(ValueError, match="thread of process"):
                 Cuda(Refuses(1)).unlock(thread.native_id)

@@ -48,7 +48,7 @@ def archive(public_directory):
         root = public_directory / name
         content = root / "content"
         (content / "DEBIAN").mkdir(parents=True)
-        architecture = subprocess.check_output(["dpkg", "--print-architecture"], text=True, timeout=10).strip()
+        architecture = subprocess.check_output(["dpkg", "--print-architecture"], text=True, timeout=60).strip()
         control = (
             f"Package: criu\nVersion: {version}\nArchitecture: {architecture}\nMaintainer: nobody\nDescription: fake\n"
         )

@@ -99,7 +99,7 @@ class TestRoom:
             pass
 
     def test_two_who_want_both_do_not_wait_for_each_other(self, gpus):
-        together = threading.Barrier(2, timeout=20)
+        together = threading.Barrier(2, timeout=60)
 
         def take(needs):
             together.wait()

@@ -81,7 +81,7 @@ PARKER = """
 import sys, time
 from jupyter_gpu_ckpt.engine.parking import Parking
 from jupyter_gpu_ckpt.engine.ptrace import MACHINE
-parking = Parking(MACHINE, int(sys.argv[1]), time.monotonic() + 30)
+parking = Parking(MACHINE, int(sys.argv[1]), time.monotonic() + 60)
 print(len(parking), flush=True)
 sys.stdin.read()
 """
@@ -220,7 +220,7 @@ def test_the_process_is_killed(tmp_path):
         parking = subject.parked()
         subject.process.kill()
         parking.leave()
-        assert subject.process.wait(20) == -signal.SIGKILL, "no thread of it is left as our tracee"
+        assert subject.process.wait(60) == -signal.SIGKILL, "no thread of it is left as our tracee"
         with pytest.raises(OSError):
             subject.parked()
 

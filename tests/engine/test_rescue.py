@@ -81,7 +81,7 @@ def polls():
     return quiet and bool(poll.poll()) and near.recv(10) == b"word"
 
 def everybody_goes_on():
-    before, deadline = dict(beats), time.monotonic() + 10
+    before, deadline = dict(beats), time.monotonic() + 60
     while any(beats.get(name) == before.get(name) for name in going):
         if time.monotonic() > deadline:
             return False
@@ -156,10 +156,10 @@ def killed_at(criu_binary) -> Callable[[int], Criu]:
 def leave_and_come_back(criu: Criu, capsule: Capsule, home: Path) -> dict:
     """A dump and a restore into a fresh capsule; what the process says afterwards."""
     inner, pipes = capsule.inner_pid, capsule.pipes
-    criu.dump(capsule, home / "image", timeout=30)
+    criu.dump(capsule, home / "image", timeout=60)
     capsule.close()
     with Capsule.create(home) as again:
-        criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=30)
+        criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=60)
         subject = Subject.__new__(Subject)
         subject.capsule, subject.home = again, home
         return subject.report()
@@ -173,7 +173,7 @@ def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home
     killed = []
     for number in random.Random(kills).sample(range(1, MOST + 1), kills):
         try:
-            killed_at(number).dump(capsule, home / "image", timeout=30)
+            killed_at(number).dump(capsule, home / "image", timeout=60)
         except CriuKilled as error:
             assert "unmended" not in error.details
             killed.append(number)
@@ -200,12 +200,12 @@ def test_what_the_program_does_with_sigtrap_stays(killed_at, criu_binary, capsul
     subject = Subject(capsule, home, more)
     before = subject.report()
     assert (before["trap ignored"], before["trap caught"]) == (ignored, caught)
-    criu.dump(capsule, home / "image", timeout=30)
+    criu.dump(capsule, home / "image", timeout=60)
     capsule.go_on()
     assert subject.report() == before, "after a dump"
     for number in (80, 110):
         with pytest.raises(CriuKilled):
-            killed_at(number).dump(capsule, home / "image", timeout=30)
+            killed_at(number).dump(capsule, home / "image", timeout=60)
         assert subject.report() == before, "after a CRIU that was killed"
     assert leave_and_come_back(criu, capsule, home) == before, "after a restore"
 
@@ -227,7 +227,7 @@ def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, cap
         return "".join(rescue._state(pid, pid) for pid in pids)
 
     until(lambda: states()[1:] == "ST")
-    Criu(criu_binary.argv).dump(capsule, home / "image", timeout=30)
+    Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
     assert states() == "TTT"
     capsule.go_on()
     until(lambda: states()[1:] == "ST")
@@ -252,7 +252,7 @@ def test_a_process_that_does_not_stop_is_not_dumped(criu_binary, capsule, home):
     healthy = subject.report()
     until(capsule.companions, "the child")
     with pytest.raises(CapsuleError, match="does not stop"):
-        Criu(criu_binary.argv).dump(capsule, home / "image", timeout=30)
+        Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
     assert subject.report() == healthy
     with open(home / "fifo", "wb"):  # the child goes on, and ends
         pass

@@ -37,7 +37,7 @@ class Subject:
         await kernel.run(f"import os, socket, subprocess, sys\nx, ran = 41, []\n{code}")
         subject = cls(kernel, directory)
         subject._other_tab.start_channels(hb=False)
-        await subject._other_tab.wait_for_ready(timeout=20)
+        await subject._other_tab.wait_for_ready(timeout=60)
         return subject
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Subject:
         """Every cell sent has one reply; those that say ok ran, once and in order, those that say error did not."""
         ran = []
         for number, message in enumerate(self._sent):
-            reply = await self._other_tab.get_shell_msg(timeout=20)
+            reply = await self._other_tab.get_shell_msg(timeout=60)
             assert reply["parent_header"]["msg_id"] == message
             if reply["content"]["status"] == "ok":
                 ran.append(number)
@@ -124,7 +124,7 @@ class Subject:
     async def reply(self) -> dict[str, Any]:
         """The reply to the only cell sent."""
         (message,) = self._sent
-        reply = await self._other_tab.get_shell_msg(timeout=20)
+        reply = await self._other_tab.get_shell_msg(timeout=60)
         assert reply["parent_header"]["msg_id"] == message
         self._sent.clear()
         return reply["content"]
@@ -154,7 +154,7 @@ class Subject:
 
     async def kill_when(self, pids: Callable[[], list[int]]) -> int:
         """SIGKILL the first of ``pids`` as soon as there is one."""
-        await until(lambda: bool(pids()), 30)
+        await until(lambda: bool(pids()), 60)
         pid = pids()[0]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

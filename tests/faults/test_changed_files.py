@@ -64,13 +64,13 @@ async def test_the_notebook_is_asked_and_its_answer_counts(subject, answer):
     _, log = await changed(subject, "epoch 1\nrotated\n")
     client = subject.kernel.client
     cell = client.execute("x += 1", user_expressions={"x": "x"}, allow_stdin=True)
-    question = await client.get_stdin_msg(timeout=30)
+    question = await client.get_stdin_msg(timeout=60)
     assert question["msg_type"] == "input_request"
     assert question["parent_header"]["msg_id"] == cell
     assert str(log) in question["content"]["prompt"]
     assert subject.kernel.lifecycle.capsule is None, "nothing was started before the answer"
     client.input(answer)
-    while (reply := await client.get_shell_msg(timeout=30))["parent_header"].get("msg_id") != cell:
+    while (reply := await client.get_shell_msg(timeout=60))["parent_header"].get("msg_id") != cell:
         pass
     if answer == "y":
         assert reply["content"]["user_expressions"]["x"]["data"]["text/plain"] == "42"
@@ -84,8 +84,8 @@ async def test_the_notebook_is_asked_and_its_answer_counts(subject, answer):
 async def test_a_shutdown_does_not_wait_for_the_answer(subject):
     await changed(subject, "")
     subject.kernel.client.execute("x", allow_stdin=True)
-    await subject.kernel.client.get_stdin_msg(timeout=30)
-    await asyncio.wait_for(subject.kernel.manager.shutdown_kernel(now=True), 20)
+    await subject.kernel.client.get_stdin_msg(timeout=60)
+    await asyncio.wait_for(subject.kernel.manager.shutdown_kernel(now=True), 60)
     assert not await subject.kernel.manager.is_alive()
 
 

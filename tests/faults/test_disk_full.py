@@ -30,14 +30,14 @@ def small(tmp_path):
     place = tmp_path / "images"
     place.mkdir(mode=0o700)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1g,mode=0700", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True, timeout=30).returncode != 0:
+    if subprocess.run(mount, capture_output=True, timeout=60).returncode != 0:
         pytest.skip(reason="this machine does not let root mount a tmpfs")
 
     def resize(size: int) -> None:
-        subprocess.run(["mount", "-o", f"remount,size={size}", str(place)], check=True, timeout=30)
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(place)], check=True, timeout=60)
 
     yield resize
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=30)
+    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=60)
 
 
 async def test_a_disk_of_twenty_sizes(small, tmp_path, runtime_base, criu_binary, monkeypatch):

@@ -26,7 +26,7 @@ async def test_criu_killed_in_the_middle_of_a_dump(heavy, enough):
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_KILLED"))
         await dumping.wait()
         heavy.send()
-        await until(lambda: under_way(heavy.images, enough), 30)
+        await until(lambda: under_way(heavy.images, enough), 60)
         await heavy.kill_when(heavy.criu)
         error = await failing
     assert error.details["status"] == -signal.SIGKILL
@@ -57,7 +57,7 @@ for number in range(30):
     threading.Thread(target=work, args=(number,), daemon=True).start()
 numbers, same = random.Random(7), random.Random(7)
 def well():
-    before, deadline = list(beats), time.monotonic() + 20
+    before, deadline = list(beats), time.monotonic() + 60
     while any(map(int.__eq__, beats, before)) and time.monotonic() < deadline:
         time.sleep(0.01)
     still = [number for number in range(30) if beats[number] == before[number]]
@@ -111,7 +111,7 @@ async def test_criu_that_meets_its_deadline(heavy, monkeypatch):
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_TIMEOUT"))
         await dumping.wait()
         heavy.send()
-        await until(lambda: under_way(heavy.images, 1_000_000), 30)
+        await until(lambda: under_way(heavy.images, 1_000_000), 60)
         for pid in heavy.criu():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -126,7 +126,7 @@ async def test_the_kernel_killed_in_the_middle_of_a_dump(heavy):
     async with heavy.at("dump") as dumping:
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "KERNEL_LOST"))
         await dumping.wait()
-        await until(lambda: under_way(heavy.images, 1_000_000), 30)
+        await until(lambda: under_way(heavy.images, 1_000_000), 60)
         os.kill(pid, signal.SIGKILL)
         error = await failing
     assert error.left == "the kernel is gone"
@@ -167,8 +167,8 @@ async def test_a_shutdown_in_the_middle_of_a_dump_is_quick(heavy):
     async with heavy.at("dump") as dumping:
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "KERNEL_LOST"))
         await dumping.wait()
-        await until(lambda: under_way(heavy.images, 1_000_000), 30)
-        await asyncio.wait_for(heavy.kernel.manager.shutdown_kernel(now=True), 10)
+        await until(lambda: under_way(heavy.images, 1_000_000), 60)
+        await asyncio.wait_for(heavy.kernel.manager.shutdown_kernel(now=True), 60)
         await failing
     assert alive(pids) == []
     assert heavy.drafts() == []
@@ -184,7 +184,7 @@ async def test_a_busy_kernel_is_left_alone(subject):
     assert error.details["pending"] == ["execute_request"]
     (subject.directory / "go").touch()
     while True:
-        reply = await subject.kernel.client.get_shell_msg(timeout=20)
+        reply = await subject.kernel.client.get_shell_msg(timeout=60)
         if reply["parent_header"].get("msg_id") == message:
             break
     assert reply["content"]["status"] == "ok"
@@ -233,7 +233,7 @@ async def test_a_debugger_attached_as_jupyterlab_does_it(subject):
         message = client.session.msg("debug_request", content)
         client.control_channel.send(message)
         while True:
-            reply = await client.get_control_msg(timeout=30)
+            reply = await client.get_control_msg(timeout=60)
             if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
                 return reply["content"]
 
@@ -295,9 +295,9 @@ def small_disk(tmp_path):
         pytest.skip("an ordinary user can mount no file system that fills up: run as root")
     directory = tmp_path / "images"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m,mode=0700", "tmpfs", directory], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m,mode=0700", "tmpfs", directory], check=True, timeout=60)
     yield directory
-    subprocess.run(["umount", "--lazy", directory], check=True, timeout=10)
+    subprocess.run(["umount", "--lazy", directory], check=True, timeout=60)
 
 
 async def test_the_disk_fills_while_the_image_is_written(small_disk, tmp_path, runtime_base, criu_binary, monkeypatch):
@@ -313,7 +313,7 @@ async def test_the_disk_fills_while_the_image_is_written(small_disk, tmp_path, r
         await subject.runs_on(error)
         assert [path.name for path in small_disk.iterdir()] == []
         await subject.run("del ballast")
-        subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True, timeout=10)
+        subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True, timeout=60)
         await subject.leaves_and_wakes()
         subject.close()
 
@@ -327,11 +327,11 @@ def unwritable(directory):
         yield
         directory.chmod(0o700)
         return
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=0700", "tmpfs", directory], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,mode=0700", "tmpfs", directory], check=True, timeout=60)
     try:
         yield
     finally:
-        subprocess.run(["umount", "--lazy", directory], check=True, timeout=10)
+        subprocess.run(["umount", "--lazy", directory], check=True, timeout=60)
 
 
 async def test_an_image_directory_that_cannot_be_written(subject):

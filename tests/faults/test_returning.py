@@ -154,12 +154,12 @@ async def test_a_client_that_shuts_the_kernel_down_in_the_middle_of_a_restore(su
     await subject.provisioner.checkpoint()
     created = Created(monkeypatch)
     subject.send()
-    await until(lambda: bool(created.criu()), 30)
+    await until(lambda: bool(created.criu()), 60)
     (pid,) = created.criu()
     os.kill(pid, signal.SIGSTOP)
     inside = created._inside()
     subject.kernel.client.shutdown()
-    await until(lambda: subject.kernel.state == "dead", 20)
+    await until(lambda: subject.kernel.state == "dead", 60)
     assert alive([pid, *inside]) == []
 
 
@@ -185,7 +185,7 @@ async def test_restores_to_different_gpus_are_not_one(subject):
     go_on = threading.Event()
 
     def stop(event) -> None:
-        assert event.step != "match" or go_on.wait(20)
+        assert event.step != "match" or go_on.wait(60)
 
     subject.provisioner.sinks.append(stop)
     first = asyncio.create_task(verb())
@@ -208,7 +208,7 @@ async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(subjec
     image = await subject.provisioner.checkpoint()
     created = Created(monkeypatch)
     subject.send()
-    await until(lambda: bool(created.criu()), 30)
+    await until(lambda: bool(created.criu()), 60)
     (pid,) = created.criu()
     os.kill(pid, signal.SIGSTOP)
     inside = created._inside()
@@ -238,11 +238,11 @@ async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
         if (event.kind, event.step) == (edge, step):
             lifecycle = subject.kernel.lifecycle
             ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(lifecycle.terminate), loop))
-            assert lifecycle._ending.wait(10)
+            assert lifecycle._ending.wait(60)
 
     subject.provisioner.sinks.append(end)
     await subject.fails(subject.provisioner.restore, "KERNEL_LOST", "CAPSULE_GONE")
-    await asyncio.wait_for(asyncio.wrap_future(ended[0]), 10)
+    await asyncio.wait_for(asyncio.wrap_future(ended[0]), 60)
     assert subject.kernel.state == "dead"
     assert subject.kernel.lifecycle.capsule is None
     subject.kernel.lifecycle.engine.store.check(image)
@@ -260,7 +260,7 @@ async def test_the_kernel_killed_just_before_its_image_is_deleted(subject, step,
         if (event.kind, event.step) == ({"release": "completed", "discard_image": "started"}[step], step):
             pid = subject.capsule.host_pid
             os.kill(pid, signal.SIGKILL)
-            assert subject.capsule.wait(10) is not None
+            assert subject.capsule.wait(60) is not None
 
     subject.provisioner.sinks.append(kill)
     error = await subject.fails(subject.provisioner.restore, "KERNEL_LOST")

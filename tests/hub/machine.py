@@ -111,7 +111,7 @@ class Machine:
         assert said == "up\n", said + self._process.stdout.read()
         self.init = init_of(self._process.pid)
 
-    def run(self, *argv: str | Path, env: Mapping[str, str] | None = None, timeout: float = 30.0) -> str:
+    def run(self, *argv: str | Path, env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """What a program prints that runs here as root.  It must end well."""
         done = subprocess.run(
             [*enter(self.init), *map(str, argv)],
@@ -161,13 +161,13 @@ class Machine:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(30)
+            self._process.wait(60)
         self._process.stdout.close()
         for program in self._programs:
-            program.wait(30)
+            program.wait(60)
 
 
 @contextlib.contextmanager
@@ -193,7 +193,7 @@ def network(names: Sequence[str], place: Path, users: Sequence[User]) -> Iterato
         mine = f"gc{secrets.token_hex(5)}"
         _cable(first, "outside", "self", mine)
         for words in (["address", "add", f"{prefix}.254/24", "dev", mine], ["link", "set", mine, "up"]):
-            subprocess.run(["ip", *words], check=True, timeout=30)
+            subprocess.run(["ip", *words], check=True, timeout=60)
         yield machines
     finally:
         for machine in reversed(machines.values()):
@@ -207,7 +207,7 @@ def _cable(first: Machine, port: str, to: str, name: str) -> None:
     subprocess.run(
         ["ip", "link", "add", "name", port, "netns", str(first.init), "type", "veth", "peer", "name", name, *end],
         check=True,
-        timeout=30,
+        timeout=60,
     )
     first.run("ip", "link", "set", port, "master", "net0")
     first.run("ip", "link", "set", port, "up")
@@ -215,5 +215,5 @@ def _cable(first: Machine, port: str, to: str, name: str) -> None:
 
 def _has(prefix: str) -> bool:
     """Whether this machine has an address in that network."""
-    done = subprocess.run(["ip", "-o", "address"], check=True, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ip", "-o", "address"], check=True, capture_output=True, text=True, timeout=60)
     return f" {prefix}." in done.stdout

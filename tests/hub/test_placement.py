@@ -309,7 +309,7 @@ async def test_a_page_that_was_open_before_shows_it_too():
     following = asyncio.ensure_future(anext(page))
     await asyncio.sleep(0)
     placement.tell(spawner, "ours")
-    assert (await asyncio.wait_for(following, 10))["message"] == "ours"
+    assert (await asyncio.wait_for(following, 60))["message"] == "ours"
     await page.aclose()
 
 

@@ -157,7 +157,7 @@ class Town:
             for process in processes(person.uid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            waiting.until(lambda person=person: not processes(person.uid), timeout=30)
+            waiting.until(lambda person=person: not processes(person.uid), timeout=60)
             subprocess.run(["userdel", person.name], check=True, capture_output=True)
             shutil.rmtree(person.runtime, ignore_errors=True)
 

@@ -38,7 +38,7 @@ def _server(argv: list[str], port: int, log: Path) -> Iterator[None]:
         yield
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def another_process():
     process = subprocess.Popen(["sleep", "1000"])
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
 
 
 def racers(count: int) -> list[subprocess.Popen[str]]:
@@ -78,7 +78,7 @@ def test_two_restorers_race_a_hundred_times_and_one_wins(store):
     finally:
         for one in both:
             one.stdin.close()
-            assert one.wait(30) == 0
+            assert one.wait(60) == 0
 
 
 def test_the_race_has_one_winner_where_locks_mean_nothing(store):
@@ -98,7 +98,7 @@ def test_the_race_has_one_winner_where_locks_mean_nothing(store):
     finally:
         for one in both:
             one.stdin.close()
-            assert one.wait(30) == 0
+            assert one.wait(60) == 0
 
 
 def test_a_lease_goes_with_its_process(store, image):
@@ -111,7 +111,7 @@ def test_a_lease_goes_with_its_process(store, image):
     with pytest.raises(ImageBusy), image.lease():
         pass
     holder.send_signal(signal.SIGKILL)
-    holder.wait(10)
+    holder.wait(60)
     with image.lease():
         pass
     assert not (image.path / leases.LEASES).exists()
@@ -143,7 +143,7 @@ def test_a_lease_is_touched_while_it_is_held(image, monkeypatch):
     with image.lease():
         (file,) = (image.path / leases.LEASES).iterdir()
         os.utime(file, (0, 0))
-        until(lambda: file.stat().st_mtime != 0, "the touch", 10)
+        until(lambda: file.stat().st_mtime != 0, "the touch", 60)
 
 
 def test_who_was_overtaken_gets_no_kernel(image, another_process):
@@ -178,7 +178,7 @@ def test_an_image_whose_kernel_lives_cannot_be_restored(image, another_process):
         pass
     assert "break-claim" in caught.value.hint
     another_process.kill()
-    another_process.wait(10)
+    another_process.wait(60)
     with image.lease():
         assert not (image.path / leases.CLAIM).exists()
 
@@ -233,7 +233,7 @@ def in_a_container():
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
@@ -243,7 +243,7 @@ def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
         with pytest.raises(ImageBusy, match="runs on"), image.lease():
             pass
     container.kill()
-    container.communicate(timeout=20)
+    container.communicate(timeout=60)
     with image.lease():
         assert not (image.path / leases.CLAIM).exists()
 
@@ -251,7 +251,7 @@ def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
 def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
     container = in_a_container(image.path, "not held")
     container.kill()
-    container.communicate(timeout=20)
+    container.communicate(timeout=60)
     with pytest.raises(ImageBusy, match="runs on"), image.lease():
         pass
 

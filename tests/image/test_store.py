@@ -110,7 +110,7 @@ def test_only_one_holds_a_lease_also_across_processes(store):
 
     def other() -> str:
         command = [sys.executable, "-c", program, str(store.root), image.id]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
     with image.lease():
         with pytest.raises(ImageBusy), image.lease():

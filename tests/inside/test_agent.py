@@ -196,7 +196,7 @@ def test_children_are_told_apart(start: Callable[..., Any]) -> None:
     kernel.run("from multiprocessing import resource_tracker; resource_tracker.ensure_running()")
     assert [child["benign"] for child in kernel.report("report")["children"]] == [True]
     kernel.run("import subprocess; p = subprocess.Popen(['sleep', '1000', '--', 'secret'], stdin=-1, stderr=-3)")
-    deadline = time.monotonic() + 10  # until the child is past exec
+    deadline = time.monotonic() + 60  # until the child is past exec
     while not (found := [c for c in kernel.report("report")["children"] if c["cmd"] == "sleep"]):
         # sleep refuses its odd arguments at once on some systems: then a zombie of that name is there
         assert time.monotonic() < deadline

@@ -74,7 +74,7 @@ def test_the_saving_thread_writes_again(start: Callable[..., Any], database: Pat
     kernel.run("x = 'saved by the thread'")
     code = """if True:
         import time
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while get_ipython().history_manager.db_input_cache and time.monotonic() < deadline: time.sleep(0.01)"""
     kernel.run(code)
     assert "saved by the thread" in str(lines(database, session))

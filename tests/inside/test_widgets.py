@@ -43,7 +43,7 @@ class Browser:
             if mine and content.get("execution_state") == "idle":
                 return printed
 
-    async def listen(self, goal: Any, timeout: float = 20) -> None:
+    async def listen(self, goal: Any, timeout: float = 60) -> None:
         """Take what comes until ``goal()``."""
 
         async def listening() -> None:

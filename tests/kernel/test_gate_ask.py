@@ -28,7 +28,7 @@ def test_a_question_is_told_at_once_and_answered_while_the_cell_runs(up):
     client = up.client()
     outputs(client, client.execute(ASK + ANSWERED))
     client.get_shell_msg(timeout=DEADLINE)
-    cell = client.execute("ask({'verb': 'status', 'now': True}); print(answered.wait(20), answers)")
+    cell = client.execute("ask({'verb': 'status', 'now': True}); print(answered.wait(60), answers)")
     until(lambda: up.asked, "the question came")
     assert up.asked == [{"verb": "status", "now": True}]
     assert up.gate.tell("an_answer_request", {"image": 1}, DEADLINE) == {"status": "ok"}

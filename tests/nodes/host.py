@@ -80,7 +80,7 @@ class Host:
 
     def inside(self, *command: str) -> str:
         """What a program prints that runs on this host."""
-        done = subprocess.run([*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=30)
+        done = subprocess.run([*enter(self._init()), *command], check=True, capture_output=True, text=True, timeout=60)
         return done.stdout.strip()
 
     def _init(self) -> int:
@@ -99,7 +99,7 @@ class Host:
         """Everything on this host ends at once, as when a container is killed or a node loses its power."""
         init = os.pidfd_open(self._init())
         self._process.kill()  # its only child, the host's PID 1, goes with it, and all others with that one
-        self._process.wait(30)
+        self._process.wait(60)
         ended, _, _ = select.select([init], [], [], 30)
         os.close(init)
         assert ended
@@ -110,10 +110,10 @@ class Host:
             assert self._process.stdin is not None
             self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()  # its only child, the host's PID 1, goes with it
-            self._process.wait(30)
+            self._process.wait(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._log.close()

@@ -16,7 +16,7 @@ def inside(capsule: Capsule, *argv: str) -> tuple[int, str]:
     """What a program prints that runs in the capsule."""
     output = capsule.directory / "printed"
     output.unlink(missing_ok=True)
-    ran = capsule.run(argv, cwd=Path("/"), output=output, timeout=20, env={"PATH": os.environ["PATH"]})
+    ran = capsule.run(argv, cwd=Path("/"), output=output, timeout=60, env={"PATH": os.environ["PATH"]})
     return ran.status, output.read_text()
 
 

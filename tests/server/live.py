@@ -113,7 +113,7 @@ class Server:
     def events(self) -> Iterator[Callable[[], dict[str, Any]]]:
         """Subscribed to the event bus; call it for the next event of ours."""
         socket: WebSocket = create_connection(
-            f"ws{self.url[4:]}api/events/subscribe?{urlencode({'token': TOKEN})}", timeout=30
+            f"ws{self.url[4:]}api/events/subscribe?{urlencode({'token': TOKEN})}", timeout=60
         )
 
         def next_event() -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Server:
         return (self.home / "server.log").read_text()
 
 
-def until(true: Callable[[], Any], timeout: float = 30) -> Any:
+def until(true: Callable[[], Any], timeout: float = 60) -> Any:
     """`waiting.until` with the patience that a whole server needs."""
     return waiting.until(true, timeout=timeout)
 
@@ -202,7 +202,7 @@ c.GpuCkptProvisioner.runtime_base = {str(runtime_base)!r}
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -55,12 +55,12 @@ async def test_a_stop_that_is_cancelled_itself_says_so():
     background.start()
     await asyncio.sleep(0)
     stopping = asyncio.create_task(background.stop())
-    await asyncio.wait_for(work.cancelled.wait(), 20)
+    await asyncio.wait_for(work.cancelled.wait(), 60)
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stopping
     work.may_end.set()
-    await asyncio.wait_for(work.ended.wait(), 20)
+    await asyncio.wait_for(work.ended.wait(), 60)
 
 
 async def test_work_that_failed_is_no_fault_of_the_stop(caplog):

@@ -82,7 +82,7 @@ async def test_neither_a_stop_nor_a_wake_waits_for_what_is_being_sent(store, tar
     with connection, image.lease():
         store.check(image)
         assert len(senders()) == 1, "it is still at it"
-        await asyncio.wait_for(cold.stop(), 10)
+        await asyncio.wait_for(cold.stop(), 60)
     assert senders() == []
     store.check(image)
 
@@ -137,7 +137,7 @@ async def test_a_server_that_is_killed_leaves_no_sender(store, tar_pit):
         (sender,) = psutil.Process(server.pid).children()
     finally:
         server.kill()
-        server.wait(20)
+        server.wait(60)
     with connection:
         await until(lambda: not sender.is_running() or sender.status() == psutil.STATUS_ZOMBIE)
 

@@ -121,7 +121,7 @@ def test_a_server_that_is_stopped_does_not_wait_for_the_content(asleep, runtime_
 def test_a_server_that_is_killed_leaves_the_content_where_it_was(asleep, runtime_base):
     with waking(asleep, runtime_base) as second:
         second.process.kill()
-        second.process.wait(20)
+        second.process.wait(60)
     asleep.is_asleep_and_free()
     wakes_on_the_next_server(asleep, runtime_base)
 

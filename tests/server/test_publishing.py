@@ -82,7 +82,7 @@ def test_a_server_tells_when_a_kernel_sleeps_wakes_and_is_left(tmp_path, place, 
         (image,) = Store(tmp_path / "home" / "images").images()
         assert needed == of(json.loads(image.manifest.to_json())["fingerprint"])
         assert live.run(kernel_id, "print(x + 1)") == "42"
-        until(lambda: published(place) == [], timeout=30)
+        until(lambda: published(place) == [], timeout=60)
         live.process.send_signal(signal.SIGTERM)
         live.process.wait(60)
         (left,) = published(place)  # said for the last time when all have left

@@ -52,7 +52,7 @@ def check(case, live, *excluded: str) -> None:
     case.call_and_validate(
         base_url=live.url + "gpu-ckpt",
         headers={"Authorization": f"token {TOKEN}"},
-        timeout=30,
+        timeout=60,
         # jupyter_server replies 403 to whom it does not know, not 401; the tests below look at that.
         excluded_checks=schemathesis.checks.CHECKS.get_by_names(["missing_required_header", *excluded]),
     )
@@ -83,7 +83,7 @@ def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_without_a_token_nobody_is_told_anything(live, method, path):
-    reply = requests.request(method, live.url + path, timeout=30, allow_redirects=False)
+    reply = requests.request(method, live.url + path, timeout=60, allow_redirects=False)
     assert reply.status_code == 403
     assert "gpu" not in reply.text.lower()
 
@@ -91,21 +91,21 @@ def test_without_a_token_nobody_is_told_anything(live, method, path):
 @pytest.mark.parametrize(("method", "path"), WRITING)
 def test_a_cookie_alone_changes_nothing_without_the_xsrf_token(live, method, path):
     browser = logged_in(live)
-    reply = browser.request(method, live.url + path, timeout=30)
+    reply = browser.request(method, live.url + path, timeout=60)
     assert reply.status_code == 403
     assert "_xsrf" in reply.text
     with_token = {"X-XSRFToken": browser.cookies["_xsrf"]}
     expected = 202 if path.endswith("/park") else 404  # parking names nothing that could be missing
-    assert browser.request(method, live.url + path, headers=with_token, timeout=30).status_code == expected
+    assert browser.request(method, live.url + path, headers=with_token, timeout=60).status_code == expected
 
 
 def logged_in(live) -> requests.Session:
     """A browser's session: cookies, no token."""
     browser = requests.Session()
-    form = browser.get(live.url + "login", timeout=30)
+    form = browser.get(live.url + "login", timeout=60)
     fields = {"password": TOKEN, "_xsrf": browser.cookies["_xsrf"]}
-    assert form.ok and browser.post(live.url + "login", data=fields, timeout=30).ok
-    assert browser.get(live.url + "gpu-ckpt/kernels", timeout=30).ok
+    assert form.ok and browser.post(live.url + "login", data=fields, timeout=60).ok
+    assert browser.get(live.url + "gpu-ckpt/kernels", timeout=60).ok
     return browser
 
 

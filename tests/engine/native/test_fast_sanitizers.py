@@ -46,7 +46,7 @@ def with_tsan(tmp_path_factory, doubles):
 
 @contextlib.contextmanager
 def parked(subject: Subject) -> Iterator[None]:
-    parking = Parking(MACHINE, subject.pid, time.monotonic() + 30)
+    parking = Parking(MACHINE, subject.pid, time.monotonic() + 60)
     try:
         yield
     finally:

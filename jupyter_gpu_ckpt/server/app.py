@@ -38,12 +38,13 @@ from .jobs import Jobs
 from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
 from .placement import Publisher
+from .sessions import CheckpointSessionManager
 from .usage import GpuUsage
 from .watch import Watcher
 
 PROVISIONER = "gpu-ckpt-provisioner"
 
-#: Seconds for which a server that starts waits for its kernels before it answers.
+#: Seconds for which a server that starts waits for its kernels before it answers anything.
 _EARLY = 15.0
 
 #: Seconds for which the doctor's word is good: asking it starts processes.
@@ -130,7 +131,8 @@ class GpuCkptApp(ExtensionApp):
             nonlocal over
             try:
                 coming = self._come_back()
-                # What takes longer (a disk that does not answer) goes on beside the server.
+                # What takes longer (a slow disk) goes on beside the server: whoever has started it, a hub perhaps, does
+                # not wait for ever.  Whoever asks for a kernel or a session does, see `sessions`.
                 await asyncio.wait({coming}, timeout=_EARLY)
                 if coming.done():
                     coming.result()
@@ -155,6 +157,10 @@ class GpuCkptApp(ExtensionApp):
     def _come_back(self) -> asyncio.Task[None]:
         if self._coming is None:
             self._coming = asyncio.ensure_future(self._adopt_all())
+            assert self.serverapp is not None
+            for one in (self.serverapp.kernel_manager, self.serverapp.session_manager):
+                if isinstance(one, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
+                    one.coming = self._coming
         return self._coming
 
     async def _adopt_all(self) -> None:
@@ -260,7 +266,7 @@ class GpuCkptApp(ExtensionApp):
 
 
 def defaults(serverapp: ServerApp) -> Config:
-    """Our provisioner and kernel manager, each where the user named no other.
+    """Our provisioner, kernel manager and session manager, each where the user named no other.
 
     The configuration is looked at, not the traits: at this moment (`ServerApp.initialize` links extensions before
     ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
@@ -277,6 +283,8 @@ def defaults(serverapp: ServerApp) -> Config:
     gateway = GatewayClient(parent=serverapp)  # type: ignore[no-untyped-call]
     if not gateway.gateway_enabled and not _is_set(config, type(serverapp), "kernel_manager_class"):
         made.ServerApp.kernel_manager_class = CheckpointKernelManager
+    if not gateway.gateway_enabled and not _is_set(config, type(serverapp), "session_manager_class"):
+        made.ServerApp.session_manager_class = CheckpointSessionManager
     return made
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
+from jupyter_server.services.sessions.sessionmanager import SessionManager
 from live import until
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.server.app import PROVISIONER, defaults
 from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
+from jupyter_gpu_ckpt.server.sessions import CheckpointSessionManager
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,34 +26,41 @@ def chosen(config: Config) -> tuple[object, object]:
     return (
         made.KernelProvisionerFactory.get("default_provisioner_name"),
         made.ServerApp.get("kernel_manager_class"),
+        made.ServerApp.get("session_manager_class"),
     )
 
 
 def test_defaults_are_replaced():
-    assert chosen(Config()) == (PROVISIONER, CheckpointKernelManager)
+    assert chosen(Config()) == (PROVISIONER, CheckpointKernelManager, CheckpointSessionManager)
 
 
 def test_a_named_provisioner_stays():
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = "local-provisioner"
-    assert chosen(config) == (None, CheckpointKernelManager)
+    assert chosen(config) == (None, CheckpointKernelManager, CheckpointSessionManager)
 
 
 def test_a_provisioner_named_by_the_environment_stays(monkeypatch):
     monkeypatch.setenv(KernelProvisionerFactory.default_provisioner_name_env, "somebody-elses")
-    assert chosen(Config()) == (None, CheckpointKernelManager)
+    assert chosen(Config()) == (None, CheckpointKernelManager, CheckpointSessionManager)
 
 
 def test_a_named_kernel_manager_stays():
     config = Config()
     config.ServerApp.kernel_manager_class = AsyncMappingKernelManager
-    assert chosen(config) == (PROVISIONER, None)
+    assert chosen(config) == (PROVISIONER, None, CheckpointSessionManager)
+
+
+def test_a_named_session_manager_stays():
+    config = Config()
+    config.ServerApp.session_manager_class = SessionManager
+    assert chosen(config) == (PROVISIONER, CheckpointKernelManager, None)
 
 
 def test_with_a_gateway_the_gateways_manager_stays():
     config = Config()
     config.GatewayClient.url = "http://127.0.0.1:9"
-    assert chosen(config) == (PROVISIONER, None)
+    assert chosen(config) == (PROVISIONER, None, None)
 
 
 def test_importing_the_package_does_not_import_the_server():

@@ -7,6 +7,8 @@ import logging
 import signal
 import subprocess
 import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,6 +202,44 @@ def test_whoever_asks_early_is_not_told_that_the_kernels_are_gone(home, runtime_
     with server(home, runtime_base, config=f"c.ServerApp.port = {port}\nc.ServerApp.port_retries = 0\n"):
         asking.join()
     assert set(answers) == {200}
+
+
+SLOW = """
+import asyncio, pathlib
+from jupyter_gpu_ckpt.server import app
+from jupyter_gpu_ckpt.server.comeback import Comeback
+take_over = Comeback.take_over
+
+async def once_there(self, kernels, orphan):
+    while not pathlib.Path({go!r}).exists():
+        await asyncio.sleep(0.05)
+    await take_over(self, kernels, orphan)
+
+Comeback.take_over = once_there
+app._EARLY = 0.1
+"""
+
+
+def test_a_notebook_that_is_opened_while_kernels_still_come_back_waits_for_its_own(home, runtime_base, criu_binary):
+    """A front end that is told of none starts another, and the variables are out of its sight."""
+    with server(home, runtime_base) as first:
+        before = open_notebook(first)
+        kernel_id = before["kernel"]["id"]
+    go = home / "go"
+    with server(home, runtime_base, config=SLOW.format(go=str(go))) as second, ThreadPoolExecutor() as asking:
+        body = {"path": "morning.ipynb", "name": "morning.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
+        opened = asking.submit(second.ask, "POST", "api/sessions", json=body)
+        sessions, kernels = (asking.submit(second.get, f"api/{what}") for what in ("sessions", "kernels"))
+        tab = asking.submit(second.ask, "GET", f"api/kernels/{kernel_id}")
+        never = asking.submit(second.ask, "GET", f"api/kernels/{uuid.uuid4()}")
+        until(lambda: second.ask("GET", "api/contents").ok)
+        assert not any(one.done() for one in (opened, sessions, kernels, tab, never))
+        go.touch()
+        assert opened.result().json()["kernel"]["id"] == kernel_id
+        assert [one["id"] for one in sessions.result()] == [before["id"]]
+        assert [one["id"] for one in kernels.result()] == [kernel_id]
+        assert (tab.result().status_code, never.result().status_code) == (200, 404)
+        assert second.run(kernel_id, "print(x)") == "41"
 
 
 SIGNALLED = """

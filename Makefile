@@ -5,6 +5,8 @@ VENV ?= .venv
 # Only the demo and the tests use torch. `make TORCH=` leaves it out.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Most tests wait most of the time: for kernels that start, for pages that load.
+PYTEST_WORKERS ?= 2
 # `make bench BENCH_ARGS=--strict` fails when a limit is missed, not only when a benchmark breaks.
 BENCH_ARGS ?=
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-chromium
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
-	$(BIN)/python -m pytest -m "not torture" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) --dist=loadgroup $(PYTEST_ARGS)
 
 # A real JupyterHub with Linux users, and a real Slurm: a part of `make test`, too, but for the hundred culls in a row, which
 # take ten minutes.  Needs root and Node; without them it says so.

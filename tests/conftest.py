@@ -15,6 +15,17 @@ from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 
+def pytest_collection_modifyitems(config, items):
+    """Where several processes share the tests (pytest-xdist), those of a file go to one: they share its fixtures.
+
+    What makes users, clusters and hosts has the machine to itself as far as others do the same.
+    """
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        place = item.path.relative_to(Path(__file__).parent)
+        group = "machine" if place.parts[0] in ("hub", "nodes", "guide") else place.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_terminal_summary(terminalreporter):
     """What was not tested and why, each reason once with its count: a long list is one that nobody reads."""
     places = defaultdict(list)

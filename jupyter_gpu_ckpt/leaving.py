@@ -83,9 +83,14 @@ class Leaving(Steps):
         try:
             cuda.lock(pid, self.settings.cuda)
             deadline = self._deadline(traced.bytes)
-            self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline)
-            cuda.checkpoint(pid, timeout_s=deadline)
-            self._refuse_device_files(pid)
+            moved = self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline)
+            plan = self.kernel.plan
+            warm = self.settings.warm and moved > 0 and plan is not None and plan.to is State.SUSPENDED
+            if not warm:  # else the lock alone keeps the kernel from CUDA
+                cuda.checkpoint(pid, timeout_s=deadline)
+                self._refuse_device_files(pid)
+            stays = self.engine.gpus.used_by(pid) if warm else {}
+            saved.away = {uuid: bytes - stays.get(uuid, 0) for uuid, bytes in saved.device_bytes.items()}
             saved.since = time.time()
         except GpuCkptError:
             # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
@@ -112,6 +117,7 @@ class Leaving(Steps):
 
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
+        self._cool(capsule.host_pid)
         # Device memory is host memory by now.
         processes = [process for pid in capsule.processes() if (process := preflight.read_process(pid))]
         bytes = sum(process.rss for process in processes)
@@ -127,6 +133,13 @@ class Leaving(Steps):
             with contextlib.suppress(CapsuleError):  # it ended
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
+
+    def _cool(self, pid: int) -> None:
+        """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
+        if self.engine.cuda.state(pid) is CudaState.LOCKED:
+            self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
+            self._saved.away = self._saved.device_bytes
+            self._refuse_device_files(pid)
 
     def _publish(self, traced: Traced) -> None:
         capsule, draft, clocks = self._alive(), self._draft, self._clocks

@@ -124,12 +124,17 @@ class Returning(Steps):
 
     def _proven_room(self) -> AbstractContextManager[None]:
         mapping = self._mapping or {}
-        needs = {mapping.get(uuid, uuid): bytes for uuid, bytes in self._saved.device_bytes.items()}
+        held = self.engine.gpus.used_by(self.capsule.host_pid) if self.capsule is not None else {}
+        needs = {
+            mapping.get(uuid, uuid): max(0, bytes - held.get(uuid, 0))  # a warm one still has its context there
+            for uuid, bytes in self._saved.device_bytes.items()
+        }
         return self.engine.gpus.room(needs, self.settings.room)
 
     def _on_gpu(self) -> bool:
         """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
-        return self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
+        on_gpu = self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
+        return on_gpu and not self._fast_path().amounts().away
 
     def _unreserve(self, _: Traced) -> None:
         self._room.close()
@@ -264,12 +269,13 @@ class Returning(Steps):
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid
-        state = cuda.state(pid)
-        if state is CudaState.CHECKPOINTED:
+        state, fast_path = cuda.state(pid), FastPath(capsule, cuda)
+        warm = state is CudaState.LOCKED and fast_path.amounts().away > 0
+        if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
             process = preflight.read_process(pid)
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, process.rss if process else 0), gpus, cuda=True)
             return State.SUSPENDED
-        FastPath(capsule, cuda).come_back(lock_s=self.settings.cuda, timeout_s=self.settings.base)
+        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self.settings.base)
         return State.RUNNING

@@ -87,6 +87,8 @@ class Settings:
     question: float = 120.0
     #: Where the content of old images is.
     archive_url: str = ""
+    #: Whether the CUDA context of a suspended kernel stays on the GPU, where its blocks can leave without it.
+    warm: bool = False
 
 
 @dataclass
@@ -126,6 +128,8 @@ class Saved:
     device_bytes: dict[str, int] = field(default_factory=dict)
     node_gpus: list[str] = field(default_factory=list)
     cuda: bool = False
+    #: What of ``device_bytes`` has left the GPU: all but the context of a kernel that was suspended warm.
+    away: dict[str, int] = field(default_factory=dict)
     #: When the device memory left the GPU, in seconds since the epoch; None for what another owner took off it.
     since: float | None = None
 
@@ -205,12 +209,12 @@ class Steps:
     def _note_absence(self, until: float) -> None:
         """What was in host memory since it left the GPU is there no longer."""
         saved = self._saved
-        if saved.since is not None and saved.device_bytes:
+        if saved.since is not None and saved.away:
             store = self.engine.store
             with contextlib.suppress(GpuCkptError):
                 if not store.root.exists():  # a kernel that was never checkpointed
                     store.prepare()
-                absences.write(store.root, absences.of(self.home.kernel_id, "", saved.since, until, saved.device_bytes))
+                absences.write(store.root, absences.of(self.home.kernel_id, "", saved.since, until, saved.away))
         saved.since = None
 
     def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:

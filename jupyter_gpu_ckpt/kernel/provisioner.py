@@ -124,6 +124,12 @@ class GpuCkptProvisioner(LocalProvisioner):
         "memory at the rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that "
         "shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
+    warm_suspend = Bool(
+        False,
+        help="Experimental; needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
+        "and only its tensors leave: it leaves and comes back in the time these take. A checkpoint takes the context "
+        "along.",
+    ).tag(config=True)
 
     @default("image_dir")
     def _default_image_dir(self) -> str:
@@ -313,6 +319,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 refresh=tuple(self.refresh_environment),
                 accept_changed_files=self.accept_changed_files,
                 archive_url=self.archive_url,
+                warm=self.warm_suspend,
             ),
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),

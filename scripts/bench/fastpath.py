@@ -1,10 +1,11 @@
 """Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [GIB ...]``.
 
-For each size a kernel with the library and one without it (``fast_path=off``) hold the same tensors, and are suspended
-and resumed in turns; each figure is the median of `ROUNDS`.  "GPU free" counts from the request to the moment at which
-the GPU has none of it, with everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then
-the steady state: a training step, and a loop that allocates, in both kernels in turns.  At last the whole way to the
-disk and back of `TO_DISK` GiB.  Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
+For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
+library (``fast_path=off``) hold the same tensors and are suspended and resumed; each figure is the median of `ROUNDS`.
+"GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
+everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
+step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
+beside what that disk writes and reads by itself.  Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 
 from __future__ import annotations
@@ -104,12 +105,16 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
 async def sizes(place: Path, base: Path, wanted: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for gib in wanted:
-        for name, trait, rounds in (("library", "auto", ROUNDS), ("driver", "off", DRIVER_ROUNDS)):
+        for name, traits, rounds in (
+            ("library", {"fast_path": "auto"}, ROUNDS),
+            ("warm", {"fast_path": "auto", "warm_suspend": True}, ROUNDS),
+            ("driver", {"fast_path": "off"}, DRIVER_ROUNDS),
+        ):
             if name == "driver" and gib > DRIVER_MOST:
                 continue
             home = place / f"{name}-{gib}"
             home.mkdir()
-            async with notebook(home, base, fast_path=trait) as kernel:
+            async with notebook(home, base, **traits) as kernel:
                 found[f"{gib} {name}"] = await tier(kernel, gib, rounds)
             shutil.rmtree(home)
             figures = found[f"{gib} {name}"]
@@ -142,6 +147,21 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
     return figures
 
 
+def raw_disk(place: Path) -> dict[str, float]:
+    """Bytes per second that dd(1) writes to the disk of ``place``, flushed, and reads from it, past the page cache."""
+    file, count, found = place / "raw", 16 * TO_DISK, {}
+    for name, way in (
+        ("write", (f"of={file}", "if=/dev/zero", "oflag=direct", "conv=fsync")),
+        ("read", (f"if={file}", "of=/dev/null", "iflag=direct")),
+    ):
+        began = time.time()
+        subprocess.run(["dd", "bs=64M", f"count={count}", *way], check=True, capture_output=True)
+        found[name] = (count << 26) / (time.time() - began)
+    file.unlink()
+    print("disk by itself: " + "  ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in found.items()), flush=True)
+    return found
+
+
 async def to_disk(place: Path, base: Path) -> dict[str, Any]:
     home = place / "disk"
     home.mkdir()
@@ -162,7 +182,7 @@ async def to_disk(place: Path, base: Path) -> dict[str, Any]:
         await kernel.settled("running")
         returning = {event.step: event.seconds for event in kernel.steps.completed()}
     print(f"{TO_DISK} GiB to disk: {whole}\n  {leaving}\n  {returning}", flush=True)
-    return {"whole": whole, "leaving": leaving, "returning": returning}
+    return {"whole": whole, "leaving": leaving, "returning": returning, "raw": raw_disk(place)}
 
 
 def main(wanted: list[int]) -> None:

@@ -9,6 +9,7 @@ from harness import notebook
 
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.cuda import CudaState
 from jupyter_gpu_ckpt.machine import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -149,6 +150,27 @@ async def until_more(kernel, counted):
         if all(later > before for before, later in zip(counted, now, strict=True)):
             return
     raise AssertionError(f"a thread does not go on: {counted}, {now}")
+
+
+async def test_a_warm_kernel_leaves_its_room_to_others_and_comes_back_or_goes_to_the_disk(
+    tmp_path, runtime_base, record
+):
+    async with notebook(tmp_path, runtime_base, fast_path="auto", warm_suspend=True) as kernel:
+        await kernel.run("import torch; x = torch.arange(1 << 29, device='cuda'); total = int(x.sum())", 120)
+        lifecycle = kernel.lifecycle
+        pid, gpus = lifecycle.capsule.host_pid, lifecycle.engine.gpus
+        for _ in range(3):
+            held = sum(gpus.used_by(pid).values())
+            await kernel.provisioner.suspend()
+            stays = sum(gpus.used_by(pid).values())
+            record(held=held, stays=stays)
+            assert lifecycle.engine.cuda.state(pid) is CudaState.LOCKED
+            assert held - stays >= 1 << 32
+            assert await kernel.run("print(int(x.sum()) == total)", 60) == "True"
+            await kernel.settled("running")
+        await kernel.provisioner.suspend()
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(int(x.sum()) == total)", 120) == "True"
 
 
 async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, runtime_base):

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from waiting import until
+from fast_program import MIB, SIZES, Program
 
-from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.engine.fastpath import Amounts, FastPath
@@ -22,38 +20,6 @@ from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
-MIB = 1 << 20
-SIZES = (2 * MIB, 5 * MIB + 77, 64 * MIB)
-
-#: Does what a file tells it, and says so in another; one thread computes all the time, one takes memory.
-PROGRAM = """
-import ctypes, os, sys, threading, time
-here = os.path.dirname(sys.argv[0])
-runtime = ctypes.CDLL("libcudart.so.13")
-everywhere = ctypes.CDLL(None)
-runtime.cudaFree(None)
-sizes, turns, held = eval(sys.argv[1]), [0], []
-def compute():
-    while True: turns[0] += 1; x = [bytearray(3000) for _ in range(50)]
-threading.Thread(target=compute, daemon=True).start()
-for size in sizes:
-    address = ctypes.c_void_p()
-    assert everywhere.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) == 0
-    ctypes.memset(address, len(held) + 1, size)
-    held.append((address, size))
-def intact():
-    return all(ctypes.string_at(at, size) == bytes([n + 1]) * size for n, (at, size) in enumerate(held))
-def fail(name, nth, result):
-    ctypes.CDLL("libcuda.so.1").double_fail(name.encode(), ctypes.c_long(nth), False, result)
-def slow(microseconds):
-    ctypes.CDLL("libcuda.so.1").double_set_delay(microseconds)
-open(here + "/ready", "w").close()
-while True:
-    time.sleep(0.002)
-    if os.path.exists(here + "/ask"):
-        asked = open(here + "/ask").read(); os.unlink(here + "/ask")
-        open(here + "/draft", "w").write(repr(eval(asked))); os.rename(here + "/draft", here + "/said")
-"""
 
 
 class Kernel:
@@ -61,16 +27,11 @@ class Kernel:
 
     def __init__(self, directory: Path, library: Path, doubles: Path) -> None:
         self.directory = directory
-        (directory / "program.py").write_text(PROGRAM)
+        self._program = Program(directory, library, doubles)
         self.capsule = Capsule.create(directory)
-        env = {
-            **os.environ,
-            "LD_LIBRARY_PATH": str(doubles),
-            "LD_PRELOAD": str(library),
-            fastpath.VARIABLE: str(directory / fastpath.SOCKET),
-        }
-        self.capsule.spawn([sys.executable, str(directory / "program.py"), repr(SIZES)], env, "/")
-        until((directory / "ready").exists, "the program holds its memory", 60)
+        self.capsule.spawn(self._program.argv, self._program.env, "/")
+        self._program.holds_its_memory()
+        self.ask = self._program.ask
         self.driver = FakeDriver({A: 100 * MIB})
         self.driver.start({A: 71 * MIB}, pid=self.capsule.host_pid)
         self.cuda = FakeCuda(self.driver)
@@ -84,21 +45,11 @@ class Kernel:
     def pid(self) -> int:
         return self.capsule.host_pid
 
-    def ask(self, expression: str) -> object:
-        (self.directory / "draft-ask").write_text(expression)
-        (self.directory / "draft-ask").rename(self.directory / "ask")
-        until((self.directory / "said").exists, expression, 60)
-        said = (self.directory / "said").read_text()
-        (self.directory / "said").unlink()
-        return eval(said)
-
     def runs_on(self) -> None:
         """Unlocked, nobody is parked, everything is on the device."""
         assert self.state == RUNNING
         assert self.path.amounts().away == 0
-        assert self.ask("intact()") is True
-        turns = self.ask("turns[0]")
-        until(lambda: self.ask("turns[0]") > turns, "the other thread goes on")
+        self._program.goes_on()
 
     def lock(self) -> None:
         self.cuda.lock(self.pid, 5)

@@ -23,7 +23,7 @@ def main(source: Path, target: Path) -> None:
     sizes = json.loads(source.read_text())["sizes"]
     figure, panels = plt.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained", sharey=True)
     for panel, way in zip(panels, ASKED, strict=True):
-        for name, colour in (("library", "#1b7837"), ("driver", "#762a83")):
+        for name, colour in (("library", "#1b7837"), ("warm", "#2166ac"), ("driver", "#762a83")):
             runs = {int(key.split()[0]): facts[way] for key, facts in sizes.items() if key.endswith(name)}
             panel.plot(list(runs), [median(run) for run in runs.values()], "o-", color=colour, ms=4, label=name)
         panel.plot(list(ASKED[way]), list(ASKED[way].values()), "kx", label="asked for")

@@ -10,7 +10,8 @@ import time
 
 from . import fit, preflight
 from .engine.cuda import CudaState
-from .errors import CapsuleError, CapsuleGone, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .image.disk import written_early
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
@@ -125,7 +126,8 @@ class Leaving(Steps):
         needed = preflight.image_bytes(0, processes)
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
-            self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
+            with written_early(draft.criu_directory):
+                self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
             traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
         except BaseException:
             self._draft = None
@@ -136,7 +138,10 @@ class Leaving(Steps):
 
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
-        if self.engine.cuda.state(pid) is CudaState.LOCKED:
+        state = self.engine.cuda.state(pid)
+        if state is CudaState.RUNNING:  # a wake that failed half-way: only another one mends that
+            raise CudaError("The kernel's device memory is on its way back to the GPU.", hint="Run a cell to wake it.")
+        if state is CudaState.LOCKED:
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
             self._saved.away = self._saved.device_bytes
             self._refuse_device_files(pid)

@@ -134,7 +134,7 @@ class Returning(Steps):
     def _on_gpu(self) -> bool:
         """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
         on_gpu = self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
-        return on_gpu and not self._fast_path().amounts().away
+        return on_gpu and not self._fast_path().away()
 
     def _unreserve(self, _: Traced) -> None:
         self._room.close()
@@ -270,7 +270,7 @@ class Returning(Steps):
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid
         state, fast_path = cuda.state(pid), FastPath(capsule, cuda)
-        warm = state is CudaState.LOCKED and fast_path.amounts().away > 0
+        warm = state is CudaState.LOCKED and fast_path.away()
         if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
             process = preflight.read_process(pid)

@@ -355,13 +355,13 @@ class Capsule:
         """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
         self._ask({"verb": "go_on"})
 
-    def park(self, patience: float) -> int:
+    def park(self, patience: float, *, insist: bool = False) -> int:
         """Stop all threads of the kernel but the CUDA driver's and its library's; how many are parked.
 
-        Raises `CapsuleError` when that cannot be done in ``patience`` seconds; all run on then.  They stay parked when
-        the owner goes.
+        ``insist``: see `parking.Parking`.  Raises `CapsuleError` when that cannot be done in ``patience`` seconds; all
+        run on then.  They stay parked when the owner goes.
         """
-        reply, _ = self._ask({"verb": "park", "patience": patience}, patience + ANSWER)
+        reply, _ = self._ask({"verb": "park", "patience": patience, "insist": insist}, patience + ANSWER)
         return int(reply["threads"])
 
     def unpark(self) -> None:

@@ -297,11 +297,11 @@ class Init:
             stopped.go_on()
         self.answer({})
 
-    def do_park(self, patience: float) -> None:
+    def do_park(self, patience: float, insist: bool) -> None:
         if self.parked is None:
             if MACHINE is None:
                 raise OSError(errno.ENOTSUP, "threads cannot be parked on this machine")
-            self.parked = Parking(MACHINE, self.kernel, time.monotonic() + patience)
+            self.parked = Parking(MACHINE, self.kernel, time.monotonic() + patience, insist=insist)
         self.answer({"threads": len(self.parked)})
 
     def do_unpark(self) -> None:

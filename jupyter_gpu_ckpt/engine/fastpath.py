@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
 
+_log = logging.getLogger(__name__)
+
 #: The library's socket in a kernel's runtime directory.
 SOCKET = "kernel-fast"
 #: Environment variable of a kernel that tells its library where that is.
@@ -42,6 +45,8 @@ _ANSWER = 10.0
 _SLOWEST = 0.5e9
 #: Where setuptools leaves the library.
 _NATIVE = Path(__file__).with_name("native")
+#: What the library's thread is called while blocks are in host memory (`control.c`).
+_AWAY = "gpu-ckpt-away"
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 
@@ -52,6 +57,10 @@ class _Refused(Exception):
     def __init__(self, message: str, number: int = 0) -> None:
         super().__init__(message)
         self.number = number
+
+
+class _Silent(_Refused):
+    """The library did not answer: it may still be doing what was asked."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,17 @@ class FastPath:
         except _Refused as error:
             raise CudaError(str(error), left="the kernel's blocks are where they were") from error
 
+    def away(self) -> bool:
+        """Whether blocks are in host memory, and the kernel's threads must not run on; without asking the library.
+
+        Raises `CudaError` where the process is gone.
+        """
+        try:
+            threads = list(Path(f"/proc/{self._capsule.host_pid}/task").iterdir())
+        except OSError as error:
+            raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
+        return any(_name(thread) == _AWAY for thread in threads)
+
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.
 
@@ -89,45 +109,55 @@ class FastPath:
             if not amounts.blocks:
                 return 0
             self._capsule.park(PATIENCE)
-        except (CudaError, CapsuleError):
+        except (CudaError, CapsuleError) as error:
+            _log.info("Device memory is left to the CUDA driver: %s", error)
             return 0
         timeout_s = min(timeout_s, _ANSWER + amounts.bytes / _SLOWEST)
-        freed = False
+        may_run = (
+            True  # a thread that goes on could touch memory that is away: only the driver's lock keeps it from that
+        )
         try:
             self._cuda.unlock(pid)
             try:
-                with contextlib.suppress(_Refused), self._library(timeout_s) as library:
+                with self._library(timeout_s) as library:
                     if library:
                         library.ask("leave")
-                        freed = True
+                        may_run = False
                         library.ask("free")
-            finally:
-                self._cuda.lock(pid, lock_s)
+            except _Silent as error:
+                # No lock now: the library, still at it, would wait at the driver's door, and for ever.
+                raise _told(error) from error
+            except _Refused as error:
+                _log.info("Device memory is left to the CUDA driver: %s", error)
+            self._cuda.lock(pid, lock_s)
+            may_run = True
         finally:
-            # A thread that goes on could touch memory that is away: only the driver's lock keeps it from that.
-            if not freed or self._cuda.state(pid) is CudaState.LOCKED:
+            if may_run:
                 self._capsule.unpark()
         return self.amounts().away
 
     def come_back(self, *, lock_s: float, timeout_s: float) -> None:
         """All blocks back to the device, and the kernel unlocked: ``LOCKED -> RUNNING``; or mends what was left half.
 
-        *After failure* nothing is lost: the kernel is suspended (`GpuFull` for want of room) or as it was.
+        *After failure* nothing is lost: the kernel is suspended (`GpuFull` for want of room), or its threads are parked
+        and the library may still be at it; another `come_back` goes on from there.
         """
         pid = self._capsule.host_pid
-        locked = self._cuda.state(pid) is CudaState.LOCKED
-        if not self.amounts().away:
-            if locked:
+        if not self.away():
+            if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
             self._capsule.unpark()
             return
-        self._capsule.park(PATIENCE)
-        if locked:
+        self._capsule.park(PATIENCE, insist=True)
+        if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
             with self._library(timeout_s) as library:
-                if library:
-                    library.ask("return")
+                if library is None:
+                    raise _Silent("The kernel's library for device memory cannot be reached.")
+                library.ask("return")
+        except _Silent as error:
+            raise _told(error) from error
         except _Refused as error:
             self._cuda.lock(pid, lock_s)
             self._capsule.unpark()
@@ -141,18 +171,15 @@ class FastPath:
             connection.settimeout(timeout_s)
             try:
                 directory = os.open(self._capsule.directory, os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
-                directory = -1
-            try:  # through the directory's descriptor: our own path to it may be longer than a socket's name
-                connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+                try:  # through the directory's descriptor: our own path to it may be longer than a socket's name
+                    connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+                finally:
+                    os.close(directory)
             except (FileNotFoundError, ConnectionRefusedError):  # it has no library, or that has never served anything
                 yield None
                 return
             except OSError as error:
-                raise _Refused(f"The kernel's library for device memory cannot be asked: {error.strerror}.") from error
-            finally:
-                if directory >= 0:
-                    os.close(directory)
+                raise _Silent(f"The kernel's library for device memory cannot be asked: {error.strerror}.") from error
             yield _Library(connection)
 
 
@@ -171,14 +198,21 @@ class _Library:
             answer = json.loads(text)
             amounts = Amounts(answer["blocks"], answer["bytes"], answer["away"])
         except (OSError, ValueError, KeyError) as error:
-            raise _Refused(f"The kernel's library for device memory did not answer {verb!r}.") from error
+            raise _Silent(f"The kernel's library for device memory did not answer {verb!r}.") from error
         if answer["cuda"] != 0:
             raise _Refused(f"The CUDA driver refused to {verb} the kernel's blocks.", answer["cuda"])
         return amounts
 
 
+def _name(thread: Path) -> str:
+    try:
+        return (thread / "comm").read_text().rstrip("\n")
+    except OSError:  # it has ended
+        return ""
+
+
 def _told(error: _Refused) -> CudaError:
-    left = "the kernel is suspended, its device memory is kept in host memory"
+    left = "the kernel's device memory is where it was, on the GPU or in host memory"
     if error.number == OUT_OF_MEMORY:
         return GpuFull("There is too little GPU memory for the kernel's blocks.", left=left)
     return CudaError(str(error), left=left, cuda_result=error.number)

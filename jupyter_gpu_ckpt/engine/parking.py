@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from .ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
-_SPARED = re.compile(r"(cuda-EvtHandlr|cuda\d+|gpu-ckpt-(fast|copy))$")
-#: Another one of this name is the driver's, of a release that we do not know, or somebody's who should be parked.
-_DOUBTFUL = "cuda"
+#: The one that suspends and resumes is called by a number in hexadecimal, as ``cuda00001400006``.
+_SPARED = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|away|copy))$")
+#: Another one of such a name is the driver's, of a release that we do not know, or somebody's who should be parked.
+_DOUBTFUL = re.compile(r"cuda(-|[0-9a-f]{4})")
 _ENDED = ("Z", "X")
 #: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
 _EVERYBODY_S = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
@@ -35,8 +36,9 @@ _FUTEX_MUTEX = 0
 #: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
 #: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
-    r"/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
-    r"|[^/]*_fastpath)([-_.][^/]*)?$"
+    r"(^\[vdso\]"  # where the driver looks at the clock while it waits for the GPU
+    r"|/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
+    r"|[^/]*_fastpath)([-_.][^/]*)?)$"
 )
 
 
@@ -46,11 +48,16 @@ class Parking:
     Raises `TimeoutError` when one cannot be parked by ``deadline`` (of ``time.monotonic``), and `OSError` where the
     process is gone, another traces a thread of it, or one has a name that could be the CUDA driver's; then all go on.
     Only the thread that made it may let them go.
+
+    ``insist``: there is no other way than to park them all.  One of a doubtful name is somebody's, and in the second
+    half of the time any system call will do that has nothing to do with memory: who writes to a full pipe stays there.
     """
 
-    def __init__(self, machine: Machine, pid: int, deadline: float) -> None:
+    def __init__(self, machine: Machine, pid: int, deadline: float, *, insist: bool = False) -> None:
         self._machine = machine
         self._pid = pid
+        self._insist = insist
+        self._patient_until = (time.monotonic() + deadline) / 2
         self._parked: dict[int, Tracee] = {}
         try:
             while not self._park():
@@ -85,7 +92,7 @@ class Parking:
         name, _ = _name_and_state(self._pid, tid)
         if _SPARED.match(name):
             return True
-        if name.startswith(_DOUBTFUL):
+        if not self._insist and _DOUBTFUL.match(name):
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
         return False
 
@@ -143,6 +150,8 @@ class Parking:
             waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or any(address in data for data in shared.data)
             if command == _FUTEX_MUTEX and waits_for_everybody_s:
                 return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
+        elif self._insist and time.monotonic() > self._patient_until and number not in self._machine.memory:
+            return True
         return number in self._machine.waits and not (number == self._machine.read and self._is_file(int(words[1], 16)))
 
     def _is_file(self, descriptor: int) -> bool:

@@ -68,6 +68,8 @@ class Machine:
     futex: int
     #: System calls that wait for somebody else, and hold nothing meanwhile.
     waits: frozenset[int]
+    #: System calls about the process's memory: whoever is in one may hold the lock of an allocator.
+    memory: frozenset[int]
 
 
 _MACHINES = {
@@ -93,6 +95,7 @@ _MACHINES = {
         # accept4, recvmmsg, io_uring_enter, epoll_pwait2, futex_waitv
         waits=frozenset((0, 7, 23, 34, 35, 43, 45, 47, 61, 65, 128, 130, 202, 219, 220, 230, 232, 247, 270, 271, 281))
         | frozenset((288, 299, 426, 441, 449)),
+        memory=frozenset((9, 10, 11, 12, 25, 28)),  # mmap, mprotect, munmap, brk, mremap, madvise
     ),
     "aarch64": Machine(
         instruction=b"\x01\x00\x00\xd4",
@@ -116,6 +119,7 @@ _MACHINES = {
         # epoll_pwait2, futex_waitv
         waits=frozenset((22, 63, 72, 73, 95, 98, 101, 115, 128, 133, 137, 192, 193, 202, 207, 212, 242, 243, 260, 426))
         | frozenset((441, 449)),
+        memory=frozenset((214, 215, 216, 222, 226, 233)),  # brk, munmap, mremap, mmap, mprotect, madvise
     ),
 }
 #: Of this host, or None where nobody wrote it down.

@@ -72,6 +72,8 @@ threading.Thread(target=counts, daemon=True).start()
 for place, step in enumerate((computes, allocates, hashes, comes, waits, locks)):
     for _ in range(kinds.count(step.__name__)):
         step() if step is comes else loop(place, step)
+if len(sys.argv) > 4:
+    open("/proc/self/comm", "w").write(sys.argv[4])
 print("goes", flush=True)
 sys.stdin.read()
 os._exit(0)
@@ -107,9 +109,15 @@ class Process:
                 found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
         return found
 
-    def parked(self, seconds: float = 30) -> Parking:
+    def states_by_name(self) -> dict[str, str]:
+        """The same, by the threads' names; of several of one name one."""
+        lines = [(task / "stat").read_text() for task in Path(f"/proc/{self.pid}/task").iterdir()]
+        parts = [line.partition("(")[2].rpartition(")") for line in lines]
+        return {name: rest.split()[0] for name, _, rest in parts}
+
+    def parked(self, seconds: float = 30, *, insist: bool = False) -> Parking:
         assert MACHINE is not None
-        return Parking(MACHINE, self.pid, time.monotonic() + seconds)
+        return Parking(MACHINE, self.pid, time.monotonic() + seconds, insist=insist)
 
     def goes_on(self, *kinds: str) -> None:
         before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}
@@ -119,12 +127,13 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(directory: Path, *kinds: str) -> Iterator[Process]:
+def running(directory: Path, *kinds: str, name: str = "") -> Iterator[Process]:
+    """The subject; ``name``: what its first thread is called."""
     file, lock = directory / "words", directory / "lock"
     file.write_bytes(bytes(64))
     lock.touch()
     process = subprocess.Popen(
-        [sys.executable, "-c", SUBJECT, str(file), str(lock), ",".join(kinds)],
+        [sys.executable, "-c", SUBJECT, str(file), str(lock), ",".join(kinds), *([name] if name else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -198,6 +207,46 @@ def test_a_thread_that_cannot_be_parked(tmp_path):
                 subject.parked(0.2)
             subject.goes_on("computes", "waits", "comes")
         subject.goes_on("locks")
+
+
+def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_way(tmp_path):
+    with running(tmp_path, "computes", "allocates", "locks") as subject:
+        with open(subject.lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
+            until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
+            parking = subject.parked(2, insist=True)
+            stays_at_rest(subject)
+            parking.leave()
+        subject.goes_on("computes", "allocates", "locks")
+
+
+@pytest.mark.parametrize("name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-away"])
+def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
+    with running(tmp_path, "computes", name=name) as subject:
+        parking = subject.parked()
+        assert subject.states_by_name()[name] != "t"
+        assert set(subject.states_by_name().values()) > {"t"}
+        parking.leave()
+
+
+@pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine"])
+def test_threads_that_are_called_nearly_so_are_parked(tmp_path, name):
+    with running(tmp_path, "computes", name=name) as subject:
+        parking = subject.parked()
+        stays_at_rest(subject)
+        parking.leave()
+
+
+@pytest.mark.parametrize("name", ["cuda-of-a-user", "cuda0000240"])
+def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
+    with running(tmp_path, "computes", name=name) as subject:
+        with pytest.raises(OSError, match="may be the CUDA driver's"):
+            subject.parked()
+        subject.goes_on("computes")
+        parking = subject.parked(insist=True)
+        stays_at_rest(subject)
+        parking.leave()
 
 
 def test_who_parked_is_killed(tmp_path):
@@ -291,7 +340,7 @@ def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
         ("/usr/lib/libm.so.6", False),
         ("/x/torch/lib/libtorch_cpu.so", False),
         ("/usr/bin/python3.11", False),
-        ("[vdso]", False),
+        ("[vdso]", True),
     ],
 )
 def test_code_in_which_nobody_is_parked(path, shared):

@@ -5,6 +5,9 @@
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
  *
+ * While blocks are away the thread that answers is called "gpu-ckpt-away", else "gpu-ckpt-fast": who has to know whether
+ * the process may run need not ask it, and may not be able to.
+ *
  * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
  * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every
  * other thread of the process, but for the driver's own, before it asks for more than the status (`engine/parking.py`).
@@ -71,6 +74,11 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
+static void tell(bool away)
+{
+    pthread_setname_np(pthread_self(), away ? "gpu-ckpt-away" : "gpu-ckpt-fast");
+}
+
 static CUresult perform(const char *verb)
 {
     CUresult (*step)(void) = strcmp(verb, "leave") == 0    ? transfer_copy_out
@@ -81,7 +89,10 @@ static CUresult perform(const char *verb)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (!blocks_hold())
         return CUDA_ERROR_NOT_READY;
+    if (step == transfer_free)
+        tell(true);
     CUresult result = step();
+    tell(transfer_amounts().away != 0);
     blocks_release();
     return result;
 }
@@ -136,7 +147,7 @@ static void serve(int connection)
 static void *listen_for_ever(void *argument)
 {
     int listener = (int)(long)argument;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
+    tell(false);
     for (;;) {
         int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection >= 0)

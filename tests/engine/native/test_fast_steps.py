@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fast_program import MIB, SIZES, Program
 
+from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.engine.fastpath import Amounts, FastPath
@@ -118,13 +119,77 @@ def test_a_driver_that_refuses_the_transfer_gets_to_do_it_itself(kernel, functio
 
 
 def test_a_transfer_that_takes_too_long_is_given_up(kernel):
+    """Not locked meanwhile: the library, still at it, would wait at the driver's door, and never answer."""
     kernel.ask("slow(100_000)")
     kernel.lock()
-    assert kernel.leave(timeout_s=0.05) == 0
-    assert kernel.state == LOCKED
+    with pytest.raises(CudaError):
+        kernel.leave(timeout_s=0.05)
+    assert kernel.state == RUNNING
+    assert not kernel.path.away()
     assert not parked(kernel)
+    kernel.ask("slow(0)")
+    kernel.come_back()
+    kernel.runs_on()
+    kernel.lock()
+    assert kernel.leave() > 0
+    kernel.come_back()
+    kernel.runs_on()
+
+
+def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
+    kernel.ask("slow(100_000)")
+    kernel.lock()
+    total = kernel.leave()
+    kernel.cuda.checkpoint(kernel.pid)
+    kernel.cuda.restore(kernel.pid)
+    with pytest.raises(CudaError):
+        kernel.path.come_back(lock_s=5, timeout_s=0.05)
+    assert kernel.state == RUNNING
+    assert parked(kernel), "a thread that goes on could touch what is away"
+    assert total == kernel.path.amounts().bytes
     kernel.come_back()
     kernel.ask("slow(0)")
+    kernel.runs_on()
+
+
+def test_what_is_away_is_known_without_the_library(kernel):
+    """Its socket may be gone, or no descriptor left for an answer: a kernel whose blocks are away must not run on."""
+    socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
+    kernel.lock()
+    kernel.leave()
+    assert kernel.path.away()
+    socket.rename(aside)
+    with pytest.raises(CudaError, match="cannot be reached"):
+        kernel.come_back()
+    assert kernel.path.away()
+    assert parked(kernel)
+    aside.rename(socket)
+    kernel.come_back()
+    kernel.runs_on()
+    assert not kernel.path.away()
+
+
+def test_a_kernel_that_cannot_answer_and_has_nothing_away_is_unlocked(kernel):
+    socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
+    socket.rename(aside)
+    kernel.lock()
+    assert kernel.leave() == 0
+    kernel.cuda.checkpoint(kernel.pid)
+    kernel.cuda.restore(kernel.pid)
+    kernel.come_back()
+    assert kernel.state == RUNNING
+    aside.rename(socket)
+    kernel.runs_on()
+
+
+def test_an_owner_without_descriptors_takes_nothing_for_granted(kernel, monkeypatch):
+    kernel.lock()
+    kernel.leave()
+    monkeypatch.setattr(fastpath.os, "open", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    with pytest.raises(CudaError, match="Too many open files"):
+        kernel.come_back()
+    monkeypatch.undo()
+    kernel.come_back()
     kernel.runs_on()
 
 
@@ -180,10 +245,10 @@ def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
 
 
 def parked(kernel: Kernel) -> bool:
-    """Whether all threads of the program are, but for the library's own (proc_pid_stat(5): ``t``)."""
+    """Whether all threads of the program are, but for the library's and the driver's own (proc_pid_stat(5): ``t``)."""
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith("gpu-ckpt"):
+        if not name.startswith(("gpu-ckpt", "cuda-double")):
             states[task.name] = rest.split()[0]
     return set(states.values()) == {"t"}

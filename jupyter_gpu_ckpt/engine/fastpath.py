@@ -126,6 +126,7 @@ class FastPath:
                         library.ask("free")
             except _Silent as error:
                 # No lock now: the library, still at it, would wait at the driver's door, and for ever.
+                self._note_where_it_is()
                 raise _told(error) from error
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
@@ -157,6 +158,7 @@ class FastPath:
                     raise _Silent("The kernel's library for device memory cannot be reached.")
                 library.ask("return")
         except _Silent as error:
+            self._note_where_it_is()
             raise _told(error) from error
         except _Refused as error:
             self._cuda.lock(pid, lock_s)
@@ -164,6 +166,13 @@ class FastPath:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
             raise _told(error) from error
         self._capsule.unpark()
+
+    def _note_where_it_is(self) -> None:
+        """For who looks into it: the system calls (proc_pid_syscall(5)) in which the library's threads are held up."""
+        for thread in Path(f"/proc/{self._capsule.host_pid}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                if (name := _name(thread)).startswith("gpu-ckpt"):
+                    _log.warning("%s (thread %s) is in %s", name, thread.name, (thread / "syscall").read_text().strip())
 
     @contextlib.contextmanager
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:

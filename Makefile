@@ -82,8 +82,8 @@ scale: $(VENV)/ready
 torture: $(VENV)/ready
 	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)
 
-# Follows docs/admin/bare-metal.md from an empty machine; a part of `make torture`.  Needs root, debootstrap and
-# slirp4netns; without them it says so.
+# Follows docs/admin/bare-metal.md and docs/admin/slurm.md, each from an empty machine; a part of `make torture`.  Needs
+# root, debootstrap and slirp4netns; without them it says so.
 guide: labextension
 	scripts/install-chromium
 	$(BIN)/python -m pytest -m torture tests/guide -s $(PYTEST_ARGS)

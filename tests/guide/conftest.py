@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 for beside in ("server", "browser"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / beside))
+
+from desktop import find_chromium  # noqa: E402
+from fresh_machine import FreshMachine, fresh_machine, why_not  # noqa: E402
+
+
+@pytest.fixture
+def empty_machine() -> Iterator[Callable[[str], FreshMachine]]:
+    """Makes a machine of the given name on which nothing is yet; it and its files go at the end."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    pytest.importorskip("playwright", reason="playwright is not installed (the extra `test`)")
+    if find_chromium() is None:
+        pytest.skip("no Chromium on this host: `apt-get install chromium`")
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str) -> FreshMachine:
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="gc-guide-"))
+            return stack.enter_context(fresh_machine(Path(place), name))
+
+        yield make

@@ -34,7 +34,7 @@ _NAME_SERVER = "10.0.2.3"
 _BOOT = """
 set -e
 cd "$1"
-hostname hub
+hostname "$2"
 mount --bind . .
 cd "$1"
 mount -t proc proc proc
@@ -80,7 +80,8 @@ def _cgroups() -> Path | None:
 class FreshMachine:
     """One machine; its files are below ``root``."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, name: str) -> None:
+        self.name = name
         self.root = place / "root"
         self._logs = place
         cgroups = _cgroups()
@@ -99,7 +100,7 @@ class FreshMachine:
                  self.root, mirror],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True, timeout=900,
             )  # fmt: skip
-        (self.root / "etc/hostname").write_text("hub\n")
+        (self.root / "etc/hostname").write_text(f"{self.name}\n")
         (self.root / "etc/resolv.conf").write_text(f"nameserver {_NAME_SERVER}\n")
         (self.root / "etc/systemd/system/systemd-sysctl.service").symlink_to("/dev/null")
         self._belong_to_the_network()
@@ -121,7 +122,7 @@ class FreshMachine:
         """Switch it on, and wait until systemd says that all is up."""
         self._cgroup.mkdir(exist_ok=True)
         unshare = ["unshare", *_SPACES, "--fork", "--kill-child", "--propagation", "private", "sh", "-c", _BOOT, "sh"]
-        within = f"echo $$ > {self._cgroup}/cgroup.procs; exec {shlex.join(unshare)} {self.root}"
+        within = f"echo $$ > {self._cgroup}/cgroup.procs; exec {shlex.join(unshare)} {self.root} {self.name}"
         with (self._logs / "boot.log").open("ab") as log:
             self._unshare = subprocess.Popen(
                 ["sh", "-c", within], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -183,9 +184,9 @@ def _removed(cgroup: Path) -> bool:
 
 
 @contextlib.contextmanager
-def fresh_machine(place: Path) -> Iterator[FreshMachine]:
+def fresh_machine(place: Path, name: str) -> Iterator[FreshMachine]:
     """One that is up; its files below ``place`` are removed afterwards."""
-    machine = FreshMachine(place)
+    machine = FreshMachine(place, name)
     try:
         machine.install()
         machine.boot()

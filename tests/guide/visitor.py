@@ -62,13 +62,23 @@ class Visitor:
         if not self._has_book:
             self._page.click(".jp-Dialog .jp-mod-accept")  # of a new notebook JupyterLab asks the name
             self._has_book = True
-        self._page.wait_for_selector(".lm-TabBar-tab.jp-mod-current:not(.jp-mod-dirty)")
+        until(self._saved, "the notebook is saved", timeout=PATIENCE / 1000)
+
+    def _saved(self) -> bool:
+        """What the kernel says of itself may come after the save, and is not saved then: its user saves again."""
+        from playwright.sync_api import TimeoutError as NotYet
+
+        with contextlib.suppress(NotYet):
+            self._page.wait_for_selector(".lm-TabBar-tab.jp-mod-current:not(.jp-mod-dirty)", timeout=3000)
+            return True
+        self._page.keyboard.press("Control+s")
+        return False
 
     def _come(self) -> None:
         context = self._browser().new_context(viewport={"width": 1280, "height": 800})
         context.set_default_timeout(PATIENCE)
         self._page = page = context.new_page()
-        until(lambda: page.goto(f"{HUB}/hub/login").ok, "the hub answers", timeout=PATIENCE / 1000)
+        until(self._answered, "the hub answers", timeout=PATIENCE / 1000)
         page.fill("input#username_input", self._name)
         page.fill("input#password_input", self._password)
         page.click("input#login_submit")
@@ -79,6 +89,14 @@ class Visitor:
             page.locator(".jp-LauncherCard[data-category=Notebook]").first.click()
         page.wait_for_selector(f"{NOTEBOOK} .jp-CodeCell .cm-content")
         page.wait_for_selector(f"{NOTEBOOK} .jp-gpuCkpt-button [data-phase]")
+
+    def _answered(self) -> bool:
+        """A hub that is being restarted answers with an error, or not at all: its user reloads the page."""
+        from playwright.sync_api import Error as NoAnswer
+
+        with contextlib.suppress(NoAnswer):
+            return bool(self._page.goto(f"{HUB}/hub/login").ok)
+        return False
 
     def _browser(self) -> Any:
         """A browser that sees the network as the machine does; every visit has a fresh profile."""

@@ -153,7 +153,8 @@ def blocks(page: str, language: str) -> list[str]:
 def test_the_configuration_of_the_slurm_page_is_taken():
     """Every section names a class that is there, and every trait one that it has."""
     c = Config()
-    (text,) = blocks("slurm.md", "python")
+    named = "# /etc/jupyterhub/jupyterhub_config.py\n"
+    (text,) = (text for text in blocks("slurm.md", "python") if text.startswith(named))
     exec(compile(text, "slurm.md", "exec"), {"c": c, "get_config": lambda: c})
     kind = c.JupyterHub.spawner_class
     made = kind(config=c)

@@ -38,7 +38,7 @@ from .jobs import Jobs
 from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
 from .placement import Publisher
-from .sessions import CheckpointSessionManager
+from .sessions import CheckpointSessionManager, Presence
 from .usage import GpuUsage
 from .watch import Watcher
 
@@ -108,7 +108,10 @@ class GpuCkptApp(ExtensionApp):
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
-        manager = self.serverapp.kernel_manager
+        manager, self._presence = self.serverapp.kernel_manager, Presence()
+        for one in (manager, self.serverapp.session_manager):
+            if isinstance(one, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
+                one.presence = self._presence
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.kernel_listeners.append(self.watcher.follow)
 
@@ -156,11 +159,7 @@ class GpuCkptApp(ExtensionApp):
 
     def _come_back(self) -> asyncio.Task[None]:
         if self._coming is None:
-            self._coming = asyncio.ensure_future(self._adopt_all())
-            assert self.serverapp is not None
-            for one in (self.serverapp.kernel_manager, self.serverapp.session_manager):
-                if isinstance(one, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
-                    one.coming = self._coming
+            self._coming = self._presence.coming = asyncio.ensure_future(self._adopt_all())
         return self._coming
 
     async def _adopt_all(self) -> None:
@@ -190,14 +189,18 @@ class GpuCkptApp(ExtensionApp):
 
     async def stop_extension(self) -> None:
         """Called from jupyter_server when it stops, while its kernels are still there."""
-        await self.usage.stop()
-        await self.idle.stop()
-        await self.cold.stop()
-        await self.comeback.stop()
-        await self._publisher.stop()
-        await self.jobs.close()
-        self.watcher.close()
-        self._metrics.close()
+        try:
+            await self.usage.stop()
+            await self.idle.stop()
+            await self.cold.stop()
+            await self.comeback.stop()
+            await self._publisher.stop()
+            await self.jobs.close()
+            self.watcher.close()
+            self._metrics.close()
+        finally:
+            # It listens no longer, but serves the connections it has, also once jupyter_server has no kernels any more.
+            self._presence.going = True
 
     # -- what the handlers, the policy and the metrics work on
 

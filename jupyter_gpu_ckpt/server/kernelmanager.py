@@ -26,7 +26,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from .sessions import until_back
+from .sessions import Presence
 
 if TYPE_CHECKING:
     _Base = AsyncMappingKernelManager
@@ -54,8 +54,7 @@ class CheckpointKernelManagerMixin(_Base):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.kernel_listeners: list[KernelListener] = []
-        #: The adoption of an earlier server's kernels; set by the extension when it begins.
-        self.coming: asyncio.Task[None] | None = None
+        self.presence = Presence()
         self._expiry_callback: PeriodicCallback | None = None
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -85,23 +84,21 @@ class CheckpointKernelManagerMixin(_Base):
         return bool(self.list_kernel_ids())
 
     def list_kernels(self) -> Any:
-        """Called from REST.  While kernels still come back it is awaitable, as a gateway's is."""
+        """Called from REST.  While kernels come or go it is awaitable, as a gateway's is."""
         listed = super().list_kernels
-        return self._once_back(listed) if self._some_come() else listed()
+        return listed() if self.presence.is_certain else self._once_certain(listed)
 
     def kernel_model(self, kernel_id: str) -> Any:
         """Called for each kernel in a listing: jupyter_server's model with ``gpu_ckpt`` added for kernels of ours.
 
-        For a kernel that may still come back it is awaitable: a tab that reconnects takes a 404 for the kernel's end.
+        For one that may come back it is awaitable: a tab that reconnects takes a 404 for the kernel's end.
         """
-        late = kernel_id not in self and self._some_come()
-        return self._once_back(lambda: self._model(kernel_id)) if late else self._model(kernel_id)
+        if kernel_id in self or self.presence.is_certain:
+            return self._model(kernel_id)
+        return self._once_certain(lambda: self._model(kernel_id))
 
-    def _some_come(self) -> bool:
-        return self.coming is not None and not self.coming.done()
-
-    async def _once_back(self, ask: Callable[[], Any]) -> Any:
-        await until_back(self.coming)
+    async def _once_certain(self, ask: Callable[[], Any]) -> Any:
+        await self.presence.certain()
         return ask()
 
     def _model(self, kernel_id: str) -> dict[str, Any]:

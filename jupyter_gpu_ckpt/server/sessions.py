@@ -1,7 +1,8 @@
-"""The server's session manager: whoever asks for a notebook's kernel while kernels still come back, waits for them.
+"""Who asks for kernels while they are not all there: at a server's start they still come, at its end they go.
 
-A front end that is told of no kernel for a notebook starts one; the notebook's own, with all its variables, would then
-sleep on without a notebook.
+A front end that is told of no kernel for a notebook starts one, and takes a kernel that is missing in a listing for
+ended; the notebook's own, with all its variables, would then sleep on out of its user's sight.  And jupyter_server
+drops the session of a kernel that it does not find.
 """
 
 # mypy: allow-untyped-calls
@@ -13,37 +14,56 @@ import asyncio
 from typing import Any
 
 from jupyter_server.services.sessions.sessionmanager import SessionManager
-
-
-class CheckpointSessionManager(SessionManager):
-    """What the extension installs where the user named no session manager."""
-
-    #: The adoption of an earlier server's kernels; set by the extension when it begins.
-    coming: asyncio.Task[None] | None = None
-
-    async def list_sessions(self) -> list[dict[str, Any]]:
-        """Called from REST."""
-        await until_back(self.coming)
-        found: list[dict[str, Any]] = await super().list_sessions()
-        return found
-
-    async def session_exists(self, path: str) -> bool:
-        """Called from REST before a session is created, and by the adoption itself."""
-        await until_back(self.coming)
-        return bool(await super().session_exists(path))
-
-    async def get_session(self, **kwargs: Any) -> dict[str, Any]:
-        """Called from REST."""
-        await until_back(self.coming)
-        found: dict[str, Any] = await super().get_session(**kwargs)
-        return found
-
+from tornado.web import HTTPError
 
 #: Seconds after which a request is answered by what there is: a disk may never answer.
 _PATIENCE = 60.0
 
 
-async def until_back(coming: asyncio.Task[None] | None) -> None:
-    """Wait for an adoption that is under way; the adoption itself does not."""
-    if coming is not None and not coming.done() and coming is not asyncio.current_task():
-        await asyncio.wait({coming}, timeout=_PATIENCE)
+class Presence:
+    """Whether a server's kernels are all there; the extension says so."""
+
+    #: The adoption of an earlier server's kernels, once it has begun.
+    coming: asyncio.Task[None] | None = None
+    #: Whether the server stops.
+    going = False
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a kernel that is not there is none of ours."""
+        return not self.going and (self.coming is None or self.coming.done())
+
+    async def certain(self) -> None:
+        """Wait for an adoption that is under way; the adoption itself does not.
+
+        Raises 503 on the way down, which front ends take for a server that is away: they ask again later.
+        """
+        if self.going:
+            raise HTTPError(503, "The server is stopping.")
+        if not self.is_certain and self.coming is not None and self.coming is not asyncio.current_task():
+            await asyncio.wait({self.coming}, timeout=_PATIENCE)
+
+
+class CheckpointSessionManager(SessionManager):
+    """What the extension installs where the user named no session manager."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.presence = Presence()
+
+    async def list_sessions(self) -> list[dict[str, Any]]:
+        """Called from REST."""
+        await self.presence.certain()
+        found: list[dict[str, Any]] = await super().list_sessions()
+        return found
+
+    async def session_exists(self, path: str) -> bool:
+        """Called from REST before a session is created, and by the adoption itself."""
+        await self.presence.certain()
+        return bool(await super().session_exists(path))
+
+    async def get_session(self, **kwargs: Any) -> dict[str, Any]:
+        """Called from REST."""
+        await self.presence.certain()
+        found: dict[str, Any] = await super().get_session(**kwargs)
+        return found

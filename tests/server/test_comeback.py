@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-from live import Server, server, until
+from live import TOKEN, Server, server, until
 
 from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.image.store import Store
@@ -240,6 +240,39 @@ def test_a_notebook_that_is_opened_while_kernels_still_come_back_waits_for_its_o
         assert [one["id"] for one in kernels.result()] == [kernel_id]
         assert (tab.result().status_code, never.result().status_code) == (200, 404)
         assert second.run(kernel_id, "print(x)") == "41"
+
+
+GONE = """
+import asyncio, pathlib
+from jupyter_server.serverapp import ServerApp
+cleanup_kernels = ServerApp.cleanup_kernels
+
+async def and_dawdle(self):
+    await cleanup_kernels(self)
+    pathlib.Path({gone!r}).touch()
+    while not pathlib.Path({go!r}).exists():
+        await asyncio.sleep(0.05)
+
+ServerApp.cleanup_kernels = and_dawdle
+"""
+
+
+def test_whoever_asks_on_the_way_down_is_not_told_that_the_kernels_are_gone(home, runtime_base, criu_binary):
+    """A connection that was made before is served to the end; and jupyter_server drops sessions without a kernel."""
+    gone, go = home / "gone", home / "go"
+    config = GONE.format(gone=str(gone), go=str(go))
+    with server(home, runtime_base, config=config) as first, requests.Session() as tab:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        asked = {"headers": {"Authorization": f"token {TOKEN}"}, "timeout": 60}
+        places = [first.url + place for place in ("api/sessions", "api/kernels", f"api/kernels/{kernel_id}")]
+        assert [tab.get(place, **asked).status_code for place in places] == [200] * 3
+        first.process.send_signal(signal.SIGTERM)
+        until(gone.exists)
+        assert [tab.get(place, **asked).status_code for place in places] == [503] * 3
+        go.touch()
+    with server(home, runtime_base) as second:
+        (session,) = until(lambda: second.get("api/sessions"))
+        assert session["kernel"]["id"] == kernel_id
 
 
 SIGNALLED = """

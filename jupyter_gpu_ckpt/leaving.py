@@ -139,8 +139,8 @@ class Leaving(Steps):
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
         state = self.engine.cuda.state(pid)
-        if state is CudaState.RUNNING:  # a wake that failed half-way: only another one mends that
-            raise CudaError("The kernel's device memory is on its way back to the GPU.", hint="Run a cell to wake it.")
+        if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one mends
+            raise CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
         if state is CudaState.LOCKED:
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
             self._saved.away = self._saved.device_bytes

@@ -113,9 +113,7 @@ class FastPath:
             _log.info("Device memory is left to the CUDA driver: %s", error)
             return 0
         timeout_s = min(timeout_s, _ANSWER + amounts.bytes / _SLOWEST)
-        may_run = (
-            True  # a thread that goes on could touch memory that is away: only the driver's lock keeps it from that
-        )
+        may_run = True  # else a thread could touch memory that is away: only the driver's lock keeps it from that
         try:
             self._cuda.unlock(pid)
             try:

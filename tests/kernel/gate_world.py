@@ -90,10 +90,10 @@ class World:
         self.gate.open(DEADLINE)
         self.gate.release()
 
-    def client(self, *, ready: bool = True, **connection: str) -> BlockingKernelClient:
+    def client(self, *, ready: bool = True, hb: bool = True, **connection: str) -> BlockingKernelClient:
         client = BlockingKernelClient()
         client.load_connection_info({**self.front, **connection})
-        client.start_channels(hb=True)
+        client.start_channels(hb=hb)
         self.clients.append(client)
         if ready:
             client.wait_for_ready(timeout=DEADLINE)

@@ -301,7 +301,7 @@ def test_with_curve_keys_the_front_lets_in_who_has_the_servers_key(world: World)
     client = world.client()
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
     world.front = {name: value for name, value in world.front.items() if not name.startswith("curve")}
-    stranger = world.client(ready=False)
+    stranger = world.client(ready=False, hb=False)
     # Once it has been turned away there is nobody to send to, and a send would wait for ever.
     stranger.shell_channel.socket.setsockopt(zmq.SNDTIMEO, 500)
     with pytest.raises((Empty, zmq.Again)):

@@ -111,7 +111,8 @@ class Subject:
 
     def _said(self) -> str:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what could not be sent is sent once more
+            self.process.stdin.close()
         self.process.wait(PATIENCE)
         return self.stderr.read_text()
 

@@ -11,7 +11,6 @@ import time
 from . import fit, preflight
 from .engine.cuda import CudaState
 from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
-from .image.disk import written_early
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
@@ -126,8 +125,7 @@ class Leaving(Steps):
         needed = preflight.image_bytes(0, processes)
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
-            with written_early(draft.criu_directory):
-                self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
+            self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
             traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
         except BaseException:
             self._draft = None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,50 +38,5 @@ def flush(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-#: Seconds between two looks at what was written.
-_LOOK = 0.02
-#: Bytes that are worth a request.
-_WORTH = 8 << 20
-_START_WRITING = 2  # <fcntl.h>, SYNC_FILE_RANGE_WRITE
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-@contextlib.contextmanager
-def written_early(directory: Path) -> Iterator[None]:
-    """What the body has written to files in ``directory`` begins its way to the disk at once (sync_file_range(2)).
-
-    By itself Linux begins when a tenth of the memory is full of it (``vm.dirty_background_ratio``), and whoever flushes
-    the files in the end waits for nearly all of it.
-    """
-    over = threading.Event()
-    thread = threading.Thread(target=_keep_writing, args=(directory, over), name="image-write-early", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _keep_writing(directory: Path, over: threading.Event) -> None:
-    begun: dict[str, int] = {}
-    while not over.wait(_LOOK):
-        with contextlib.suppress(OSError), os.scandir(directory) as entries:
-            for entry in entries:
-                size, there = entry.stat(follow_symlinks=False).st_size, begun.get(entry.name, 0)
-                if entry.is_file(follow_symlinks=False) and size - there >= _WORTH:
-                    _start_writing(Path(entry.path), there, size)
-                    begun[entry.name] = size
-
-
-def _start_writing(path: Path, start: int, end: int) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        _libc.sync_file_range(fd, start, end - start, _START_WRITING)  # where it cannot be, the flush does it all
     finally:
         os.close(fd)

@@ -38,7 +38,8 @@ from .jobs import Jobs
 from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
 from .placement import Publisher
-from .sessions import CheckpointSessionManager, Presence
+from .presence import Presence
+from .sessions import CheckpointSessionManager
 from .usage import GpuUsage
 from .watch import Watcher
 
@@ -135,7 +136,7 @@ class GpuCkptApp(ExtensionApp):
             try:
                 coming = self._come_back()
                 # What takes longer (a slow disk) goes on beside the server: whoever has started it, a hub perhaps, does
-                # not wait for ever.  Whoever asks for a kernel or a session does, see `sessions`.
+                # not wait for ever.  Whoever asks for a kernel or a session does, see `presence`.
                 await asyncio.wait({coming}, timeout=_EARLY)
                 if coming.done():
                     coming.result()

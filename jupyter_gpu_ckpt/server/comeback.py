@@ -112,7 +112,7 @@ class Comeback(LoggingConfigurable):
         coming = (self.take_over(kernels, orphan) for orphan in ours)
         adopted = []
         for orphan, error in zip(ours, await asyncio.gather(*coming, return_exceptions=True), strict=True):
-            if isinstance(error, Exception):
+            if error is not None:
                 # Whatever it was, the image or the living kernel is where it was, and the others come back.
                 self.log.error("Kernel %s could not be adopted: %s", orphan.session.kernel_id, _code(error))
                 self.log.debug("It could not be adopted because:", exc_info=error)

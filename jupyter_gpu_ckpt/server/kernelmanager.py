@@ -26,7 +26,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from .sessions import Presence
+from .presence import Presence
 
 if TYPE_CHECKING:
     _Base = AsyncMappingKernelManager

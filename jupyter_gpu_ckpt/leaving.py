@@ -10,8 +10,10 @@ import time
 
 from . import fit, preflight
 from .engine.cuda import CudaState
+from .engine.namespaces import ARENA
 from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
 from .image.disk import written_early
+from .image.draft import Draft
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
@@ -126,15 +128,27 @@ class Leaving(Steps):
         needed = preflight.image_bytes(0, processes)
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
+            self._arena = self._write_device(draft)
             with written_early(draft.criu_directory):
                 self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
-            traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
+            traced.bytes = draft.size()
         except BaseException:
             self._draft = None
             draft.discard()
             with contextlib.suppress(CapsuleError):  # it ended
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
+
+    def _write_device(self, draft: Draft) -> int:
+        """Device memory that CRIU will not see; its bytes."""
+        blocks = self._fast_path().blocks() if self._saved.cuda else None
+        if blocks is None:
+            return 0
+        try:
+            draft.write_device(blocks)
+            return os.fstat(blocks).st_size
+        finally:
+            os.close(blocks)
 
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
@@ -169,8 +183,14 @@ class Leaving(Steps):
             steps=self._recorder.seconds(),
             generation=self.engine.store.generations.next(self.home.kernel_id, self._generation),
             fingerprint=fit.taken(
-                draft.criu_directory, self.engine, cuda=self._saved.cuda, device_bytes=self._saved.device_bytes
+                draft.criu_directory,
+                self.engine,
+                cuda=self._saved.cuda,
+                device_bytes=self._saved.device_bytes,
+                own=(self.home.known_as or self.home.runtime_dir) / ARENA,
+                arena=self._arena,
             ),
+            arena=self._arena,
         )
         if self.home.write_session is not None:
             self.home.write_session(draft.path)

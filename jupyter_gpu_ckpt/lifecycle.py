@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from . import machine
+from .engine import fastpath
 from .engine.capsule import Capsule
 from .errors import CapsuleError, GpuCkptError, ImageNotFound, KernelLost, StateError
 from .image.store import Image
@@ -43,6 +45,8 @@ class Lifecycle(Leaving, Returning):
         with self._lock:
             capsule = Capsule.create(self.home.runtime_dir, stdout=self.home.stdout, stderr=self.home.stderr)
             try:
+                if fastpath.VARIABLE in env:
+                    os.close(capsule.arena())  # where its library finds it
                 capsule.spawn(argv, env, cwd)
                 if self.home.outlive:
                     capsule.outlive()

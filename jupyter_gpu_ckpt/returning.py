@@ -17,7 +17,9 @@ from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
 from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
-from .image import absences, archive, match
+from .image import absences, archive, device, match
+from .image.device import Filling
+from .image.image import CRIU_DIRECTORY
 from .image.remote import Remote
 from .image.store import Image
 from .machine import State
@@ -159,7 +161,11 @@ class Returning(Steps):
         self._filling = capsule  # from here on `terminate` ends it, or was called before and is met by the check
         try:
             self._require_wanted()
-            with self.engine.store.plain(self.image) as plain, self._accepting(plain) as dump:
+            with (
+                self.engine.store.plain(self.image) as plain,
+                self._accepting(plain) as dump,
+                self._filling_arena(capsule, plain) as self._arena_filling,
+            ):
                 self.engine.criu.restore(
                     capsule,
                     dump,
@@ -178,6 +184,34 @@ class Returning(Steps):
         traced.bytes = manifest.bytes
 
     @contextlib.contextmanager
+    def _filling_arena(self, capsule: Capsule, plain: Path) -> Iterator[Filling | None]:
+        """Device memory comes from the image into the capsule's own memory while CRIU is at work on the rest."""
+        assert self.image is not None
+        manifest = self.image.manifest
+        if not manifest.cuda:
+            yield None
+            return
+        blocks = FastPath(capsule, self.engine.cuda).blocks(size=manifest.arena)
+        assert blocks is not None
+        try:
+            if not manifest.arena:  # the file is there for the next time
+                yield None
+                return
+            place = f"{CRIU_DIRECTORY}/{device.DIRECTORY}/"
+            hashes = {
+                name.removeprefix(place): entry
+                for name, entry in manifest.files.items()
+                if manifest.encryption is None and name.startswith(place)
+            }
+            filling = Filling(blocks, manifest.arena, plain / device.DIRECTORY, hashes)
+            try:
+                yield filling
+            finally:
+                filling.give_up()
+        finally:
+            os.close(blocks)
+
+    @contextlib.contextmanager
     def _accepting(self, dump: Path) -> Iterator[Path]:
         """CRIU's files as a restore needs them that takes changed files as they are."""
         if not self._changed_files:
@@ -188,6 +222,8 @@ class Returning(Steps):
 
     def _require_proved(self) -> None:
         assert self._proof is not None
+        if self._arena_filling is not None:
+            self._arena_filling.require()
         if not self._proof.require():
             self._require_wanted()
 

@@ -22,6 +22,7 @@ from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError
 from .image import absences
+from .image.device import Filling
 from .image.draft import Draft
 from .image.integrity import Proof
 from .image.leases import Lease
@@ -157,6 +158,9 @@ class Steps:
         self._step_done = False
         self._draft: Draft | None = None
         self._clocks: Clocks | None = None
+        self._arena_filling: Filling | None = None
+        #: Bytes of device memory that a dump wrote beside CRIU's files.
+        self._arena = 0
         self._saved = Saved()
         #: The capsule that a restore is filling; `capsule` once the kernel is in it.
         self._filling: Capsule | None = None

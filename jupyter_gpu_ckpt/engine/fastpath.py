@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: The library's socket in a kernel's runtime directory.
 SOCKET = "kernel-fast"
+#: In the capsule's directory in memory, what is away (`transfer.c`).
+_BLOCKS = "blocks"
 #: Environment variable of a kernel that tells its library where that is.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: Seconds that all threads of a kernel are given to be where they can be parked.
@@ -96,6 +98,27 @@ class FastPath:
         except OSError as error:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
         return any(_name(thread) == _AWAY for thread in threads)
+
+    def blocks(self, *, size: int | None = None) -> int | None:
+        """A descriptor, the caller's own, of the file in memory that has the blocks that are away, or has none.
+
+        None while nothing is away, or where the library took anonymous memory.  ``size``: of a capsule that has no
+        kernel yet, whose blocks are to be put there.  Raises `CapsuleError`, `OSError`.
+        """
+        if size is None and not self.away():
+            return None
+        directory = self._capsule.arena()
+        try:
+            how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if size is None else os.O_CREAT | os.O_EXCL)
+            file = os.open(_BLOCKS, how, 0o600, dir_fd=directory)
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(directory)
+        if size is None and not os.fstat(file).st_size:
+            os.close(file)
+            return None
+        return file
 
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.

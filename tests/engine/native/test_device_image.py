@@ -1,0 +1,153 @@
+"""Device memory goes to the image, and comes from it, beside CRIU."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from fast_kernel import CONTEXT, A
+from fast_program import SIZES
+
+from jupyter_gpu_ckpt.errors import CriuError, ImageDamaged, NoSpace
+from jupyter_gpu_ckpt.image import device, direct
+from jupyter_gpu_ckpt.image.encryption import Vault
+from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
+
+
+def chunks(image) -> list[Path]:
+    return sorted((image.criu_directory / device.DIRECTORY).glob("*"))
+
+
+def arena(kernel) -> Path:
+    directory = kernel.lifecycle.capsule.arena()
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{directory}")), os.listdir(f"/proc/self/fd/{directory}")
+    finally:
+        os.close(directory)
+
+
+@pytest.fixture
+def kernel(fast_kernel):
+    return fast_kernel()
+
+
+def test_criu_sees_none_of_it(kernel):
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        assert image.manifest.arena == kernel.blocks
+        assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks
+        assert image.manifest.bytes - kernel.blocks < min(kernel.blocks, 32 << 20)
+        verify(image.path, kernel.store.keys)
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+
+
+def test_suspended_first(kernel):
+    kernel.lifecycle.suspend()
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_zeros_take_no_room(kernel):
+    kernel.program.ask("[ctypes.memset(at, 0, size) for at, size in held]")
+    image = kernel.lifecycle.checkpoint()
+    assert len(chunks(image)) == 0 or sum(path.stat().st_size for path in chunks(image)) <= device.CHUNK
+    kernel.lifecycle.wake()
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
+
+
+def test_a_damaged_chunk_is_not_brought_to_life(kernel):
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    content = bytearray(victim.read_bytes())
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    with pytest.raises(ImageDamaged):
+        verify(image.path, kernel.store.keys)
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_full_disk(kernel, monkeypatch, nth):
+    write, calls = direct.write, []
+
+    def full(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct, "write", full)
+    with pytest.raises(NoSpace):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    assert kernel.store.images() == []
+    assert not list(kernel.store.root.glob(".draft*"))
+    monkeypatch.undo()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_criu_fails_after_it_was_written(kernel, monkeypatch):
+    def fails(*_, **__):
+        raise CriuError("It failed.")
+
+    monkeypatch.setattr(kernel.lifecycle.engine.criu, "dump", fails)
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert kernel.fake.state == CHECKPOINTED
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_encrypted(fast_kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    store = Store(tmp_path / "images", vault=Vault("env:KEY_OF_IMAGES"))
+    kernel = fast_kernel(store=store)
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    for path in chunks(image):
+        assert bytes([3]) * 64 not in path.read_bytes()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_memory_is_given_back(kernel):
+    kernel.lifecycle.suspend()
+    blocks = kernel.path().blocks()
+    assert os.fstat(blocks).st_size == kernel.blocks >= sum(SIZES)
+    kernel.lifecycle.wake()
+    assert os.fstat(blocks).st_size == 0
+    os.close(blocks)
+    assert kernel.path().blocks() is None
+    assert kernel.held() == kernel.blocks + CONTEXT
+    assert kernel.driver.free(A) > 0
+
+
+def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatch):
+    monkeypatch.setattr("jupyter_gpu_ckpt.engine.capsule.Capsule.arena", lambda _: os.open("/dev/null", os.O_RDONLY))
+    kernel = fast_kernel()
+    monkeypatch.undo()
+    image = kernel.lifecycle.checkpoint()
+    assert (image.manifest.arena, chunks(image)) == (0, [])
+    kernel.lifecycle.wake()
+    kernel.runs_on()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,12 @@ from harness import notebook
 from jupyter_gpu_ckpt.engine.criu_install import find
 from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
+
+
+def pytest_configure():
+    """Programs that the tests start are told to stop by SIGINT, too; a shell has its background jobs ignore that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

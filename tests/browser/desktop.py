@@ -205,8 +205,9 @@ class Tab:
         from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
         try:
-            for button in self.page.locator(".jp-Dialog .jp-mod-accept").all():
-                button.click(timeout=2000)
+            # The last one is what the dialog proposes, or all it has: "Close".
+            for dialog in self.page.locator(".jp-Dialog").all():
+                dialog.locator(".jp-Dialog-footer button").last.click(timeout=2000)
             self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index).locator(".cm-content").first.click(timeout=2000)
         except PlaywrightTimeout:  # one came, or went, meanwhile
             return False

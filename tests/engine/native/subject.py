@@ -72,7 +72,8 @@ class Subject:
     def ask(self, *words: object) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(*words, file=self.process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # it ended just now
+            print(*words, file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         assert line, f"{words}: the program ended: {self._said()}"
         return line.rstrip("\n")

@@ -41,8 +41,9 @@ class Leaving(Steps):
 
     def _room_for_image(self) -> int:
         store = self.engine.store
-        # An image that is encrypted lies in memory first.
-        return min(store.free(), preflight.available_memory()) if store.vault is not None else store.free()
+        if store.vault is not None:  # an image that is encrypted lies in memory first
+            return min(store.free(), preflight.available_memory())
+        return store.free() + (self._unchanged.bytes if self._unchanged is not None else 0)
 
     def _preflight(self, _: Traced) -> None:
         plan = self.kernel.plan
@@ -126,6 +127,8 @@ class Leaving(Steps):
         bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
         needed = preflight.image_bytes(0, processes)
+        if self.engine.store.free() < needed:
+            self._forget_chunks()
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self._arena = self._write_device(draft)
@@ -145,7 +148,7 @@ class Leaving(Steps):
         if blocks is None:
             return 0
         try:
-            draft.write_device(blocks)
+            draft.write_device(blocks, self._unchanged.take if self._unchanged is not None else None)
             return os.fstat(blocks).st_size
         finally:
             os.close(blocks)
@@ -197,6 +200,7 @@ class Leaving(Steps):
         self.image = draft.publish(manifest, living=capsule.host_pid, holder=capsule.hold)
         self._generation = manifest.generation
         self._draft = None
+        self._forget_chunks()
         traced.bytes = self.image.manifest.bytes
 
     def _end_process(self, _: Traced) -> None:

@@ -22,6 +22,7 @@ from .image.device import Filling
 from .image.image import CRIU_DIRECTORY
 from .image.remote import Remote
 from .image.store import Image
+from .image.unchanged import Unchanged
 from .machine import State
 from .steps import Saved, Steps
 from .trace import Step as Traced
@@ -197,12 +198,7 @@ class Returning(Steps):
             if not manifest.arena:  # the file is there for the next time
                 yield None
                 return
-            place = f"{CRIU_DIRECTORY}/{device.DIRECTORY}/"
-            hashes = {
-                name.removeprefix(place): entry
-                for name, entry in manifest.files.items()
-                if manifest.encryption is None and name.startswith(place)
-            }
+            hashes = device.entries(manifest) if manifest.encryption is None else {}
             filling = Filling(blocks, manifest.arena, plain / device.DIRECTORY, hashes)
             try:
                 yield filling
@@ -296,12 +292,22 @@ class Returning(Steps):
         freed = 0
         if self.image is not None:
             manifest = self.image.manifest
-            freed = self.engine.store.remove(self.image, leased=self._lease is not None)
+            freed = self.engine.store.remove(self.image, leased=self._lease is not None, salvage=self._keep_chunks)
             self.image = None
             with contextlib.suppress(KeyUnusable):  # a copy of it that is put back may go unnoticed
                 self.engine.store.generations.spent(manifest.kernel_id, manifest.generation)
         self._unlease()
         return freed
+
+    def _keep_chunks(self, doomed: Path) -> None:
+        """What the image had of device memory is the kernel's next image's as far as it does not change."""
+        assert self.image is not None
+        manifest = self.image.manifest
+        self._forget_chunks()
+        if self.settings.keep_chunks and manifest.arena and manifest.encryption is None and self.capsule is not None:
+            entries = device.entries(manifest)
+            with contextlib.suppress(OSError):  # a sweep has come upon it
+                self._unchanged = Unchanged(self.engine.store.root, doomed / CRIU_DIRECTORY / device.DIRECTORY, entries)
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid

@@ -19,7 +19,7 @@ from blake3 import blake3
 from ..errors import ImageDamaged
 from . import direct
 from .disk import flush
-from .manifest import FileEntry
+from .manifest import FileEntry, Manifest
 
 T = TypeVar("T")
 
@@ -29,12 +29,17 @@ CHUNK = 16 << 20
 _DEPTH = 8
 #: In CRIU's directory of an image.
 DIRECTORY = "device"
+_CRIU = "criu"
 
 
-def write(arena: int, directory: Path) -> dict[str, FileEntry]:
+#: Asked with a chunk's name, hash and place: makes it the file there, if it has one of that content.
+Take = Callable[[str, FileEntry, Path], bool]
+
+
+def write(arena: int, directory: Path, take: Take = lambda *_: False) -> dict[str, FileEntry]:
     """Write the arena, a file descriptor, to files in ``directory``, which is made; they are on disk when this returns.
 
-    Returns their hashes by name.  Raises `OSError`; what was written by then is left.
+    Returns their hashes by name.  What ``take`` has is not written.  Raises `OSError`; what was written then is left.
     """
     directory.mkdir(mode=0o700)
 
@@ -42,10 +47,11 @@ def write(arena: int, directory: Path) -> dict[str, FileEntry]:
         if direct.is_zero(chunk):
             return None
         path = directory / _name(number)
-        digest = blake3(chunk).hexdigest()
-        direct.write(path, chunk, len(chunk), size=len(chunk))
-        flush(path)
-        return FileEntry(len(chunk), digest)
+        entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
+        if not take(path.name, entry, path):
+            direct.write(path, chunk, len(chunk), size=len(chunk))
+            flush(path)
+        return entry
 
     written = {_name(number): entry for number, entry in enumerate(_each(arena, one)) if entry is not None}
     if written:
@@ -93,6 +99,12 @@ class Filling:
         """Nobody needs it any more; nothing is read when this returns."""
         self._given_up.set()
         self._filled.exception()
+
+
+def entries(manifest: Manifest) -> dict[str, FileEntry]:
+    """Of the chunks in an image, by their names as `write` gives them."""
+    place = f"{_CRIU}/{DIRECTORY}/"
+    return {name.removeprefix(place): one for name, one in manifest.files.items() if name.startswith(place)}
 
 
 def _name(number: int) -> str:

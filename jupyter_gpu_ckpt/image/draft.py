@@ -73,11 +73,17 @@ class Draft:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
         return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
 
-    def write_device(self, arena: int) -> None:
-        """Write device memory that is in a file in memory, a descriptor.  Raises `NoSpace`, `StoreUnwritable`."""
+    def write_device(self, arena: int, take: device.Take | None = None) -> None:
+        """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.
+
+        Raises `NoSpace`, `StoreUnwritable`.
+        """
         with mapped(self._root):
-            written = device.write(arena, self.criu_directory / device.DIRECTORY)
-            if self._plain is None:  # else what is stored is another file
+            place = self.criu_directory / device.DIRECTORY
+            if self._plain is not None:  # what is stored is another file
+                device.write(arena, place)
+            else:
+                written = device.write(arena, place, *([take] if take is not None else []))
                 self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
 
     def size(self) -> int:

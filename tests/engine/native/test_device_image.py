@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from fast_kernel import CONTEXT, A
 from fast_program import SIZES
+from waiting import until
 
 from jupyter_gpu_ckpt.errors import CriuError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.image import device, direct
@@ -53,6 +55,81 @@ def test_suspended_first(kernel):
     assert chunks(image)
     kernel.lifecycle.wake()
     kernel.runs_on()
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The names of the chunks that were written, not taken."""
+    found = []
+    write = direct.write
+
+    def told(path, *arguments, **options):
+        found.append(path.name)
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(direct, "write", told)
+    return found
+
+
+def kept(kernel) -> list[Path]:
+    return sorted(kernel.store.root.glob(".draft-unchanged-*/*"))
+
+
+def test_what_has_not_changed_is_not_written_again(kernel, written):
+    first = kernel.lifecycle.checkpoint()
+    names = [path.name for path in chunks(first)]
+    assert sorted(written) == names
+    kernel.lifecycle.wake()
+    assert [path.name for path in kept(kernel)] == names
+    at, size = "held[2]", SIZES[2]
+    kernel.program.ask(f"ctypes.memset({at}[0].value + {size // 2}, 77, 4096)")
+    written.clear()
+    second = kernel.lifecycle.checkpoint()
+    assert len(written) == 1
+    assert [path.name for path in chunks(second)] == names
+    assert kept(kernel) == []
+    verify(second.path, kernel.store.keys)
+    kernel.lifecycle.wake()
+    assert kernel.program.ask(f"ctypes.string_at({at}[0].value + {size // 2}, 4096) == bytes([77]) * 4096") is True
+    kernel.program.ask(f"ctypes.memset({at}[0].value + {size // 2}, 3, 4096)")
+    kernel.runs_on()
+
+
+def test_a_checkpoint_that_fails_costs_no_more_than_what_was_kept(kernel, written, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.lifecycle.engine.criu, "dump", lambda *_, **__: (_ for _ in ()).throw(CriuError("no")))
+        with pytest.raises(CriuError):
+            kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("way", ["terminated", "ended by itself", "switched off", "swept"])
+def test_what_was_kept_goes(fast_kernel, way):
+    kernel = fast_kernel(**({"keep_chunks": False} if way == "switched off" else {}))
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert bool(kept(kernel)) is (way != "switched off")
+    if way == "terminated":
+        kernel.lifecycle.terminate()
+    elif way == "ended by itself":
+        os.kill(kernel.pid, signal.SIGKILL)
+        until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
+    elif way == "swept":
+        assert kernel.store.sweep() == 0, "its owner is there"
+        kernel.lifecycle._unchanged._lock.release()  # as the end of its process does
+        assert kernel.store.sweep() == 1
+        kernel.lifecycle.checkpoint()
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+        return
+    assert kept(kernel) == []
+    assert not list(kernel.store.root.glob(".draft*"))
 
 
 def test_zeros_take_no_room(kernel):

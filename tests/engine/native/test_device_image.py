@@ -13,9 +13,10 @@ from fast_program import SIZES
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import CriuError, ImageDamaged, NoSpace
-from jupyter_gpu_ckpt.image import device, direct
+from jupyter_gpu_ckpt.image import archive, device, direct
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
@@ -192,6 +193,27 @@ def test_criu_fails_after_it_was_written(kernel, monkeypatch):
         kernel.lifecycle.checkpoint()
     assert kernel.lifecycle.state is State.SUSPENDED
     assert kernel.fake.state == CHECKPOINTED
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_from_the_cold_tier(fast_kernel, tmp_path):
+    url = f"file://{tmp_path}/cold"
+    kernel = fast_kernel(archive_url=url)
+    image = kernel.lifecycle.checkpoint()
+    assert archive.archive(image, kernel.store, Remote(url)) > kernel.blocks
+    assert chunks(image) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_pushed_and_pulled(kernel, tmp_path):
+    image = kernel.lifecycle.checkpoint()
+    remote = Remote(f"file://{tmp_path}/there")
+    remote.push(image, take_from=kernel.store)
+    assert not image.path.exists()
+    pulled = remote.pull(image.id, kernel.store)
+    assert [path.name for path in chunks(pulled)] == [f"{number:06d}.img" for number in range(len(chunks(pulled)))]
     kernel.lifecycle.wake()
     kernel.runs_on()
 

@@ -5,7 +5,8 @@ library (``fast_path=off``) hold the same tensors and are suspended and resumed;
 "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
 everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
 step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
-beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.  Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
+beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.
+Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 
 from __future__ import annotations

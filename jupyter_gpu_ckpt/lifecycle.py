@@ -46,7 +46,8 @@ class Lifecycle(Leaving, Returning):
             capsule = Capsule.create(self.home.runtime_dir, stdout=self.home.stdout, stderr=self.home.stderr)
             try:
                 if fastpath.VARIABLE in env:
-                    os.close(capsule.arena())  # where its library finds it
+                    with contextlib.suppress(CapsuleError):  # without it CRIU gets to see all
+                        os.close(capsule.arena())  # where its library finds it
                 capsule.spawn(argv, env, cwd)
                 if self.home.outlive:
                     capsule.outlive()

@@ -16,7 +16,7 @@ from .engine.capsule import Capsule, Clocks
 from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
-from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
+from .errors import BadRequest, CapsuleError, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
 from .image import absences, archive, device, match
 from .image.device import Filling
 from .image.image import CRIU_DIRECTORY
@@ -192,12 +192,14 @@ class Returning(Steps):
         if not manifest.cuda:
             yield None
             return
+        if not manifest.arena:
+            with contextlib.suppress(CapsuleError):
+                os.close(capsule.arena())  # for the next time
+            yield None
+            return
         blocks = FastPath(capsule, self.engine.cuda).blocks(size=manifest.arena)
         assert blocks is not None
         try:
-            if not manifest.arena:  # the file is there for the next time
-                yield None
-                return
             hashes = device.entries(manifest) if manifest.encryption is None else {}
             filling = Filling(blocks, manifest.arena, plain / device.DIRECTORY, hashes)
             try:

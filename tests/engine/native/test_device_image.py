@@ -12,7 +12,8 @@ from fast_kernel import CONTEXT, A
 from fast_program import SIZES
 from waiting import until
 
-from jupyter_gpu_ckpt.errors import CriuError, ImageDamaged, NoSpace
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.image import archive, device, direct
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
@@ -24,14 +25,6 @@ from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 
 def chunks(image) -> list[Path]:
     return sorted((image.criu_directory / device.DIRECTORY).glob("*"))
-
-
-def arena(kernel) -> Path:
-    directory = kernel.lifecycle.capsule.arena()
-    try:
-        return Path(os.readlink(f"/proc/self/fd/{directory}")), os.listdir(f"/proc/self/fd/{directory}")
-    finally:
-        os.close(directory)
 
 
 @pytest.fixture
@@ -243,10 +236,17 @@ def test_memory_is_given_back(kernel):
 
 
 def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatch):
-    monkeypatch.setattr("jupyter_gpu_ckpt.engine.capsule.Capsule.arena", lambda _: os.open("/dev/null", os.O_RDONLY))
+    def refused(_) -> int:
+        raise CapsuleError("tmpfs cannot be mounted")
+
+    monkeypatch.setattr(Capsule, "arena", refused)
     kernel = fast_kernel()
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
     monkeypatch.undo()
     image = kernel.lifecycle.checkpoint()
     assert (image.manifest.arena, chunks(image)) == (0, [])
+    monkeypatch.setattr(Capsule, "arena", refused)
     kernel.lifecycle.wake()
     kernel.runs_on()

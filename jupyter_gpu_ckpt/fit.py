@@ -25,16 +25,22 @@ class Node(Protocol):
     store: Store
 
 
-def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`."""
+def taken(
+    directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int], own: Path, arena: int
+) -> dict[str, Any]:
+    """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
+
+    ``own``: the directory of the capsule's own memory, of which ``arena`` bytes are in the image; it is made anew.
+    """
+    files = (file for file in criu_images.regular_files(directory) if not Path(file.path).is_relative_to(own))
     return fingerprint(
-        files=map(dataclasses.asdict, criu_images.regular_files(directory)),
+        files=map(dataclasses.asdict, files),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),
         criu=node.criu_version,
         gpus=_gpus(node) if cuda else [],
         cuda=cuda,
         device_bytes=device_bytes,
-        memory=sum(path.stat().st_blocks * 512 for path in directory.glob("pages-*.img")),
+        memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob("pages-*.img")),
     )
 
 

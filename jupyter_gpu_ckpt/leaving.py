@@ -10,7 +10,9 @@ import time
 
 from . import fit, preflight
 from .engine.cuda import CudaState
+from .engine.namespaces import ARENA
 from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .image.draft import Draft
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
@@ -38,8 +40,9 @@ class Leaving(Steps):
 
     def _room_for_image(self) -> int:
         store = self.engine.store
-        # An image that is encrypted lies in memory first.
-        return min(store.free(), preflight.available_memory()) if store.vault is not None else store.free()
+        if store.vault is not None:  # an image that is encrypted lies in memory first
+            return min(store.free(), preflight.available_memory())
+        return store.free() + (self._unchanged.bytes if self._unchanged is not None else 0)
 
     def _preflight(self, _: Traced) -> None:
         plan = self.kernel.plan
@@ -123,16 +126,30 @@ class Leaving(Steps):
         bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
         needed = preflight.image_bytes(0, processes)
+        if self.engine.store.free() < needed:
+            self._forget_chunks()
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
+            self._arena = self._write_device(draft)
             self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
-            traced.bytes = sum(path.stat().st_size for path in draft.criu_directory.iterdir())
+            traced.bytes = draft.size()
         except BaseException:
             self._draft = None
             draft.discard()
             with contextlib.suppress(CapsuleError):  # it ended
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
+
+    def _write_device(self, draft: Draft) -> int:
+        """Device memory that CRIU will not see; its bytes."""
+        blocks = self._fast_path().blocks() if self._saved.cuda else None
+        if blocks is None:
+            return 0
+        try:
+            draft.write_device(blocks, self._unchanged.take if self._unchanged is not None else None)
+            return os.fstat(blocks).st_size
+        finally:
+            os.close(blocks)
 
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
@@ -167,14 +184,21 @@ class Leaving(Steps):
             steps=self._recorder.seconds(),
             generation=self.engine.store.generations.next(self.home.kernel_id, self._generation),
             fingerprint=fit.taken(
-                draft.criu_directory, self.engine, cuda=self._saved.cuda, device_bytes=self._saved.device_bytes
+                draft.criu_directory,
+                self.engine,
+                cuda=self._saved.cuda,
+                device_bytes=self._saved.device_bytes,
+                own=(self.home.known_as or self.home.runtime_dir) / ARENA,
+                arena=self._arena,
             ),
+            arena=self._arena,
         )
         if self.home.write_session is not None:
             self.home.write_session(draft.path)
         self.image = draft.publish(manifest, living=capsule.host_pid, holder=capsule.hold)
         self._generation = manifest.generation
         self._draft = None
+        self._forget_chunks()
         traced.bytes = self.image.manifest.bytes
 
     def _end_process(self, _: Traced) -> None:

@@ -91,6 +91,7 @@ class Lifecycle(Leaving, Returning):
                     self.capsule.outlive()
                 self.capsule.abandon()
                 self.capsule = None
+            self._forget_chunks()
 
     def suspend(self) -> None:
         """CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
@@ -145,6 +146,7 @@ class Lifecycle(Leaving, Returning):
             if self.state not in (State.DEAD, State.STARTING):
                 self._take(machine.advance(self.kernel, machine.Terminated())[0])
             self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
+            self._forget_chunks()
             self.gate.died()
 
     def discard_image(self) -> None:
@@ -313,6 +315,7 @@ class Lifecycle(Leaving, Returning):
             self.capsule.close()
             self.capsule = None
         self._retire_image()
+        self._forget_chunks()
         self._take(machine.advance(self.kernel, machine.Exited())[0])
         self.gate.died()
 

@@ -17,9 +17,12 @@ from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
 from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
-from .image import absences, archive, match
+from .image import absences, archive, device, match
+from .image.device import Filling
+from .image.image import CRIU_DIRECTORY
 from .image.remote import Remote
 from .image.store import Image
+from .image.unchanged import Unchanged
 from .machine import State
 from .steps import Saved, Steps
 from .trace import Step as Traced
@@ -159,7 +162,11 @@ class Returning(Steps):
         self._filling = capsule  # from here on `terminate` ends it, or was called before and is met by the check
         try:
             self._require_wanted()
-            with self.engine.store.plain(self.image) as plain, self._accepting(plain) as dump:
+            with (
+                self.engine.store.plain(self.image) as plain,
+                self._accepting(plain) as dump,
+                self._filling_arena(capsule, plain) as self._arena_filling,
+            ):
                 self.engine.criu.restore(
                     capsule,
                     dump,
@@ -178,6 +185,31 @@ class Returning(Steps):
         traced.bytes = manifest.bytes
 
     @contextlib.contextmanager
+    def _filling_arena(self, capsule: Capsule, plain: Path) -> Iterator[Filling | None]:
+        """Device memory comes from the image into the capsule's own memory while CRIU is at work on the rest."""
+        assert self.image is not None
+        manifest = self.image.manifest
+        if not manifest.arena:
+            yield None
+            return
+        blocks = FastPath(capsule, self.engine.cuda).blocks(size=manifest.arena)
+        assert blocks is not None
+        try:
+            filling = Filling(
+                blocks,
+                manifest.arena,
+                plain / device.DIRECTORY,
+                device.entries(manifest),
+                prove=manifest.encryption is None,
+            )
+            try:
+                yield filling
+            finally:
+                filling.give_up()
+        finally:
+            os.close(blocks)
+
+    @contextlib.contextmanager
     def _accepting(self, dump: Path) -> Iterator[Path]:
         """CRIU's files as a restore needs them that takes changed files as they are."""
         if not self._changed_files:
@@ -188,6 +220,8 @@ class Returning(Steps):
 
     def _require_proved(self) -> None:
         assert self._proof is not None
+        if self._arena_filling is not None:
+            self._arena_filling.require()
         if not self._proof.require():
             self._require_wanted()
 
@@ -260,12 +294,22 @@ class Returning(Steps):
         freed = 0
         if self.image is not None:
             manifest = self.image.manifest
-            freed = self.engine.store.remove(self.image, leased=self._lease is not None)
+            freed = self.engine.store.remove(self.image, leased=self._lease is not None, salvage=self._keep_chunks)
             self.image = None
             with contextlib.suppress(KeyUnusable):  # a copy of it that is put back may go unnoticed
                 self.engine.store.generations.spent(manifest.kernel_id, manifest.generation)
         self._unlease()
         return freed
+
+    def _keep_chunks(self, doomed: Path) -> None:
+        """What the image had of device memory is the kernel's next image's as far as it does not change."""
+        assert self.image is not None
+        manifest = self.image.manifest
+        self._forget_chunks()
+        if self.settings.keep_chunks and manifest.arena and manifest.encryption is None and self.capsule is not None:
+            entries = device.entries(manifest)
+            with contextlib.suppress(OSError):  # a sweep has come upon it
+                self._unchanged = Unchanged(self.engine.store.root, doomed / CRIU_DIRECTORY / device.DIRECTORY, entries)
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid

@@ -22,10 +22,12 @@ from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError
 from .image import absences
+from .image.device import Filling
 from .image.draft import Draft
 from .image.integrity import Proof
 from .image.leases import Lease
 from .image.store import Image, Store
+from .image.unchanged import Unchanged
 from .machine import Kernel, State
 from .trace import Recorder, Trace
 
@@ -89,6 +91,8 @@ class Settings:
     archive_url: str = ""
     #: Whether the CUDA context of a suspended kernel stays on the GPU, where its blocks can leave without it.
     warm: bool = False
+    #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
+    keep_chunks: bool = True
 
 
 @dataclass
@@ -157,6 +161,11 @@ class Steps:
         self._step_done = False
         self._draft: Draft | None = None
         self._clocks: Clocks | None = None
+        self._arena_filling: Filling | None = None
+        #: Chunks of the kernel's last image, for the next one.
+        self._unchanged: Unchanged | None = None
+        #: Bytes of device memory that a dump wrote beside CRIU's files.
+        self._arena = 0
         self._saved = Saved()
         #: The capsule that a restore is filling; `capsule` once the kernel is in it.
         self._filling: Capsule | None = None
@@ -182,6 +191,11 @@ class Steps:
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
+
+    def _forget_chunks(self) -> None:
+        unchanged, self._unchanged = self._unchanged, None
+        if unchanged is not None:
+            unchanged.discard()
 
     def _fast_path(self) -> FastPath:
         return FastPath(self._alive(), self.engine.cuda)

@@ -368,6 +368,15 @@ class Capsule:
         """Let parked threads go on; none may be parked."""
         self._ask({"verb": "unpark"})
 
+    def arena(self) -> int:
+        """A descriptor, the caller's own, of a directory in memory that ends with the capsule; made on first use.
+
+        The kernel has it as ``arena`` in its directory.  Raises `CapsuleError`.
+        """
+        _, fds = self._ask({"verb": "arena"})
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
     def hold(self, fd: int) -> None:
         """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
         self._ask({"verb": "hold"}, fds=[fd])

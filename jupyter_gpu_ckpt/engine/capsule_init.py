@@ -15,6 +15,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``go_on``   undo a dump's stop                      -> ``{}``
 ``park``    stop the kernel's threads (`parking`)   -> ``{"threads"}``, how many
 ``unpark``  let them go on                          -> ``{}``
+``arena``   a file system in memory (`namespaces`) -> ``{}`` with a descriptor of its directory
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
 ``hold``    keep the descriptor that comes with it  -> ``{}``
@@ -53,8 +54,10 @@ PATIENCE = 15.0
 class Init:
     """The event loop of PID 1."""
 
-    def __init__(self, listener: socket.socket, rootless: bool) -> None:
+    def __init__(self, listener: socket.socket, rootless: bool, directory: str) -> None:
         self.listener = listener
+        self.directory = directory
+        self.arena = -1
         self.rootless = rootless
         self.owner: socket.socket | None = None
         self.outlive = False
@@ -310,6 +313,11 @@ class Init:
             parked.leave()
         self.answer({})
 
+    def do_arena(self) -> None:
+        if self.arena < 0:
+            self.arena = os.open(namespaces.mount_arena(self.directory), os.O_DIRECTORY | os.O_CLOEXEC)
+        self.answer({}, self.arena)
+
     def do_clocks(self) -> None:
         self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})
 
@@ -434,7 +442,7 @@ def main(argument: str) -> int:
         listener.listen(4)
         os.close(directory)
         os.chdir("/")
-        init = Init(listener, rootless)
+        init = Init(listener, rootless, options.get("known_as") or options["directory"])
     except OSError as error:
         os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
         return 1

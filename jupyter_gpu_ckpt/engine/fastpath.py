@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: The library's socket in a kernel's runtime directory.
 SOCKET = "kernel-fast"
+#: In the capsule's directory in memory, what is away (`transfer.c`).
+_BLOCKS = "gpu-ckpt-blocks"
 #: Environment variable of a kernel that tells its library where that is.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: Seconds that all threads of a kernel are given to be where they can be parked.
@@ -97,6 +99,26 @@ class FastPath:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
         return any(_name(thread) == _AWAY for thread in threads)
 
+    def blocks(self, *, size: int | None = None) -> int | None:
+        """A descriptor, the caller's own, of the file in memory that has the blocks that are away, or has none.
+
+        None while nothing is away, or where the library took anonymous memory.  ``size``: of a capsule that has no
+        kernel yet, whose blocks are to be put there.  Raises `CapsuleError`, `OSError`.
+        """
+        if size is None and not (self.away() and self._has_file()):
+            return None
+        directory = self._capsule.arena()
+        try:
+            how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if size is None else os.O_CREAT | os.O_EXCL)
+            return os.open(_BLOCKS, how, 0o600, dir_fd=directory)
+        finally:
+            os.close(directory)
+
+    def _has_file(self) -> bool:
+        """Whether the library has mapped the file: as the process has it, not as a capsule that is slow answers."""
+        maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
+        return any(line.endswith(f"/{_BLOCKS}") for line in maps.splitlines())
+
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.
 
@@ -108,6 +130,8 @@ class FastPath:
             amounts = self.amounts()
             if not amounts.blocks:
                 return 0
+            with contextlib.suppress(CapsuleError):  # then the library takes memory that CRIU gets to see
+                os.close(self._capsule.arena())
             self._capsule.park(PATIENCE)
         except (CudaError, CapsuleError) as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)

@@ -59,3 +59,22 @@ def mount_under_old_path(directory: int, old: str) -> None:
         syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
         os.makedirs(old, mode=0o700, exist_ok=True)
     syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)
+
+
+#: In a kernel's directory: memory that is the capsule's own, and none of its processes'.
+ARENA = "arena"
+
+
+def mount_arena(directory: str) -> str:
+    """Mount a file system in memory there, and return its path.  It ends with the capsule, and CRIU leaves it alone.
+
+    Of huge pages, where the system gives them (tmpfs(5)): they make the rate at which it is filled.
+    """
+    place = f"{directory}/{ARENA}"
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    flags, options = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC, "mode=0700,size=100%"
+    try:
+        syscalls.mount("tmpfs", place, "tmpfs", flags, f"{options},huge=always")
+    except OSError:  # a system without them
+        syscalls.mount("tmpfs", place, "tmpfs", flags, options)
+    return place

@@ -65,10 +65,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
-def mount(source: str | None, target: str, fstype: str | None, flags: int) -> None:
-    """``mount(2)`` without options."""
+def mount(source: str | None, target: str, fstype: str | None, flags: int, options: str | None = None) -> None:
+    """``mount(2)``; ``options``: the file system's own."""
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
-    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), None), f"mount {fstype or 'flags'} on {target}")
+    data = None if options is None else os.fsencode(options)
+    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
 
 
 def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:

@@ -78,8 +78,14 @@ def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | 
             image.criu_directory.mkdir(mode=0o700, exist_ok=True)  # a crash may have come just before it was made
             for name in image.manifest.files:
                 if name.startswith(f"{CRIU_DIRECTORY}/"):
-                    (staged / name).replace(image.path / name)
-            flush(image.criu_directory)
+                    place = image.path / name
+                    place.parent.mkdir(mode=0o700, exist_ok=True)
+                    (staged / name).replace(place)
+            for directory in (
+                *(path for path in image.criu_directory.iterdir() if path.is_dir()),
+                image.criu_directory,
+            ):
+                flush(directory)
     except ImageNotFound as error:
         raise ImageArchived("The image's content is not where it was archived.", image=image.id) from error
     image.mark_archived(False)

@@ -16,14 +16,14 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import KeyUnusable
-from . import integrity, leases
+from . import device, integrity, leases
 from .disk import flush, mapped, write_private
 from .encryption import Plain, Vault
 from .generations import Generations
 from .image import CRIU_DIRECTORY, Image
 from .integrity import MANIFEST
 from .keys import Keyring
-from .manifest import Manifest
+from .manifest import FileEntry, Manifest
 from .quota import Room
 
 #: What the name of a draft's directory begins with, and of no image's.
@@ -58,6 +58,7 @@ class Draft:
                 directory.mkdir(mode=0o700)
                 directory.chmod(0o700)  # whatever the umask
         self._plain: Plain | None = None
+        self._known: dict[str, FileEntry] = {}
         try:
             if room is not None:
                 room.require(needed)
@@ -71,6 +72,19 @@ class Draft:
     def criu_directory(self) -> Path:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
         return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
+
+    def write_device(self, arena: int, take: device.Take | None = None) -> None:
+        """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.
+
+        Raises `NoSpace`, `StoreUnwritable`.
+        """
+        with mapped(self._root):
+            place = self.criu_directory / device.DIRECTORY
+            if self._plain is not None:  # what is stored is another file
+                device.write(arena, place)
+            else:
+                written = device.write(arena, place, *([take] if take is not None else []))
+                self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
 
     def size(self) -> int:
         """Bytes written so far; from any thread."""
@@ -97,7 +111,8 @@ class Draft:
             # Hashed while the disk is busy with it: CPU time that costs no time.  What becomes a hole reads the same.
             with ThreadPoolExecutor(8) as pool:
                 flushing = [pool.submit(flush, path) for path in files]
-                manifest = replace(manifest, id=self.id, files=integrity.entries(self.path, punch=True))
+                entries = integrity.entries(self.path, punch=True, known=self._known)
+                manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:
                     flushed.result()
             if self._room is not None:
@@ -106,7 +121,8 @@ class Draft:
             integrity.seal(self.path, key)
             if living is not None:
                 leases.publish_claim(self.path, living, holder)
-            for directory in (self.path / CRIU_DIRECTORY, self.path):
+            directories = [path for path in self.path.rglob("*") if path.is_dir()]
+            for directory in (*directories, self.path):
                 flush(directory)
             target = self._root / self.id
             self.path.rename(target)

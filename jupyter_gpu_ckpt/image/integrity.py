@@ -38,6 +38,8 @@ SEAL = "manifest.mac"
 
 #: The pages of the processes: what CRIU copies without a look.
 MEMORY = "criu/pages-*.img"
+#: Device memory, which is proved by who reads it (`device`), unless it is encrypted.
+DEVICE = "criu/device/*"
 
 #: Told the bytes of each block that was hashed; from the thread that called.
 Progress = Callable[[int], object]
@@ -98,11 +100,13 @@ class Proof:
 
 
 def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
-    """`verify`, but the `MEMORY` is still being proved when this returns.  Raises as that does."""
+    """`verify`, but the `MEMORY` is still being proved when this returns, and `DEVICE` is not.  Raises as that does."""
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
-    memory = {name: entry for name, entry in manifest.files.items() if fnmatch.fnmatch(name, MEMORY)}
-    _verify_content(path, {name: entry for name, entry in manifest.files.items() if name not in memory}, None)
+    files = manifest.files
+    memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, MEMORY)}
+    left = {name for name in files if manifest.encryption is None and fnmatch.fnmatch(name, DEVICE)}
+    _verify_content(path, {name: entry for name, entry in files.items() if name not in {*memory, *left}}, None)
     return manifest, Proof(path, memory)
 
 
@@ -189,15 +193,15 @@ def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progre
         raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
 
 
-def entries(path: Path, *, punch: bool = False) -> dict[str, FileEntry]:
+def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
     """The manifest's `files` for what is below ``path``; ``punch``: stretches of zeros become holes on the way.
 
-    Raises as `tree`.
+    ``known``: files that were hashed as they were written.  Raises as `tree`.
     """
-    found = {}
+    found = dict(known or {})
     with reader() as pool:
         for name, facts in sorted(tree(path)):
-            if name.endswith("/"):
+            if name.endswith("/") or name in found:
                 continue
             found[name] = FileEntry(facts.st_size, digest(path / name, facts.st_size, pool, punch=punch))
     return found

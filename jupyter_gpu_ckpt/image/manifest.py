@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ImageFormat
 
-VERSION = 2
+VERSION = 3
 #: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
 MOST_FILES = 100_000
 MOST_BYTES = 64 << 20
@@ -69,6 +69,8 @@ class Manifest:
     generation: int = 0
     #: What the node had that a node which restores this must have too (`match.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    #: Bytes of device memory that lie beside CRIU's files (`device`); 0 before version 3, and where CRIU has it all.
+    arena: int = 0
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
     version: int = VERSION
@@ -134,6 +136,11 @@ def _version_1(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version_2(data: dict[str, Any]) -> dict[str, Any]:
+    """All memory was CRIU's."""
+    return _version_3({**data, "arena": 0})
+
+
+def _version_3(data: dict[str, Any]) -> dict[str, Any]:
     facts = {}
     for each in dataclasses.fields(Manifest):
         if each.name not in data:
@@ -154,7 +161,7 @@ def _version_2(data: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-_READERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _version_1, 2: _version_2}
+_READERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _version_1, 2: _version_2, 3: _version_3}
 
 
 def _is_size(value: object) -> bool:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,13 +200,21 @@ class Store:
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 
-    def remove(self, image: Image, *, leased: bool = False, moved: bool = False) -> int:
+    def remove(
+        self,
+        image: Image,
+        *,
+        leased: bool = False,
+        moved: bool = False,
+        salvage: Callable[[Path], object] = lambda _: None,
+    ) -> int:
         """Delete an image; returns the bytes freed.
 
-        ``leased``: the caller holds its lease.  ``moved``: its kernel sleeps on, in another place.  Raises `ImageBusy`
+        ``leased``: the caller holds its lease.  ``moved``: its kernel sleeps on, in another place.  ``salvage``: called
+        with the directory once it is no image any more, and before it is gone.  Raises `ImageBusy`
         when a restore is using it, `ImageNotFound`.
         """
-        self._delete(image.path, leased, gone=None if moved else image)
+        self._delete(image.path, leased, gone=None if moved else image, salvage=salvage)
         if moved:
             with mapped(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
@@ -219,13 +227,20 @@ class Store:
         self._delete(path, leased=False)
         return count
 
-    def _delete(self, path: Path, leased: bool, gone: Image | None = None) -> None:
+    def _delete(
+        self,
+        path: Path,
+        leased: bool,
+        gone: Image | None = None,
+        salvage: Callable[[Path], object] = lambda _: None,
+    ) -> None:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
             if gone is not None:
                 absences.removed(self.root, gone, time.time())
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"
             path.rename(doomed)
+            salvage(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
             # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
             for mark in ("lock", "retired", "accepts", "archived"):

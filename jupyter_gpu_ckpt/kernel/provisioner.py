@@ -124,6 +124,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         "memory at the rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that "
         "shares device memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
+    keep_chunks = Bool(
+        True,
+        help="With `fast_path`: device memory of a kernel's last image stays on the disk while the kernel runs, until "
+        "its next image, so that this is written as far as it has changed. It goes when the room is needed for that.",
+    ).tag(config=True)
     warm_suspend = Bool(
         False,
         help="Experimental; needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
@@ -320,6 +325,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 accept_changed_files=self.accept_changed_files,
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
+                keep_chunks=self.keep_chunks,
             ),
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),

@@ -5,7 +5,8 @@ library (``fast_path=off``) hold the same tensors and are suspended and resumed;
 "GPU free" counts from the request to the moment at which the GPU has none of it (warm: none of the tensors), with
 everything the kernel is asked before; "back" to the moment at which the kernel runs.  Then the steady state: a training
 step, and a loop that allocates, in both kernels in turns.  At last the whole way to the disk and back of `TO_DISK` GiB,
-beside what that disk writes and reads by itself.  Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
+beside what that disk writes and reads by itself; and another checkpoint after a twentieth of the tensors has changed.
+Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 x = [torch.randint(-1 << 40, 1 << 40, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
 torch.cuda.synchronize()
 """
+CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"
 SUM = "print([int(t.sum()) for t in x[::5]])"
 TRAINING = """
 import time, torch
@@ -147,6 +149,21 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
     return figures
 
 
+def written() -> int:
+    """Bytes this process has had written to disks."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def forget(directory: Path) -> None:
+    """What is read of it next comes from the disk."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
 def raw_disk(place: Path) -> dict[str, float]:
     """Bytes per second that dd(1) writes to the disk of ``place``, flushed, and reads from it, past the page cache."""
     file, count, found = place / "raw", 16 * TO_DISK, {}
@@ -181,6 +198,18 @@ async def to_disk(place: Path, base: Path) -> dict[str, Any]:
             raise AssertionError("the tensors differ")
         await kernel.settled("running")
         returning = {event.step: event.seconds for event in kernel.steps.completed()}
+        await kernel.run(CHANGE, timeout=120)
+        total, before, began = await kernel.run(SUM, timeout=120), written(), time.time()
+        image = await kernel.provisioner.checkpoint()
+        whole["second checkpoint"] = time.time() - began
+        # Chunks are written by this process, the rest by CRIU.
+        whole["second written"] = written() - before + image.manifest.bytes - image.manifest.arena
+        forget(image.path)
+        began = time.time()
+        await kernel.run("print(1)", timeout=120)
+        whole["cold wake"] = time.time() - began
+        if await kernel.run(SUM, timeout=120) != total:
+            raise AssertionError("the tensors differ")
     print(f"{TO_DISK} GiB to disk: {whole}\n  {leaving}\n  {returning}", flush=True)
     return {"whole": whole, "leaving": leaving, "returning": returning, "raw": raw_disk(place)}
 

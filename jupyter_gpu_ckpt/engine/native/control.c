@@ -43,6 +43,10 @@ __attribute__((constructor)) static void begin(void)
     if (wanted != NULL && strlen(wanted) < sizeof path) {
         strcpy(path, wanted);
         owner = getpid();
+        char arena[sizeof path + sizeof "/arena"];
+        const char *end = strrchr(path, '/');
+        snprintf(arena, sizeof arena, "%.*s/arena", end == NULL ? 0 : (int)(end - path), path);
+        transfer_place(arena);
     }
     unsetenv(SOCKET_VARIABLE);
     Dl_info us;

@@ -1,11 +1,18 @@
 #define _GNU_SOURCE
 #include "transfer.h"
 
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/magic.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
 
 /* Bytes of one copy.  Measured on an H200 with 16 CPU cores, GB/s out and back: 1 MiB 35 and 36, 2 MiB 47 and 45, 4 MiB 43
  * and 50, 8 MiB 38 and 50; but the ring of 8 MiB buffers takes 0.1 s to make. */
@@ -17,6 +24,8 @@
 
 static char *arena;
 static size_t arena_bytes;
+static bool arena_is_file;
+static char arena_file[PATH_MAX]; /* empty: there can be none */
 static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
 static bool is_spent; /* everything is back from the arena */
 
@@ -124,19 +133,26 @@ static size_t processors(void)
     return count > MOST_WORKERS ? MOST_WORKERS : count;
 }
 
-/* Memory that begins with a huge page, and has only such if the system gives them: they are what makes the rate. */
-static char *huge(size_t bytes, int flags)
+/* Memory that begins with a huge page, and has only such if the system gives them: they are what makes the rate.  Of a
+ * file, or anonymous (-1). */
+static char *huge(size_t bytes, int flags, int file)
 {
-    int how = MAP_PRIVATE | MAP_ANONYMOUS | flags;
-    char *memory = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, how, -1, 0);
+    int reserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    char *memory = mmap(NULL, bytes + HUGE_PAGE, PROT_NONE, reserved, -1, 0);
     if (memory == MAP_FAILED)
         return NULL;
     size_t before = (HUGE_PAGE - (size_t)memory % HUGE_PAGE) % HUGE_PAGE;
     if (before != 0)
         munmap(memory, before);
-    munmap(memory + before + bytes, HUGE_PAGE - before);
-    madvise(memory + before, bytes, MADV_HUGEPAGE);
-    return memory + before;
+    memory += before;
+    munmap(memory + bytes, HUGE_PAGE - before);
+    int how = MAP_FIXED | flags | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    if (mmap(memory, bytes, PROT_READ | PROT_WRITE, how, file, 0) == MAP_FAILED) {
+        munmap(memory, bytes);
+        return NULL;
+    }
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    return memory;
 }
 
 static CUresult close_ring(void)
@@ -156,7 +172,7 @@ static CUresult open_ring(size_t bytes)
     CUresult result = close_ring();
     if (result != CUDA_SUCCESS)
         return result;
-    ring = huge(bytes, 0);
+    ring = huge(bytes, 0, -1);
     if (ring == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     ring_bytes = bytes;
@@ -229,10 +245,34 @@ static CUresult copy_all(bool outwards)
 
 /* -- the arena */
 
+void transfer_place(const char *directory)
+{
+    int length = snprintf(arena_file, sizeof arena_file, "%s/gpu-ckpt-blocks", directory);
+    if (length < 0 || (size_t)length >= sizeof arena_file)
+        arena_file[0] = '\0';
+}
+
+/* NULL where that is no file system in memory, or one without room: then a write would be the end of this process. */
+static char *map_file(size_t bytes)
+{
+    int file = arena_file[0] == '\0' ? -1 : open(arena_file, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (file < 0)
+        return NULL;
+    struct statfs place;
+    char *memory = NULL;
+    if (fstatfs(file, &place) == 0 && place.f_type == TMPFS_MAGIC && ftruncate(file, 0) == 0 &&
+        bytes / (size_t)place.f_bsize < place.f_bavail && ftruncate(file, (off_t)bytes) == 0)
+        memory = huge(bytes, 0, file);
+    close(file);
+    return memory;
+}
+
 void transfer_forget(void)
 {
     if (arena != NULL && !is_away) {
         munmap(arena, arena_bytes);
+        if (arena_is_file && truncate(arena_file, 0) != 0)
+            unlink(arena_file);
         arena = NULL;
         arena_bytes = 0;
     }
@@ -291,7 +331,10 @@ CUresult transfer_copy_out(void)
     CUresult result = synchronize();
     if (result != CUDA_SUCCESS)
         return result;
-    arena = huge(bytes, MAP_NORESERVE);
+    arena = map_file(bytes);
+    arena_is_file = arena != NULL;
+    if (arena == NULL)
+        arena = huge(bytes, MAP_NORESERVE, -1);
     if (arena == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     arena_bytes = bytes;

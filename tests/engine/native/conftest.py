@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
+from fast_kernel import FastKernel
 from programs import Programs, build, build_doubles, compiler
 from subject import running
+
+from jupyter_gpu_ckpt import returning, steps
+from jupyter_gpu_ckpt.engine import fastpath
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +32,35 @@ def programs(tmp_path_factory, doubles) -> Programs:
 def subject(programs, doubles):
     with running(programs, doubles) as subject:
         yield subject
+
+
+@pytest.fixture
+def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
+    """Makes it; what moves between the kernel and the GPU is told to the driver that suspends."""
+    kernels = []
+
+    class Told(fastpath.FastPath):
+        def leave(self, **limits):
+            moved = super().leave(**limits)
+            kernels[0].held()
+            return moved
+
+        def come_back(self, **limits):
+            try:
+                super().come_back(**limits)
+            finally:
+                kernels[0].held()
+
+    monkeypatch.setattr(steps, "FastPath", Told)
+    monkeypatch.setattr(returning, "FastPath", Told)
+    base = Path(tempfile.mkdtemp(prefix="gc-"))
+    base.chmod(0o700)
+
+    def make(**options) -> FastKernel:
+        kernels.append(FastKernel(criu_binary, tmp_path, base, programs, doubles, **options))
+        return kernels[0]
+
+    yield make
+    for kernel in kernels:
+        kernel.lifecycle.terminate()
+    shutil.rmtree(base)

@@ -1,119 +1,22 @@
-"""A kernel that is suspended warm: its blocks leave, its context stays, and the driver's lock keeps it from CUDA.
-
-The kernel's process, its library and its capsule, CRIU and the images are real; both drivers are doubles, and the one
-that suspends is told what the library moves.
-"""
+"""A kernel that is suspended warm: its blocks leave, its context stays, and the driver's lock keeps it from CUDA."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
-from fast_program import MIB, Program
-from gate_double import GateDouble
+from fast_kernel import CONTEXT, A
+from fast_program import MIB
 
-from jupyter_gpu_ckpt import returning, steps
-from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.engine.criu_install import dotted
 from jupyter_gpu_ckpt.errors import CudaError, DeviceHeld, GpuFull
 from jupyter_gpu_ckpt.image import absences
-from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
+from jupyter_gpu_ckpt.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver, FakeGpus
-from jupyter_gpu_ckpt.trace import StepEvent, Trace
-
-A = "GPU-00000000-0000-0000-0000-00000000000a"
-CONTEXT = 8 * MIB
-
-
-class Warm:
-    """A kernel of 71 MiB of blocks beside its context, on a GPU of 100 MiB."""
-
-    def __init__(self, criu_binary, directory: Path, base: Path, programs, doubles, warm: bool = True) -> None:
-        self.driver, self.gate = FakeDriver({A: 100 * MIB}), GateDouble()
-        self.program = Program(base, programs.library, doubles)
-        gpus = FakeGpus(self.driver, directory / "locks")
-        store = Store(directory / "images")
-        engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)
-        home = Home("k", "python3", base, has_agent=True)
-        self.lifecycle = Lifecycle(
-            home, engine, self.gate, settings=Settings(room=0.2, warm=warm), trace=Trace("k", [self._follow])
-        )
-        self.lifecycle.launch(self.program.argv, self.program.env, "/")
-        self.program.holds_its_memory()
-        self.blocks = self.path().amounts().bytes
-        self.fake = self.driver.processes[self.driver.start({A: self.blocks + CONTEXT}, pid=self.pid)]
-
-    @property
-    def pid(self) -> int:
-        return self.lifecycle.capsule.host_pid
-
-    def path(self) -> fastpath.FastPath:
-        return fastpath.FastPath(self.lifecycle.capsule, self.lifecycle.engine.cuda)
-
-    def held(self) -> int:
-        """What the driver counts for it, by what its library says; of one in the driver's hands that is nothing."""
-        if self.fake.on_gpu and self.lifecycle.capsule is not None:
-            self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().away}
-        return self.fake.memory[A] if self.fake.on_gpu else 0
-
-    def _follow(self, event: StepEvent) -> None:
-        """The fake driver's process comes and goes with the real one."""
-        if (event.kind, event.step) == ("completed", "end_process"):
-            self.driver.processes.clear()
-        elif (event.kind, event.step) == ("completed", "criu_restore"):
-            self.fake.state, self.fake.memory = CHECKPOINTED, {A: CONTEXT}
-            self.driver.come_back(self.fake, self.pid)
-
-    def runs_on(self) -> None:
-        assert self.lifecycle.state is State.RUNNING
-        assert self.fake.state == RUNNING
-        assert self.path().amounts().away == 0
-        assert self.held() == self.blocks + CONTEXT
-        assert self.gate.serves
-        self.program.goes_on()
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED
 
 
 @pytest.fixture
-def made(criu_binary, tmp_path, programs, doubles, monkeypatch):
-    """Makes it, warm or not; what moves between the kernel and the GPU is told to the driver that suspends."""
-    kernels = []
-
-    class Told(fastpath.FastPath):
-        def leave(self, **limits):
-            moved = super().leave(**limits)
-            kernels[0].held()
-            return moved
-
-        def come_back(self, **limits):
-            try:
-                super().come_back(**limits)
-            finally:
-                kernels[0].held()
-
-    monkeypatch.setattr(steps, "FastPath", Told)
-    monkeypatch.setattr(returning, "FastPath", Told)
-    base = Path(tempfile.mkdtemp(prefix="gc-"))
-    base.chmod(0o700)
-
-    def make(warm: bool = True) -> Warm:
-        kernels.append(Warm(criu_binary, tmp_path, base, programs, doubles, warm))
-        return kernels[0]
-
-    yield make
-    for kernel in kernels:
-        kernel.lifecycle.terminate()
-    shutil.rmtree(base)
-
-
-@pytest.fixture
-def kernel(made):
-    return made()
+def kernel(fast_kernel):
+    return fast_kernel(warm=True)
 
 
 def test_only_the_blocks_leave_and_come_back(kernel):
@@ -135,8 +38,8 @@ def test_gpu_time_given_back_is_that_of_the_blocks(kernel):
     assert absence.device_bytes == kernel.blocks
 
 
-def test_without_the_trait_the_context_leaves_too(made):
-    kernel = made(warm=False)
+def test_without_the_trait_the_context_leaves_too(fast_kernel):
+    kernel = fast_kernel()
     kernel.lifecycle.suspend()
     assert (kernel.fake.state, kernel.held()) == (CHECKPOINTED, 0)
     kernel.lifecycle.wake()

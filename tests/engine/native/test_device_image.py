@@ -1,0 +1,295 @@
+"""Device memory goes to the image, and comes from it, beside CRIU."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from fast_kernel import CONTEXT, A
+from fast_program import SIZES
+from waiting import until
+
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
+from jupyter_gpu_ckpt.image import archive, device, direct
+from jupyter_gpu_ckpt.image.encryption import Vault
+from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
+
+
+def chunks(image) -> list[Path]:
+    return sorted((image.criu_directory / device.DIRECTORY).glob("*"))
+
+
+@pytest.fixture
+def kernel(fast_kernel):
+    return fast_kernel()
+
+
+def test_criu_sees_none_of_it(kernel):
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        assert image.manifest.arena == kernel.blocks
+        assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks
+        assert image.manifest.bytes - kernel.blocks < min(kernel.blocks, 32 << 20)
+        verify(image.path, kernel.store.keys)
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+
+
+def test_suspended_first(kernel):
+    kernel.lifecycle.suspend()
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The names of the chunks that were written, not taken."""
+    found = []
+    write = direct.write
+
+    def told(path, *arguments, **options):
+        found.append(path.name)
+        write(path, *arguments, **options)
+
+    monkeypatch.setattr(direct, "write", told)
+    return found
+
+
+def kept(kernel) -> list[Path]:
+    return sorted(kernel.store.root.glob(".draft-unchanged-*/*"))
+
+
+def test_what_has_not_changed_is_not_written_again(kernel, written):
+    first = kernel.lifecycle.checkpoint()
+    names = [path.name for path in chunks(first)]
+    assert sorted(written) == names
+    kernel.lifecycle.wake()
+    assert [path.name for path in kept(kernel)] == names
+    at, size = "held[2]", SIZES[2]
+    kernel.program.ask(f"ctypes.memset({at}[0].value + {size // 2}, 77, 4096)")
+    written.clear()
+    second = kernel.lifecycle.checkpoint()
+    assert len(written) == 1
+    assert [path.name for path in chunks(second)] == names
+    assert kept(kernel) == []
+    verify(second.path, kernel.store.keys)
+    kernel.lifecycle.wake()
+    assert kernel.program.ask(f"ctypes.string_at({at}[0].value + {size // 2}, 4096) == bytes([77]) * 4096") is True
+    kernel.program.ask(f"ctypes.memset({at}[0].value + {size // 2}, 3, 4096)")
+    kernel.runs_on()
+
+
+def test_a_checkpoint_that_fails_costs_no_more_than_what_was_kept(kernel, written, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel.lifecycle.engine.criu, "dump", lambda *_, **__: (_ for _ in ()).throw(CriuError("no")))
+        with pytest.raises(CriuError):
+            kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("way", ["terminated", "ended by itself", "switched off", "swept"])
+def test_what_was_kept_goes(fast_kernel, way):
+    kernel = fast_kernel(**({"keep_chunks": False} if way == "switched off" else {}))
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert bool(kept(kernel)) is (way != "switched off")
+    if way == "terminated":
+        kernel.lifecycle.terminate()
+    elif way == "ended by itself":
+        os.kill(kernel.pid, signal.SIGKILL)
+        until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
+    elif way == "swept":
+        assert kernel.store.sweep() == 0, "its owner is there"
+        kernel.lifecycle._unchanged._lock.release()  # as the end of its process does
+        assert kernel.store.sweep() == 1
+        kernel.lifecycle.checkpoint()
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+        return
+    assert kept(kernel) == []
+    assert not list(kernel.store.root.glob(".draft*"))
+
+
+def test_zeros_take_no_room(kernel):
+    kernel.program.ask("[ctypes.memset(at, 0, size) for at, size in held]")
+    image = kernel.lifecycle.checkpoint()
+    assert len(chunks(image)) == 0 or sum(path.stat().st_size for path in chunks(image)) <= device.CHUNK
+    kernel.lifecycle.wake()
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
+
+
+def test_a_damaged_chunk_is_not_brought_to_life(kernel):
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    content = bytearray(victim.read_bytes())
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    with pytest.raises(ImageDamaged):
+        verify(image.path, kernel.store.keys)
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_full_disk(kernel, monkeypatch, nth):
+    write, calls = direct.write, []
+
+    def full(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct, "write", full)
+    with pytest.raises(NoSpace):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    assert kernel.store.images() == []
+    assert not list(kernel.store.root.glob(".draft*"))
+    monkeypatch.undo()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_criu_fails_after_it_was_written(kernel, monkeypatch):
+    def fails(*_, **__):
+        raise CriuError("It failed.")
+
+    monkeypatch.setattr(kernel.lifecycle.engine.criu, "dump", fails)
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert kernel.fake.state == CHECKPOINTED
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_from_the_cold_tier(fast_kernel, tmp_path):
+    url = f"file://{tmp_path}/cold"
+    kernel = fast_kernel(archive_url=url)
+    image = kernel.lifecycle.checkpoint()
+    assert archive.archive(image, kernel.store, Remote(url)) > kernel.blocks
+    assert chunks(image) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_pushed_and_pulled(kernel, tmp_path):
+    image = kernel.lifecycle.checkpoint()
+    remote = Remote(f"file://{tmp_path}/there")
+    remote.push(image, take_from=kernel.store)
+    assert not image.path.exists()
+    pulled = remote.pull(image.id, kernel.store)
+    assert [path.name for path in chunks(pulled)] == [f"{number:06d}.img" for number in range(len(chunks(pulled)))]
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_encrypted(fast_kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    store = Store(tmp_path / "images", vault=Vault("env:KEY_OF_IMAGES"))
+    kernel = fast_kernel(store=store)
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    for path in chunks(image):
+        assert bytes([3]) * 64 not in path.read_bytes()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_memory_is_given_back(kernel):
+    kernel.lifecycle.suspend()
+    blocks = kernel.path().blocks()
+    assert os.fstat(blocks).st_size == kernel.blocks >= sum(SIZES)
+    kernel.lifecycle.wake()
+    assert os.fstat(blocks).st_size == 0
+    os.close(blocks)
+    assert kernel.path().blocks() is None
+    assert kernel.held() == kernel.blocks + CONTEXT
+    assert kernel.driver.free(A) > 0
+
+
+def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatch):
+    def refused(_) -> int:
+        raise CapsuleError("tmpfs cannot be mounted")
+
+    monkeypatch.setattr(Capsule, "arena", refused)
+    kernel = fast_kernel()
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    image = kernel.lifecycle.checkpoint()
+    assert (image.manifest.arena, chunks(image)) == (0, [])
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    monkeypatch.undo()
+    image = kernel.lifecycle.checkpoint()
+    assert image.manifest.arena == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_capsule_that_does_not_answer_loses_nothing(kernel, monkeypatch):
+    """The blocks are in its file: an image without them would be no image."""
+    kernel.lifecycle.suspend()
+
+    def silent(_) -> int:
+        raise CapsuleError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capsule, "arena", silent)
+        with pytest.raises(CapsuleError):
+            kernel.lifecycle.checkpoint()
+    assert kernel.store.images() == []
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert kernel.lifecycle.checkpoint().manifest.arena == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_chunk_that_is_missing_is_no_zeros(kernel, monkeypatch):
+    """One that goes between the look at the image and the reading of it."""
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    aside = image.path.parent.parent / "aside"
+    fill = device.Filling
+
+    def late(*arguments, **options):
+        if victim.exists():
+            victim.rename(aside)
+        return fill(*arguments, **options)
+
+    monkeypatch.setattr("jupyter_gpu_ckpt.returning.Filling", late)
+    with pytest.raises(GpuCkptError):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    monkeypatch.undo()
+    aside.rename(victim)
+    kernel.lifecycle.wake()
+    kernel.runs_on()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import socket
 import time
@@ -12,11 +13,14 @@ from . import fit, preflight
 from .engine.cuda import CudaState
 from .engine.namespaces import ARENA
 from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .image.chunks import Chunks
 from .image.draft import Draft
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
 from .trace import Step as Traced
+
+_log = logging.getLogger(__name__)
 
 
 class Leaving(Steps):
@@ -42,7 +46,7 @@ class Leaving(Steps):
         store = self.engine.store
         if store.vault is not None:  # an image that is encrypted lies in memory first
             return min(store.free(), preflight.available_memory())
-        return store.free() + (self._unchanged.bytes if self._unchanged is not None else 0)
+        return store.free() + (self._chunks.bytes if self._chunks is not None else 0)
 
     def _preflight(self, _: Traced) -> None:
         plan = self.kernel.plan
@@ -126,7 +130,7 @@ class Leaving(Steps):
         bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
         needed = preflight.image_bytes(0, processes)
-        if self.engine.store.free() < needed:
+        if self._chunks is not None and self.engine.store.free() < needed - self._chunks.settle():
             self._forget_chunks()
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
@@ -146,10 +150,35 @@ class Leaving(Steps):
         if blocks is None:
             return 0
         try:
-            draft.write_device(blocks, self._unchanged.take if self._unchanged is not None else None)
+            draft.write_device(blocks, self._chunks.take if self._chunks is not None else None)
             return os.fstat(blocks).st_size
         finally:
             os.close(blocks)
+
+    def _write_ahead(self) -> None:
+        """A suspended kernel's device memory begins its way to the disk: its checkpoint will have little left to do.
+
+        Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
+        """
+        store = self.engine.store
+        if not (self.settings.write_ahead and self._saved.cuda and store.vault is None):
+            return
+        blocks = None
+        try:
+            blocks = self._fast_path().blocks()
+            if blocks is None:
+                return
+            bytes, there = os.fstat(blocks).st_size, self._chunks.bytes if self._chunks is not None else 0
+            store.prepare()
+            if store.free() + there < bytes or store.over_quota(self.home.kernel_id, bytes) is not None:
+                return
+            self._chunks = self._chunks or Chunks(store.root)
+            self._chunks.write_ahead(blocks)
+        except (GpuCkptError, OSError) as error:
+            _log.info("Device memory is not written ahead: %s", error)
+        finally:
+            if blocks is not None:
+                os.close(blocks)
 
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""

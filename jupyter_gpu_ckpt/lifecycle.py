@@ -187,6 +187,8 @@ class Lifecycle(Leaving, Returning):
             except StateError as error:
                 error.left = self._left()
                 raise
+            if self._chunks is not None:
+                self._chunks.halt(outdated=self._goal(event) is State.RUNNING)
             failure: Exception | None = None
             while steps or self.kernel.unwinding:
                 if self.kernel.unwinding:
@@ -210,6 +212,10 @@ class Lifecycle(Leaving, Returning):
                     self._serve(goal)
             finally:
                 self._unlease()
+            if self.state is State.SUSPENDED:
+                self._write_ahead()
+            elif self._chunks is not None and not self.settings.keep_chunks:
+                self._forget_chunks()
             if failure is not None and self.state is not goal:
                 told = self._told(failure)
                 if goal is State.RUNNING and self.state is not State.DEAD:

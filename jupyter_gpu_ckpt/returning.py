@@ -18,11 +18,11 @@ from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
 from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
 from .image import absences, archive, device, match
+from .image.chunks import Chunks
 from .image.device import Filling
 from .image.image import CRIU_DIRECTORY
 from .image.remote import Remote
 from .image.store import Image
-from .image.unchanged import Unchanged
 from .machine import State
 from .steps import Saved, Steps
 from .trace import Step as Traced
@@ -307,9 +307,9 @@ class Returning(Steps):
         manifest = self.image.manifest
         self._forget_chunks()
         if self.settings.keep_chunks and manifest.arena and manifest.encryption is None and self.capsule is not None:
-            entries = device.entries(manifest)
             with contextlib.suppress(OSError):  # a sweep has come upon it
-                self._unchanged = Unchanged(self.engine.store.root, doomed / CRIU_DIRECTORY / device.DIRECTORY, entries)
+                self._chunks = Chunks(self.engine.store.root)
+                self._chunks.salvage(doomed / CRIU_DIRECTORY / device.DIRECTORY, device.entries(manifest))
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid

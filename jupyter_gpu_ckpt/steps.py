@@ -22,12 +22,12 @@ from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError
 from .image import absences
+from .image.chunks import Chunks
 from .image.device import Filling
 from .image.draft import Draft
 from .image.integrity import Proof
 from .image.leases import Lease
 from .image.store import Image, Store
-from .image.unchanged import Unchanged
 from .machine import Kernel, State
 from .trace import Recorder, Trace
 
@@ -93,6 +93,8 @@ class Settings:
     warm: bool = False
     #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
     keep_chunks: bool = True
+    #: Whether a suspended kernel's device memory is written to the disk before anybody asks for an image.
+    write_ahead: bool = True
 
 
 @dataclass
@@ -162,8 +164,8 @@ class Steps:
         self._draft: Draft | None = None
         self._clocks: Clocks | None = None
         self._arena_filling: Filling | None = None
-        #: Chunks of the kernel's last image, for the next one.
-        self._unchanged: Unchanged | None = None
+        #: Device memory that is on the disk already, for the next image.
+        self._chunks: Chunks | None = None
         #: Bytes of device memory that a dump wrote beside CRIU's files.
         self._arena = 0
         self._saved = Saved()
@@ -193,9 +195,9 @@ class Steps:
         return self.capsule
 
     def _forget_chunks(self) -> None:
-        unchanged, self._unchanged = self._unchanged, None
-        if unchanged is not None:
-            unchanged.discard()
+        chunks, self._chunks = self._chunks, None
+        if chunks is not None:
+            chunks.discard()
 
     def _fast_path(self) -> FastPath:
         return FastPath(self._alive(), self.engine.cuda)

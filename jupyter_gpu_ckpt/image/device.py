@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TypeVar
 
 from blake3 import blake3
@@ -27,6 +28,8 @@ T = TypeVar("T")
 CHUNK = 16 << 20
 #: Chunks under way at a time: what fills a disk's queue.
 _DEPTH = 8
+#: While nobody waits for it: what leaves most of the machine to others.
+_DEPTH_AHEAD = 2
 #: In CRIU's directory of an image.
 DIRECTORY = "device"
 _CRIU = "criu"
@@ -59,6 +62,50 @@ def write(arena: int, directory: Path, take: Take = lambda *_: False) -> dict[st
     else:  # an image has no empty directories
         directory.rmdir()
     return written
+
+
+def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough: threading.Event) -> bool:
+    """Make ``directory`` hold the chunks of the arena, and ``there`` say which of them it does; until ``enough``.
+
+    What is said of a chunk is true at any time, and its content on the disk, also of an arena that changes or is cut
+    short meanwhile.  Returns whether it came to the end.  Raises `OSError`; what was done until then is as good.
+    """
+    size = os.fstat(arena).st_size
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(_DEPTH_AHEAD):
+        buffers.put(direct.buffer(CHUNK))
+
+    def one(at: int) -> bool:
+        buffer = buffers.get()
+        try:
+            chunk = buffer[: min(CHUNK, size - at)]
+            # Not mapped: who reads a mapping of what was cut short is killed.
+            if enough.is_set() or os.preadv(arena, [chunk], at) != len(chunk):
+                return False
+            name = _name(at // CHUNK)
+            entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
+            if there.get(name) != entry:
+                there.pop(name, None)
+                (directory / name).unlink(missing_ok=True)
+                if entry is not None:
+                    direct.write(directory / name, chunk, len(chunk), size=len(chunk))
+                    flush(directory / name)
+                    there[name] = entry
+            return True
+        finally:
+            buffers.put(buffer)
+
+    starts = range(0, size, CHUNK)
+    with ThreadPoolExecutor(_DEPTH_AHEAD) as pool:
+        try:
+            whole = all(list(pool.map(one, starts)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if whole:
+        for name in there.keys() - {_name(number) for number in range(len(starts))}:  # there was more of it
+            del there[name]
+            (directory / name).unlink(missing_ok=True)
+    return whole
 
 
 class Filling:

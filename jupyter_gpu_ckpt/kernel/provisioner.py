@@ -129,6 +129,12 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="With `fast_path`: device memory of a kernel's last image stays on the disk while the kernel runs, until "
         "its next image, so that this is written as far as it has changed. It goes when the room is needed for that.",
     ).tag(config=True)
+    write_ahead = Bool(
+        True,
+        help="With `fast_path`: while a kernel is suspended, its device memory is written to the image directory in "
+        "the background, as far as it has changed since its last image, so that a checkpoint has little left to do. "
+        "A wake stops that. Nothing is written ahead of an image that will be encrypted.",
+    ).tag(config=True)
     warm_suspend = Bool(
         False,
         help="Experimental; needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
@@ -326,6 +332,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
                 keep_chunks=self.keep_chunks,
+                write_ahead=self.write_ahead,
             ),
             fast_path=self.fast_path == "auto",
             stdout=kwargs.get("stdout"),

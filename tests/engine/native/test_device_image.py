@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, Image
 from jupyter_gpu_ckpt.image import archive, device, direct
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.machine import State
@@ -66,7 +68,7 @@ def written(monkeypatch):
 
 
 def kept(kernel) -> list[Path]:
-    return sorted(kernel.store.root.glob(".draft-unchanged-*/*"))
+    return sorted(kernel.store.root.glob(".draft-chunks-*/*"))
 
 
 def test_what_has_not_changed_is_not_written_again(kernel, written):
@@ -116,7 +118,7 @@ def test_what_was_kept_goes(fast_kernel, way):
         until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
     elif way == "swept":
         assert kernel.store.sweep() == 0, "its owner is there"
-        kernel.lifecycle._unchanged._lock.release()  # as the end of its process does
+        kernel.lifecycle._chunks._lock.release()  # as the end of its process does
         assert kernel.store.sweep() == 1
         kernel.lifecycle.checkpoint()
         kernel.lifecycle.wake()
@@ -124,6 +126,101 @@ def test_what_was_kept_goes(fast_kernel, way):
         return
     assert kept(kernel) == []
     assert not list(kernel.store.root.glob(".draft*"))
+
+
+def test_a_suspended_kernel_is_written_ahead(kernel, written):
+    kernel.lifecycle.suspend()
+    until(lambda: sum(path.stat().st_size for path in kept(kernel)) == kernel.blocks, "all of it is on the disk")
+    until(lambda: not kernel.lifecycle._chunks._writing.is_alive(), "it is done")
+    names = sorted(written)
+    written.clear()
+    image = kernel.lifecycle.checkpoint()
+    assert (written, [path.name for path in chunks(image)]) == ([], names)
+    verify(image.path, kernel.store.keys)
+    assert kept(kernel) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_only_what_has_changed_is_written_ahead(kernel, written):
+    kernel.lifecycle.suspend()
+    until(lambda: sum(path.stat().st_size for path in kept(kernel)) == kernel.blocks, "all of it is on the disk")
+    kernel.lifecycle.wake()
+    kernel.program.ask(f"ctypes.memset(held[2][0].value + {SIZES[2] // 2}, 77, 4096)")
+    written.clear()
+    kernel.lifecycle.suspend()
+    until(lambda: written and not kernel.lifecycle._chunks._writing.is_alive(), "what has changed is on the disk")
+    assert len(written) == 1
+    kernel.lifecycle.checkpoint()
+    assert len(written) == 1
+    kernel.lifecycle.wake()
+    kernel.program.ask(f"ctypes.memset(held[2][0].value + {SIZES[2] // 2}, 3, 4096)")
+    kernel.runs_on()
+
+
+def test_a_wake_does_not_wait_for_the_disk(kernel, monkeypatch):
+    """And what was written of a chunk that was under way then is never taken for more than it is."""
+    hangs, goes_on, write = threading.Event(), threading.Event(), direct.write
+
+    def slow(path, *arguments, **options):
+        hangs.set()
+        assert goes_on.wait(60)
+        write(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "write", slow)
+        kernel.lifecycle.suspend()
+        assert hangs.wait(60)
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+        kernel.program.ask("[ctypes.memset(at, 9, size) for at, size in held]")
+        goes_on.set()
+    image = kernel.lifecycle.checkpoint()
+    verify(image.path, kernel.store.keys)
+    kernel.lifecycle.wake()
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes([9]) * size for at, size in held)")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number):
+    write, calls = direct.write, []
+
+    def refused(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise OSError(number, os.strerror(number))
+        write(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct, "write", refused)
+        kernel.lifecycle.suspend()
+        until(lambda: len(calls) > 1 and not kernel.lifecycle._chunks._writing.is_alive(), "it was tried")
+    if number == errno.ENOSPC:
+        assert kept(kernel) == [], "others need the room"
+    verify(kernel.lifecycle.checkpoint().path, kernel.store.keys)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
+    kernel = fast_kernel(store=Store(tmp_path / "images", quota=Quota(bytes=1 << 20)))
+    kernel.lifecycle.suspend()
+    assert kept(kernel) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("options", [{"keep_chunks": False}, {"write_ahead": False}], ids=str)
+def test_neither_is_done_unasked(fast_kernel, options):
+    kernel = fast_kernel(**options)
+    kernel.lifecycle.suspend()
+    if "write_ahead" in options:
+        assert kept(kernel) == []
+    else:
+        until(lambda: kept(kernel), "it is written ahead")
+    kernel.lifecycle.wake()
+    assert kept(kernel) == []
+    kernel.runs_on()
 
 
 def test_zeros_take_no_room(kernel):
@@ -221,6 +318,8 @@ def test_encrypted(fast_kernel, tmp_path, monkeypatch):
         assert bytes([3]) * 64 not in path.read_bytes()
     kernel.lifecycle.wake()
     kernel.runs_on()
+    kernel.lifecycle.suspend()
+    assert kept(kernel) == [], "nothing is written ahead in the clear"
 
 
 def test_memory_is_given_back(kernel):

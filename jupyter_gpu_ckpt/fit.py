@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .engine import criu_images
+from .engine.fastpath import BLOCKS
 from .engine.gpus import Gpus, gpu_mapping
 from .errors import CudaError
 from .image.fingerprint import fingerprint, look
@@ -25,14 +26,12 @@ class Node(Protocol):
     store: Store
 
 
-def taken(
-    directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int], own: Path, arena: int
-) -> dict[str, Any]:
+def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int], arena: int) -> dict[str, Any]:
     """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
-    ``own``: the directory of the capsule's own memory, of which ``arena`` bytes are in the image; it is made anew.
+    ``arena``: bytes of the file in the capsule's own memory; that is made anew, whatever its path is by then.
     """
-    files = (file for file in criu_images.regular_files(directory) if not Path(file.path).is_relative_to(own))
+    files = (file for file in criu_images.regular_files(directory) if Path(file.path).name != BLOCKS)
     return fingerprint(
         files=map(dataclasses.asdict, files),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),

@@ -11,8 +11,8 @@ import time
 
 from . import fit, preflight
 from .engine.cuda import CudaState
-from .engine.namespaces import ARENA
-from .errors import CapsuleError, CapsuleGone, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .errors import CapsuleError, CapsuleGone, CriuError, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .image import chunks, device
 from .image.chunks import Chunks
 from .image.draft import Draft
 from .image.manifest import Manifest
@@ -46,7 +46,7 @@ class Leaving(Steps):
         store = self.engine.store
         if store.vault is not None:  # an image that is encrypted lies in memory first
             return min(store.free(), preflight.available_memory())
-        return store.free() + (self._chunks.bytes if self._chunks is not None else 0)
+        return store.free() + chunks.kept_in(store.root)
 
     def _preflight(self, _: Traced) -> None:
         plan = self.kernel.plan
@@ -130,8 +130,7 @@ class Leaving(Steps):
         bytes = sum(process.rss for process in processes)
         self._clocks = capsule.clocks()
         needed = preflight.image_bytes(0, processes)
-        if self._chunks is not None and self.engine.store.free() < needed - self._chunks.settle():
-            self._forget_chunks()
+        self._make_room(needed)
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self._arena = self._write_device(draft)
@@ -150,7 +149,8 @@ class Leaving(Steps):
         if blocks is None:
             return 0
         try:
-            draft.write_device(blocks, self._chunks.take if self._chunks is not None else None)
+            take = self._chunks.take if self._chunks is not None else device.none_there
+            draft.write_device(blocks, take, self._require_not_broken_off)
             return os.fstat(blocks).st_size
         finally:
             os.close(blocks)
@@ -163,22 +163,38 @@ class Leaving(Steps):
         store = self.engine.store
         if not (self.settings.write_ahead and self._saved.cuda and store.vault is None):
             return
-        blocks = None
         try:
             blocks = self._fast_path().blocks()
-            if blocks is None:
-                return
-            bytes, there = os.fstat(blocks).st_size, self._chunks.bytes if self._chunks is not None else 0
-            store.prepare()
-            if store.free() + there < bytes or store.over_quota(self.home.kernel_id, bytes) is not None:
-                return
-            self._chunks = self._chunks or Chunks(store.root)
-            self._chunks.write_ahead(blocks)
         except (GpuCkptError, OSError) as error:
             _log.info("Device memory is not written ahead: %s", error)
+            return
+        if blocks is None:
+            return
+        kernel_id = self.home.kernel_id
+
+        def permitted(bytes: int) -> bool:
+            store.prepare()
+            # As much again stays free: it is room that others may need more.
+            return store.free() >= 2 * bytes and store.over_quota(kernel_id, bytes) is None
+
+        try:
+            self._chunks = self._chunks or Chunks(store.root)
+            self._chunks.write_ahead(blocks, permitted)
         finally:
-            if blocks is not None:
-                os.close(blocks)
+            os.close(blocks)
+
+    def _make_room(self, needed: int) -> None:
+        """What is written ahead gives way to an image: that of other kernels first, this one's if it is no help."""
+        store = self.engine.store
+        mine = self._chunks.settle() if self._chunks is not None else 0
+        if store.free() < needed - mine:
+            chunks.make_room(store.root, but=self._chunks)
+            if store.free() < needed - mine:
+                self._forget_chunks(wait=True)
+
+    def _require_not_broken_off(self) -> None:
+        if self._breaking_off.is_set():
+            raise CriuError("The dump was broken off: the kernel's owner ends or leaves.")
 
     def _cool(self, pid: int) -> None:
         """What a kernel that was suspended warm still has on the GPU leaves, too: CRIU can take no CUDA context."""
@@ -217,7 +233,6 @@ class Leaving(Steps):
                 self.engine,
                 cuda=self._saved.cuda,
                 device_bytes=self._saved.device_bytes,
-                own=(self.home.known_as or self.home.runtime_dir) / ARENA,
                 arena=self._arena,
             ),
             arena=self._arena,

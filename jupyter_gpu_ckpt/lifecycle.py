@@ -82,16 +82,23 @@ class Lifecycle(Leaving, Returning):
         of a verb cannot be broken off, and is waited for.
         """
         self.begin_leaving()
+        self._break_off()
         for capsule in (self._filling, self.capsule):
             if capsule is not None:
                 capsule.hurry()
         with self._lock:
+            self._breaking_off.clear()
             if self.capsule is not None:
                 with contextlib.suppress(CapsuleError):  # ended meanwhile
                     self.capsule.outlive()
                 self.capsule.abandon()
                 self.capsule = None
             self._forget_chunks()
+
+    def _break_off(self) -> None:
+        self._breaking_off.set()
+        if (filling := self._arena_filling) is not None:
+            filling.stop()
 
     def suspend(self) -> None:
         """CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
@@ -135,11 +142,13 @@ class Lifecycle(Leaving, Returning):
         self.gate.unask()
         if (proof := self._proof) is not None:
             proof.stop()
+        self._break_off()
         for capsule in (self._filling, self.capsule):
             if capsule is not None:
                 capsule.close()
         with self._lock:
             self._ending.clear()
+            self._breaking_off.clear()
             if self.capsule is not None:
                 self.capsule.close()
                 self.capsule = None
@@ -187,7 +196,8 @@ class Lifecycle(Leaving, Returning):
             except StateError as error:
                 error.left = self._left()
                 raise
-            if self._chunks is not None:
+            moved = bool(steps)
+            if self._chunks is not None and moved:
                 self._chunks.halt(outdated=self._goal(event) is State.RUNNING)
             failure: Exception | None = None
             while steps or self.kernel.unwinding:
@@ -212,9 +222,9 @@ class Lifecycle(Leaving, Returning):
                     self._serve(goal)
             finally:
                 self._unlease()
-            if self.state is State.SUSPENDED:
+            if self.state is State.SUSPENDED and moved:
                 self._write_ahead()
-            elif self._chunks is not None and not self.settings.keep_chunks:
+            elif self.state is not State.SUSPENDED and not self.settings.keep_chunks:
                 self._forget_chunks()
             if failure is not None and self.state is not goal:
                 told = self._told(failure)

@@ -16,7 +16,7 @@ from .engine.capsule import Capsule, Clocks
 from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
-from .errors import BadRequest, CapsuleGone, ImageArchived, KernelLost, KeyUnusable
+from .errors import BadRequest, CapsuleGone, CriuError, ImageArchived, KernelLost, KeyUnusable
 from .image import absences, archive, device, match
 from .image.chunks import Chunks
 from .image.device import Filling
@@ -165,7 +165,7 @@ class Returning(Steps):
             with (
                 self.engine.store.plain(self.image) as plain,
                 self._accepting(plain) as dump,
-                self._filling_arena(capsule, plain) as self._arena_filling,
+                self._filling_arena(capsule, plain),
             ):
                 self.engine.criu.restore(
                     capsule,
@@ -185,17 +185,17 @@ class Returning(Steps):
         traced.bytes = manifest.bytes
 
     @contextlib.contextmanager
-    def _filling_arena(self, capsule: Capsule, plain: Path) -> Iterator[Filling | None]:
+    def _filling_arena(self, capsule: Capsule, plain: Path) -> Iterator[None]:
         """Device memory comes from the image into the capsule's own memory while CRIU is at work on the rest."""
         assert self.image is not None
         manifest = self.image.manifest
         if not manifest.arena:
-            yield None
+            yield
             return
         blocks = FastPath(capsule, self.engine.cuda).blocks(size=manifest.arena)
         assert blocks is not None
         try:
-            filling = Filling(
+            self._arena_filling = filling = Filling(
                 blocks,
                 manifest.arena,
                 plain / device.DIRECTORY,
@@ -203,8 +203,11 @@ class Returning(Steps):
                 prove=manifest.encryption is None,
             )
             try:
-                yield filling
+                if self._breaking_off.is_set():  # just before there was something to stop
+                    filling.stop()
+                yield
             finally:
+                self._arena_filling = None
                 filling.give_up()
         finally:
             os.close(blocks)
@@ -220,8 +223,9 @@ class Returning(Steps):
 
     def _require_proved(self) -> None:
         assert self._proof is not None
-        if self._arena_filling is not None:
-            self._arena_filling.require()
+        if self._arena_filling is not None and not self._arena_filling.require():
+            self._require_wanted()
+            raise CriuError("The restore was broken off: the kernel's owner leaves.")
         if not self._proof.require():
             self._require_wanted()
 
@@ -306,7 +310,8 @@ class Returning(Steps):
         assert self.image is not None
         manifest = self.image.manifest
         self._forget_chunks()
-        if self.settings.keep_chunks and manifest.arena and manifest.encryption is None and self.capsule is not None:
+        wanted = self.settings.keep_chunks and self.engine.store.vault is None and self.capsule is not None
+        if wanted and manifest.arena and manifest.encryption is None:
             with contextlib.suppress(OSError):  # a sweep has come upon it
                 self._chunks = Chunks(self.engine.store.root)
                 self._chunks.salvage(doomed / CRIU_DIRECTORY / device.DIRECTORY, device.entries(manifest))

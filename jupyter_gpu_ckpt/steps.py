@@ -175,6 +175,8 @@ class Steps:
         self._ending = threading.Event()
         #: The owner leaves: a kernel whose content is still on its way from the cold tier sleeps on.
         self._leaving = threading.Event()
+        #: The owner ends the kernel, or leaves it: what is written or read of it just now is given up.
+        self._breaking_off = threading.Event()
         self._lease: Lease | None = None
         self._proof: Proof | None = None
         #: Adopted alive, and not gone on since: see `Returning._outrun_images`.
@@ -194,10 +196,11 @@ class Steps:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
 
-    def _forget_chunks(self) -> None:
+    def _forget_chunks(self, *, wait: bool = False) -> None:
+        """As soon as the disk allows, unless ``wait``."""
         chunks, self._chunks = self._chunks, None
         if chunks is not None:
-            chunks.discard()
+            chunks.discard(wait=wait)
 
     def _fast_path(self) -> FastPath:
         return FastPath(self._alive(), self.engine.cuda)

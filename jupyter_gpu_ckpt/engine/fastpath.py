@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 #: The library's socket in a kernel's runtime directory.
 SOCKET = "kernel-fast"
-#: In the capsule's directory in memory, what is away (`transfer.c`).
-_BLOCKS = "gpu-ckpt-blocks"
+#: In the capsule's directory in memory, what is away (`transfer.c`).  The name is no other file's.
+BLOCKS = "gpu-ckpt-blocks"
 #: Environment variable of a kernel that tells its library where that is.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: Seconds that all threads of a kernel are given to be where they can be parked.
@@ -110,14 +110,14 @@ class FastPath:
         directory = self._capsule.arena()
         try:
             how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if size is None else os.O_CREAT | os.O_EXCL)
-            return os.open(_BLOCKS, how, 0o600, dir_fd=directory)
+            return os.open(BLOCKS, how, 0o600, dir_fd=directory)
         finally:
             os.close(directory)
 
     def _has_file(self) -> bool:
         """Whether the library has mapped the file: as the process has it, not as a capsule that is slow answers."""
         maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
-        return any(line.endswith(f"/{_BLOCKS}") for line in maps.splitlines())
+        return any(line.endswith(f"/{BLOCKS}") for line in maps.splitlines())
 
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.

@@ -76,5 +76,9 @@ def mount_arena(directory: str) -> str:
     try:
         syscalls.mount("tmpfs", place, "tmpfs", flags, f"{options},huge=always")
     except OSError:  # a system without them
-        syscalls.mount("tmpfs", place, "tmpfs", flags, options)
+        try:
+            syscalls.mount("tmpfs", place, "tmpfs", flags, options)
+        except OSError:
+            os.rmdir(place)  # else it would be taken for one
+            raise
     return place

@@ -4,6 +4,8 @@ They come from its last image, whose chunks are kept while it runs; and while it
 written ahead.  The next image takes what is the same by a rename instead of writing it: every chunk here was flushed to
 the disk, and has the hash that is said of it.  They lie in a draft's directory, so when their owner ends without having
 removed them, the next sweep does.
+
+It is a cache: whoever needs the room makes it empty (`make_room`), and nobody waits for it but who is to use it.
 """
 
 from __future__ import annotations
@@ -16,37 +18,43 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from filelock import FileLock
 
+from ..errors import GpuCkptError
 from . import device
 from .draft import PREFIX
 from .manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 
+#: What this process has, of all its kernels.
+_living: weakref.WeakSet[Chunks] = weakref.WeakSet()
+
 
 class Chunks:
-    """The chunks, by name; `discard` ends it.  Raises `OSError`; then there is nothing."""
+    """The chunks of one kernel, by name; `discard` ends it.
+
+    ``root``: the image directory.  Nothing is on the disk before something is put here.  What may take long is done on
+    one thread of its own, one after the other.
+    """
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self._place = root / f"{PREFIX}chunks-{secrets.token_hex(6)}"
         self._entries: dict[str, FileEntry] = {}
-        self._writing: threading.Thread | None = None
-        self._enough = threading.Event()
-        #: Whether an arena was written ahead to its end, and whether its kernel has run on since.
-        self._whole = self._outdated = False
         self._lock = FileLock(
             self._place.with_name(f"{self._place.name}.lock"), timeout=0, mode=0o600, thread_local=False
         )
-        self._lock.acquire()
-        try:
-            self._place.mkdir(mode=0o700)
-        except BaseException:
-            self.discard()
-            raise
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-chunks")
+        self._enough = threading.Event()
+        self._written: Future[bool] | None = None
+        self._outdated = False
+        _living.add(self)
 
     @property
     def bytes(self) -> int:
@@ -58,32 +66,51 @@ class Chunks:
 
         ``entries``: what was proved of them when that image was restored.  Raises `OSError`; then nothing is here.
         """
+        self._begin()
         directory.rename(self._place)
         self._entries = dict(entries)
 
-    def write_ahead(self, arena: int) -> None:
-        """Begin to write what of ``arena`` is not here yet, and to remove what is not its; its caller closes it."""
-        self.settle()
-        self._whole = self._outdated = False
-        self._enough.clear()
-        self._writing = threading.Thread(
-            target=self._write_ahead, args=(os.dup(arena),), name="gpu-ckpt-ahead", daemon=True
-        )
-        self._writing.start()
+    def _begin(self) -> None:
+        if not self._lock.is_locked:
+            self._lock.acquire()
+        self._place.mkdir(mode=0o700, exist_ok=True)
 
-    def _write_ahead(self, arena: int) -> None:
-        begun, before = time.monotonic(), self.bytes
+    def write_ahead(self, arena: int, permitted: Callable[[int], bool]) -> None:
+        """Begin to write what of ``arena`` is not here yet, and to remove what is not its; its caller closes it.
+
+        ``permitted``: asked, on the thread that writes, with the bytes that may be written.  Waits for nothing.
+        """
+        self._enough, self._outdated = threading.Event(), False
+        own = os.dup(arena)
         try:
-            if device.write_ahead(arena, self._place, self._entries, self._enough):
-                self._whole = True
-                seconds = time.monotonic() - begun
-                _log.info("Device memory is on the disk: %d bytes (%d before), %.1f s", self.bytes, before, seconds)
-        except OSError as error:
+            self._written = self._thread.submit(self._write, own, permitted, self._enough)
+        except RuntimeError as error:  # no thread can be had
+            self._enough.set()
+            self._written = None
+            os.close(own)
             _log.info("Device memory is not written ahead: %s", error)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # others need what room there is
-                self._remove_all()
+
+    def _write(self, arena: int, permitted: Callable[[int], bool], enough: threading.Event) -> bool:
+        """Whether all of the arena is here."""
+        begun, before = time.monotonic(), self.bytes
+        if enough.is_set():
+            return False
+        try:
+            if not permitted(max(0, os.fstat(arena).st_size - before)):
+                return False
+            self._begin()
+            if not device.write_ahead(arena, self._place, self._entries, enough):
+                return False
+        except (GpuCkptError, OSError, RuntimeError, MemoryError) as error:
+            _log.info("Device memory is not written ahead: %s", error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._remove_all()  # others need what room there is
+            return False
         finally:
             os.close(arena)
+        seconds = time.monotonic() - begun
+        _log.info("Device memory is on the disk: %d bytes (%d before), %.1f s", self.bytes, before, seconds)
+        return True
 
     def halt(self, *, outdated: bool) -> None:
         """Begin no further chunk; ``outdated``: its kernel runs on.  Waits for nothing: a wake waits for no disk."""
@@ -93,10 +120,8 @@ class Chunks:
     def settle(self) -> int:
         """Write no further; the bytes here that are the arena's, if all of it was written ahead, or 0."""
         self._enough.set()
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        return self.bytes if self._whole and not self._outdated else 0
+        whole = self._written is not None and self._written.result()
+        return self.bytes if whole and not self._outdated else 0
 
     def take(self, name: str, entry: FileEntry, target: Path) -> bool:
         """Make chunk ``name`` the file ``target``, if it is what ``entry`` says; whether it was.  From any thread."""
@@ -106,17 +131,43 @@ class Chunks:
             (self._place / name).rename(target)
         except OSError:  # somebody has removed it
             return False
-        del self._entries[name]
+        self._entries.pop(name, None)
         return True
+
+    def clear(self) -> None:
+        """Remove what is here, and wait for that; its kernel may put something here again.  Never raises."""
+        self.halt(outdated=True)
+        with contextlib.suppress(RuntimeError):  # it has ended, or no thread can be had
+            self._thread.submit(self._remove_all).result()
+
+    def discard(self, *, wait: bool) -> None:
+        """Remove what is left: now, or (without ``wait``) as soon as the disk allows.  Idempotent, never raises."""
+        self.halt(outdated=True)
+        with contextlib.suppress(RuntimeError):  # it has ended, or no thread can be had: then the next sweep does it
+            ended = self._thread.submit(self._end)
+            self._thread.shutdown(wait=False)
+            if wait:
+                ended.result()
+
+    def _end(self) -> None:
+        if self._lock.is_locked:
+            self._remove_all()
+            with contextlib.suppress(OSError):
+                Path(self._lock.lock_file).unlink()
+            self._lock.release()
 
     def _remove_all(self) -> None:
         self._entries.clear()
         shutil.rmtree(self._place, ignore_errors=True)
 
-    def discard(self) -> None:
-        """Remove what is left.  Idempotent, never raises."""
-        self.settle()
-        self._remove_all()
-        with contextlib.suppress(OSError):
-            Path(self._lock.lock_file).unlink()
-        self._lock.release()
+
+def kept_in(root: Path) -> int:
+    """Bytes that `make_room` would give back."""
+    return sum(chunks.bytes for chunks in list(_living) if chunks.root == root)
+
+
+def make_room(root: Path, but: Chunks | None = None) -> None:
+    """Empty the caches of this process's kernels in an image directory, ``but`` one; the disk is waited for."""
+    for chunks in list(_living):
+        if chunks.root == root and chunks is not but:
+            chunks.clear()

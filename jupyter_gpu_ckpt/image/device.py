@@ -1,16 +1,16 @@
 """Device memory in an image: chunks of the arena (`engine/fastpath`), each a file, written and read uncached.
 
 CRIU does not see this memory.  A chunk of nothing but zeros has no file.  Hashes are made of what is in memory, on the
-way out and on the way back, so that nothing is read twice.
+way out and on the way back, so that nothing is read twice.  The arena is read and written, never mapped: a mapping
+would count as this process's memory, and who reads one of a file that was cut short is killed.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -39,24 +39,32 @@ _CRIU = "criu"
 Take = Callable[[str, FileEntry, Path], bool]
 
 
-def write(arena: int, directory: Path, take: Take = lambda *_: False) -> dict[str, FileEntry]:
+def none_there(name: str, entry: FileEntry, place: Path) -> bool:
+    """A `Take` that has nothing."""
+    return False
+
+
+def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) -> dict[str, FileEntry]:
     """Write the arena, a file descriptor, to files in ``directory``, which is made; they are on disk when this returns.
 
-    Returns their hashes by name.  What ``take`` has is not written.  Raises `OSError`; what was written then is left.
+    Returns their hashes by name.  What ``take`` has is not written.  ``go_on``: called before each chunk; what it
+    raises ends it.  Raises `OSError`; what was written then is left.
     """
     directory.mkdir(mode=0o700)
 
-    def one(number: int, chunk: memoryview) -> FileEntry | None:
+    def one(name: str, at: int, chunk: memoryview) -> tuple[str, FileEntry] | None:
+        go_on()
+        if os.preadv(arena, [chunk], at) != len(chunk):
+            raise OSError(f"The file of device memory is shorter than it was: {at + len(chunk)} bytes.")
         if direct.is_zero(chunk):
             return None
-        path = directory / _name(number)
         entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
-        if not take(path.name, entry, path):
-            direct.write(path, chunk, len(chunk), size=len(chunk))
-            flush(path)
-        return entry
+        if not take(name, entry, directory / name):
+            direct.write(directory / name, chunk, len(chunk), size=len(chunk))
+            flush(directory / name)
+        return name, entry
 
-    written = {_name(number): entry for number, entry in enumerate(_each(arena, one)) if entry is not None}
+    written = dict(filter(None, _each(os.fstat(arena).st_size, one, _DEPTH)))
     if written:
         flush(directory)
     else:  # an image has no empty directories
@@ -70,42 +78,27 @@ def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough
     What is said of a chunk is true at any time, and its content on the disk, also of an arena that changes or is cut
     short meanwhile.  Returns whether it came to the end.  Raises `OSError`; what was done until then is as good.
     """
-    size = os.fstat(arena).st_size
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(_DEPTH_AHEAD):
-        buffers.put(direct.buffer(CHUNK))
 
-    def one(at: int) -> bool:
-        buffer = buffers.get()
-        try:
-            chunk = buffer[: min(CHUNK, size - at)]
-            # Not mapped: who reads a mapping of what was cut short is killed.
-            if enough.is_set() or os.preadv(arena, [chunk], at) != len(chunk):
-                return False
-            name = _name(at // CHUNK)
-            entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
-            if there.get(name) != entry:
-                there.pop(name, None)
-                (directory / name).unlink(missing_ok=True)
-                if entry is not None:
-                    direct.write(directory / name, chunk, len(chunk), size=len(chunk))
-                    flush(directory / name)
-                    there[name] = entry
-            return True
-        finally:
-            buffers.put(buffer)
-
-    starts = range(0, size, CHUNK)
-    with ThreadPoolExecutor(_DEPTH_AHEAD) as pool:
-        try:
-            whole = all(list(pool.map(one, starts)))
-        finally:
-            pool.shutdown(cancel_futures=True)
-    if whole:
-        for name in there.keys() - {_name(number) for number in range(len(starts))}:  # there was more of it
-            del there[name]
+    def one(name: str, at: int, chunk: memoryview) -> str | None:
+        if enough.is_set() or os.preadv(arena, [chunk], at) != len(chunk):
+            return None
+        entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
+        if there.get(name) != entry:
+            there.pop(name, None)
             (directory / name).unlink(missing_ok=True)
-    return whole
+            if entry is not None:
+                direct.write(directory / name, chunk, len(chunk), size=len(chunk))
+                flush(directory / name)
+                there[name] = entry
+        return name
+
+    names = _each(os.fstat(arena).st_size, one, _DEPTH_AHEAD)
+    if None in names:
+        return False
+    for name in there.keys() - set(names):  # there was more of it
+        del there[name]
+        (directory / name).unlink(missing_ok=True)
+    return True
 
 
 class Filling:
@@ -126,28 +119,39 @@ class Filling:
     def __init__(self, arena: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], *, prove: bool) -> None:
         os.ftruncate(arena, size)
         self._given_up = threading.Event()
-        self._directory, self._chunks, self._prove = directory, chunks, prove
+        self._arena, self._directory, self._chunks, self._prove = arena, directory, chunks, prove
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device")
-        self._filled = self._thread.submit(_each, arena, self._one)
+        self._filled = self._thread.submit(_each, size, self._one, _DEPTH)
         self._thread.shutdown(wait=False)
 
-    def _one(self, number: int, chunk: memoryview) -> None:
-        path = self._directory / _name(number)
-        entry = self._chunks.get(path.name)
-        if self._given_up.is_set() or entry is None:
+    def _one(self, name: str, at: int, chunk: memoryview) -> None:
+        if self._given_up.is_set():
+            raise CancelledError
+        entry = self._chunks.get(name)
+        if entry is None:
             return
-        data = direct.read(path, chunk, len(chunk))
+        data = direct.read(self._directory / name, chunk, len(chunk))
         if len(data) != len(chunk) or (self._prove and blake3(chunk).hexdigest() != entry.blake3):
-            raise ImageDamaged("The image is damaged: device memory.", files=[f"criu/{DIRECTORY}/{path.name}"])
+            raise ImageDamaged("The image is damaged: device memory.", files=[f"{_CRIU}/{DIRECTORY}/{name}"])
+        if os.pwritev(self._arena, [chunk], at) != len(chunk):
+            raise OSError("The kernel's memory could not be filled.")
 
-    def require(self) -> None:
-        """Wait until everything is there.  Raises `ImageDamaged`, `OSError`."""
-        self._filled.result()
+    def require(self) -> bool:
+        """Wait until everything is there; False if it was stopped.  Raises `ImageDamaged`, `OSError`."""
+        try:
+            self._filled.result()
+        except CancelledError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Nobody wants it any more: `require` returns soon.  From any thread."""
+        self._given_up.set()
 
     def give_up(self) -> None:
-        """Nobody needs it any more; nothing is read when this returns."""
-        self._given_up.set()
-        self._filled.exception()
+        """`stop`, and nothing is read when this returns."""
+        self.stop()
+        self._thread.shutdown(wait=True)
 
 
 def entries(manifest: Manifest) -> dict[str, FileEntry]:
@@ -156,20 +160,25 @@ def entries(manifest: Manifest) -> dict[str, FileEntry]:
     return {name.removeprefix(place): one for name, one in manifest.files.items() if name.startswith(place)}
 
 
-def _name(number: int) -> str:
-    return f"{number:06d}.img"
+def _each(size: int, work: Callable[[str, int, memoryview], T], depth: int) -> list[T]:
+    """What ``work`` returns for each chunk of so many bytes, given its name, place and a buffer; ``depth`` at a time.
 
+    After an error no further one is begun.
+    """
+    starts = range(0, size, CHUNK)
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(min(depth, len(starts))):
+        buffers.put(direct.buffer(CHUNK))
 
-def _each(arena: int, work: Callable[[int, memoryview], T]) -> list[T]:
-    """What ``work`` returns for each chunk of the arena; several at a time."""
-    size = os.fstat(arena).st_size
-    if not size:
-        return []
-    # Not closed here: a part of it may still be in the frame of an exception.
-    whole = memoryview(mmap.mmap(arena, size))
-    chunks = [whole[at : at + CHUNK] for at in range(0, size, CHUNK)]
-    with ThreadPoolExecutor(_DEPTH) as pool:
+    def one(at: int) -> T:
+        buffer = buffers.get()
         try:
-            return list(pool.map(work, range(len(chunks)), chunks))
+            return work(f"{at // CHUNK:06d}.img", at, buffer[: min(CHUNK, size - at)])
+        finally:
+            buffers.put(buffer)
+
+    with ThreadPoolExecutor(depth) as pool:
+        try:
+            return list(pool.map(one, starts))
         finally:
             pool.shutdown(cancel_futures=True)

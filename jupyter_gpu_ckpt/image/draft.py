@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -73,17 +74,17 @@ class Draft:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
         return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
 
-    def write_device(self, arena: int, take: device.Take | None = None) -> None:
+    def write_device(self, arena: int, take: device.Take, go_on: Callable[[], object]) -> None:
         """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.
 
-        Raises `NoSpace`, `StoreUnwritable`.
+        ``go_on``: asked on the way, and what it raises ends it.  Raises `NoSpace`, `StoreUnwritable`.
         """
         with mapped(self._root):
             place = self.criu_directory / device.DIRECTORY
             if self._plain is not None:  # what is stored is another file
-                device.write(arena, place)
+                device.write(arena, place, device.none_there, go_on)
             else:
-                written = device.write(arena, place, *([take] if take is not None else []))
+                written = device.write(arena, place, take, go_on)
                 self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
 
     def size(self) -> int:
@@ -112,7 +113,7 @@ class Draft:
             with ThreadPoolExecutor(8) as pool:
                 flushing = [pool.submit(flush, path) for path in files]
                 entries = integrity.entries(self.path, punch=True, known=self._known)
-                manifest = replace(manifest, id=self.id, files=entries)
+                manifest = replace(manifest, id=self.id, files=entries).of_now()
                 for flushed in flushing:
                     flushed.result()
             if self._room is not None:

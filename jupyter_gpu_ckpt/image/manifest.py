@@ -84,6 +84,10 @@ class Manifest:
         """The manifest as it is written to disk."""
         return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
 
+    def of_now(self) -> Manifest:
+        """The same in the oldest version that can say it: what has nothing new in it, older releases read."""
+        return dataclasses.replace(self, version=VERSION if self.arena else 2)
+
     @classmethod
     def from_json(cls, text: _Text) -> Manifest:
         """Read a manifest.  Raises `ImageFormat` with the version when it is newer, or with what is wrong with it.

@@ -23,7 +23,7 @@ from .generations import Generations
 from .image import CRIU_DIRECTORY, Image
 from .integrity import MANIFEST, Progress
 from .keys import Keyring
-from .manifest import VERSION, Manifest
+from .manifest import Manifest
 from .quota import SUFFIX, Quota, Room, Used, refusal, used, with_promises
 
 __all__ = ["Image", "Store"]
@@ -195,7 +195,7 @@ class Store:
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
         with leases.hold(image.path), mapped(self.root):
-            manifest = replace(image.manifest, files=integrity.entries(image.path), version=VERSION)
+            manifest = replace(image.manifest, files=integrity.entries(image.path)).of_now()
             write_private(image.path / MANIFEST, manifest.to_json())
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)

@@ -252,10 +252,25 @@ void transfer_place(const char *directory)
         arena_file[0] = '\0';
 }
 
+/* Whether the arena's directory is the root of a file system of its own. */
+static bool arena_is_mounted(void)
+{
+    char place[PATH_MAX + sizeof "/.."];
+    struct stat inner, outer;
+    const char *end = strrchr(arena_file, '/');
+    if (end == NULL)
+        return false;
+    snprintf(place, sizeof place, "%.*s/..", (int)(end - arena_file), arena_file);
+    if (stat(place, &outer) != 0)
+        return false;
+    place[end - arena_file] = '\0';
+    return stat(place, &inner) == 0 && inner.st_dev != outer.st_dev;
+}
+
 /* NULL where that is no file system in memory, or one without room: then a write would be the end of this process. */
 static char *map_file(size_t bytes)
 {
-    int file = arena_file[0] == '\0' ? -1 : open(arena_file, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
+    int file = arena_is_mounted() ? open(arena_file, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600) : -1;
     if (file < 0)
         return NULL;
     struct statfs place;

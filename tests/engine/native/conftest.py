@@ -53,14 +53,17 @@ def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
 
     monkeypatch.setattr(steps, "FastPath", Told)
     monkeypatch.setattr(returning, "FastPath", Told)
-    base = Path(tempfile.mkdtemp(prefix="gc-"))
-    base.chmod(0o700)
+    bases = []
 
-    def make(**options) -> FastKernel:
-        kernels.append(FastKernel(criu_binary, tmp_path, base, programs, doubles, **options))
+    def make(*, base: Path | None = None, **options) -> FastKernel:
+        bases.append(base or Path(tempfile.mkdtemp(prefix="gc-")))
+        kernels.append(FastKernel(criu_binary, tmp_path, bases[0], programs, doubles, **options))
         return kernels[0]
 
     yield make
     for kernel in kernels:
         kernel.lifecycle.terminate()
-    shutil.rmtree(base)
+    for base in bases:
+        shutil.rmtree(base.resolve())
+        if base.is_symlink():
+            base.unlink()

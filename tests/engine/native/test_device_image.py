@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
+import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,15 @@ from fast_kernel import CONTEXT, A
 from fast_program import SIZES
 from waiting import until
 
+from jupyter_gpu_ckpt import preflight
+from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.image import archive, device, direct
+from jupyter_gpu_ckpt.image.chunks import Chunks
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.manifest import FileEntry
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
@@ -99,7 +106,10 @@ def test_a_checkpoint_that_fails_costs_no_more_than_what_was_kept(kernel, writte
         with pytest.raises(CriuError):
             kernel.lifecycle.checkpoint()
     kernel.runs_on()
-    kernel.lifecycle.checkpoint()
+    written.clear()
+    image = kernel.lifecycle.checkpoint()
+    assert sorted(written) == [path.name for path in chunks(image)], "they went with the draft"
+    verify(image.path, kernel.store.keys)
     kernel.lifecycle.wake()
     kernel.runs_on()
 
@@ -124,14 +134,13 @@ def test_what_was_kept_goes(fast_kernel, way):
         kernel.lifecycle.wake()
         kernel.runs_on()
         return
-    assert kept(kernel) == []
-    assert not list(kernel.store.root.glob(".draft*"))
+    until(lambda: not list(kernel.store.root.glob(".draft*")), "it is removed")
 
 
 def test_a_suspended_kernel_is_written_ahead(kernel, written):
     kernel.lifecycle.suspend()
     until(lambda: sum(path.stat().st_size for path in kept(kernel)) == kernel.blocks, "all of it is on the disk")
-    until(lambda: not kernel.lifecycle._chunks._writing.is_alive(), "it is done")
+    kernel.lifecycle._chunks._written.result()
     names = sorted(written)
     written.clear()
     image = kernel.lifecycle.checkpoint()
@@ -149,7 +158,7 @@ def test_only_what_has_changed_is_written_ahead(kernel, written):
     kernel.program.ask(f"ctypes.memset(held[2][0].value + {SIZES[2] // 2}, 77, 4096)")
     written.clear()
     kernel.lifecycle.suspend()
-    until(lambda: written and not kernel.lifecycle._chunks._writing.is_alive(), "what has changed is on the disk")
+    assert kernel.lifecycle._chunks._written.result() is True
     assert len(written) == 1
     kernel.lifecycle.checkpoint()
     assert len(written) == 1
@@ -194,7 +203,8 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
     with monkeypatch.context() as patch:
         patch.setattr(direct, "write", refused)
         kernel.lifecycle.suspend()
-        until(lambda: len(calls) > 1 and not kernel.lifecycle._chunks._writing.is_alive(), "it was tried")
+        assert kernel.lifecycle._chunks._written.result() is False
+        assert len(calls) > 1
     if number == errno.ENOSPC:
         assert kept(kernel) == [], "others need the room"
     verify(kernel.lifecycle.checkpoint().path, kernel.store.keys)
@@ -205,6 +215,42 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
 def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
     kernel = fast_kernel(store=Store(tmp_path / "images", quota=Quota(bytes=1 << 20)))
     kernel.lifecycle.suspend()
+    assert kernel.lifecycle._chunks._written.result() is False
+    assert kept(kernel) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_nothing_is_written_ahead_that_leaves_others_no_room(kernel, monkeypatch):
+    monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks - 1)
+    kernel.lifecycle.suspend()
+    assert kernel.lifecycle._chunks._written.result() is False
+    assert kept(kernel) == []
+    monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks)
+    kernel.lifecycle.wake()
+    kernel.lifecycle.suspend()
+    assert kernel.lifecycle._chunks._written.result() is True
+
+
+@pytest.mark.parametrize("whose", ["its own", "another's"])
+def test_what_was_kept_makes_room_for_an_image(kernel, monkeypatch, whose):
+    """There is as much room as the kernel's image needs, once what is kept is gone."""
+    root = kernel.store.root
+    if whose == "its own":
+        kernel.lifecycle.checkpoint()
+        kernel.lifecycle.wake()
+    else:
+        other = Chunks(root)
+        kernel.store.prepare()
+        full = root / "full"
+        full.mkdir()
+        (full / "000000.img").write_bytes(bytes(kernel.blocks))
+        other.salvage(full, {"000000.img": FileEntry(kernel.blocks, "")})
+    assert kept(kernel)
+    room = kernel.blocks * 2
+    monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
+    monkeypatch.setattr(preflight, "image_bytes", lambda *_: room)
+    kernel.lifecycle.checkpoint()
     assert kept(kernel) == []
     kernel.lifecycle.wake()
     kernel.runs_on()
@@ -215,11 +261,125 @@ def test_neither_is_done_unasked(fast_kernel, options):
     kernel = fast_kernel(**options)
     kernel.lifecycle.suspend()
     if "write_ahead" in options:
-        assert kept(kernel) == []
+        assert kernel.lifecycle._chunks is None
     else:
-        until(lambda: kept(kernel), "it is written ahead")
+        assert kernel.lifecycle._chunks._written.result() is True
     kernel.lifecycle.wake()
-    assert kept(kernel) == []
+    until(lambda: kept(kernel) == [], "it is removed")
+    kernel.runs_on()
+
+
+def test_no_thread_can_be_had(kernel, monkeypatch):
+    def refused(*_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "_adjust_thread_count", refused)
+        kernel.lifecycle.suspend()
+        kernel.lifecycle.wake()
+    kernel.runs_on()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """Writes and reads of chunks hang from `hang` to the end of the test; and whether one does."""
+
+    class Hanging:
+        met, over = threading.Event(), threading.Event()
+
+        def hang(self) -> None:
+            for name in ("read", "write"):
+                monkeypatch.setattr(direct, name, functools.partial(self._do, getattr(direct, name)))
+
+        def _do(self, work, *arguments, **options):
+            self.met.set()
+            self.over.wait(60)
+            return work(*arguments, **options)
+
+    found = Hanging()
+    yield found
+    found.over.set()
+
+
+def test_a_disk_that_hangs_holds_up_nobody(kernel, hanging):
+    """But who needs it: a wake, the next suspend and its wake, and the end of the kernel do not."""
+    hanging.hang()
+    kernel.lifecycle.suspend()
+    assert hanging.met.wait(60)
+    kernel.lifecycle.wake()
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    os.kill(kernel.pid, signal.SIGKILL)
+    until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
+    assert not hanging.over.is_set()
+
+
+@pytest.mark.parametrize("way", ["terminate", "leave"])
+@pytest.mark.parametrize("verb", ["checkpoint", "wake"])
+def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
+    if verb == "wake":
+        kernel.lifecycle.checkpoint()
+    met, calls = threading.Event(), []
+
+    def slow(work, *arguments, **options):
+        calls.append(arguments)
+        met.set()
+        until(kernel.lifecycle._breaking_off.is_set, "it is broken off")
+        return work(*arguments, **options)
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(direct, name, functools.partial(slow, getattr(direct, name)))
+    monkeypatch.setattr(device, "_DEPTH", 1)
+    failed = []
+
+    def verb_of_another_thread() -> None:
+        try:
+            getattr(kernel.lifecycle, verb)()
+        except GpuCkptError as error:
+            failed.append(error.code)
+
+    thread = threading.Thread(target=verb_of_another_thread)
+    thread.start()
+    assert met.wait(60)
+    getattr(kernel.lifecycle, way)()
+    thread.join(60)
+    assert failed in ([["KERNEL_LOST"]] if way == "terminate" else [["CRIU_FAILED"], ["CRIU_TIMEOUT"]])
+    assert len(calls) == 1, "of several chunks"
+    assert len(kernel.store.images()) == (verb == "wake")
+    assert not list(kernel.store.root.glob(".draft*"))
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_by_whatever_path(fast_kernel, linked):
+    """CRIU knows the file by the path that leads through no link; the directory may be known by another one."""
+    place = Path(tempfile.mkdtemp(prefix="gc-"))
+    link = place.with_name(f"{place.name}-link")
+    if linked:
+        link.symlink_to(place)
+    kernel = fast_kernel(base=link if linked else place)
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        assert image.manifest.arena == kernel.blocks
+        assert not [path for path in image.manifest.fingerprint["files"] if fastpath.BLOCKS in path]
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+
+
+def test_chunks_in_the_clear_do_not_outlive_encryption(kernel, monkeypatch):
+    """Switched on while the kernel is away: what its last image had in the clear goes with that image."""
+    kernel.lifecycle.checkpoint()
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    kernel.store.vault = Vault("env:KEY_OF_IMAGES")
+    kernel.lifecycle.wake()
+    assert kernel.lifecycle._chunks is None
+    assert not list(kernel.store.root.glob(".draft*"))
     kernel.runs_on()
 
 
@@ -319,7 +479,7 @@ def test_encrypted(fast_kernel, tmp_path, monkeypatch):
     kernel.lifecycle.wake()
     kernel.runs_on()
     kernel.lifecycle.suspend()
-    assert kept(kernel) == [], "nothing is written ahead in the clear"
+    assert kernel.lifecycle._chunks is None, "nothing is written ahead in the clear"
 
 
 def test_memory_is_given_back(kernel):
@@ -350,6 +510,23 @@ def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatc
     monkeypatch.undo()
     image = kernel.lifecycle.checkpoint()
     assert image.manifest.arena == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel, monkeypatch):
+    """What lies there is a tmpfs, too: the host's, and nothing that ends with the capsule."""
+    place = Path(tempfile.mkdtemp(prefix="gc-", dir="/dev/shm"))
+
+    def refused(_) -> int:
+        (place / "arena").mkdir(exist_ok=True)
+        raise CapsuleError("tmpfs cannot be mounted")
+
+    monkeypatch.setattr(Capsule, "arena", refused)
+    kernel = fast_kernel(base=place)
+    kernel.lifecycle.suspend()
+    assert list((place / "arena").iterdir()) == []
+    assert kernel.lifecycle.checkpoint().manifest.arena == 0
     kernel.lifecycle.wake()
     kernel.runs_on()
 

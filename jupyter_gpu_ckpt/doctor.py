@@ -308,18 +308,15 @@ def _nvidia(probes: Probes) -> Iterable[Finding]:
         yield Finding("mps", None, "whether MPS is running cannot be seen from here", needed_for="gpu")
     else:
         yield Finding("mps", True, "MPS is not running", needed_for="gpu")
-    yield _fast_path(probes, len(gpus))
+    yield _fast_path(probes)
 
 
-def _fast_path(probes: Probes, gpus: int) -> Finding:
+def _fast_path(probes: Probes) -> Finding:
     found = probes.preload()
     if found.path is None:
         what = f"Device memory moves at the driver's rate only; of the library for more: {found.why}."
         mend = "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
         return Finding("fast-path", False, what, mend, "warning", "gpu")
-    if gpus > 1:
-        what = f"device memory moves fast in kernels that see one GPU (CUDA_VISIBLE_DEVICES); there are {gpus}"
-        return Finding("fast-path", None, what, needed_for="gpu")
     return Finding(
         "fast-path", True, "device memory can move at the rate of the bus (fast_path = auto)", needed_for="gpu"
     )

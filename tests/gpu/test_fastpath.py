@@ -173,6 +173,81 @@ async def test_a_warm_kernel_leaves_its_room_to_others_and_comes_back_or_goes_to
         assert await kernel.run("print(int(x.sum()) == total)", 120) == "True"
 
 
+async def test_an_image_takes_device_memory_past_criu_and_only_what_has_changed(tmp_path, runtime_base, record):
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run("import torch; x = torch.randn(1 << 28, device='cuda'); bits = int(x.view(torch.int32).sum())")
+        for change in ("None", "x[:1000].mul_(2)"):
+            await kernel.run(f"{change}; bits = int(x.view(torch.int32).sum())")
+            await kernel.provisioner.checkpoint()
+            image = kernel.lifecycle.image
+            record(arena=image.manifest.arena, bytes=image.manifest.bytes, steps=image.manifest.steps)
+            assert image.manifest.arena >= 1 << 30
+            assert image.manifest.bytes - image.manifest.arena < 3 << 30, "the process itself"
+            assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"
+        await kernel.provisioner.suspend()  # and its memory is on its way to the disk
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"
+
+
+@pytest.mark.two_gpus
+async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, record):
+    """Each may use the other's memory, where it could before."""
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(
+            "import torch\n"
+            "x = torch.randn(1 << 28, device='cuda:0'); y = x.to('cuda:1') * 2\n"
+            "peers = torch.cuda.can_device_access_peer(0, 1)\n"
+            "def same(): return bool((x.to('cuda:1') * 2 == y).all()) and bool((y.to('cuda:0') == x * 2).all())"
+        )
+        for verb in ("suspend", "checkpoint", "suspend"):
+            await getattr(kernel.provisioner, verb)()
+            if verb == "suspend":
+                assert path_of(kernel).amounts().away >= 2 << 30
+            assert await kernel.run("print(same())", 120) == "True"
+            await kernel.settled("running")
+        record(peers=await kernel.run("print(peers)"))
+
+
+async def test_cupy_beside_torch(tmp_path, runtime_base, record):
+    pytest.importorskip("cupy", reason="CuPy is not installed on this machine")
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(
+            "import cupy, torch\n"
+            "a = cupy.arange(1 << 26, dtype=cupy.int64); t = torch.arange(1 << 26, device='cuda')\n"
+            "shared = torch.from_dlpack(a)  # one memory, two libraries\n"
+            "def same(): return bool((shared == t).all()) and int(a.sum()) == int(t.sum())",
+            120,
+        )
+        record(served=path_of(kernel).amounts().bytes)
+        for verb in ("suspend", "checkpoint"):
+            await getattr(kernel.provisioner, verb)()
+            assert await kernel.run("a += 1; t += 1; print(same())", 120) == "True"
+            await kernel.settled("running")
+
+
+async def test_numba_beside_torch(tmp_path, runtime_base, record):
+    pytest.importorskip("numba.cuda", reason="Numba's CUDA target is not installed on this machine")
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(
+            "import numpy, torch; from numba import cuda\n"
+            "@cuda.jit\n"
+            "def double(x):\n"
+            "    at = cuda.grid(1)\n"
+            "    if at < x.size: x[at] *= 2\n"
+            "a = cuda.to_device(numpy.arange(1 << 22)); t = torch.arange(1 << 22, device='cuda')\n"
+            "def step():\n"
+            "    double[(1 << 22) // 256, 256](a); t.mul_(2); torch.cuda.synchronize()\n"
+            "    return bool((torch.as_tensor(a, device='cuda') == t).all())\n"
+            "step()",
+            120,
+        )
+        record(served=path_of(kernel).amounts().bytes)
+        for verb in ("suspend", "checkpoint"):
+            await getattr(kernel.provisioner, verb)()
+            assert await kernel.run("print(step())", 120) == "True"
+            await kernel.settled("running")
+
+
 async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, runtime_base):
     async with notebook(tmp_path, runtime_base, fast_path="off") as kernel:
         await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)

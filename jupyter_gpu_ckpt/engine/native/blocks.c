@@ -151,17 +151,40 @@ static CUmemAllocationProp properties(CUdevice device)
     return wanted;
 }
 
-static bool granularity(CUdevice device, size_t *bytes)
+/* Device ``device`` is one of ``count``; false for one that is not served. */
+static bool granularity(CUdevice device, int count, size_t *bytes)
 {
-    static _Atomic size_t known;
-    *bytes = atomic_load_explicit(&known, memory_order_relaxed);
+    static _Atomic size_t known[MOST_DEVICES];
+    if (device < 0 || count > MOST_DEVICES || device >= count)
+        return false;
+    *bytes = atomic_load_explicit(&known[device], memory_order_relaxed);
     if (*bytes == 0) {
         CUmemAllocationProp wanted = properties(device);
         if (driver()->cuMemGetAllocationGranularity(bytes, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS)
             return false;
-        atomic_store_explicit(&known, *bytes, memory_order_relaxed);
+        atomic_store_explicit(&known[device], *bytes, memory_order_relaxed);
     }
     return *bytes != 0;
+}
+
+/* Its own device may use a block, and every other one that could be given access to memory of cudaMalloc's: whether the
+ * program has asked for that (cudaDeviceEnablePeerAccess), or will, is not to be found out. */
+static CUresult let_use(const struct block *block)
+{
+    const struct driver *cu = driver();
+    CUmemAccessDesc access[MOST_DEVICES];
+    size_t allowed = 0;
+    int count = 1, can;
+    CUresult result = cu->cuDeviceGetCount(&count);
+    for (CUdevice device = 0; device < count && device < MOST_DEVICES && result == CUDA_SUCCESS; device++) {
+        can = device == block->device;
+        if (!can)
+            result = cu->cuDeviceCanAccessPeer(&can, device, block->device);
+        if (can)
+            access[allowed++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, device},
+                                                  .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    }
+    return result == CUDA_SUCCESS ? cu->cuMemSetAccess(block->address, block->bytes, access, allowed) : result;
 }
 
 static CUresult let_go(struct block *block)
@@ -187,8 +210,7 @@ CUresult block_map(struct block *block)
             block->memory = MAPPED;
     }
     if (block->memory == MAPPED) {
-        CUmemAccessDesc access = {.location = wanted.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-        result = cu->cuMemSetAccess(block->address, block->bytes, &access, 1);
+        result = let_use(block);
         if (result == CUDA_SUCCESS)
             block->memory = USABLE;
     }
@@ -215,8 +237,7 @@ CUdeviceptr block_make(size_t bytes)
     if (cu == NULL || cu->cuCtxGetCurrent(&block.context) != CUDA_SUCCESS || block.context == NULL ||
         cu->cuCtxGetDevice(&block.device) != CUDA_SUCCESS)
         return 0;
-    /* With a second device this memory would need rights for it, too, which cudaMalloc's gets by peer access. */
-    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices != 1 || !granularity(block.device, &grain))
+    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || !granularity(block.device, devices, &grain))
         return 0;
     if (bytes > SIZE_MAX - grain)
         return 0;

@@ -17,6 +17,9 @@ struct block {
 };
 #define NOT_COPIED SIZE_MAX
 
+/* Of a process that sees more, the driver has it all. */
+#define MOST_DEVICES 16
+
 /* A new block in the current context of this thread; 0 where there can be none, and the driver is to be asked. */
 CUdeviceptr block_make(size_t bytes);
 

@@ -67,6 +67,7 @@ enum {
     F(cuCtxSynchronize, (void))                                                                                        \
     F(cuDeviceGetCount, (int *))                                                                                       \
     F(cuDeviceGetAttribute, (int *, int, CUdevice))                                                                    \
+    F(cuDeviceCanAccessPeer, (int *, CUdevice, CUdevice))                                                              \
     F(cuMemGetAllocationGranularity, (size_t *, const CUmemAllocationProp *, int))                                     \
     F(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long))                           \
     F(cuMemAddressFree, (CUdeviceptr, size_t))                                                                         \

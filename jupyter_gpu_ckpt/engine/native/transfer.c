@@ -19,7 +19,7 @@
 #define CHUNK_OUT ((size_t)2 << 20)
 #define CHUNK_BACK ((size_t)4 << 20)
 #define HUGE_PAGE ((size_t)2 << 20)
-#define MOST_WORKERS 16
+#define MOST_WORKERS 16 /* of one device: what fills its way to the host */
 #define BUFFERS 2
 
 static char *arena;
@@ -30,8 +30,13 @@ static bool is_away; /* the arena has what counts, and some blocks or all have n
 static bool is_spent; /* everything is back from the arena */
 
 /* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
-static char *ring;
-static size_t ring_bytes;
+struct ring {
+    char *memory;
+    size_t bytes;
+};
+/* One for each context that copies, at the same time. */
+#define MOST_CONTEXTS (4 * MOST_DEVICES)
+static struct ring rings[MOST_CONTEXTS];
 static atomic_bool under_way; /* copies may be, because the driver would not say when they end */
 
 /* -- who copies what */
@@ -42,12 +47,16 @@ struct chunk {
     size_t bytes;
 };
 
+/* What is copied in one context. */
 struct work {
-    const struct chunk *chunks;
+    CUcontext context;
+    struct ring *ring;
+    struct chunk *chunks;
     size_t count;
     bool outwards;
     size_t most; /* bytes of a chunk */
-    CUcontext context;
+    pthread_t threads[MOST_WORKERS];
+    size_t begun;
     atomic_size_t workers;
     atomic_size_t next;
     _Atomic CUresult failed;
@@ -98,7 +107,7 @@ static void *copy(void *argument)
     struct buffer buffers[BUFFERS] = {0};
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = ring + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
+    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
         buffers[at].memory = buffered + at * work->most;
         result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
@@ -129,8 +138,7 @@ static size_t processors(void)
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
         return 1;
-    size_t count = (size_t)CPU_COUNT(&allowed);
-    return count > MOST_WORKERS ? MOST_WORKERS : count;
+    return (size_t)CPU_COUNT(&allowed);
 }
 
 /* Memory that begins with a huge page, and has only such if the system gives them: they are what makes the rate.  Of a
@@ -155,89 +163,131 @@ static char *huge(size_t bytes, int flags, int file)
     return memory;
 }
 
-static CUresult close_ring(void)
+static CUresult close_ring(struct ring *ring)
 {
     if (atomic_load(&under_way))
         return CUDA_ERROR_NOT_READY;
-    CUresult result = ring != NULL ? driver()->cuMemHostUnregister(ring) : CUDA_SUCCESS;
-    if (ring != NULL && result == CUDA_SUCCESS) {
-        munmap(ring, ring_bytes);
-        ring = NULL;
+    CUresult result = ring->memory != NULL ? driver()->cuMemHostUnregister(ring->memory) : CUDA_SUCCESS;
+    if (ring->memory != NULL && result == CUDA_SUCCESS) {
+        munmap(ring->memory, ring->bytes);
+        ring->memory = NULL;
     }
     return result;
 }
 
-static CUresult open_ring(size_t bytes)
+static CUresult open_ring(struct ring *ring, size_t bytes)
 {
-    CUresult result = close_ring();
+    CUresult result = close_ring(ring);
     if (result != CUDA_SUCCESS)
         return result;
-    ring = huge(bytes, 0, -1);
-    if (ring == NULL)
+    ring->memory = huge(bytes, 0, -1);
+    if (ring->memory == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    ring_bytes = bytes;
+    ring->bytes = bytes;
     /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
-    result = driver()->cuMemHostRegister_v2(ring, ring_bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
     if (result != CUDA_SUCCESS) {
-        munmap(ring, ring_bytes);
-        ring = NULL;
+        munmap(ring->memory, ring->bytes);
+        ring->memory = NULL;
     }
     return result;
 }
 
-static CUresult run(struct work *work)
+static void start(struct work *work, size_t workers)
 {
-    pthread_t threads[MOST_WORKERS];
-    size_t wanted = processors(), begun = 0;
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(wanted * BUFFERS * work->most);
+        result = open_ring(work->ring, workers * BUFFERS * work->most);
+    while (result == CUDA_SUCCESS && work->begun < workers &&
+           pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
+        work->begun++;
+    if (result == CUDA_SUCCESS && work->begun == 0)
+        result = CUDA_ERROR_OUT_OF_MEMORY;
     if (result != CUDA_SUCCESS)
-        return result;
-    atomic_store(&work->workers, 0);
-    while (begun < wanted && pthread_create(&threads[begun], NULL, copy, work) == 0)
-        begun++;
-    if (begun == 0)
-        fail(work, CUDA_ERROR_OUT_OF_MEMORY);
-    for (size_t at = 0; at < begun; at++)
-        pthread_join(threads[at], NULL);
-    fail(work, close_ring());
+        fail(work, result);
+}
+
+static CUresult end(struct work *work)
+{
+    for (size_t at = 0; at < work->begun; at++)
+        pthread_join(work->threads[at], NULL);
+    CUresult result = driver()->cuCtxSetCurrent(work->context);
+    if (result == CUDA_SUCCESS)
+        result = close_ring(work->ring);
+    if (result != CUDA_SUCCESS)
+        fail(work, result);
     return atomic_load(&work->failed);
 }
 
-/* Every block of one context after the other, those of one on all threads: one device has one way to the host. */
-static CUresult copy_all(bool outwards)
+static bool is_copied(const struct block *block) { return block->address != 0 && block->offset != NOT_COPIED; }
+
+static size_t chunks_of(const struct block *block, size_t most) { return (block->bytes + most - 1) / most; }
+
+/* One work for each context that has copied blocks, and how many chunks it has; the works, or SIZE_MAX: too many. */
+static size_t divide(struct work *works, size_t most)
 {
-    size_t slots, count = 0, most = 0, chunk = outwards ? CHUNK_OUT : CHUNK_BACK;
+    size_t slots, count = 0;
+    struct block *table = blocks_table(&slots);
+    for (size_t at = 0; at < slots; at++) {
+        if (!is_copied(&table[at]))
+            continue;
+        size_t which = 0;
+        while (which < count && works[which].context != table[at].context)
+            which++;
+        if (which == MOST_CONTEXTS)
+            return SIZE_MAX;
+        if (which == count) {
+            works[which] = (struct work){.context = table[at].context, .ring = &rings[which], .most = most};
+            count++;
+        }
+        works[which].count += chunks_of(&table[at], most);
+    }
+    return count;
+}
+
+static void fill_in(struct work *work)
+{
+    size_t slots, count = 0;
     struct block *table = blocks_table(&slots);
     for (size_t at = 0; at < slots; at++)
-        if (table[at].address != 0 && table[at].offset != NOT_COPIED)
-            most += (table[at].bytes + chunk - 1) / chunk;
-    if (most == 0)
+        if (is_copied(&table[at]) && table[at].context == work->context)
+            for (size_t offset = 0; offset < table[at].bytes; offset += work->most) {
+                size_t rest = table[at].bytes - offset;
+                work->chunks[count++] = (struct chunk){table[at].address + offset, arena + table[at].offset + offset,
+                                                       rest < work->most ? rest : work->most};
+            }
+}
+
+/* Every block; the contexts at the same time, for each device has a way to the host of its own. */
+static CUresult copy_all(bool outwards)
+{
+    static struct work works[MOST_CONTEXTS];
+    size_t count = divide(works, outwards ? CHUNK_OUT : CHUNK_BACK), most = 0;
+    if (count == 0)
         return CUDA_SUCCESS;
+    if (count == SIZE_MAX)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    for (size_t at = 0; at < count; at++)
+        most += works[at].count;
     size_t bytes = most * sizeof(struct chunk);
     struct chunk *chunks = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (chunks == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    struct work work = {.chunks = chunks, .outwards = outwards, .most = chunk};
+    size_t workers = processors() / count;
+    workers = workers > MOST_WORKERS ? MOST_WORKERS : workers == 0 ? 1 : workers;
+    struct chunk *next = chunks;
+    for (size_t at = 0; at < count; at++) {
+        works[at].outwards = outwards;
+        works[at].chunks = next;
+        next += works[at].count;
+        fill_in(&works[at]);
+        start(&works[at], workers);
+    }
     CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at <= slots && result == CUDA_SUCCESS; at++) {
-        bool copied = at < slots && table[at].address != 0 && table[at].offset != NOT_COPIED;
-        bool other = copied && work.context != NULL && table[at].context != work.context;
-        if ((at == slots || other) && count != 0) {
-            work.count = count;
-            atomic_store(&work.next, 0);
-            result = run(&work);
-            count = 0;
-        }
-        if (!copied)
-            continue;
-        work.context = table[at].context;
-        for (size_t offset = 0; offset < table[at].bytes; offset += chunk, count++) {
-            size_t rest = table[at].bytes - offset;
-            chunks[count] = (struct chunk){table[at].address + offset, arena + table[at].offset + offset,
-                                           rest < chunk ? rest : chunk};
-        }
+    for (size_t at = 0; at < count; at++) {
+        CUresult now = end(&works[at]);
+        if (result == CUDA_SUCCESS)
+            result = now;
     }
     munmap(chunks, bytes);
     return result;

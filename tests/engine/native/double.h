@@ -27,6 +27,8 @@ void device_to_host(char *host, CUdeviceptr device, size_t bytes);
 void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 
 CUcontext current_context(void);
+int device_count(void); /* DOUBLE_DEVICES of the environment */
+int can_access(CUdevice from, CUdevice to); /* the same, or DOUBLE_PEERS is set */
 /* All that was asked of the device in a context is done. */
 void finish_work(CUcontext context);
 size_t streams_outstanding(void);
@@ -43,5 +45,6 @@ void double_fail(const char *function, long nth, bool lasting, CUresult result);
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
+int double_at_once(void); /* the most devices that copied at the same time */
 /* Work of the GPU: after ``microseconds`` each byte of the range becomes ``value``. */
 CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds);

@@ -1,6 +1,7 @@
 /* libcuda.so.1 without a GPU: devices, contexts and streams.  A stream is a thread; what is asked of it is done later. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -50,11 +51,13 @@ static CUcontext needed(const char *function)
     return current_context();
 }
 
-static int devices(void)
+int device_count(void)
 {
     const char *wanted = getenv("DOUBLE_DEVICES");
     return wanted != NULL ? atoi(wanted) : 1;
 }
+
+int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE_PEERS") != NULL; }
 
 /* -- devices and contexts */
 
@@ -67,17 +70,26 @@ EXPORT CUresult cuInit(unsigned int flags)
 EXPORT CUresult cuDeviceGetCount(int *count)
 {
     ENTER();
-    *count = devices();
+    *count = device_count();
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     ENTER();
-    if (device < 0 || device >= devices())
+    if (device < 0 || device >= device_count())
         return CUDA_ERROR_INVALID_DEVICE;
     *value = attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ||
              attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice from, CUdevice to)
+{
+    ENTER();
+    if (from == to || from < 0 || to < 0 || from >= device_count() || to >= device_count())
+        return CUDA_ERROR_INVALID_DEVICE;
+    *can = can_access(from, to);
     return CUDA_SUCCESS;
 }
 
@@ -155,6 +167,8 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice 
 {
     ENTER();
     (void)flags;
+    if (device < 0 || device >= device_count())
+        return CUDA_ERROR_INVALID_DEVICE;
     *context = made(device);
     return cuCtxPushCurrent_v2(*context);
 }
@@ -170,10 +184,23 @@ EXPORT CUresult cuCtxGetDevice(CUdevice *device)
 
 /* -- streams */
 
-static void perform(const struct operation *operation)
+static atomic_uint copying; /* a bit for each device that does */
+static atomic_int at_once;
+
+EXPORT int double_at_once(void) { return atomic_load(&at_once); }
+
+static void perform(const struct operation *operation, CUcontext context)
 {
+    if (operation->kind != FILL) {
+        unsigned bit = 1u << context->device, now = atomic_fetch_or(&copying, bit) | bit;
+        int count = __builtin_popcount(now), most = atomic_load(&at_once);
+        while (count > most && !atomic_compare_exchange_weak(&at_once, &most, count))
+            ;
+    }
     if (operation->delay != 0)
         usleep(operation->delay);
+    if (operation->kind != FILL)
+        atomic_fetch_and(&copying, ~(1u << context->device));
     if (operation->kind == OUT)
         device_to_host(operation->host, operation->device, operation->bytes);
     else if (operation->kind == IN)
@@ -197,7 +224,7 @@ static void *run(void *argument)
         if ((stream->first = operation->after) == NULL)
             stream->last = &stream->first;
         pthread_mutex_unlock(&mutex);
-        perform(operation);
+        perform(operation, stream->context);
         free(operation);
         pthread_mutex_lock(&mutex);
         stream->open--;

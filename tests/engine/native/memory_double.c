@@ -22,6 +22,7 @@ struct range {
 };
 struct memory {
     CUmemGenericAllocationHandle handle;
+    CUdevice device;
     size_t bytes;
     off_t offset; /* in the file, never used again */
     size_t mappings;
@@ -156,15 +157,16 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     ENTER();
     need_grain(__func__, 0, bytes);
     if (wanted->type != CU_MEM_ALLOCATION_TYPE_PINNED || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-        wanted->location.id != 0 || flags != 0)
-        misuse("cuMemCreate: not memory of the device");
+        wanted->location.id < 0 || wanted->location.id >= device_count() || flags != 0)
+        misuse("cuMemCreate: not memory of a device");
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&mutex);
     if (file < 0)
         file = memfd_create("device", MFD_CLOEXEC);
     if (bytes <= capacity - used && ftruncate(file, file_end + (off_t)bytes) == 0) {
         struct memory *memory = calloc(1, sizeof *memory);
-        *memory = (struct memory){.handle = *handle = ++last, .bytes = bytes, .offset = file_end};
+        *memory = (struct memory){
+            .handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes, .offset = file_end};
         file_end += (off_t)bytes;
         used += bytes;
         if (memory_count == memory_room)
@@ -210,10 +212,18 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAcc
 {
     ENTER();
     pthread_mutex_lock(&mutex);
-    exactly(&mappings, address, bytes, __func__);
-    if (count != 1 || access->location.type != CU_MEM_LOCATION_TYPE_DEVICE || access->location.id != 0 ||
-        access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
-        misuse("cuMemSetAccess(%#llx, %zu): not access of the device", address, bytes);
+    CUdevice own = exactly(&mappings, address, bytes, __func__).memory->device;
+    unsigned given = 0;
+    for (size_t at = 0; at < count; at++) {
+        if (access[at].location.type != CU_MEM_LOCATION_TYPE_DEVICE || !can_access(access[at].location.id, own) ||
+            access[at].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+            misuse("cuMemSetAccess(%#llx, %zu): not access of a device that can", address, bytes);
+        given |= 1u << access[at].location.id;
+    }
+    for (CUdevice device = 0; device < device_count(); device++)
+        if (can_access(device, own) && !(given & 1u << device))
+            misuse("cuMemSetAccess(%#llx, %zu): device %d, which could use memory of cudaMalloc's, may not", address,
+                   bytes, device);
     holding(&mappings, address, bytes)->usable = true;
     mprotect((void *)address, bytes, PROT_READ | PROT_WRITE);
     pthread_mutex_unlock(&mutex);

@@ -11,6 +11,7 @@ enum { cudaErrorInvalidValue = 1, cudaErrorInsufficientDriver = 35, cudaMemcpyDe
 static struct {
     void *library;
     CUresult (*cuCtxGetCurrent)(CUcontext *);
+    CUresult (*cuCtxGetDevice)(CUdevice *);
     CUresult (*cuCtxSetCurrent)(CUcontext);
     CUresult (*cuCtxSynchronize)(void);
     CUresult (*cuMemAlloc_v2)(CUdeviceptr *, size_t);
@@ -27,6 +28,7 @@ static void load(void)
         return;
 #define LOOK_UP(name) *(void **)&cu.name = dlsym(cu.library, #name)
     LOOK_UP(cuCtxGetCurrent);
+    LOOK_UP(cuCtxGetDevice);
     LOOK_UP(cuCtxSetCurrent);
     LOOK_UP(cuCtxSynchronize);
     LOOK_UP(cuMemAlloc_v2);
@@ -74,7 +76,10 @@ EXPORT int cudaFree(void *address)
 EXPORT int cudaGetDevice(int *device)
 {
     *device = 0;
-    return begin() == cudaErrorInsufficientDriver ? cudaErrorInsufficientDriver : 0;
+    if (begin() == cudaErrorInsufficientDriver)
+        return cudaErrorInsufficientDriver;
+    cu.cuCtxGetDevice(device); /* of no context: the first */
+    return 0;
 }
 
 EXPORT int cudaDeviceSynchronize(void)

@@ -282,7 +282,9 @@ static void perform(char *line)
                            byte_of(&blocks[number], blocks[number].bytes - 1));
     else if (strcmp(line, "context") == 0) {
         CUcontext fresh;
-        printf("%d\n", DRIVER(CUresult, cuCtxCreate_v2, CUcontext *, unsigned, CUdevice)(&fresh, 0, 0));
+        printf("%d\n", DRIVER(CUresult, cuCtxCreate_v2, CUcontext *, unsigned, CUdevice)(&fresh, 0, (CUdevice)number));
+    } else if (strcmp(line, "at-once") == 0) {
+        printf("%d\n", DRIVER(int, double_at_once, void)());
     } else if (strcmp(line, "pop") == 0) {
         CUcontext popped;
         printf("%d\n", DRIVER(CUresult, cuCtxPopCurrent_v2, CUcontext *)(&popped));

@@ -157,8 +157,8 @@ def test_a_directory_that_is_not_there(programs, doubles, runtime_base):
         all_from_the_original(subject)
 
 
-def test_two_devices(programs, doubles):
-    with running(programs, doubles, environment={"DOUBLE_DEVICES": "2"}) as subject:
+def test_too_many_devices(programs, doubles):
+    with running(programs, doubles, environment={"DOUBLE_DEVICES": "17"}) as subject:
         all_from_the_original(subject)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from subject import MIB, Control, Subject
+from subject import MIB, Control, Subject, running
 
 FAULT = 999
 SIZES = (2 * MIB, 2 * MIB + 5)
@@ -39,10 +39,21 @@ def retry(subject: Subject, control: Control) -> None:
     subject.intact(len(SIZES))
 
 
+@pytest.fixture(params=[1, 2], ids=["one device", "two devices"])
+def filled(request, programs, doubles):
+    """A subject with a block of each of the `SIZES`, on as many devices."""
+    with running(programs, doubles, environment={"DOUBLE_DEVICES": str(request.param)}) as subject:
+        for number, size in enumerate(SIZES):
+            device = number % request.param
+            assert device == 0 or subject.ask("context", device) == "0"
+            subject.alloc(1, size, density="full")
+            assert device == 0 or subject.ask("pop") == "0"
+        yield subject
+
+
 @pytest.mark.parametrize("verb", VERBS)
-def test_each_call_fails_once(subject, verb):
-    for size in SIZES:
-        subject.alloc(1, size, density="full")
+def test_each_call_fails_once(filled, verb):
+    subject = filled
     failed_to_go = 0
     with subject.control() as control:
         for function, count in calls_of(subject, control, verb).items():
@@ -60,10 +71,9 @@ def test_each_call_fails_once(subject, verb):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_call_fails_from_one_on(subject, verb):
+def test_every_call_fails_from_one_on(filled, verb):
     """Also what would make it good: then it is not on one side, but all bytes are safe, and a return brings them."""
-    for size in SIZES:
-        subject.alloc(1, size, density="full")
+    subject = filled
     with subject.control() as control:
         total = sum(calls_of(subject, control, verb).values())
         for nth in range(1, total + 1):

@@ -100,6 +100,27 @@ def test_blocks_of_two_contexts(subject):
     subject.intact(3)
 
 
+@pytest.mark.parametrize("peers", [{}, {"DOUBLE_PEERS": "1"}], ids=["each for itself", "peers"])
+def test_several_devices_at_the_same_time(programs, doubles, peers):
+    """Three, one of which has two contexts; the double is told who may use what."""
+    with running(programs, doubles, environment={"DOUBLE_DEVICES": "3", **peers}) as subject:
+        subject.alloc(5, 6 * MIB, "cuda", "full")
+        for count, device in enumerate((1, 2, 1), 1):
+            assert subject.ask("context", device) == "0"
+            subject.alloc(5, 6 * MIB, "cuda" if device == 1 else "cu", "full")
+            assert subject.outstanding()["mappings"] == 5 * (count + 1)
+        assert subject.ask("delay", 5000) == "ok"
+        with subject.control() as control:
+            for _ in range(2):
+                away_and_back(subject, control)
+                subject.intact(20)
+            assert subject.ask("at-once") == "3"
+            subject.free(7)
+            subject.free(17)
+            away_and_back(subject, control)
+        subject.intact(18)
+
+
 def test_nothing_to_move(subject):
     number = subject.alloc(1, 2 * MIB)
     subject.free(number)

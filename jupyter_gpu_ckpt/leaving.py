@@ -10,8 +10,19 @@ import socket
 import time
 
 from . import fit, preflight
+from .engine.capsule import Capsule
 from .engine.cuda import CudaState
-from .errors import CapsuleError, CapsuleGone, CriuError, CudaError, DeviceHeld, GateError, GpuCkptError, PreflightError
+from .errors import (
+    CapsuleError,
+    CapsuleGone,
+    CriuError,
+    CudaError,
+    DeviceHeld,
+    GateError,
+    GpuCkptError,
+    NoSpace,
+    PreflightError,
+)
 from .image import chunks, device
 from .image.chunks import Chunks
 from .image.draft import Draft
@@ -131,11 +142,22 @@ class Leaving(Steps):
         self._clocks = capsule.clocks()
         needed = preflight.image_bytes(0, processes)
         self._make_room(needed)
+        try:
+            traced.bytes = self._write_image(capsule, needed, self._deadline(bytes))
+        except NoSpace:  # checkpoints side by side saw the same room
+            if not chunks.kept_in(self.engine.store.root):
+                raise
+            self._forget_chunks(wait=True)
+            chunks.make_room(self.engine.store.root)
+            traced.bytes = self._write_image(capsule, needed, self._deadline(bytes))
+
+    def _write_image(self, capsule: Capsule, needed: int, deadline: float) -> int:
+        """The draft, but for its manifest; its bytes.  After failure there is none, and the processes go on."""
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
             self._arena = self._write_device(draft)
-            self.engine.criu.dump(capsule, draft.criu_directory, timeout=self._deadline(bytes))
-            traced.bytes = draft.size()
+            self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline)
+            return draft.size()
         except BaseException:
             self._draft = None
             draft.discard()
@@ -172,23 +194,27 @@ class Leaving(Steps):
             return
         kernel_id = self.home.kernel_id
 
-        def permitted(bytes: int) -> bool:
+        def permitted(bytes: int, fresh: int) -> bool:
             store.prepare()
             # As much again stays free: it is room that others may need more.
-            return store.free() >= 2 * bytes and store.over_quota(kernel_id, bytes) is None
+            return store.free() >= 2 * fresh and store.over_quota(kernel_id, bytes) is None
 
         try:
             self._chunks = self._chunks or Chunks(store.root)
             self._chunks.write_ahead(blocks, permitted)
+        except (OSError, RuntimeError) as error:
+            _log.info("Device memory is not written ahead: %s", error)
         finally:
             os.close(blocks)
 
     def _make_room(self, needed: int) -> None:
         """What is written ahead gives way to an image: that of other kernels first, this one's if it is no help."""
-        store = self.engine.store
-        mine = self._chunks.settle() if self._chunks is not None else 0
+        store, mine = self.engine.store, 0
+        if self._chunks is not None:
+            self._chunks.claimed = True
+            mine = self._chunks.settle()
         if store.free() < needed - mine:
-            chunks.make_room(store.root, but=self._chunks)
+            chunks.make_room(store.root)
             if store.free() < needed - mine:
                 self._forget_chunks(wait=True)
 

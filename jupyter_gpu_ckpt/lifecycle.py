@@ -222,6 +222,8 @@ class Lifecycle(Leaving, Returning):
                     self._serve(goal)
             finally:
                 self._unlease()
+            if self._chunks is not None:
+                self._chunks.claimed = False
             if self.state is State.SUSPENDED and moved:
                 self._write_ahead()
             elif self.state is not State.SUSPENDED and not self.settings.keep_chunks:

@@ -32,8 +32,9 @@ from .manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 
-#: What this process has, of all its kernels.
+#: What this process has, of all its kernels; looked at and added to under the lock.
 _living: weakref.WeakSet[Chunks] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 class Chunks:
@@ -54,7 +55,10 @@ class Chunks:
         self._enough = threading.Event()
         self._written: Future[bool] | None = None
         self._outdated = False
-        _living.add(self)
+        #: Whether a checkpoint counts on what is here.
+        self.claimed = False
+        with _lock:
+            _living.add(self)
 
     @property
     def bytes(self) -> int:
@@ -75,28 +79,29 @@ class Chunks:
             self._lock.acquire()
         self._place.mkdir(mode=0o700, exist_ok=True)
 
-    def write_ahead(self, arena: int, permitted: Callable[[int], bool]) -> None:
+    def write_ahead(self, arena: int, permitted: Callable[[int, int], bool]) -> None:
         """Begin to write what of ``arena`` is not here yet, and to remove what is not its; its caller closes it.
 
-        ``permitted``: asked, on the thread that writes, with the bytes that may be written.  Waits for nothing.
+        ``permitted``: asked, on the thread that writes, with the bytes of all of it, and those that will be written.
+        Waits for nothing.  Raises `OSError` when no descriptor can be had, ``RuntimeError`` when no thread can.
         """
-        self._enough, self._outdated = threading.Event(), False
-        own = os.dup(arena)
+        own = [os.dup(arena)]
+        self._written, self._enough, self._outdated = None, threading.Event(), False
         try:
             self._written = self._thread.submit(self._write, own, permitted, self._enough)
-        except RuntimeError as error:  # no thread can be had
-            self._enough.set()
-            self._written = None
-            os.close(own)
-            _log.info("Device memory is not written ahead: %s", error)
+        except RuntimeError:  # a later thread may come upon it all the same
+            os.close(own.pop())
+            raise
 
-    def _write(self, arena: int, permitted: Callable[[int], bool], enough: threading.Event) -> bool:
-        """Whether all of the arena is here."""
-        begun, before = time.monotonic(), self.bytes
-        if enough.is_set():
+    def _write(self, own: list[int], permitted: Callable[[int, int], bool], enough: threading.Event) -> bool:
+        """Whether all of the arena is here.  ``own``: its descriptor; none if the caller has given up."""
+        if not own:
             return False
+        arena = own.pop()
+        begun, before = time.monotonic(), self.bytes
         try:
-            if not permitted(max(0, os.fstat(arena).st_size - before)):
+            size = os.fstat(arena).st_size
+            if enough.is_set() or not permitted(size, max(0, size - before)):
                 return False
             self._begin()
             if not device.write_ahead(arena, self._place, self._entries, enough):
@@ -161,13 +166,17 @@ class Chunks:
         shutil.rmtree(self._place, ignore_errors=True)
 
 
+def _unclaimed(root: Path) -> list[Chunks]:
+    with _lock:
+        return [chunks for chunks in _living if chunks.root == root and not chunks.claimed]
+
+
 def kept_in(root: Path) -> int:
     """Bytes that `make_room` would give back."""
-    return sum(chunks.bytes for chunks in list(_living) if chunks.root == root)
+    return sum(chunks.bytes for chunks in _unclaimed(root))
 
 
-def make_room(root: Path, but: Chunks | None = None) -> None:
-    """Empty the caches of this process's kernels in an image directory, ``but`` one; the disk is waited for."""
-    for chunks in list(_living):
-        if chunks.root == root and chunks is not but:
-            chunks.clear()
+def make_room(root: Path) -> None:
+    """Empty the caches of this process's kernels in an image directory, but for what is claimed; waits for the disk."""
+    for chunks in _unclaimed(root):
+        chunks.clear()

@@ -80,7 +80,8 @@ def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough
     """
 
     def one(name: str, at: int, chunk: memoryview) -> str | None:
-        if enough.is_set() or os.preadv(arena, [chunk], at) != len(chunk):
+        # Who ends waits for all that was begun on executors' threads.
+        if enough.is_set() or not threading.main_thread().is_alive() or os.preadv(arena, [chunk], at) != len(chunk):
             return None
         entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
         if there.get(name) != entry:

@@ -151,12 +151,9 @@ static CUmemAllocationProp properties(CUdevice device)
     return wanted;
 }
 
-/* Device ``device`` is one of ``count``; false for one that is not served. */
-static bool granularity(CUdevice device, int count, size_t *bytes)
+static bool granularity(CUdevice device, size_t *bytes)
 {
     static _Atomic size_t known[MOST_DEVICES];
-    if (device < 0 || count > MOST_DEVICES || device >= count)
-        return false;
     *bytes = atomic_load_explicit(&known[device], memory_order_relaxed);
     if (*bytes == 0) {
         CUmemAllocationProp wanted = properties(device);
@@ -167,24 +164,35 @@ static bool granularity(CUdevice device, int count, size_t *bytes)
     return *bytes != 0;
 }
 
-/* Its own device may use a block, and every other one that could be given access to memory of cudaMalloc's: whether the
- * program has asked for that (cudaDeviceEnablePeerAccess), or will, is not to be found out. */
+/* Whether each of the devices may use the others' memory.  Where not, a copy from one to another goes through the host:
+ * of cudaMalloc's memory by itself, of memory like ours only if the program asks for it (cudaMemcpyPeer). */
+static bool all_are_peers(int count)
+{
+    static _Atomic int known; /* for how many it was asked; below zero: they are none */
+    int before = atomic_load_explicit(&known, memory_order_relaxed), can = 1;
+    if (before == count || before == -count)
+        return before > 0;
+    for (CUdevice from = 0; from < count && can; from++)
+        for (CUdevice to = 0; to < count && can; to++)
+            if (from != to && driver()->cuDeviceCanAccessPeer(&can, from, to) != CUDA_SUCCESS)
+                return false;
+    atomic_store_explicit(&known, can ? count : -count, memory_order_relaxed);
+    return can;
+}
+
+/* Every device may use every block: whether the program has asked for that (cudaDeviceEnablePeerAccess), or will, is not
+ * to be found out. */
 static CUresult let_use(const struct block *block)
 {
-    const struct driver *cu = driver();
     CUmemAccessDesc access[MOST_DEVICES];
-    size_t allowed = 0;
-    int count = 1, can;
-    CUresult result = cu->cuDeviceGetCount(&count);
-    for (CUdevice device = 0; device < count && device < MOST_DEVICES && result == CUDA_SUCCESS; device++) {
-        can = device == block->device;
-        if (!can)
-            result = cu->cuDeviceCanAccessPeer(&can, device, block->device);
-        if (can)
-            access[allowed++] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, device},
-                                                  .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    }
-    return result == CUDA_SUCCESS ? cu->cuMemSetAccess(block->address, block->bytes, access, allowed) : result;
+    int count = 1;
+    CUresult result = driver()->cuDeviceGetCount(&count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (CUdevice device = 0; device < count && device < MOST_DEVICES; device++)
+        access[device] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, device},
+                                           .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    return driver()->cuMemSetAccess(block->address, block->bytes, access, (size_t)count);
 }
 
 static CUresult let_go(struct block *block)
@@ -237,7 +245,8 @@ CUdeviceptr block_make(size_t bytes)
     if (cu == NULL || cu->cuCtxGetCurrent(&block.context) != CUDA_SUCCESS || block.context == NULL ||
         cu->cuCtxGetDevice(&block.device) != CUDA_SUCCESS)
         return 0;
-    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || !granularity(block.device, devices, &grain))
+    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices > MOST_DEVICES || block.device < 0 ||
+        block.device >= devices || !all_are_peers(devices) || !granularity(block.device, &grain))
         return 0;
     if (bytes > SIZE_MAX - grain)
         return 0;

@@ -33,6 +33,7 @@ static bool is_spent; /* everything is back from the arena */
 struct ring {
     char *memory;
     size_t bytes;
+    CUcontext context;
 };
 /* One for each context that copies, at the same time. */
 #define MOST_CONTEXTS (4 * MOST_DEVICES)
@@ -59,8 +60,8 @@ struct work {
     size_t begun;
     atomic_size_t workers;
     atomic_size_t next;
-    _Atomic CUresult failed;
 };
+static _Atomic CUresult failed; /* what went wrong first, in whichever context: then nobody begins another chunk */
 
 struct buffer {
     void *memory;
@@ -68,10 +69,11 @@ struct buffer {
     const struct chunk *chunk; /* under way */
 };
 
-static void fail(struct work *work, CUresult result)
+static void fail(CUresult result)
 {
     CUresult none = CUDA_SUCCESS;
-    atomic_compare_exchange_strong(&work->failed, &none, result);
+    if (result != CUDA_SUCCESS)
+        atomic_compare_exchange_strong(&failed, &none, result);
 }
 
 static CUresult begin(struct work *work, struct buffer *buffer)
@@ -118,7 +120,7 @@ static void *copy(void *argument)
     for (size_t at = 0; result == CUDA_SUCCESS && buffers[at].chunk != NULL; at = (at + 1) % BUFFERS) {
         result = finish(work, &buffers[at]);
         if (result == CUDA_SUCCESS)
-            result = atomic_load(&work->failed);
+            result = atomic_load(&failed);
         if (result == CUDA_SUCCESS)
             result = begin(work, &buffers[at]);
     }
@@ -128,8 +130,7 @@ static void *copy(void *argument)
                 atomic_store(&under_way, true);
             cu->cuStreamDestroy_v2(buffers[at].stream);
         }
-    if (result != CUDA_SUCCESS)
-        fail(work, result);
+    fail(result);
     return NULL;
 }
 
@@ -165,27 +166,41 @@ static char *huge(size_t bytes, int flags, int file)
 
 static CUresult close_ring(struct ring *ring)
 {
-    if (atomic_load(&under_way))
-        return CUDA_ERROR_NOT_READY;
-    CUresult result = ring->memory != NULL ? driver()->cuMemHostUnregister(ring->memory) : CUDA_SUCCESS;
-    if (ring->memory != NULL && result == CUDA_SUCCESS) {
+    if (ring->memory == NULL)
+        return CUDA_SUCCESS;
+    CUresult result = driver()->cuCtxSetCurrent(ring->context);
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuMemHostUnregister(ring->memory);
+    if (result == CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
         ring->memory = NULL;
     }
     return result;
 }
 
-static CUresult open_ring(struct ring *ring, size_t bytes)
+/* All there are, also those that an earlier transfer could not close; not while copies may be under way. */
+static CUresult close_rings(void)
 {
-    CUresult result = close_ring(ring);
-    if (result != CUDA_SUCCESS)
-        return result;
+    if (atomic_load(&under_way))
+        return CUDA_ERROR_NOT_READY;
+    CUresult result = CUDA_SUCCESS;
+    for (size_t at = 0; at < MOST_CONTEXTS; at++) {
+        CUresult now = close_ring(&rings[at]);
+        if (result == CUDA_SUCCESS)
+            result = now;
+    }
+    return result;
+}
+
+static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
+{
     ring->memory = huge(bytes, 0, -1);
     if (ring->memory == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     ring->bytes = bytes;
+    ring->context = context;
     /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
-    result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
+    CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
     if (result != CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
         ring->memory = NULL;
@@ -197,26 +212,13 @@ static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(work->ring, workers * BUFFERS * work->most);
+        result = open_ring(work->ring, work->context, workers * BUFFERS * work->most);
     while (result == CUDA_SUCCESS && work->begun < workers &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
     if (result == CUDA_SUCCESS && work->begun == 0)
         result = CUDA_ERROR_OUT_OF_MEMORY;
-    if (result != CUDA_SUCCESS)
-        fail(work, result);
-}
-
-static CUresult end(struct work *work)
-{
-    for (size_t at = 0; at < work->begun; at++)
-        pthread_join(work->threads[at], NULL);
-    CUresult result = driver()->cuCtxSetCurrent(work->context);
-    if (result == CUDA_SUCCESS)
-        result = close_ring(work->ring);
-    if (result != CUDA_SUCCESS)
-        fail(work, result);
-    return atomic_load(&work->failed);
+    fail(result);
 }
 
 static bool is_copied(const struct block *block) { return block->address != 0 && block->offset != NOT_COPIED; }
@@ -269,12 +271,16 @@ static CUresult copy_all(bool outwards)
         return CUDA_ERROR_NOT_SUPPORTED;
     for (size_t at = 0; at < count; at++)
         most += works[at].count;
+    CUresult result = close_rings();
+    if (result != CUDA_SUCCESS)
+        return result;
     size_t bytes = most * sizeof(struct chunk);
     struct chunk *chunks = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (chunks == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     size_t workers = processors() / count;
     workers = workers > MOST_WORKERS ? MOST_WORKERS : workers == 0 ? 1 : workers;
+    atomic_store(&failed, CUDA_SUCCESS);
     struct chunk *next = chunks;
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
@@ -283,14 +289,12 @@ static CUresult copy_all(bool outwards)
         fill_in(&works[at]);
         start(&works[at], workers);
     }
-    CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < count; at++) {
-        CUresult now = end(&works[at]);
-        if (result == CUDA_SUCCESS)
-            result = now;
-    }
+    for (size_t at = 0; at < count; at++)
+        for (size_t thread = 0; thread < works[at].begun; thread++)
+            pthread_join(works[at].threads[thread], NULL);
+    fail(close_rings());
     munmap(chunks, bytes);
-    return result;
+    return atomic_load(&failed);
 }
 
 /* -- the arena */

@@ -28,7 +28,7 @@ void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 
 CUcontext current_context(void);
 int device_count(void); /* DOUBLE_DEVICES of the environment */
-int can_access(CUdevice from, CUdevice to); /* the same, or DOUBLE_PEERS is set */
+int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_STRANGERS is set */
 /* All that was asked of the device in a context is done. */
 void finish_work(CUcontext context);
 size_t streams_outstanding(void);

@@ -57,7 +57,7 @@ int device_count(void)
     return wanted != NULL ? atoi(wanted) : 1;
 }
 
-int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE_PEERS") != NULL; }
+int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE_STRANGERS") == NULL; }
 
 /* -- devices and contexts */
 

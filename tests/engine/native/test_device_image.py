@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.image import archive, device, direct
-from jupyter_gpu_ckpt.image.chunks import Chunks
+from jupyter_gpu_ckpt.image.chunks import Chunks, make_room
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
 from jupyter_gpu_ckpt.image.manifest import FileEntry
@@ -269,6 +269,60 @@ def test_neither_is_done_unasked(fast_kernel, options):
     kernel.runs_on()
 
 
+def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
+    """Another one of the same server looks for room meanwhile."""
+    kernel.lifecycle.suspend()
+    kernel.lifecycle._chunks._written.result()
+    there, write = len(kept(kernel)), kernel.lifecycle._write_device
+
+    def before_it(draft):
+        make_room(kernel.store.root)
+        assert len(kept(kernel)) == there
+        return write(draft)
+
+    monkeypatch.setattr(kernel.lifecycle, "_write_device", before_it)
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    make_room(kernel.store.root)
+    assert kept(kernel) == []
+
+
+def test_a_disk_that_is_full_all_the_same_is_tried_again_without_what_is_kept(kernel, monkeypatch):
+    """Two checkpoints saw the same room."""
+    other = Chunks(kernel.store.root)
+    kernel.store.prepare()
+    full = kernel.store.root / "full"
+    full.mkdir()
+    (full / "000000.img").write_bytes(bytes(8 << 20))
+    other.salvage(full, {"000000.img": FileEntry(8 << 20, "")})
+    write, failed = direct.write, []
+
+    def full_once(*arguments, **options):
+        if kept(kernel):
+            failed.append(arguments)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct, "write", full_once)
+    kernel.lifecycle.checkpoint()
+    assert failed
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_the_quota_is_asked_about_all_of_it(kernel, monkeypatch):
+    """Also of what is there already: an image counts it."""
+    asked = []
+    kernel.lifecycle.suspend()
+    kernel.lifecycle._chunks._written.result()
+    kernel.lifecycle.wake()
+    monkeypatch.setattr(Store, "over_quota", lambda _, kernel_id, bytes: asked.append(bytes))
+    kernel.lifecycle.suspend()
+    kernel.lifecycle._chunks._written.result()
+    assert asked[-1] == kernel.blocks
+
+
 def test_no_thread_can_be_had(kernel, monkeypatch):
     def refused(*_) -> None:
         raise RuntimeError("can't start new thread")
@@ -319,6 +373,14 @@ def test_a_disk_that_hangs_holds_up_nobody(kernel, hanging):
     os.kill(kernel.pid, signal.SIGKILL)
     until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
     assert not hanging.over.is_set()
+    hanging.over.set()
+    until(lambda: not arenas(), "none of its memory is held")
+
+
+def arenas() -> list[str]:
+    """Descriptors of this process that lead to device memory."""
+    links = (os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd"))
+    return [to for link in links if os.path.islink(link) and fastpath.BLOCKS in (to := os.readlink(link))]
 
 
 @pytest.mark.parametrize("way", ["terminate", "leave"])

@@ -157,8 +157,10 @@ def test_a_directory_that_is_not_there(programs, doubles, runtime_base):
         all_from_the_original(subject)
 
 
-def test_too_many_devices(programs, doubles):
-    with running(programs, doubles, environment={"DOUBLE_DEVICES": "17"}) as subject:
+@pytest.mark.parametrize("devices", [{"DOUBLE_DEVICES": "17"}, {"DOUBLE_DEVICES": "2", "DOUBLE_STRANGERS": "1"}])
+def test_devices_that_are_not_served(programs, doubles, devices):
+    """Too many, or such as cannot use each other's memory: the driver copies between those through the host."""
+    with running(programs, doubles, environment=devices) as subject:
         all_from_the_original(subject)
 
 

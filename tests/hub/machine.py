@@ -17,6 +17,7 @@ from pathlib import Path
 
 from everybody import needed, opened
 from namespaces import enter, init_of, unshare
+from waiting import until
 
 #: TEST-NET-2 and 3.
 _NETWORKS = ("198.51.100", "203.0.113")
@@ -195,11 +196,11 @@ def network(names: Sequence[str], place: Path, users: Sequence[User]) -> Iterato
             subprocess.run(["ip", *words], check=True, timeout=60)
         yield machines
     finally:
-        for machine in reversed(machines.values()):
-            machine.close()
         # It would go by itself with the other end of the cable, whenever the system comes to that.
         subprocess.run(["ip", "link", "delete", "dev", mine], check=False, capture_output=True, timeout=60)
-        assert not _has(prefix), "the network has gone"
+        for machine in reversed(machines.values()):
+            machine.close()
+        until(lambda: not _has(prefix), "the network has gone")
 
 
 def _cable(first: Machine, port: str, to: str, name: str) -> None:

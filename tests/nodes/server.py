@@ -30,6 +30,9 @@ class Server:
         config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
         config.GpuCkptProvisioner.image_dir = str(shared / "images")
         config.GpuCkptProvisioner.runtime_base = str(base)
+        # Deadlines are not what is tested here, and the machine may be busy.
+        for deadline in ("drain_timeout", "wake_timeout", "start_timeout"):
+            setattr(config.GpuCkptProvisioner, deadline, 60.0)
         KernelProvisionerFactory.instance(config=config)
         self.config = config
         self.manager: Any = None

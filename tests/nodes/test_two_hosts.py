@@ -51,7 +51,7 @@ def there_and_back(hosts: tuple[Host, Host, Path], times: int) -> None:
             assert "error" not in left, (left, here.log.read_text())
             here, there = there, here
             adopted = began(here)
-            assert adopted["state"] == "checkpointed", "adopting wakes nothing"
+            assert adopted["state"] == "checkpointed", f"adopting wakes nothing: {there.log.read_text()}"
             assert adopted["info"] == facts["info"], "the same sockets and the same key"
             # The client wakes it by what any notebook sends; nothing is lost, nothing comes twice.
             assert client.evaluate("n, os.getpid() == pid", "n += 1; _ = log.write('x'); log.flush()") == (

@@ -15,8 +15,9 @@ from jupyter_events import EventLogger
 from live import until as until_true
 from tornado.ioloop import IOLoop
 
+from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.machine import PLANS, Checkpoint, Restore, State, Step
-from jupyter_gpu_ckpt.server import watch
+from jupyter_gpu_ckpt.server import progress, watch
 from jupyter_gpu_ckpt.server.events import FAILURE, SCHEMAS, STATE, STEP, Events
 from jupyter_gpu_ckpt.server.progress import Progress, Sizes
 from jupyter_gpu_ckpt.server.watch import VERBS, Stepped, Watcher
@@ -24,6 +25,12 @@ from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def first_rates(monkeypatch):
+    """Not what the tests before this one measured."""
+    monkeypatch.setattr(progress, "RATES", Rates())
 
 
 def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:

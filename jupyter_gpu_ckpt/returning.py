@@ -12,7 +12,8 @@ from pathlib import Path
 
 from . import fit, preflight
 from .engine import criu_images
-from .engine.capsule import Capsule, Clocks
+from .engine.capsule import Capsule
+from .engine.clocks import Clocks
 from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping

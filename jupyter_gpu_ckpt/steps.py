@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from .engine.capsule import Capsule, Clocks
+from .engine.capsule import Capsule
+from .engine.clocks import Clocks
 from .engine.criu import Criu
 from .engine.cuda import Cuda, CudaState
 from .engine.fastpath import FastPath

@@ -20,13 +20,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError
+from .clocks import UNSHIFTED, Clocks
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
@@ -35,22 +35,6 @@ GRACE = 10.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
 _INIT = Path(__file__).with_name("capsule_init.py")
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """Readings of CLOCK_MONOTONIC and CLOCK_BOOTTIME in nanoseconds."""
-
-    monotonic: int
-    boottime: int
-
-    @classmethod
-    def now(cls) -> Clocks:
-        """The clocks of the caller's own time namespace."""
-        return cls(time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME))
-
-    def __sub__(self, other: Clocks) -> Clocks:
-        return Clocks(self.monotonic - other.monotonic, self.boottime - other.boottime)
 
 
 @dataclass(frozen=True)
@@ -95,7 +79,7 @@ class Capsule:
         cls,
         directory: Path,
         *,
-        offsets: Clocks = Clocks(0, 0),
+        offsets: Clocks = UNSHIFTED,
         known_as: Path | None = None,
         stdout: int | Any = None,
         stderr: int | Any = None,

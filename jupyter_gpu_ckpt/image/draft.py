@@ -81,10 +81,8 @@ class Draft:
         """
         with mapped(self._root):
             place = self.criu_directory / device.DIRECTORY
-            if self._plain is not None:  # what is stored is another file
-                device.write(arena, place, device.none_there, go_on)
-            else:
-                written = device.write(arena, place, take, go_on)
+            written = device.write(arena, place, take, go_on)
+            if self._plain is None:  # else what is stored is another file
                 self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
 
     def size(self) -> int:

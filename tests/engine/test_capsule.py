@@ -21,7 +21,8 @@ from sleepers import ENV, sleeper, status_of
 from waiting import until
 
 from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Clocks, first_pid
+from jupyter_gpu_ckpt.engine.capsule import Capsule, first_pid
+from jupyter_gpu_ckpt.engine.clocks import Clocks
 from jupyter_gpu_ckpt.engine.raw_output import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 

@@ -208,6 +208,14 @@ async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, rec
         record(peers=await kernel.run("print(peers)"))
 
 
+async def goes_on_after_both_tiers(kernel, step: str) -> None:
+    """``step`` works with what was on the GPU, and prints whether it is as it should be."""
+    for verb in ("suspend", "checkpoint"):
+        await getattr(kernel.provisioner, verb)()
+        assert await kernel.run(step, 120) == "True"
+        await kernel.settled("running")
+
+
 async def test_cupy_beside_torch(tmp_path, runtime_base, record):
     pytest.importorskip("cupy", reason="CuPy is not installed on this machine")
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
@@ -219,10 +227,7 @@ async def test_cupy_beside_torch(tmp_path, runtime_base, record):
             120,
         )
         record(served=path_of(kernel).amounts().bytes)
-        for verb in ("suspend", "checkpoint"):
-            await getattr(kernel.provisioner, verb)()
-            assert await kernel.run("a += 1; t += 1; print(same())", 120) == "True"
-            await kernel.settled("running")
+        await goes_on_after_both_tiers(kernel, "a += 1; t += 1; print(same())")
 
 
 async def test_numba_beside_torch(tmp_path, runtime_base, record):
@@ -242,10 +247,7 @@ async def test_numba_beside_torch(tmp_path, runtime_base, record):
             120,
         )
         record(served=path_of(kernel).amounts().bytes)
-        for verb in ("suspend", "checkpoint"):
-            await getattr(kernel.provisioner, verb)()
-            assert await kernel.run("print(step())", 120) == "True"
-            await kernel.settled("running")
+        await goes_on_after_both_tiers(kernel, "print(step())")
 
 
 async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, runtime_base):

@@ -14,7 +14,8 @@ from gate_double import GateDouble
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
-from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.image import device
+from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
@@ -70,3 +71,13 @@ class FastKernel:
         assert self.held() == self.blocks + CONTEXT
         assert self.gate.serves
         self.program.goes_on()
+
+
+def chunks(image: Image) -> list[Path]:
+    """Files of device memory in an image."""
+    return sorted((image.criu_directory / device.DIRECTORY).glob("*"))
+
+
+def kept(kernel: FastKernel) -> list[Path]:
+    """Files of device memory that is on the disk, and in no image."""
+    return sorted(kernel.store.root.glob(".draft-chunks-*/*"))

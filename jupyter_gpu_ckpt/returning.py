@@ -193,8 +193,7 @@ class Returning(Steps):
         if not manifest.arena:
             yield
             return
-        blocks = FastPath(capsule, self.engine.cuda).blocks(size=manifest.arena)
-        assert blocks is not None
+        blocks = FastPath(capsule, self.engine.cuda).new_blocks()
         try:
             self._arena_filling = filling = Filling(
                 blocks,

@@ -99,18 +99,21 @@ class FastPath:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
         return any(_name(thread) == _AWAY for thread in threads)
 
-    def blocks(self, *, size: int | None = None) -> int | None:
-        """A descriptor, the caller's own, of the file in memory that has the blocks that are away, or has none.
+    def blocks(self) -> int | None:
+        """A descriptor, the caller's own, of the file in memory that has the blocks that are away.
 
-        None while nothing is away, or where the library took anonymous memory.  ``size``: of a capsule that has no
-        kernel yet, whose blocks are to be put there.  Raises `CapsuleError`, `OSError`.
+        None while nothing is away, or where the library took anonymous memory.  Raises `CapsuleError`, `OSError`.
         """
-        if size is None and not (self.away() and self._has_file()):
-            return None
+        return self._open(os.O_RDWR) if self.away() and self._has_file() else None
+
+    def new_blocks(self) -> int:
+        """The same file, empty, in a capsule that has no kernel yet: what its blocks are put into.  Raises likewise."""
+        return self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def _open(self, how: int) -> int:
         directory = self._capsule.arena()
         try:
-            how = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if size is None else os.O_CREAT | os.O_EXCL)
-            return os.open(BLOCKS, how, 0o600, dir_fd=directory)
+            return os.open(BLOCKS, how | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
         finally:
             os.close(directory)
 

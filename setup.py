@@ -15,8 +15,8 @@ setup(
         # No Python in it: kernels of any environment preload it.  Where there is no compiler, all else works without.
         Extension(
             "jupyter_gpu_ckpt.engine.native._fastpath",
-            sources=[f"{NATIVE}/{name}.c" for name in ("blocks", "control", "driver", "intercept", "transfer")],
-            depends=[f"{NATIVE}/{name}.h" for name in ("blocks", "control", "driver", "transfer")],
+            sources=[f"{NATIVE}/{name}.c" for name in ("blocks", "control", "door", "driver", "intercept", "transfer")],
+            depends=[f"{NATIVE}/{name}.h" for name in ("blocks", "control", "door", "driver", "transfer")],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
             libraries=["pthread", "dl"],
             py_limited_api=True,

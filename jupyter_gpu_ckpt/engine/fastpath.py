@@ -155,6 +155,8 @@ class FastPath:
                 raise _told(error) from error
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
+                if not self.away():  # whoever was let into the driver's lock has to leave it first
+                    self._capsule.unpark()
             self._cuda.lock(pid, lock_s)
             may_run = True
         finally:

@@ -135,7 +135,7 @@ async def steady(place: Path, base: Path) -> dict[str, list[float]]:
         (place / name).mkdir()
     async with (
         notebook(place / "with", base, fast_path="auto") as ours,
-        notebook(place / "without", base) as stock,
+        notebook(place / "without", base, fast_path="off") as stock,
     ):
         for turn in range(TURNS + 1):
             for work, code in (("training", TRAINING), ("allocations", ALLOCATIONS)):

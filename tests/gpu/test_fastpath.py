@@ -12,7 +12,7 @@ from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.cuda import CudaState
 from jupyter_gpu_ckpt.machine import State
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 #: Tensors of every kind, and what is made of them by work that goes on after.
 KINDS = """
@@ -130,7 +130,7 @@ def notebook_beside(tmp_path, runtime_base):
 async def test_threads_that_hammer_the_gpu_lose_nothing(tmp_path, runtime_base, record):
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)
-        for _ in range(5):
+        for _ in range(8):
             await kernel.provisioner.suspend()
             assert path_of(kernel).amounts().away >= 1 << 30
             assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"
@@ -165,7 +165,7 @@ async def test_a_warm_kernel_leaves_its_room_to_others_and_comes_back_or_goes_to
             stays = sum(gpus.used_by(pid).values())
             record(held=held, stays=stays)
             assert lifecycle.engine.cuda.state(pid) is CudaState.LOCKED
-            assert held - stays >= 1 << 32
+            assert held - stays > 0.95 * (1 << 32), "the context may have grown a little"
             assert await kernel.run("print(int(x.sum()) == total)", 60) == "True"
             await kernel.settled("running")
         await kernel.provisioner.suspend()
@@ -235,6 +235,8 @@ async def test_numba_beside_torch(tmp_path, runtime_base, record):
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run(
             "import numpy, torch; from numba import cuda\n"
+            # Numba's CUDA target of 2025 names what NumPy 2.5 has no more.
+            "if not hasattr(numpy, 'row_stack'): numpy.row_stack = numpy.vstack\n"
             "@cuda.jit\n"
             "def double(x):\n"
             "    at = cuda.grid(1)\n"

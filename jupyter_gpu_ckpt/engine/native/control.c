@@ -27,6 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "door.h"
 #include "transfer.h"
 
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
@@ -95,8 +96,14 @@ static CUresult perform(const char *verb)
         return CUDA_ERROR_NOT_READY;
     if (step == transfer_free)
         tell(true);
-    CUresult result = step();
-    tell(transfer_amounts().away != 0);
+    bool begins = step != transfer_free && transfer_amounts().blocks != 0;
+    CUresult result = begins ? door_open(transfer_rehearse) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = step();
+    bool away = transfer_amounts().away != 0;
+    if (!away && (step != transfer_copy_out || result != CUDA_SUCCESS))
+        door_close();
+    tell(away);
     blocks_release();
     return result;
 }
@@ -145,6 +152,8 @@ static void serve(int connection)
     while (read_verb(stream, verb, sizeof verb))
         answer(connection, verb);
     transfer_forget();
+    if (transfer_amounts().away == 0)
+        door_close();
     fclose(stream);
 }
 

@@ -383,6 +383,36 @@ static CUresult synchronize(void)
     return result;
 }
 
+static CUresult rehearse_in(CUcontext context)
+{
+    CUstream stream = NULL;
+    CUresult result = driver()->cuCtxSetCurrent(context);
+    if (result == CUDA_SUCCESS)
+        result = open_ring(&rings[0], context, HUGE_PAGE);
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
+    if (stream != NULL)
+        result = driver()->cuStreamDestroy_v2(stream);
+    CUresult closed = close_ring(&rings[0]);
+    return result != CUDA_SUCCESS ? result : closed;
+}
+
+CUresult transfer_rehearse(void)
+{
+    size_t slots;
+    struct block *table = blocks_table(&slots);
+    CUcontext last = NULL;
+    if (atomic_load(&under_way)) /* the steps wait for those first */
+        return CUDA_SUCCESS;
+    CUresult result = close_rings();
+    for (size_t at = 0; at < slots && result == CUDA_SUCCESS; at++)
+        if (table[at].address != 0 && table[at].context != last) {
+            last = table[at].context;
+            result = rehearse_in(last);
+        }
+    return result;
+}
+
 CUresult transfer_copy_out(void)
 {
     if (driver() == NULL || is_away)

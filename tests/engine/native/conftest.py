@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fast_kernel import FastKernel
+from fast_program import Kernel
 from programs import Programs, build, build_doubles, compiler
 from subject import running
 
@@ -32,6 +33,17 @@ def programs(tmp_path_factory, doubles) -> Programs:
 def subject(programs, doubles):
     with running(programs, doubles) as subject:
         yield subject
+
+
+@pytest.fixture
+def kernel(programs, doubles):
+    """The program of `fast_program` in a capsule."""
+    directory = Path(tempfile.mkdtemp(prefix="gc-"))
+    directory.chmod(0o700)
+    kernel = Kernel(directory, programs.library, doubles)
+    yield kernel
+    kernel.capsule.close()
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

@@ -32,6 +32,8 @@ int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_
 /* All that was asked of the device in a context is done. */
 void finish_work(CUcontext context);
 size_t streams_outstanding(void);
+/* As a writer: calls that change what memory there is do. */
+void pass_the_door(void);
 
 /* For tests. */
 struct outstanding {
@@ -45,6 +47,11 @@ void double_fail(const char *function, long nth, bool lasting, CUresult result);
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
+/* Calls that wait while the driver is locked, by the file whose name it is told (beside it, "-is-locked" says that). */
+void double_door(const char *file);
+void double_read(void);
+void double_write(void);
+void double_hold(unsigned microseconds); /* what writers need */
 int double_at_once(void); /* the most devices that copied at the same time */
 /* Work of the GPU: after ``microseconds`` each byte of the range becomes ``value``. */
 CUresult double_launch(CUdeviceptr address, size_t bytes, int value, unsigned microseconds);

@@ -1,8 +1,11 @@
 /* libcuda.so.1 without a GPU: devices, contexts and streams.  A stream is a thread; what is asked of it is done later. */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "double.h"
@@ -58,6 +61,63 @@ int device_count(void)
 }
 
 int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE_STRANGERS") == NULL; }
+
+/* -- the door: who calls waits here while the driver is locked, some as readers */
+
+static pthread_rwlock_t door = PTHREAD_RWLOCK_INITIALIZER;
+static pthread_mutex_t behind_it = PTHREAD_MUTEX_INITIALIZER;
+
+void pass_the_door(void)
+{
+    pthread_rwlock_wrlock(&door);
+    pthread_mutex_lock(&behind_it);
+    pthread_mutex_unlock(&behind_it);
+    pthread_rwlock_unlock(&door);
+}
+
+EXPORT void double_write(void) { pass_the_door(); }
+
+EXPORT void double_read(void)
+{
+    pthread_rwlock_rdlock(&door);
+    pthread_rwlock_unlock(&door);
+}
+
+EXPORT void double_hold(unsigned microseconds)
+{
+    pthread_mutex_lock(&behind_it);
+    usleep(microseconds);
+    pthread_mutex_unlock(&behind_it);
+    usleep(1000); /* for whoever waits */
+}
+
+/* The driver's thread that locks: while there is the file, and it says so by another. */
+static void *keep(void *argument)
+{
+    const char *wanted = argument;
+    char said[4096];
+    snprintf(said, sizeof said, "%s-is-locked", wanted);
+    pthread_setname_np(pthread_self(), "cuda0000000d00e");
+    for (bool locked = false;; usleep(500)) {
+        bool wants = access(wanted, F_OK) == 0;
+        if (wants && !locked) {
+            pthread_rwlock_wrlock(&door);
+            close(open(said, O_WRONLY | O_CREAT, 0600));
+        } else if (!wants && locked) {
+            pthread_rwlock_unlock(&door);
+            unlink(said);
+        }
+        locked = wants;
+    }
+    return NULL;
+}
+
+EXPORT void double_door(const char *file)
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, keep, strdup(file)) != 0)
+        misuse("the door has no keeper");
+}
 
 /* -- devices and contexts */
 

@@ -1,4 +1,4 @@
-"""A program that holds device memory of the double, and can be asked about it."""
+"""A program that holds device memory of the double, and can be asked about it; alone, or in a capsule."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 from waiting import until
 
 from jupyter_gpu_ckpt.engine import fastpath
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.fastpath import FastPath
+from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING, FakeCuda, FakeDriver
 
 MIB = 1 << 20
+A = "GPU-00000000-0000-0000-0000-00000000000a"
 #: Bytes of its allocations.
 SIZES = (2 * MIB, 5 * MIB + 77, 64 * MIB)
 
@@ -75,3 +79,52 @@ class Program:
         assert self.ask("intact()") is True
         turns = self.ask("turns[0]")
         until(lambda: self.ask("turns[0]") > turns, "the other thread goes on")
+
+
+class Kernel:
+    """The program in a capsule."""
+
+    def __init__(self, directory: Path, library: Path, doubles: Path) -> None:
+        self.directory = directory
+        self._program = Program(directory, library, doubles)
+        self.capsule = Capsule.create(directory)
+        self.capsule.spawn(self._program.argv, self._program.env, "/")
+        self._program.holds_its_memory()
+        self.ask = self._program.ask
+        self.driver = FakeDriver({A: 100 * MIB})
+        self.driver.start({A: 71 * MIB}, pid=self.capsule.host_pid)
+        self.cuda = FakeCuda(self.driver)
+        self.path = FastPath(self.capsule, self.cuda)
+
+    @property
+    def state(self) -> int:
+        return self.driver.processes[self.capsule.host_pid].state
+
+    @property
+    def pid(self) -> int:
+        return self.capsule.host_pid
+
+    def runs_on(self) -> None:
+        """Unlocked, nobody is parked, everything is on the device."""
+        assert self.state == RUNNING
+        assert self.path.amounts().away == 0
+        self._program.goes_on()
+
+    def lock(self) -> None:
+        self.cuda.lock(self.pid, 5)
+
+    def leave(self, timeout_s: float = 60) -> int:
+        return self.path.leave(lock_s=5, timeout_s=timeout_s)
+
+    def come_back(self) -> None:
+        self.path.come_back(lock_s=5, timeout_s=60)
+
+
+def parked(kernel: Kernel) -> bool:
+    """Whether all threads of the program are, but for the library's and the driver's own (proc_pid_stat(5): ``t``)."""
+    states = {}
+    for task in Path(f"/proc/{kernel.pid}/task").iterdir():
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        if not name.startswith(("gpu-ckpt", "cuda-double")):
+            states[task.name] = rest.split()[0]
+    return set(states.values()) == {"t"}

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fast_program import MIB, SIZES, Program
+from fast_program import MIB, SIZES, A, parked
 
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
@@ -19,57 +19,6 @@ from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.engine.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
-
-A = "GPU-00000000-0000-0000-0000-00000000000a"
-
-
-class Kernel:
-    """The program in a capsule."""
-
-    def __init__(self, directory: Path, library: Path, doubles: Path) -> None:
-        self.directory = directory
-        self._program = Program(directory, library, doubles)
-        self.capsule = Capsule.create(directory)
-        self.capsule.spawn(self._program.argv, self._program.env, "/")
-        self._program.holds_its_memory()
-        self.ask = self._program.ask
-        self.driver = FakeDriver({A: 100 * MIB})
-        self.driver.start({A: 71 * MIB}, pid=self.capsule.host_pid)
-        self.cuda = FakeCuda(self.driver)
-        self.path = FastPath(self.capsule, self.cuda)
-
-    @property
-    def state(self) -> int:
-        return self.driver.processes[self.capsule.host_pid].state
-
-    @property
-    def pid(self) -> int:
-        return self.capsule.host_pid
-
-    def runs_on(self) -> None:
-        """Unlocked, nobody is parked, everything is on the device."""
-        assert self.state == RUNNING
-        assert self.path.amounts().away == 0
-        self._program.goes_on()
-
-    def lock(self) -> None:
-        self.cuda.lock(self.pid, 5)
-
-    def leave(self, timeout_s: float = 60) -> int:
-        return self.path.leave(lock_s=5, timeout_s=timeout_s)
-
-    def come_back(self) -> None:
-        self.path.come_back(lock_s=5, timeout_s=60)
-
-
-@pytest.fixture
-def kernel(programs, doubles):
-    directory = Path(tempfile.mkdtemp(prefix="gc-"))
-    directory.chmod(0o700)
-    kernel = Kernel(directory, programs.library, doubles)
-    yield kernel
-    kernel.capsule.close()
-    shutil.rmtree(directory)
 
 
 def test_away_and_back(kernel):
@@ -242,13 +191,3 @@ def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
     kernel.path = FastPath(kernel.capsule, kernel.cuda)
     kernel.come_back()
     kernel.runs_on()
-
-
-def parked(kernel: Kernel) -> bool:
-    """Whether all threads of the program are, but for the library's and the driver's own (proc_pid_stat(5): ``t``)."""
-    states = {}
-    for task in Path(f"/proc/{kernel.pid}/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith(("gpu-ckpt", "cuda-double")):
-            states[task.name] = rest.split()[0]
-    return set(states.values()) == {"t"}

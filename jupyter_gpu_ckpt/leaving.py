@@ -7,7 +7,10 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 from . import fit, preflight
 from .engine.capsule import Capsule
@@ -78,6 +81,7 @@ class Leaving(Steps):
 
     def _quiesce(self, traced: Traced) -> None:
         self._saved = Saved()
+        self._fast_path().prepare(preflight.available_memory() - preflight.MARGIN)
         if not self.home.has_agent:
             return
         report = self._ask_agent("quiesce", {"trim": True, "files": True}).get("report", {})
@@ -155,8 +159,8 @@ class Leaving(Steps):
         """The draft, but for its manifest; its bytes.  After failure there is none, and the processes go on."""
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
         try:
-            self._arena = self._write_device(draft)
-            self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline)
+            with self._device_written(draft):
+                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline)
             return draft.size()
         except BaseException:
             self._draft = None
@@ -165,15 +169,31 @@ class Leaving(Steps):
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
 
-    def _write_device(self, draft: Draft) -> int:
-        """Device memory that CRIU will not see; its bytes."""
-        blocks = self._fast_path().blocks() if self._saved.cuda else None
+    @contextlib.contextmanager
+    def _device_written(self, draft: Draft) -> Iterator[None]:
+        """Beside what is done in this: device memory that CRIU does not see; all of it is written after."""
+        self._arena, blocks = 0, self._fast_path().blocks() if self._saved.cuda else None
         if blocks is None:
-            return 0
+            yield
+            return
+        take = self._chunks.take if self._chunks is not None else device.none_there
+        in_vain = threading.Event()
+
+        def go_on() -> None:
+            self._require_not_broken_off()
+            if in_vain.is_set():
+                raise CancelledError
+
         try:
-            take = self._chunks.take if self._chunks is not None else device.none_there
-            draft.write_device(blocks, take, self._require_not_broken_off)
-            return os.fstat(blocks).st_size
+            self._arena = os.fstat(blocks).st_size
+            with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
+                written = thread.submit(draft.write_device, blocks, take, go_on)
+                try:
+                    yield
+                except BaseException:
+                    in_vain.set()
+                    raise
+                written.result()
         finally:
             os.close(blocks)
 

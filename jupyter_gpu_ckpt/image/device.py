@@ -45,7 +45,7 @@ def none_there(name: str, entry: FileEntry, place: Path) -> bool:
 
 
 def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) -> dict[str, FileEntry]:
-    """Write the arena, a file descriptor, to files in ``directory``, which is made; they are on disk when this returns.
+    """Write the arena, a file descriptor, to files in ``directory``, which is made; they are flushed with their draft.
 
     Returns their hashes by name.  What ``take`` has is not written.  ``go_on``: called before each chunk; what it
     raises ends it.  Raises `OSError`; what was written then is left.
@@ -61,13 +61,10 @@ def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) 
         entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
         if not take(name, entry, directory / name):
             direct.write(directory / name, chunk, len(chunk), size=len(chunk))
-            flush(directory / name)
         return name, entry
 
     written = dict(filter(None, _each(os.fstat(arena).st_size, one, _DEPTH)))
-    if written:
-        flush(directory)
-    else:  # an image has no empty directories
+    if not written:  # an image has no empty directories
         directory.rmdir()
     return written
 

@@ -119,10 +119,10 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     fast_path = Enum(
         ["auto", "off"],
-        "off",
-        help="Experimental. `auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device "
-        "memory at the rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that "
-        "shares device memory with other processes (CUDA IPC) needs that.",
+        "auto",
+        help="`auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
+        "rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that shares device "
+        "memory with other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     keep_chunks = Bool(
         True,

@@ -17,7 +17,7 @@ from waiting import until
 from jupyter_gpu_ckpt import preflight
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.errors import CriuError
-from jupyter_gpu_ckpt.image import direct
+from jupyter_gpu_ckpt.image import device, direct
 from jupyter_gpu_ckpt.image.chunks import Chunks, make_room
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
@@ -66,10 +66,15 @@ def test_what_has_not_changed_is_not_written_again(kernel, written):
 
 
 def test_a_checkpoint_that_fails_costs_no_more_than_what_was_kept(kernel, written, monkeypatch):
-    kernel.lifecycle.checkpoint()
+    count = len(chunks(kernel.lifecycle.checkpoint()))
     kernel.lifecycle.wake()
+
+    def dump(_, directory, **__):
+        until(lambda: len(list((directory / device.DIRECTORY).glob("*"))) == count, "all was taken")
+        raise CriuError("no")
+
     with monkeypatch.context() as patch:
-        patch.setattr(kernel.lifecycle.engine.criu, "dump", lambda *_, **__: (_ for _ in ()).throw(CriuError("no")))
+        patch.setattr(kernel.lifecycle.engine.criu, "dump", dump)
         with pytest.raises(CriuError):
             kernel.lifecycle.checkpoint()
     kernel.runs_on()
@@ -240,14 +245,14 @@ def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
     """Another one of the same server looks for room meanwhile."""
     kernel.lifecycle.suspend()
     kernel.lifecycle._chunks._written.result()
-    there, write = len(kept(kernel)), kernel.lifecycle._write_device
+    there, written = len(kept(kernel)), kernel.lifecycle._device_written
 
     def before_it(draft):
         make_room(kernel.store.root)
         assert len(kept(kernel)) == there
-        return write(draft)
+        return written(draft)
 
-    monkeypatch.setattr(kernel.lifecycle, "_write_device", before_it)
+    monkeypatch.setattr(kernel.lifecycle, "_device_written", before_it)
     kernel.lifecycle.checkpoint()
     kernel.lifecycle.wake()
     kernel.runs_on()

@@ -81,7 +81,6 @@ class Leaving(Steps):
 
     def _quiesce(self, traced: Traced) -> None:
         self._saved = Saved()
-        self._fast_path().prepare(preflight.available_memory() - preflight.MARGIN)
         if not self.home.has_agent:
             return
         report = self._ask_agent("quiesce", {"trim": True, "files": True}).get("report", {})

@@ -102,20 +102,9 @@ class FastPath:
     def blocks(self) -> int | None:
         """A descriptor, the caller's own, of the file in memory that has the blocks that are away.
 
-        None while nothing is away, or where the library took anonymous memory.  Raises `CapsuleError`, `CudaError` when
-        the library keeps what it has `prepared <prepare>`, which cannot be in an image, and `OSError`.
+        None while nothing is away, or where the library took anonymous memory.  Raises `CapsuleError`, `OSError`.
         """
-        if not self._has_file():
-            return None
-        if self.away():
-            return self._open(os.O_RDWR)
-        try:
-            with self._library(_ANSWER) as library:
-                if library is not None:
-                    library.ask("forget")
-        except _Refused as error:
-            raise CudaError(str(error), left="the kernel's blocks are where they were") from error
-        return None
+        return self._open(os.O_RDWR) if self.away() and self._has_file() else None
 
     def new_blocks(self) -> int:
         """The same file, empty, in a capsule that has no kernel yet: what its blocks are put into.  Raises likewise."""
@@ -132,21 +121,6 @@ class FastPath:
         """Whether the library has mapped the file: as the process has it, not as a capsule that is slow answers."""
         maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
         return any(line.endswith(f"/{BLOCKS}") for line in maps.splitlines())
-
-    def prepare(self, available: int) -> None:
-        """The library begins to take host memory for the blocks, which are to leave soon, if so much is available.
-
-        Taking it is half of the time that the blocks need, and it can be had while the kernel is asked to be quiet.
-        Unless they leave within seconds, it is given back.  Never raises.
-        """
-        try:
-            with self._library(_ANSWER) as library:
-                if library is None or not 0 < library.ask("status").bytes < available:
-                    return
-                os.close(self._capsule.arena())
-                library.ask("prepare")
-        except (_Refused, CapsuleError, OSError) as error:
-            _log.info("No host memory is prepared for device memory: %s", error)
 
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.

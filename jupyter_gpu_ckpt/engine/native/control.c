@@ -1,8 +1,6 @@
 /* One request a line, at most 15 bytes, one line of JSON each as the answer:
  *
  *   status    what there is                            {"blocks", "bytes", "away"}
- *   prepare   begin to make room in host memory        likewise; unless they leave within seconds, it is forgotten
- *   forget    give that room back                      likewise
  *   leave     copy to the arena                        the same, and {"cuda": CUresult, "seconds"}
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
@@ -18,7 +16,6 @@
 #include "control.h"
 
 #include <dlfcn.h>
-#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -34,9 +31,6 @@
 #include "transfer.h"
 
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
-
-/* Who prepares has the blocks leave after a garbage collection, and when the GPU has done what it was asked. */
-#define PREPARED_MS 10000
 
 static char path[sizeof((struct sockaddr_un *)0)->sun_path];
 static pid_t owner;
@@ -96,14 +90,8 @@ static CUresult perform(const char *verb)
                              : strcmp(verb, "free") == 0   ? transfer_free
                              : strcmp(verb, "return") == 0 ? transfer_bring_back
                                                            : NULL;
-    if (strcmp(verb, "prepare") == 0)
-        transfer_prepare();
-    else if (strcmp(verb, "forget") == 0)
-        transfer_forget();
-    else if (step == NULL && strcmp(verb, "status") != 0)
-        return CUDA_ERROR_INVALID_VALUE;
     if (step == NULL)
-        return CUDA_SUCCESS;
+        return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     if (!blocks_hold())
         return CUDA_ERROR_NOT_READY;
     if (step == transfer_free)
@@ -163,8 +151,7 @@ static void serve(int connection)
     char verb[16];
     while (read_verb(stream, verb, sizeof verb))
         answer(connection, verb);
-    if (!transfer_is_prepared())
-        transfer_forget();
+    transfer_forget();
     if (transfer_amounts().away == 0)
         door_close();
     fclose(stream);
@@ -175,8 +162,6 @@ static void *listen_for_ever(void *argument)
     int listener = (int)(long)argument;
     tell(false);
     for (;;) {
-        if (transfer_is_prepared() && poll(&(struct pollfd){.fd = listener, .events = POLLIN}, 1, PREPARED_MS) == 0)
-            transfer_forget();
         int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection >= 0)
             serve(connection);

@@ -33,7 +33,6 @@ static bool arena_is_file;
 static char arena_file[PATH_MAX]; /* empty: there can be none */
 static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
 static bool is_spent; /* everything is back from the arena */
-static bool is_prepared; /* the arena has nothing yet, and gets pages meanwhile */
 
 /* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
 struct ring {
@@ -82,8 +81,8 @@ static void fail(CUresult result)
         atomic_compare_exchange_strong(&failed, &none, result);
 }
 
-/* Pages for what is on its way: twice as fast as leaving it to the faults of memcpy (16 GiB of huge pages), and what cannot
- * be had is an error here, where a fault would be this process's end. */
+/* Pages for what is on its way: twice as fast as leaving it to the faults of memcpy, and what cannot be had is an error
+ * here, where a fault would be this process's end. */
 static CUresult populate(const struct chunk *chunk)
 {
     if (madvise(chunk->host, chunk->bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) /* before Linux 5.14 */
@@ -353,73 +352,8 @@ static char *map_file(size_t bytes)
     return memory;
 }
 
-/* -- pages for the arena, before there is anything for it */
-
-static struct {
-    pthread_t threads[MOST_WORKERS];
-    size_t begun;
-    atomic_size_t next;
-    atomic_bool enough;
-} preparation;
-
-static void *prepare(void *unused)
-{
-    (void)unused;
-    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
-    for (size_t at; !atomic_load(&preparation.enough) &&
-                    (at = atomic_fetch_add(&preparation.next, HUGE_PAGE)) < arena_bytes;)
-        if (madvise(arena + at, HUGE_PAGE, MADV_POPULATE_WRITE) != 0)
-            break; /* whoever needs them will say so */
-    return NULL;
-}
-
-static void end_preparation(void)
-{
-    atomic_store(&preparation.enough, true);
-    while (preparation.begun != 0)
-        pthread_join(preparation.threads[--preparation.begun], NULL);
-    is_prepared = false;
-}
-
-void transfer_prepare(void)
-{
-    size_t count, bytes;
-    blocks_amount(&count, &bytes);
-    if (is_away || is_prepared || bytes == 0)
-        return;
-    transfer_forget();
-    arena = map_file(bytes);
-    if (arena == NULL)
-        return;
-    arena_is_file = is_prepared = true;
-    arena_bytes = bytes;
-    atomic_store(&preparation.next, 0);
-    atomic_store(&preparation.enough, false);
-    size_t workers = processors();
-    while (preparation.begun < workers && preparation.begun < MOST_WORKERS &&
-           pthread_create(&preparation.threads[preparation.begun], NULL, prepare, NULL) == 0)
-        preparation.begun++;
-}
-
-bool transfer_is_prepared(void) { return is_prepared; }
-
-/* The arena as it was prepared, if it is large enough. */
-static bool take_prepared(size_t bytes)
-{
-    bool was_prepared = is_prepared;
-    end_preparation();
-    if (!was_prepared || bytes > arena_bytes || truncate(arena_file, (off_t)bytes) != 0)
-        return false;
-    munmap(arena + bytes, arena_bytes - bytes);
-    arena_bytes = bytes;
-    return true;
-}
-
-/* -- what there is */
-
 void transfer_forget(void)
 {
-    end_preparation();
     if (arena != NULL && !is_away) {
         munmap(arena, arena_bytes);
         if (arena_is_file && truncate(arena_file, 0) != 0)
@@ -499,6 +433,7 @@ CUresult transfer_copy_out(void)
 {
     if (driver() == NULL || is_away)
         return CUDA_SUCCESS;
+    transfer_forget();
     size_t slots, bytes = 0;
     struct block *table = blocks_table(&slots);
     for (size_t at = 0; at < slots; at++)
@@ -506,20 +441,18 @@ CUresult transfer_copy_out(void)
             table[at].offset = bytes;
             bytes += table[at].bytes;
         }
+    if (bytes == 0)
+        return CUDA_SUCCESS;
     CUresult result = synchronize();
-    if (bytes == 0 || result != CUDA_SUCCESS || !take_prepared(bytes))
-        transfer_forget();
-    if (bytes == 0 || result != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS)
         return result;
-    if (arena == NULL) {
-        arena = map_file(bytes);
-        arena_is_file = arena != NULL;
-        if (arena == NULL)
-            arena = huge(bytes, MAP_NORESERVE, -1);
-        if (arena == NULL)
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        arena_bytes = bytes;
-    }
+    arena = map_file(bytes);
+    arena_is_file = arena != NULL;
+    if (arena == NULL)
+        arena = huge(bytes, MAP_NORESERVE, -1);
+    if (arena == NULL)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    arena_bytes = bytes;
     result = copy_all(true);
     if (result != CUDA_SUCCESS)
         transfer_forget();

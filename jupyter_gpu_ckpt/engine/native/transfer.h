@@ -15,11 +15,6 @@ struct amounts transfer_amounts(void);
 /* The directory of a file system in memory for the arena, or one that is none. */
 void transfer_place(const char *directory);
 
-/* Begin to make room in host memory for all blocks there are, and return; while the program runs, and may free some.  Until
- * they are copied, or it is forgotten. */
-void transfer_prepare(void);
-bool transfer_is_prepared(void);
-
 /* The steps below run while the table is held (`blocks_hold`), and no other thread of the process, but for the driver's
  * own: who wrote to a block between the copy and the end of its memory would lose that. */
 
@@ -33,7 +28,7 @@ CUresult transfer_copy_out(void);
  * refuses that, too, in the arena, and what memory is left is taken by another attempt, or used by the return. */
 CUresult transfer_free(void);
 
-/* Forget a copy whose blocks are where they were, or what was prepared for one. */
+/* Forget a copy whose blocks are where they were. */
 void transfer_forget(void);
 
 /* Everything back from the arena.  After failure everything is in the arena still, and it can be tried again; the

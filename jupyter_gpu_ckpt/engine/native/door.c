@@ -12,8 +12,8 @@
 #include <unistd.h>
 
 #define TURN_NS 100000
-#define TURNS_OF_A_LOOK 50   /* 5 ms: who is in the same place twice is held up */
-#define MOST_TURNS 50000     /* 5 s */
+#define TURNS_OF_A_LOOK 50 /* 5 ms: who is in the same place twice is held up */
+#define PATIENCE 3         /* seconds */
 
 /* How a pthread_rwlock_t begins, in glibc since 2.25 (nptl/pthread_rwlock_common.c describes it). */
 struct lock {
@@ -105,11 +105,19 @@ static bool relieve(char *futex)
     return true;
 }
 
+static time_t seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec;
+}
+
 /* Whether it is over by then. */
 static bool await(void)
 {
     void *before = NULL;
-    for (unsigned turn = 1; turn <= MOST_TURNS; turn++) {
+    time_t deadline = seconds() + PATIENCE;
+    for (unsigned turn = 1; seconds() <= deadline; turn++) {
         if (atomic_load(&knock.state) == IDLE)
             return true;
         if (turn % TURNS_OF_A_LOOK == 0) {

@@ -137,7 +137,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     warm_suspend = Bool(
         False,
-        help="Experimental; needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
+        help="Needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
         "and only its tensors leave: it leaves and comes back in the time these take. A checkpoint takes the context "
         "along.",
     ).tag(config=True)

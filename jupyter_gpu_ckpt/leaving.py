@@ -47,14 +47,17 @@ class Leaving(Steps):
 
     def findings(self, *, writes: bool = True) -> list[preflight.Finding]:
         """What preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
-        capsule = self._alive()
-        return preflight.look(
+        capsule, device_bytes = self._alive(), self.device_bytes()
+        found = preflight.look(
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
-            device_bytes=self.device_bytes(),
+            device_bytes=device_bytes,
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
+        if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
+            found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
+        return found
 
     def _room_for_image(self) -> int:
         store = self.engine.store

@@ -47,6 +47,10 @@ _ANSWER = 10.0
 _SLOWEST = 0.5e9
 #: Where setuptools leaves the library.
 _NATIVE = Path(__file__).with_name("native")
+#: How the name of a copy of it ends (`preload`).
+_LIBRARY = "_fastpath.so"
+#: Bytes of device memory that a context takes, and the driver moves in any case; of a large one.
+_CONTEXT = 2 << 30
 #: What the library's thread is called while blocks are in host memory (`control.c`).
 _AWAY = "gpu-ckpt-away"
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -87,6 +91,19 @@ class FastPath:
                 return library.ask("status") if library else Amounts()
         except _Refused as error:
             raise CudaError(str(error), left="the kernel's blocks are where they were") from error
+
+    def why_slow(self, on_device: int) -> str:
+        """Why most of so many bytes of the kernel's device memory will be the driver's to move; "" if they will not."""
+        try:
+            maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
+            if not any(line.endswith(_LIBRARY) for line in maps.splitlines()):
+                return preload().why or 'the kernel was started with fast_path = "off"'
+            others = on_device - self.amounts().bytes
+        except (OSError, CudaError):  # it ends, or is busy: whoever asks hears of that otherwise
+            return ""
+        if others < max(_CONTEXT, on_device // 2):
+            return ""
+        return f"{others / 2**30:.1f} GiB are not of cudaMalloc (PyTorch: expandable_segments), or small pieces"
 
     def away(self) -> bool:
         """Whether blocks are in host memory, and the kernel's threads must not run on; without asking the library.
@@ -275,7 +292,7 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     if not built:
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
     content = built[0].read_bytes()
-    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}_fastpath.so"
+    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"
     try:
         if not place.exists() or place.read_bytes() != content:
             place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

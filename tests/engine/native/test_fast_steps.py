@@ -48,6 +48,25 @@ def test_what_has_no_library_is_left_to_the_driver(tmp_path):
     shutil.rmtree(capsule.directory)
 
 
+def test_why_it_will_be_slow_is_told(kernel):
+    total = kernel.path.amounts().bytes
+    assert kernel.path.why_slow(total + (1 << 30)) == "", "the context is always the driver's"
+    assert kernel.path.why_slow(total + (40 << 30)).startswith("40.0 GiB")
+    with Capsule.create(Path(tempfile.mkdtemp(prefix="gc-"))) as capsule:
+        capsule.spawn(["sleep", "100"], dict(os.environ), "/")
+        assert "off" in FastPath(capsule, kernel.cuda).why_slow(1 << 30)
+    shutil.rmtree(capsule.directory)
+
+
+def test_preflight_tells_it(fast_kernel):
+    kernel = fast_kernel()
+    assert "DRIVERS_RATE" not in [finding.code for finding in kernel.lifecycle.findings()]
+    kernel.fake.memory = {A: 50 << 30}
+    (told,) = [finding for finding in kernel.lifecycle.findings() if finding.code == "DRIVERS_RATE"]
+    assert not told.blocks
+    kernel.held()
+
+
 def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
     kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
     kernel.lock()

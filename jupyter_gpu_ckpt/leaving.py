@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from . import fit, preflight
 from .engine.capsule import Capsule
@@ -178,7 +178,7 @@ class Leaving(Steps):
         if blocks is None:
             yield
             return
-        take = self._chunks.take if self._chunks is not None else device.none_there
+        capsule, take = self._alive(), self._chunks.take if self._chunks is not None else device.none_there
         in_vain = threading.Event()
 
         def go_on() -> None:
@@ -186,14 +186,22 @@ class Leaving(Steps):
             if in_vain.is_set():
                 raise CancelledError
 
+        def break_off(done: Future[None]) -> None:
+            if done.exception() is not None:  # CRIU has nothing to go on for, either
+                capsule.hurry()
+
         try:
+            self._require_not_broken_off()
             self._arena = os.fstat(blocks).st_size
             with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
                 written = thread.submit(draft.write_device, blocks, take, go_on)
+                written.add_done_callback(break_off)
                 try:
                     yield
-                except BaseException:
+                except BaseException as error:
                     in_vain.set()
+                    if isinstance(error, GpuCkptError) and isinstance(failure := written.exception(), GpuCkptError):
+                        raise failure from error  # the one is of the other's making
                     raise
                 written.result()
         finally:

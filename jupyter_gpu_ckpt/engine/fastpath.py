@@ -53,6 +53,8 @@ _LIBRARY = "_fastpath.so"
 _CONTEXT = 2 << 30
 #: What the library's thread is called while blocks are in host memory (`control.c`).
 _AWAY = "gpu-ckpt-away"
+#: And while threads are relieved of the driver's lock (`door.h`): they must not go on until they have it again.
+_DOOR = "gpu-ckpt-door"
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 
@@ -110,11 +112,14 @@ class FastPath:
 
         Raises `CudaError` where the process is gone.
         """
+        return self._is_called(_AWAY)
+
+    def _is_called(self, name: str) -> bool:
         try:
             threads = list(Path(f"/proc/{self._capsule.host_pid}/task").iterdir())
         except OSError as error:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
-        return any(_name(thread) == _AWAY for thread in threads)
+        return any(_name(thread) == name for thread in threads)
 
     def blocks(self) -> int | None:
         """A descriptor, the caller's own, of the file in memory that has the blocks that are away.
@@ -169,11 +174,12 @@ class FastPath:
             except _Silent as error:
                 # No lock now: the library, still at it, would wait at the driver's door, and for ever.
                 self._note_where_it_is()
+                may_run = may_run and not self._is_called(_DOOR)
                 raise _told(error) from error
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
-                if not self.away():  # whoever was let into the driver's lock has to leave it first
-                    self._capsule.unpark()
+            if not self.away():  # whoever was let into the driver's lock has to leave it first
+                self._capsule.unpark()
             self._cuda.lock(pid, lock_s)
             may_run = True
         finally:
@@ -189,6 +195,8 @@ class FastPath:
         """
         pid = self._capsule.host_pid
         if not self.away():
+            if self._is_called(_DOOR):
+                self._wait_for_the_library(timeout_s)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
             self._capsule.unpark()
@@ -210,6 +218,15 @@ class FastPath:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
             raise _told(error) from error
         self._capsule.unpark()
+
+    def _wait_for_the_library(self, timeout_s: float) -> None:
+        """It serves one connection after the other: an answer means that it is done with what an earlier one asked."""
+        try:
+            with self._library(timeout_s) as library:
+                if library is not None:
+                    library.ask("status")
+        except _Refused as error:
+            raise _told(error) from error
 
     def _note_where_it_is(self) -> None:
         """For who looks into it: the system calls (proc_pid_syscall(5)) in which the library's threads are held up."""

@@ -25,9 +25,9 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 def buffer(size: int) -> memoryview:
     """Memory for pieces of up to ``size`` bytes, of huge pages where it can be: a disk is told of it in fewer words."""
     memory = mmap.mmap(-1, _padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_DONTFORK)  # open(2): memory for O_DIRECT must not be shared with a child by fork(2)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
 

@@ -5,8 +5,9 @@
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
  *
- * While blocks are away the thread that answers is called "gpu-ckpt-away", else "gpu-ckpt-fast": who has to know whether
- * the process may run need not ask it, and may not be able to.
+ * While blocks are away the thread that answers is called "gpu-ckpt-away"; while threads are relieved of the driver's
+ * lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has to know whether the process may run need not ask it,
+ * and may not be able to.
  *
  * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
  * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every
@@ -81,7 +82,7 @@ static double now(void)
 
 static void tell(bool away)
 {
-    pthread_setname_np(pthread_self(), away ? "gpu-ckpt-away" : "gpu-ckpt-fast");
+    pthread_setname_np(pthread_self(), away ? "gpu-ckpt-away" : door_is_open() ? "gpu-ckpt-door" : "gpu-ckpt-fast");
 }
 
 static CUresult perform(const char *verb)
@@ -92,19 +93,17 @@ static CUresult perform(const char *verb)
                                                            : NULL;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    if (!blocks_hold())
-        return CUDA_ERROR_NOT_READY;
-    if (step == transfer_free)
-        tell(true);
-    bool begins = step != transfer_free && transfer_amounts().blocks != 0;
-    CUresult result = begins ? door_open(transfer_rehearse) : CUDA_SUCCESS;
+    bool held = blocks_hold();
+    CUresult result = !held ? CUDA_ERROR_NOT_READY : step != transfer_free ? transfer_rehearse() : CUDA_SUCCESS;
+    tell(transfer_amounts().away != 0 || step == transfer_free);
     if (result == CUDA_SUCCESS)
         result = step();
     bool away = transfer_amounts().away != 0;
     if (!away && (step != transfer_copy_out || result != CUDA_SUCCESS))
         door_close();
     tell(away);
-    blocks_release();
+    if (held)
+        blocks_release();
     return result;
 }
 
@@ -151,9 +150,11 @@ static void serve(int connection)
     char verb[16];
     while (read_verb(stream, verb, sizeof verb))
         answer(connection, verb);
+    if (transfer_amounts().away == 0) {
+        door_close(); /* first: it takes no time */
+        tell(false);
+    }
     transfer_forget();
-    if (transfer_amounts().away == 0)
-        door_close();
     fclose(stream);
 }
 

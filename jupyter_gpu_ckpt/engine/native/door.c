@@ -2,6 +2,7 @@
 #include "door.h"
 
 #include <dirent.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -23,13 +24,15 @@ struct lock {
     atomic_uint next_writer; /* where all other writers wait */
 };
 enum { WRITE_PHASE = 1, WRITER_IS_NEXT = 2, READER = 8 };
-/* futex(2), without the flags for private ones and the clock */
-enum { FUTEX_COMMAND = 0x7f, WAIT = 0, WAIT_BITSET = 9 };
+enum { SOMEBODY_WAITS = 2 }; /* of `write_phase` */
+/* futex(2); the command, without the flags for private ones and the clock */
+enum { FUTEX_COMMAND = 0x7f, WAIT = 0, WAKE = 1, WAIT_BITSET = 9, PRIVATE = 128 };
 
 static struct lock *door; /* whose readers were relieved of it */
 static unsigned relieved;
 
 enum { IDLE, AWAITED, GIVEN_UP };
+enum { MINIMUM_PAGE = 4096 };
 static struct {
     CUresult (*rehearsal)(void);
     CUresult result;
@@ -37,24 +40,13 @@ static struct {
     atomic_int state;
 } knock;
 
-static void give_back(void)
-{
-    for (; relieved != 0; relieved--)
-        pthread_rwlock_rdlock((pthread_rwlock_t *)door);
-    door = NULL;
-}
-
 static void *rehearse(void *unused)
 {
     (void)unused;
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     atomic_store(&knock.tid, (int)syscall(SYS_gettid));
     knock.result = knock.rehearsal();
-    int state = AWAITED;
-    if (!atomic_compare_exchange_strong(&knock.state, &state, IDLE)) {
-        give_back(); /* nobody else could, while we had the lock */
-        atomic_store(&knock.state, IDLE);
-    }
+    atomic_store(&knock.state, IDLE);
     return NULL;
 }
 
@@ -92,7 +84,8 @@ static unsigned who_wait_for(const void *futex)
 static bool relieve(char *futex)
 {
     struct lock *lock = (struct lock *)(futex - offsetof(struct lock, write_phase));
-    if ((uintptr_t)lock % sizeof(void *) != 0 || (door != NULL && door != lock))
+    if ((uintptr_t)lock % sizeof(void *) != 0 || (door != NULL && door != lock) ||
+        (uintptr_t)futex % MINIMUM_PAGE < offsetof(struct lock, write_phase)) /* what is before it may not be there */
         return false;
     unsigned word = atomic_load(&lock->readers), readers = word / READER;
     bool is_next = (word & (WRITE_PHASE | WRITER_IS_NEXT)) == WRITER_IS_NEXT;
@@ -149,8 +142,25 @@ CUresult door_open(CUresult (*rehearsal)(void))
     return await() ? knock.result : CUDA_ERROR_NOT_READY;
 }
 
+bool door_is_busy(void) { return atomic_load(&knock.state) != IDLE; }
+
+bool door_is_open(void) { return relieved != 0; }
+
+/* They wait in pthread_rwlock_rdlock, and all that they lack is to be counted: at once, or the lock would change hands in
+ * between, and those who are not counted with it.  Who begins a read phase tells those who wait for it, as there. */
 void door_close(void)
 {
-    if (atomic_load(&knock.state) != GIVEN_UP)
-        give_back();
+    if (relieved == 0)
+        return;
+    unsigned word = atomic_load(&door->readers), more = relieved * READER;
+    bool begins;
+    do
+        begins = (word & (WRITE_PHASE | WRITER_IS_NEXT)) == WRITE_PHASE;
+    while (!atomic_compare_exchange_weak(&door->readers, &word, (begins ? word ^ WRITE_PHASE : word) + more));
+    if (begins && (atomic_exchange(&door->write_phase, 0) & SOMEBODY_WAITS) != 0) {
+        syscall(SYS_futex, &door->write_phase, WAKE | PRIVATE, INT_MAX, NULL, NULL, 0);
+        syscall(SYS_futex, &door->write_phase, WAKE, INT_MAX, NULL, NULL, 0);
+    }
+    relieved = 0;
+    door = NULL;
 }

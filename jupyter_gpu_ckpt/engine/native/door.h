@@ -14,5 +14,11 @@
  * as it should be, and whoever is stopped has to go on before anything else is tried. */
 CUresult door_open(CUresult (*rehearsal)(void));
 
-/* Give everybody what they were relieved of: before the threads go on. */
+/* Whether a rehearsal is held up that was given up. */
+bool door_is_busy(void);
+
+/* Whether anybody is relieved. */
+bool door_is_open(void);
+
+/* Give everybody what they were relieved of: before they go on.  Waits for nobody. */
 void door_close(void);

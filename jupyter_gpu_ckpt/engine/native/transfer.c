@@ -1,6 +1,8 @@
 #define _GNU_SOURCE
 #include "transfer.h"
 
+#include "door.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -399,34 +401,50 @@ static CUresult synchronize(void)
     return result;
 }
 
-static CUresult rehearse_in(CUcontext context)
+static struct {
+    CUcontext contexts[MOST_CONTEXTS];
+    size_t count;
+} rehearsal;
+
+/* By itself: it may still be at it when the table is another. */
+static CUresult rehearse(void)
 {
-    CUstream stream = NULL;
-    CUresult result = driver()->cuCtxSetCurrent(context);
-    if (result == CUDA_SUCCESS)
-        result = open_ring(&rings[0], context, HUGE_PAGE);
-    if (result == CUDA_SUCCESS)
-        result = driver()->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
-    if (stream != NULL)
-        result = driver()->cuStreamDestroy_v2(stream);
-    CUresult closed = close_ring(&rings[0]);
-    return result != CUDA_SUCCESS ? result : closed;
+    CUresult result = close_rings();
+    for (size_t at = 0; at < rehearsal.count && result == CUDA_SUCCESS; at++) {
+        CUstream stream = NULL;
+        result = driver()->cuCtxSetCurrent(rehearsal.contexts[at]);
+        if (result == CUDA_SUCCESS)
+            result = open_ring(&rings[0], rehearsal.contexts[at], HUGE_PAGE);
+        if (result == CUDA_SUCCESS)
+            result = driver()->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
+        if (stream != NULL)
+            result = driver()->cuStreamDestroy_v2(stream);
+        CUresult closed = close_ring(&rings[0]);
+        result = result != CUDA_SUCCESS ? result : closed;
+    }
+    return result;
 }
 
 CUresult transfer_rehearse(void)
 {
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    CUcontext last = NULL;
     if (atomic_load(&under_way)) /* the steps wait for those first */
         return CUDA_SUCCESS;
-    CUresult result = close_rings();
-    for (size_t at = 0; at < slots && result == CUDA_SUCCESS; at++)
-        if (table[at].address != 0 && table[at].context != last) {
-            last = table[at].context;
-            result = rehearse_in(last);
-        }
-    return result;
+    if (door_is_busy())
+        return CUDA_ERROR_NOT_READY;
+    size_t slots;
+    struct block *table = blocks_table(&slots);
+    rehearsal.count = 0;
+    for (size_t at = 0; at < slots; at++) {
+        size_t which = 0;
+        while (which < rehearsal.count && rehearsal.contexts[which] != table[at].context)
+            which++;
+        if (table[at].address == 0 || which < rehearsal.count)
+            continue;
+        if (which == MOST_CONTEXTS)
+            return CUDA_ERROR_NOT_SUPPORTED;
+        rehearsal.contexts[rehearsal.count++] = table[at].context;
+    }
+    return rehearsal.count != 0 ? door_open(rehearse) : CUDA_SUCCESS;
 }
 
 CUresult transfer_copy_out(void)

@@ -125,6 +125,6 @@ def parked(kernel: Kernel) -> bool:
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith(("gpu-ckpt", "cuda-double")):
+        if not name.startswith(("gpu-ckpt", "cuda")):
             states[task.name] = rest.split()[0]
     return set(states.values()) == {"t"}

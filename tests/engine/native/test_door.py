@@ -7,7 +7,8 @@ from fast_program import parked
 from waiting import until
 
 from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
-from jupyter_gpu_ckpt.errors import GpuFull
+from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
 
 #: Threads that call the driver all the time; ``double_door`` begins to keep its door.
 CALLERS = '''exec("""
@@ -84,8 +85,23 @@ def test_callers_of_a_kernel_that_finds_too_little_room(kernel, door):
 
 def test_who_holds_what_our_calls_need_leaves_it_to_the_driver(kernel, door):
     """No thread of ours waits for that, nor for ever, and none of theirs for ours."""
-    start(kernel, door, READER, ("double_hold", 200_000))
+    start(kernel, door, READER, READER, READER, ("double_hold", 200_000))
+    for _ in range(2):
+        kernel.lock()
+        assert kernel.leave() == 0
+        kernel.come_back()
+        goes_on(kernel)
+
+
+def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
+    """It is at it still, as who has the driver's lock: nobody goes on before they are readers of it again."""
+    kernel.ask("slow(100_000)")
+    start(kernel, door, READER, READER, READER, WRITER)
     kernel.lock()
-    assert kernel.leave() == 0
+    with pytest.raises(CudaError):
+        kernel.leave(timeout_s=0.4)
+    assert kernel.state == RUNNING
+    assert not kernel.path._is_called("gpu-ckpt-door") or parked(kernel)
     kernel.come_back()
+    kernel.ask("slow(0)")
     goes_on(kernel)

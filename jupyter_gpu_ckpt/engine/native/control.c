@@ -28,6 +28,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "copies.h"
 #include "door.h"
 #include "transfer.h"
 
@@ -94,7 +95,7 @@ static CUresult perform(const char *verb)
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     bool held = blocks_hold();
-    CUresult result = !held ? CUDA_ERROR_NOT_READY : step != transfer_free ? transfer_rehearse() : CUDA_SUCCESS;
+    CUresult result = !held ? CUDA_ERROR_NOT_READY : step != transfer_free ? copies_rehearse() : CUDA_SUCCESS;
     tell(transfer_amounts().away != 0 || step == transfer_free);
     if (result == CUDA_SUCCESS)
         result = step();

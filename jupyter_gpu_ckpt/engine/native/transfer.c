@@ -1,15 +1,9 @@
 #define _GNU_SOURCE
 #include "transfer.h"
 
-#include "door.h"
-
-#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/magic.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -17,17 +11,7 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-/* Bytes of one copy.  Measured on an H200 with 16 CPU cores, GB/s out and back: 1 MiB 35 and 36, 2 MiB 47 and 45, 4 MiB 43
- * and 50, 8 MiB 38 and 50; but the ring of 8 MiB buffers takes 0.1 s to make. */
-#define CHUNK_OUT ((size_t)2 << 20)
-#define CHUNK_BACK ((size_t)4 << 20)
-#define HUGE_PAGE ((size_t)2 << 20)
-#define MOST_WORKERS 16 /* of one device: what fills its way to the host */
-#define BUFFERS 2
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "copies.h"
 
 static char *arena;
 static size_t arena_bytes;
@@ -35,285 +19,6 @@ static bool arena_is_file;
 static char arena_file[PATH_MAX]; /* empty: there can be none */
 static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
 static bool is_spent; /* everything is back from the arena */
-
-/* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
-struct ring {
-    char *memory;
-    size_t bytes;
-    CUcontext context;
-};
-/* One for each context that copies, at the same time. */
-#define MOST_CONTEXTS (4 * MOST_DEVICES)
-static struct ring rings[MOST_CONTEXTS];
-static atomic_bool under_way; /* copies may be, because the driver would not say when they end */
-
-/* -- who copies what */
-
-struct chunk {
-    CUdeviceptr device;
-    char *host;
-    size_t bytes;
-};
-
-/* What is copied in one context. */
-struct work {
-    CUcontext context;
-    struct ring *ring;
-    struct chunk *chunks;
-    size_t count;
-    bool outwards;
-    size_t most; /* bytes of a chunk */
-    pthread_t threads[MOST_WORKERS];
-    size_t begun;
-    atomic_size_t workers;
-    atomic_size_t next;
-};
-static _Atomic CUresult failed; /* what went wrong first, in whichever context: then nobody begins another chunk */
-
-struct buffer {
-    void *memory;
-    CUstream stream;
-    const struct chunk *chunk; /* under way */
-};
-
-static void fail(CUresult result)
-{
-    CUresult none = CUDA_SUCCESS;
-    if (result != CUDA_SUCCESS)
-        atomic_compare_exchange_strong(&failed, &none, result);
-}
-
-/* Pages for what is on its way: twice as fast as leaving it to the faults of memcpy, and what cannot be had is an error
- * here, where a fault would be this process's end. */
-static CUresult populate(const struct chunk *chunk)
-{
-    if (madvise(chunk->host, chunk->bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) /* before Linux 5.14 */
-        return CUDA_SUCCESS;
-    return errno == EINTR || errno == EAGAIN ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-static CUresult begin(struct work *work, struct buffer *buffer)
-{
-    size_t at = atomic_fetch_add(&work->next, 1);
-    buffer->chunk = at < work->count ? &work->chunks[at] : NULL;
-    if (buffer->chunk == NULL)
-        return CUDA_SUCCESS;
-    if (work->outwards) {
-        CUresult result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, buffer->chunk->device, buffer->chunk->bytes,
-                                                         buffer->stream);
-        return result == CUDA_SUCCESS ? populate(buffer->chunk) : result;
-    }
-    memcpy(buffer->memory, buffer->chunk->host, buffer->chunk->bytes);
-    return driver()->cuMemcpyHtoDAsync_v2(buffer->chunk->device, buffer->memory, buffer->chunk->bytes, buffer->stream);
-}
-
-static CUresult finish(struct work *work, struct buffer *buffer)
-{
-    if (buffer->chunk == NULL)
-        return CUDA_SUCCESS;
-    CUresult result = driver()->cuStreamSynchronize(buffer->stream);
-    if (result != CUDA_SUCCESS)
-        return result;
-    if (work->outwards)
-        memcpy(buffer->chunk->host, buffer->memory, buffer->chunk->bytes);
-    buffer->chunk = NULL;
-    return CUDA_SUCCESS;
-}
-
-static void *copy(void *argument)
-{
-    struct work *work = argument;
-    const struct driver *cu = driver();
-    struct buffer buffers[BUFFERS] = {0};
-    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
-    CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
-    for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
-        buffers[at].memory = buffered + at * work->most;
-        result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
-        if (result == CUDA_SUCCESS)
-            result = begin(work, &buffers[at]);
-    }
-    /* One buffer is copied by the CPU while the other is under way. */
-    for (size_t at = 0; result == CUDA_SUCCESS && buffers[at].chunk != NULL; at = (at + 1) % BUFFERS) {
-        result = finish(work, &buffers[at]);
-        if (result == CUDA_SUCCESS)
-            result = atomic_load(&failed);
-        if (result == CUDA_SUCCESS)
-            result = begin(work, &buffers[at]);
-    }
-    for (size_t at = 0; at < BUFFERS; at++)
-        if (buffers[at].stream != NULL) {
-            if (buffers[at].chunk != NULL && cu->cuStreamSynchronize(buffers[at].stream) != CUDA_SUCCESS)
-                atomic_store(&under_way, true);
-            cu->cuStreamDestroy_v2(buffers[at].stream);
-        }
-    fail(result);
-    return NULL;
-}
-
-static size_t processors(void)
-{
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
-        return 1;
-    return (size_t)CPU_COUNT(&allowed);
-}
-
-/* Memory that begins with a huge page, and has only such if the system gives them: they are what makes the rate.  Of a
- * file, or anonymous (-1). */
-static char *huge(size_t bytes, int flags, int file)
-{
-    int reserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    char *memory = mmap(NULL, bytes + HUGE_PAGE, PROT_NONE, reserved, -1, 0);
-    if (memory == MAP_FAILED)
-        return NULL;
-    size_t before = (HUGE_PAGE - (size_t)memory % HUGE_PAGE) % HUGE_PAGE;
-    if (before != 0)
-        munmap(memory, before);
-    memory += before;
-    munmap(memory + bytes, HUGE_PAGE - before);
-    int how = MAP_FIXED | flags | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
-    if (mmap(memory, bytes, PROT_READ | PROT_WRITE, how, file, 0) == MAP_FAILED) {
-        munmap(memory, bytes);
-        return NULL;
-    }
-    madvise(memory, bytes, MADV_HUGEPAGE);
-    return memory;
-}
-
-static CUresult close_ring(struct ring *ring)
-{
-    if (ring->memory == NULL)
-        return CUDA_SUCCESS;
-    CUresult result = driver()->cuCtxSetCurrent(ring->context);
-    if (result == CUDA_SUCCESS)
-        result = driver()->cuMemHostUnregister(ring->memory);
-    if (result == CUDA_SUCCESS) {
-        munmap(ring->memory, ring->bytes);
-        ring->memory = NULL;
-    }
-    return result;
-}
-
-/* All there are, also those that an earlier transfer could not close; not while copies may be under way. */
-static CUresult close_rings(void)
-{
-    if (atomic_load(&under_way))
-        return CUDA_ERROR_NOT_READY;
-    CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < MOST_CONTEXTS; at++) {
-        CUresult now = close_ring(&rings[at]);
-        if (result == CUDA_SUCCESS)
-            result = now;
-    }
-    return result;
-}
-
-static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
-{
-    ring->memory = huge(bytes, 0, -1);
-    if (ring->memory == NULL)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    ring->bytes = bytes;
-    ring->context = context;
-    /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
-    CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
-    if (result != CUDA_SUCCESS) {
-        munmap(ring->memory, ring->bytes);
-        ring->memory = NULL;
-    }
-    return result;
-}
-
-static void start(struct work *work, size_t workers)
-{
-    CUresult result = driver()->cuCtxSetCurrent(work->context);
-    if (result == CUDA_SUCCESS)
-        result = open_ring(work->ring, work->context, workers * BUFFERS * work->most);
-    while (result == CUDA_SUCCESS && work->begun < workers &&
-           pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
-        work->begun++;
-    if (result == CUDA_SUCCESS && work->begun == 0)
-        result = CUDA_ERROR_OUT_OF_MEMORY;
-    fail(result);
-}
-
-static bool is_copied(const struct block *block) { return block->address != 0 && block->offset != NOT_COPIED; }
-
-static size_t chunks_of(const struct block *block, size_t most) { return (block->bytes + most - 1) / most; }
-
-/* One work for each context that has copied blocks, and how many chunks it has; the works, or SIZE_MAX: too many. */
-static size_t divide(struct work *works, size_t most)
-{
-    size_t slots, count = 0;
-    struct block *table = blocks_table(&slots);
-    for (size_t at = 0; at < slots; at++) {
-        if (!is_copied(&table[at]))
-            continue;
-        size_t which = 0;
-        while (which < count && works[which].context != table[at].context)
-            which++;
-        if (which == MOST_CONTEXTS)
-            return SIZE_MAX;
-        if (which == count) {
-            works[which] = (struct work){.context = table[at].context, .ring = &rings[which], .most = most};
-            count++;
-        }
-        works[which].count += chunks_of(&table[at], most);
-    }
-    return count;
-}
-
-static void fill_in(struct work *work)
-{
-    size_t slots, count = 0;
-    struct block *table = blocks_table(&slots);
-    for (size_t at = 0; at < slots; at++)
-        if (is_copied(&table[at]) && table[at].context == work->context)
-            for (size_t offset = 0; offset < table[at].bytes; offset += work->most) {
-                size_t rest = table[at].bytes - offset;
-                work->chunks[count++] = (struct chunk){table[at].address + offset, arena + table[at].offset + offset,
-                                                       rest < work->most ? rest : work->most};
-            }
-}
-
-/* Every block; the contexts at the same time, for each device has a way to the host of its own. */
-static CUresult copy_all(bool outwards)
-{
-    static struct work works[MOST_CONTEXTS];
-    size_t count = divide(works, outwards ? CHUNK_OUT : CHUNK_BACK), most = 0;
-    if (count == 0)
-        return CUDA_SUCCESS;
-    if (count == SIZE_MAX)
-        return CUDA_ERROR_NOT_SUPPORTED;
-    for (size_t at = 0; at < count; at++)
-        most += works[at].count;
-    CUresult result = close_rings();
-    if (result != CUDA_SUCCESS)
-        return result;
-    size_t bytes = most * sizeof(struct chunk);
-    struct chunk *chunks = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (chunks == MAP_FAILED)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    size_t workers = processors() / count;
-    workers = workers > MOST_WORKERS ? MOST_WORKERS : workers == 0 ? 1 : workers;
-    atomic_store(&failed, CUDA_SUCCESS);
-    struct chunk *next = chunks;
-    for (size_t at = 0; at < count; at++) {
-        works[at].outwards = outwards;
-        works[at].chunks = next;
-        next += works[at].count;
-        fill_in(&works[at]);
-        start(&works[at], workers);
-    }
-    for (size_t at = 0; at < count; at++)
-        for (size_t thread = 0; thread < works[at].begun; thread++)
-            pthread_join(works[at].threads[thread], NULL);
-    fail(close_rings());
-    munmap(chunks, bytes);
-    return atomic_load(&failed);
-}
 
 /* -- the arena */
 
@@ -382,71 +87,6 @@ struct amounts transfer_amounts(void)
 
 /* -- the verbs */
 
-/* Nothing that was asked of the device before is under way any more. */
-static CUresult synchronize(void)
-{
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    CUcontext last = NULL;
-    CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < slots && result == CUDA_SUCCESS; at++)
-        if (table[at].address != 0 && table[at].context != last) {
-            last = table[at].context;
-            result = driver()->cuCtxSetCurrent(last);
-            if (result == CUDA_SUCCESS)
-                result = driver()->cuCtxSynchronize();
-        }
-    if (result == CUDA_SUCCESS)
-        atomic_store(&under_way, false);
-    return result;
-}
-
-static struct {
-    CUcontext contexts[MOST_CONTEXTS];
-    size_t count;
-} rehearsal;
-
-/* By itself: it may still be at it when the table is another. */
-static CUresult rehearse(void)
-{
-    CUresult result = close_rings();
-    for (size_t at = 0; at < rehearsal.count && result == CUDA_SUCCESS; at++) {
-        CUstream stream = NULL;
-        result = driver()->cuCtxSetCurrent(rehearsal.contexts[at]);
-        if (result == CUDA_SUCCESS)
-            result = open_ring(&rings[0], rehearsal.contexts[at], HUGE_PAGE);
-        if (result == CUDA_SUCCESS)
-            result = driver()->cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
-        if (stream != NULL)
-            result = driver()->cuStreamDestroy_v2(stream);
-        CUresult closed = close_ring(&rings[0]);
-        result = result != CUDA_SUCCESS ? result : closed;
-    }
-    return result;
-}
-
-CUresult transfer_rehearse(void)
-{
-    if (atomic_load(&under_way)) /* the steps wait for those first */
-        return CUDA_SUCCESS;
-    if (door_is_busy())
-        return CUDA_ERROR_NOT_READY;
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    rehearsal.count = 0;
-    for (size_t at = 0; at < slots; at++) {
-        size_t which = 0;
-        while (which < rehearsal.count && rehearsal.contexts[which] != table[at].context)
-            which++;
-        if (table[at].address == 0 || which < rehearsal.count)
-            continue;
-        if (which == MOST_CONTEXTS)
-            return CUDA_ERROR_NOT_SUPPORTED;
-        rehearsal.contexts[rehearsal.count++] = table[at].context;
-    }
-    return rehearsal.count != 0 ? door_open(rehearse) : CUDA_SUCCESS;
-}
-
 CUresult transfer_copy_out(void)
 {
     if (driver() == NULL || is_away)
@@ -461,7 +101,7 @@ CUresult transfer_copy_out(void)
         }
     if (bytes == 0)
         return CUDA_SUCCESS;
-    CUresult result = synchronize();
+    CUresult result = copies_wait();
     if (result != CUDA_SUCCESS)
         return result;
     arena = map_file(bytes);
@@ -471,7 +111,7 @@ CUresult transfer_copy_out(void)
     if (arena == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     arena_bytes = bytes;
-    result = copy_all(true);
+    result = copies_make(true, arena);
     if (result != CUDA_SUCCESS)
         transfer_forget();
     return result;
@@ -499,7 +139,7 @@ CUresult transfer_free(void)
     if (arena == NULL)
         return CUDA_SUCCESS;
     is_away = true;
-    CUresult result = atomic_load(&under_way) ? synchronize() : CUDA_SUCCESS;
+    CUresult result = copies_under_way() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         result = each_copied(block_unmap, false);
     if (result != CUDA_SUCCESS)
@@ -511,13 +151,13 @@ CUresult transfer_bring_back(void)
 {
     if (!is_away)
         return CUDA_SUCCESS;
-    CUresult result = atomic_load(&under_way) ? synchronize() : CUDA_SUCCESS;
+    CUresult result = copies_under_way() ? copies_wait() : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         result = each_copied(block_map, false);
     if (result == CUDA_SUCCESS)
-        result = copy_all(false);
+        result = copies_make(false, arena);
     if (result != CUDA_SUCCESS) {
-        if (!atomic_load(&under_way) || synchronize() == CUDA_SUCCESS)
+        if (!copies_under_way() || copies_wait() == CUDA_SUCCESS)
             each_copied(block_unmap, true);
         return result;
     }

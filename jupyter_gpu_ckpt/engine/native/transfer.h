@@ -18,9 +18,6 @@ void transfer_place(const char *directory);
 /* The steps below run while the table is held (`blocks_hold`), and no other thread of the process, but for the driver's
  * own: who wrote to a block between the copy and the end of its memory would lose that. */
 
-/* Open the driver's door for the steps (`door.h`), by calls as they make, in every context that has blocks, for nothing. */
-CUresult transfer_rehearse(void);
-
 /* Copy every block into the arena.  After failure there is no arena, and every block is as it was. */
 CUresult transfer_copy_out(void);
 

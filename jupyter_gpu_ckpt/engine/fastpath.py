@@ -86,10 +86,13 @@ class FastPath:
     def __init__(self, capsule: Capsule, cuda: Cuda) -> None:
         self._capsule, self._cuda = capsule, cuda
 
-    def amounts(self) -> Amounts:
-        """What there is now.  Raises `CudaError` when there is a library that does not answer."""
+    def amounts(self, timeout_s: float = _ANSWER) -> Amounts:
+        """What there is now.  Raises `CudaError` when there is a library that does not answer.
+
+        It serves one connection after the other: an answer means that it is done with what an earlier one asked.
+        """
         try:
-            with self._library(_ANSWER) as library:
+            with self._library(timeout_s) as library:
                 return library.ask("status") if library else Amounts()
         except _Refused as error:
             raise CudaError(str(error), left="the kernel's blocks are where they were") from error
@@ -196,7 +199,7 @@ class FastPath:
         pid = self._capsule.host_pid
         if not self.away():
             if self._is_called(_DOOR):
-                self._wait_for_the_library(timeout_s)
+                self.amounts(timeout_s)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
             self._capsule.unpark()
@@ -218,15 +221,6 @@ class FastPath:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
             raise _told(error) from error
         self._capsule.unpark()
-
-    def _wait_for_the_library(self, timeout_s: float) -> None:
-        """It serves one connection after the other: an answer means that it is done with what an earlier one asked."""
-        try:
-            with self._library(timeout_s) as library:
-                if library is not None:
-                    library.ask("status")
-        except _Refused as error:
-            raise _told(error) from error
 
     def _note_where_it_is(self) -> None:
         """For who looks into it: the system calls (proc_pid_syscall(5)) in which the library's threads are held up."""

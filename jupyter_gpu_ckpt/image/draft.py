@@ -108,10 +108,10 @@ class Draft:
             for path in files:
                 path.chmod(0o600)
             # Hashed while the disk is busy with it: CPU time that costs no time.  What becomes a hole reads the same.
-            # Where the CUDA driver has put a context into the process, most pages do (145,143 of 225,845 with PyTorch
-            # on an H200), and what is a hole before it is flushed need not be written at all.
+            # Beside device memory most of what CRIU has written does, the context that the CUDA driver has put into the
+            # process (145,143 of 225,845 pages with PyTorch on an H200): holes before it is flushed, and never written.
             with ThreadPoolExecutor(8) as pool:
-                last = [path for path in files if manifest.cuda and str(path.relative_to(self.path)) not in self._known]
+                last = [path for path in files if self._known and str(path.relative_to(self.path)) not in self._known]
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
                 entries = integrity.entries(self.path, punch=True, known=self._known)
                 flushing += [pool.submit(flush, path) for path in last]

@@ -301,19 +301,34 @@ CUresult copies_make(bool outwards, char *arena)
 
 bool copies_under_way(void) { return atomic_load(&under_way); }
 
+/* The contexts that have blocks; how many, or SIZE_MAX: too many. */
+static size_t with_blocks(CUcontext *contexts)
+{
+    size_t slots, count = 0;
+    struct block *table = blocks_table(&slots);
+    for (size_t at = 0; at < slots; at++) {
+        size_t which = 0;
+        while (which < count && contexts[which] != table[at].context)
+            which++;
+        if (table[at].address == 0 || which < count)
+            continue;
+        if (count == MOST_CONTEXTS)
+            return SIZE_MAX;
+        contexts[count++] = table[at].context;
+    }
+    return count;
+}
+
 CUresult copies_wait(void)
 {
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    CUcontext last = NULL;
-    CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < slots && result == CUDA_SUCCESS; at++)
-        if (table[at].address != 0 && table[at].context != last) {
-            last = table[at].context;
-            result = driver()->cuCtxSetCurrent(last);
-            if (result == CUDA_SUCCESS)
-                result = driver()->cuCtxSynchronize();
-        }
+    CUcontext contexts[MOST_CONTEXTS];
+    size_t count = with_blocks(contexts);
+    CUresult result = count == SIZE_MAX ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+    for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
+        result = driver()->cuCtxSetCurrent(contexts[at]);
+        if (result == CUDA_SUCCESS)
+            result = driver()->cuCtxSynchronize();
+    }
     if (result == CUDA_SUCCESS)
         atomic_store(&under_way, false);
     return result;
@@ -349,18 +364,8 @@ CUresult copies_rehearse(void)
         return CUDA_SUCCESS;
     if (door_is_busy())
         return CUDA_ERROR_NOT_READY;
-    size_t slots;
-    struct block *table = blocks_table(&slots);
-    rehearsal.count = 0;
-    for (size_t at = 0; at < slots; at++) {
-        size_t which = 0;
-        while (which < rehearsal.count && rehearsal.contexts[which] != table[at].context)
-            which++;
-        if (table[at].address == 0 || which < rehearsal.count)
-            continue;
-        if (which == MOST_CONTEXTS)
-            return CUDA_ERROR_NOT_SUPPORTED;
-        rehearsal.contexts[rehearsal.count++] = table[at].context;
-    }
+    rehearsal.count = with_blocks(rehearsal.contexts);
+    if (rehearsal.count == SIZE_MAX)
+        return CUDA_ERROR_NOT_SUPPORTED;
     return rehearsal.count != 0 ? door_open(rehearse) : CUDA_SUCCESS;
 }

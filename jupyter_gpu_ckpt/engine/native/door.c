@@ -79,23 +79,22 @@ static unsigned who_wait_for(const void *futex)
     return count;
 }
 
-/* Relieve the readers of the lock at whose futex the rehearsal waits; false where that is no such lock, or has others
- * for readers than who wait there and are stopped. */
-static bool relieve(char *futex)
+/* Relieve the readers of the lock at whose futex the rehearsal waits; not where that is no such lock, or has others for
+ * readers than who wait there and are stopped. */
+static void relieve(char *futex)
 {
     struct lock *lock = (struct lock *)(futex - offsetof(struct lock, write_phase));
     if ((uintptr_t)lock % sizeof(void *) != 0 || (door != NULL && door != lock) ||
         (uintptr_t)futex % MINIMUM_PAGE < offsetof(struct lock, write_phase)) /* what is before it may not be there */
-        return false;
+        return;
     unsigned word = atomic_load(&lock->readers), readers = word / READER;
     bool is_next = (word & (WRITE_PHASE | WRITER_IS_NEXT)) == WRITER_IS_NEXT;
     if (!is_next || readers == 0 || readers + relieved + 1 != who_wait_for(futex) || atomic_load(&lock->readers) != word)
-        return false;
+        return;
     door = lock;
     relieved += readers;
     for (; readers != 0; readers--)
         pthread_rwlock_unlock((pthread_rwlock_t *)lock);
-    return true;
 }
 
 static time_t seconds(void)

@@ -6,6 +6,7 @@ import pytest
 from fast_program import parked
 from waiting import until
 
+from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
@@ -101,7 +102,7 @@ def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
     with pytest.raises(CudaError):
         kernel.leave(timeout_s=0.4)
     assert kernel.state == RUNNING
-    assert not kernel.path._is_called("gpu-ckpt-door") or parked(kernel)
+    assert not kernel.path._is_called(fastpath._DOOR) or parked(kernel)
     kernel.come_back()
     kernel.ask("slow(0)")
     goes_on(kernel)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .engine import criu_images
-from .engine.fastpath import BLOCKS
 from .engine.gpus import Gpus, gpu_mapping
 from .errors import CudaError
 from .image.fingerprint import fingerprint, look
@@ -29,11 +28,10 @@ class Node(Protocol):
 def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int], arena: int) -> dict[str, Any]:
     """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
-    ``arena``: bytes of the file in the capsule's own memory; that is made anew, whatever its path is by then.
+    ``arena``: bytes of device memory that a restore puts into the capsule's own memory.
     """
-    files = (file for file in criu_images.regular_files(directory) if Path(file.path).name != BLOCKS)
     return fingerprint(
-        files=map(dataclasses.asdict, files),
+        files=map(dataclasses.asdict, criu_images.regular_files(directory)),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),
         criu=node.criu_version,
         gpus=_gpus(node) if cuda else [],

@@ -142,11 +142,9 @@ class Leaving(Steps):
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
         self._cool(capsule.host_pid)
-        # Device memory is host memory by now.
-        processes = [process for pid in capsule.processes() if (process := preflight.read_process(pid))]
-        bytes = sum(process.rss for process in processes)
+        bytes = self.resident()  # device memory is host memory by now
         self._clocks = capsule.clocks()
-        needed = preflight.image_bytes(0, processes)
+        needed = bytes + preflight.MARGIN
         self._make_room(needed)
         try:
             traced.bytes = self._write_image(capsule, needed, self._deadline(bytes))
@@ -192,7 +190,7 @@ class Leaving(Steps):
 
         try:
             self._require_not_broken_off()
-            self._arena = os.fstat(blocks).st_size
+            self._arena = device.size(blocks)
             with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
                 written = thread.submit(draft.write_device, blocks, take, go_on)
                 written.add_done_callback(break_off)

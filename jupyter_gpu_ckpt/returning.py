@@ -323,8 +323,9 @@ class Returning(Steps):
         if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
             process = preflight.read_process(pid)
+            most = (process.rss if process else 0) + fast_path.in_memory()
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
-            self._saved = Saved({}, dict.fromkeys(gpus, process.rss if process else 0), gpus, cuda=True)
+            self._saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
             return State.SUSPENDED
         fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self.settings.base)
         return State.RUNNING

@@ -30,6 +30,7 @@ from .image.integrity import Proof
 from .image.leases import Lease
 from .image.store import Image, Store
 from .machine import Kernel, State
+from .preflight import read_process
 from .trace import Recorder, Trace
 
 #: What is stale after a restore: credentials of the server, and the job it runs in.
@@ -225,6 +226,12 @@ class Steps:
         """Device memory the kernel holds now, in bytes by GPU UUID; asks the driver.  Raises `CudaError`."""
         pid = self._alive().host_pid
         return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
+
+    def resident(self) -> int:
+        """Host memory of the kernel, in bytes: its processes', and its blocks' that have left the GPU."""
+        capsule = self._alive()
+        processes = [process for pid in capsule.processes() if (process := read_process(pid))]
+        return self._fast_path().in_memory() + sum(process.rss for process in processes)
 
     def _note_absence(self, until: float) -> None:
         """What was in host memory since it left the GPU is there no longer."""

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 #: The library's socket in a kernel's runtime directory.
 SOCKET = "kernel-fast"
-#: In the capsule's directory in memory, what is away (`transfer.c`).  The name is no other file's.
+#: In the capsule's directory in memory, the directory of what is away (`arena.h`), or a link to one on a disk.
 BLOCKS = "gpu-ckpt-blocks"
 #: Environment variable of a kernel that tells its library where that is.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
@@ -51,8 +51,8 @@ _NATIVE = Path(__file__).with_name("native")
 _LIBRARY = "_fastpath.so"
 #: Bytes of device memory that a context takes, and the driver moves in any case; of a large one.
 _CONTEXT = 2 << 30
-#: What the library's thread is called while blocks are in host memory (`control.c`).
-_AWAY = "gpu-ckpt-away"
+#: What the library's thread is called while blocks are away, in its own memory or in the capsule's (`control.c`).
+_AWAY, _FILED = "gpu-ckpt-away", "gpu-ckpt-filed"
 #: And while threads are relieved of the driver's lock (`door.h`): they must not go on until they have it again.
 _DOOR = "gpu-ckpt-door"
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
@@ -115,37 +115,48 @@ class FastPath:
 
         Raises `CudaError` where the process is gone.
         """
-        return self._is_called(_AWAY)
+        return self._is_called(_AWAY, _FILED)
 
-    def _is_called(self, name: str) -> bool:
+    def _is_called(self, *names: str) -> bool:
         try:
             threads = list(Path(f"/proc/{self._capsule.host_pid}/task").iterdir())
         except OSError as error:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
-        return any(_name(thread) == name for thread in threads)
+        return any(_name(thread) in names for thread in threads)
 
     def blocks(self) -> int | None:
-        """A descriptor, the caller's own, of the file in memory that has the blocks that are away.
+        """A descriptor, the caller's own, of the directory that has the blocks that are away, in chunks (`arena.h`).
 
         None while nothing is away, or where the library took anonymous memory.  Raises `CapsuleError`, `OSError`.
         """
-        return self._open(os.O_RDWR) if self.away() and self._has_file() else None
+        if not self._is_called(_FILED):
+            return None
+        with self._arena() as arena:
+            return os.open(BLOCKS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=arena)
 
     def new_blocks(self) -> int:
-        """The same file, empty, in a capsule that has no kernel yet: what its blocks are put into.  Raises likewise."""
-        return self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        """The same, empty, in a capsule whose kernel has nothing away, or that has none yet.  Raises likewise."""
+        with self._arena() as arena:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(BLOCKS, 0o700, dir_fd=arena)
+            return os.open(BLOCKS, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=arena)
 
-    def _open(self, how: int) -> int:
-        directory = self._capsule.arena()
+    def in_memory(self) -> int:
+        """Bytes of blocks that are in the capsule's own memory, and in no process's; 0 of a kernel that has ended."""
+        with contextlib.suppress(CudaError, CapsuleError, OSError):
+            if self._is_called(_FILED):
+                with self._arena() as arena:
+                    there = os.fstatvfs(arena)
+                    return (there.f_blocks - there.f_bfree) * there.f_frsize
+        return 0
+
+    @contextlib.contextmanager
+    def _arena(self) -> Iterator[int]:
+        arena = self._capsule.arena()
         try:
-            return os.open(BLOCKS, how | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+            yield arena
         finally:
-            os.close(directory)
-
-    def _has_file(self) -> bool:
-        """Whether the library has mapped the file: as the process has it, not as a capsule that is slow answers."""
-        maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
-        return any(line.endswith(f"/{BLOCKS}") for line in maps.splitlines())
+            os.close(arena)
 
     def leave(self, *, lock_s: float, timeout_s: float) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.
@@ -158,8 +169,8 @@ class FastPath:
             amounts = self.amounts()
             if not amounts.blocks:
                 return 0
-            with contextlib.suppress(CapsuleError):  # then the library takes memory that CRIU gets to see
-                os.close(self._capsule.arena())
+            with contextlib.suppress(CapsuleError, OSError):  # then the library takes memory that CRIU gets to see
+                os.close(self.new_blocks())
             self._capsule.park(PATIENCE)
         except (CudaError, CapsuleError) as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)

@@ -100,7 +100,7 @@ class Chunks:
         arena = own.pop()
         begun, before = time.monotonic(), self.bytes
         try:
-            size = os.fstat(arena).st_size
+            size = device.size(arena)
             if enough.is_set() or not permitted(size, max(0, size - before)):
                 return False
             self._begin()

@@ -1,8 +1,9 @@
-"""Device memory in an image: chunks of the arena (`engine/fastpath`), each a file, written and read uncached.
+"""Device memory in an image: the chunks of the arena (`engine/fastpath`), files both here and there, moved uncached.
 
-CRIU does not see this memory.  A chunk of nothing but zeros has no file.  Hashes are made of what is in memory, on the
-way out and on the way back, so that nothing is read twice.  The arena is read and written, never mapped: a mapping
-would count as this process's memory, and who reads one of a file that was cut short is killed.
+CRIU does not see this memory.  A chunk of nothing but zeros has no file in an image.  Hashes are made of what is in
+memory, on the way out and on the way back, so that nothing is read twice.  The arena is the descriptor of a directory,
+whose files come and go with the kernel's wish; they are read and written, never mapped: who reads a mapping of a file
+that was cut short is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .manifest import FileEntry, Manifest
 
 T = TypeVar("T")
 
-#: Bytes of a chunk but the last.
+#: Bytes of a chunk but the last; `arena.h` has the same.
 CHUNK = 16 << 20
 #: Chunks under way at a time: what fills a disk's queue.
 _DEPTH = 8
@@ -45,17 +46,18 @@ def none_there(name: str, entry: FileEntry, place: Path) -> bool:
 
 
 def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) -> dict[str, FileEntry]:
-    """Write the arena, a file descriptor, to files in ``directory``, which is made; they are flushed with their draft.
+    """Write the chunks of the arena to files in ``directory``, which is made; they are flushed with their draft.
 
     Returns their hashes by name.  What ``take`` has is not written.  ``go_on``: called before each chunk; what it
     raises ends it.  Raises `OSError`; what was written then is left.
     """
     directory.mkdir(mode=0o700)
+    place = path(arena)
 
-    def one(name: str, at: int, chunk: memoryview) -> tuple[str, FileEntry] | None:
+    def one(name: str, chunk: memoryview) -> tuple[str, FileEntry] | None:
         go_on()
-        if os.preadv(arena, [chunk], at) != len(chunk):
-            raise OSError(f"The file of device memory is shorter than it was: {at + len(chunk)} bytes.")
+        if len(direct.read(place / name, chunk, len(chunk))) != len(chunk):
+            raise OSError(f"A file of device memory is shorter than it was: {name}.")
         if direct.is_zero(chunk):
             return None
         entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
@@ -63,7 +65,7 @@ def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) 
             direct.write(directory / name, chunk, len(chunk), size=len(chunk))
         return name, entry
 
-    written = dict(filter(None, _each(os.fstat(arena).st_size, one, _DEPTH)))
+    written = dict(filter(None, _each(size(arena), one, _DEPTH)))
     if not written:  # an image has no empty directories
         directory.rmdir()
     return written
@@ -76,9 +78,17 @@ def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough
     short meanwhile.  Returns whether it came to the end.  Raises `OSError`; what was done until then is as good.
     """
 
-    def one(name: str, at: int, chunk: memoryview) -> str | None:
+    place = path(arena)
+
+    def one(name: str, chunk: memoryview) -> str | None:
         # Who ends waits for all that was begun on executors' threads.
-        if enough.is_set() or not threading.main_thread().is_alive() or os.preadv(arena, [chunk], at) != len(chunk):
+        if enough.is_set() or not threading.main_thread().is_alive():
+            return None
+        try:
+            whole = len(direct.read(place / name, chunk, len(chunk))) == len(chunk)
+        except FileNotFoundError:
+            whole = False
+        if not whole:
             return None
         entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
         if there.get(name) != entry:
@@ -90,7 +100,7 @@ def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough
                 there[name] = entry
         return name
 
-    names = _each(os.fstat(arena).st_size, one, _DEPTH_AHEAD)
+    names = _each(size(arena), one, _DEPTH_AHEAD)
     if None in names:
         return False
     for name in there.keys() - set(names):  # there was more of it
@@ -105,7 +115,7 @@ class Filling:
     Parameters
     ----------
     arena:
-        A descriptor of an empty file in memory; it has its size of ``size`` bytes when this is made.
+        The descriptor of an empty directory; it is filled with ``size`` bytes.
     directory:
         Where the chunks are.
     chunks:
@@ -115,24 +125,24 @@ class Filling:
     """
 
     def __init__(self, arena: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], *, prove: bool) -> None:
-        os.ftruncate(arena, size)
         self._given_up = threading.Event()
-        self._arena, self._directory, self._chunks, self._prove = arena, directory, chunks, prove
+        self._arena, self._directory, self._chunks, self._prove = path(arena), directory, chunks, prove
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device")
         self._filled = self._thread.submit(_each, size, self._one, _DEPTH)
         self._thread.shutdown(wait=False)
 
-    def _one(self, name: str, at: int, chunk: memoryview) -> None:
+    def _one(self, name: str, chunk: memoryview) -> None:
         if self._given_up.is_set():
             raise CancelledError
         entry = self._chunks.get(name)
         if entry is None:
+            with open(self._arena / name, "xb") as file:
+                file.truncate(len(chunk))
             return
         data = direct.read(self._directory / name, chunk, len(chunk))
         if len(data) != len(chunk) or (self._prove and blake3(chunk).hexdigest() != entry.blake3):
             raise ImageDamaged("The image is damaged: device memory.", files=[f"{_CRIU}/{DIRECTORY}/{name}"])
-        if os.pwritev(self._arena, [chunk], at) != len(chunk):
-            raise OSError("The kernel's memory could not be filled.")
+        direct.write(self._arena / name, chunk, len(chunk), size=len(chunk))
 
     def require(self) -> bool:
         """Wait until everything is there; False if it was stopped.  Raises `ImageDamaged`, `OSError`."""
@@ -152,14 +162,25 @@ class Filling:
         self._thread.shutdown(wait=True)
 
 
+def path(arena: int) -> Path:
+    """Of an arena, while the descriptor is open."""
+    return Path(f"/proc/self/fd/{arena}")
+
+
+def size(arena: int) -> int:
+    """Bytes of an arena."""
+    with os.scandir(arena) as files:
+        return sum(file.stat().st_size for file in files)
+
+
 def entries(manifest: Manifest) -> dict[str, FileEntry]:
     """Of the chunks in an image, by their names as `write` gives them."""
     place = f"{_CRIU}/{DIRECTORY}/"
     return {name.removeprefix(place): one for name, one in manifest.files.items() if name.startswith(place)}
 
 
-def _each(size: int, work: Callable[[str, int, memoryview], T], depth: int) -> list[T]:
-    """What ``work`` returns for each chunk of so many bytes, given its name, place and a buffer; ``depth`` at a time.
+def _each(size: int, work: Callable[[str, memoryview], T], depth: int) -> list[T]:
+    """What ``work`` returns for each chunk of so many bytes, given its name and a buffer; ``depth`` at a time.
 
     After an error no further one is begun.
     """
@@ -171,7 +192,7 @@ def _each(size: int, work: Callable[[str, int, memoryview], T], depth: int) -> l
     def one(at: int) -> T:
         buffer = buffers.get()
         try:
-            return work(f"{at // CHUNK:06d}.img", at, buffer[: min(CHUNK, size - at)])
+            return work(f"{at // CHUNK:06d}.img", buffer[: min(CHUNK, size - at)])
         finally:
             buffers.put(buffer)
 

@@ -107,7 +107,7 @@ class Desk:
             findings.append(preflight.Finding(error.code, error.message, error))
         findings += preflight.judge_report(report)
         on_device = sum(device.values())
-        resident = sum(found.rss for each in capsule.processes() if (found := preflight.read_process(each)))
+        resident = lifecycle.resident()
         estimate = RATES.estimate(resident, on_device)
         return {
             "state": lifecycle.state.value,

@@ -17,7 +17,6 @@ from ..estimate import RATES
 from ..image.store import Store
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from ..preflight import read_process
 
 #: Kernels that leave at the same time.  They share a disk and the host's processors: more of them are no faster.
 PARALLEL = 4
@@ -121,13 +120,13 @@ def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, prove: bool)
             seconds += image.manifest.bytes / PROVED
         if lifecycle is None or lifecycle.state is State.CHECKPOINTED or lifecycle.capsule is None:
             continue
-        process = read_process(lifecycle.capsule.host_pid)
-        device = 0
+        resident = device = 0
         try:
+            resident = lifecycle.resident()
             device = sum(lifecycle.device_bytes().values())
         except GpuCkptError as error:
             log.warning("Kernel %s: its device memory cannot be told: %s", one.kernel_id, error.code)
-        estimate = RATES.estimate(process.rss if process else 0, device)
+        estimate = RATES.estimate(resident, device)
         awake, bytes = awake + 1, bytes + estimate.image_bytes
         seconds += one.drain_timeout + 2 * estimate.saved
     return Need(awake, bytes, GRACE + seconds)

@@ -18,7 +18,6 @@ from ..kernel.gate import Gate
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle import Lifecycle
 from ..machine import State
-from ..preflight import read_process
 from .policy import Look
 
 #: Seconds of samples to ask NVML for at first.
@@ -81,8 +80,7 @@ def closer(look: Look, lifecycle: Lifecycle, gate: Gate) -> tuple[Look, list[int
         return look, []  # between states it is nobody's business, and the driver would keep us waiting
     pids = capsule.processes()
     if look.state is State.SUSPENDED:
-        resident = sum(process.rss for process in map(read_process, pids) if process)
-        return replace(look, process=capsule.host_pid, resident=resident), pids
+        return replace(look, process=capsule.host_pid, resident=lifecycle.resident()), pids
     # Whoever has a CUDA context holds device memory (0.6 GiB with torch), also where NVML counts none for it.
     on_gpu = lifecycle.engine.cuda.state(capsule.host_pid) is CudaState.RUNNING
     return replace(look, process=capsule.host_pid, working=gate.working, on_gpu=on_gpu), pids

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tornado.ioloop import IOLoop
 
-from .. import errors, preflight
+from .. import errors
 from ..engine.cuda import CudaState
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle import Lifecycle
@@ -231,10 +231,9 @@ class Watched:
             if lifecycle.image is not None:
                 manifest = lifecycle.image.manifest
                 return Sizes(device=manifest.device_bytes, image=manifest.bytes)
-            if (capsule := lifecycle.capsule) is None:
+            if lifecycle.capsule is None:
                 return Sizes()
-            host = sum(found.rss for pid in capsule.processes() if (found := preflight.read_process(pid)))
-            return Sizes(host=host, device=device_bytes(lifecycle))
+            return Sizes(host=lifecycle.resident(), device=device_bytes(lifecycle))
         except Exception as error:  # an estimate is not worth a checkpoint
             self.watcher.log.debug("Kernel %s could not be measured: %s", self.kernel_id, type(error).__name__)
             return Sizes()

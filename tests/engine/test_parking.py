@@ -221,7 +221,9 @@ def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_
         subject.goes_on("computes", "allocates", "locks")
 
 
-@pytest.mark.parametrize("name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-away"])
+@pytest.mark.parametrize(
+    "name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-away", "gpu-ckpt-filed"]
+)
 def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         parking = subject.parked()

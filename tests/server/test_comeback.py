@@ -301,12 +301,13 @@ def test_a_server_that_is_stopped_while_its_kernels_come_back_ends_and_loses_non
 def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkeypatch):
     def kernel(**memory: int) -> SimpleNamespace:
         lifecycle = SimpleNamespace(
-            state=State.RUNNING, capsule=SimpleNamespace(host_pid=1), device_bytes=lambda: memory
+            state=State.RUNNING,
+            capsule=SimpleNamespace(host_pid=1),
+            device_bytes=lambda: memory,
+            resident=lambda: 1 << 30,
         )
         return SimpleNamespace(kernel_id="k", lifecycle=lifecycle, drain_timeout=10.0)
 
-    resident = {"rss": 1 << 30}
-    monkeypatch.setattr(park, "read_process", lambda pid: SimpleNamespace(**resident))
     monkeypatch.setattr(park, "RATES", Rates())  # not what the tests before this one measured
 
     def deadline(kernels):

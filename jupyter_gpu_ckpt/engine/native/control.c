@@ -5,7 +5,8 @@
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
  *
- * While blocks are away the thread that answers is called "gpu-ckpt-away"; while threads are relieved of the driver's
+ * While blocks are away the thread that answers is called "gpu-ckpt-away", or "gpu-ckpt-filed" where they are in files
+ * (`arena.h`); while threads are relieved of the driver's
  * lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has to know whether the process may run need not ask it,
  * and may not be able to.
  *
@@ -28,11 +29,14 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "arena.h"
 #include "copies.h"
 #include "door.h"
 #include "transfer.h"
 
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
+/* In the directory of the socket (`engine/fastpath.py`). */
+#define ARENA "arena/gpu-ckpt-blocks"
 
 static char path[sizeof((struct sockaddr_un *)0)->sun_path];
 static pid_t owner;
@@ -46,10 +50,10 @@ __attribute__((constructor)) static void begin(void)
     if (wanted != NULL && strlen(wanted) < sizeof path) {
         strcpy(path, wanted);
         owner = getpid();
-        char arena[sizeof path + sizeof "/arena"];
+        char arena[sizeof path + sizeof "/" ARENA];
         const char *end = strrchr(path, '/');
-        snprintf(arena, sizeof arena, "%.*s/arena", end == NULL ? 0 : (int)(end - path), path);
-        transfer_place(arena);
+        snprintf(arena, sizeof arena, "%.*s/" ARENA, end == NULL ? 0 : (int)(end - path), path);
+        arena_place(arena);
     }
     unsetenv(SOCKET_VARIABLE);
     Dl_info us;
@@ -83,7 +87,8 @@ static double now(void)
 
 static void tell(bool away)
 {
-    pthread_setname_np(pthread_self(), away ? "gpu-ckpt-away" : door_is_open() ? "gpu-ckpt-door" : "gpu-ckpt-fast");
+    const char *name = away ? "gpu-ckpt-away" : door_is_open() ? "gpu-ckpt-door" : "gpu-ckpt-fast";
+    pthread_setname_np(pthread_self(), away && arena_is_files() ? "gpu-ckpt-filed" : name);
 }
 
 static CUresult perform(const char *verb)

@@ -1,13 +1,13 @@
 #define _GNU_SOURCE
 #include "copies.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include "arena.h"
 #include "door.h"
 
 /* Bytes of one copy.  Measured on an H200 with 16 CPU cores, GB/s out and back: 1 MiB 35 and 36, 2 MiB 47 and 45, 4 MiB 43
@@ -17,10 +17,6 @@
 #define HUGE_PAGE ((size_t)2 << 20)
 #define MOST_WORKERS 16 /* of one device: what fills its way to the host */
 #define BUFFERS 2
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 /* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
 struct ring {
@@ -37,7 +33,7 @@ static atomic_bool under_way; /* copies may be, because the driver would not say
 
 struct chunk {
     CUdeviceptr device;
-    char *host;
+    size_t offset; /* in the arena */
     size_t bytes;
 };
 
@@ -69,48 +65,59 @@ static void fail(CUresult result)
         atomic_compare_exchange_strong(&failed, &none, result);
 }
 
-/* Pages for what is on its way: twice as fast as leaving it to the faults of memcpy, and what cannot be had is an error
- * here, where a fault would be this process's end. */
-static CUresult populate(const struct chunk *chunk)
-{
-    if (madvise(chunk->host, chunk->bytes, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) /* before Linux 5.14 */
-        return CUDA_SUCCESS;
-    return errno == EINTR || errno == EAGAIN ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-}
+/* One worker's part of the work. */
+struct worker {
+    struct work *work;
+    size_t next, end; /* what it has taken of the chunks, and not begun */
+    struct buffer buffers[BUFFERS];
+};
 
-static CUresult begin(struct work *work, struct buffer *buffer)
+/* As many as fill a file of the arena, for one at a time writes to a file; NULL when all are taken. */
+static const struct chunk *take(struct worker *worker)
 {
-    size_t at = atomic_fetch_add(&work->next, 1);
-    buffer->chunk = at < work->count ? &work->chunks[at] : NULL;
-    if (buffer->chunk == NULL)
-        return CUDA_SUCCESS;
-    if (work->outwards) {
-        CUresult result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, buffer->chunk->device, buffer->chunk->bytes,
-                                                         buffer->stream);
-        return result == CUDA_SUCCESS ? populate(buffer->chunk) : result;
+    struct work *work = worker->work;
+    size_t run = ARENA_CHUNK / work->most;
+    if (worker->next == worker->end) {
+        worker->next = atomic_fetch_add(&work->next, run);
+        worker->end = worker->next + run;
     }
-    memcpy(buffer->memory, buffer->chunk->host, buffer->chunk->bytes);
-    return driver()->cuMemcpyHtoDAsync_v2(buffer->chunk->device, buffer->memory, buffer->chunk->bytes, buffer->stream);
+    return worker->next < work->count ? &work->chunks[worker->next++] : NULL;
 }
 
-static CUresult finish(struct work *work, struct buffer *buffer)
+static CUresult begin(struct worker *worker, struct buffer *buffer)
+{
+    const struct chunk *chunk = buffer->chunk = take(worker);
+    if (chunk == NULL)
+        return CUDA_SUCCESS;
+    CUresult result = CUDA_SUCCESS;
+    if (worker->work->outwards) {
+        result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, chunk->device, chunk->bytes, buffer->stream);
+        return result == CUDA_SUCCESS ? arena_expect(chunk->offset, chunk->bytes) : result;
+    }
+    result = arena_get(chunk->offset, buffer->memory, chunk->bytes);
+    if (result == CUDA_SUCCESS)
+        result = driver()->cuMemcpyHtoDAsync_v2(chunk->device, buffer->memory, chunk->bytes, buffer->stream);
+    return result;
+}
+
+static CUresult finish(const struct work *work, struct buffer *buffer)
 {
     if (buffer->chunk == NULL)
         return CUDA_SUCCESS;
     CUresult result = driver()->cuStreamSynchronize(buffer->stream);
-    if (result != CUDA_SUCCESS)
-        return result;
-    if (work->outwards)
-        memcpy(buffer->chunk->host, buffer->memory, buffer->chunk->bytes);
-    buffer->chunk = NULL;
-    return CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS && work->outwards)
+        result = arena_put(buffer->chunk->offset, buffer->memory, buffer->chunk->bytes);
+    if (result == CUDA_SUCCESS)
+        buffer->chunk = NULL;
+    return result;
 }
 
 static void *copy(void *argument)
 {
     struct work *work = argument;
     const struct driver *cu = driver();
-    struct buffer buffers[BUFFERS] = {0};
+    struct worker worker = {.work = work};
+    struct buffer *buffers = worker.buffers;
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
     char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
@@ -118,7 +125,7 @@ static void *copy(void *argument)
         buffers[at].memory = buffered + at * work->most;
         result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
         if (result == CUDA_SUCCESS)
-            result = begin(work, &buffers[at]);
+            result = begin(&worker, &buffers[at]);
     }
     /* One buffer is copied by the CPU while the other is under way. */
     for (size_t at = 0; result == CUDA_SUCCESS && buffers[at].chunk != NULL; at = (at + 1) % BUFFERS) {
@@ -126,7 +133,7 @@ static void *copy(void *argument)
         if (result == CUDA_SUCCESS)
             result = atomic_load(&failed);
         if (result == CUDA_SUCCESS)
-            result = begin(work, &buffers[at]);
+            result = begin(&worker, &buffers[at]);
     }
     for (size_t at = 0; at < BUFFERS; at++)
         if (buffers[at].stream != NULL) {
@@ -144,26 +151,6 @@ static size_t processors(void)
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
         return 1;
     return (size_t)CPU_COUNT(&allowed);
-}
-
-char *huge(size_t bytes, int flags, int file)
-{
-    int reserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    char *memory = mmap(NULL, bytes + HUGE_PAGE, PROT_NONE, reserved, -1, 0);
-    if (memory == MAP_FAILED)
-        return NULL;
-    size_t before = (HUGE_PAGE - (size_t)memory % HUGE_PAGE) % HUGE_PAGE;
-    if (before != 0)
-        munmap(memory, before);
-    memory += before;
-    munmap(memory + bytes, HUGE_PAGE - before);
-    int how = MAP_FIXED | flags | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
-    if (mmap(memory, bytes, PROT_READ | PROT_WRITE, how, file, 0) == MAP_FAILED) {
-        munmap(memory, bytes);
-        return NULL;
-    }
-    madvise(memory, bytes, MADV_HUGEPAGE);
-    return memory;
 }
 
 static CUresult close_ring(struct ring *ring)
@@ -196,7 +183,7 @@ static CUresult close_rings(void)
 
 static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
 {
-    ring->memory = huge(bytes, 0, -1);
+    ring->memory = huge(bytes);
     if (ring->memory == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     ring->bytes = bytes;
@@ -249,7 +236,7 @@ static size_t divide(struct work *works, size_t most)
     return count;
 }
 
-static void fill_in(struct work *work, char *arena)
+static void fill_in(struct work *work)
 {
     size_t slots, count = 0;
     struct block *table = blocks_table(&slots);
@@ -257,13 +244,13 @@ static void fill_in(struct work *work, char *arena)
         if (is_copied(&table[at]) && table[at].context == work->context)
             for (size_t offset = 0; offset < table[at].bytes; offset += work->most) {
                 size_t rest = table[at].bytes - offset;
-                work->chunks[count++] = (struct chunk){table[at].address + offset, arena + table[at].offset + offset,
+                work->chunks[count++] = (struct chunk){table[at].address + offset, table[at].offset + offset,
                                                        rest < work->most ? rest : work->most};
             }
 }
 
 /* The contexts at the same time, for each device has a way to the host of its own. */
-CUresult copies_make(bool outwards, char *arena)
+CUresult copies_make(bool outwards)
 {
     static struct work works[MOST_CONTEXTS];
     size_t count = divide(works, outwards ? CHUNK_OUT : CHUNK_BACK), most = 0;
@@ -274,12 +261,16 @@ CUresult copies_make(bool outwards, char *arena)
     for (size_t at = 0; at < count; at++)
         most += works[at].count;
     CUresult result = close_rings();
+    if (result == CUDA_SUCCESS)
+        result = arena_open();
     if (result != CUDA_SUCCESS)
         return result;
     size_t bytes = most * sizeof(struct chunk);
     struct chunk *chunks = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (chunks == MAP_FAILED)
+    if (chunks == MAP_FAILED) {
+        arena_close();
         return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     size_t workers = processors() / count;
     workers = workers > MOST_WORKERS ? MOST_WORKERS : workers == 0 ? 1 : workers;
     atomic_store(&failed, CUDA_SUCCESS);
@@ -288,13 +279,14 @@ CUresult copies_make(bool outwards, char *arena)
         works[at].outwards = outwards;
         works[at].chunks = next;
         next += works[at].count;
-        fill_in(&works[at], arena);
+        fill_in(&works[at]);
         start(&works[at], workers);
     }
     for (size_t at = 0; at < count; at++)
         for (size_t thread = 0; thread < works[at].begun; thread++)
             pthread_join(works[at].threads[thread], NULL);
     fail(close_rings());
+    arena_close();
     munmap(chunks, bytes);
     return atomic_load(&failed);
 }

@@ -1,4 +1,4 @@
-/* Copies between the blocks and memory of the host, by many threads; and what they need of the driver. */
+/* Copies between the blocks and the arena, by many threads; and what they need of the driver. */
 #pragma once
 
 #include "blocks.h"
@@ -6,7 +6,7 @@
 /* While the table is held (`blocks_hold`), all of these. */
 
 /* Every block that was given an offset, to its place in the arena or from there.  After failure some may be. */
-CUresult copies_make(bool outwards, char *arena);
+CUresult copies_make(bool outwards);
 
 /* Whether some may still be on their way, because the driver would not say when they end. */
 bool copies_under_way(void);
@@ -16,7 +16,3 @@ CUresult copies_wait(void);
 
 /* Open the driver's door for copies (`door.h`), by calls as they make, in every context that has blocks, for nothing. */
 CUresult copies_rehearse(void);
-
-/* Memory that begins with a huge page, and has only such if the system gives them: they are what makes the rate.  Of a
- * file, or anonymous (-1); NULL where there is none. */
-char *huge(size_t bytes, int flags, int file);

@@ -1,73 +1,15 @@
-#define _GNU_SOURCE
 #include "transfer.h"
 
-#include <fcntl.h>
-#include <limits.h>
-#include <linux/magic.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <sys/vfs.h>
-#include <unistd.h>
-
+#include "arena.h"
 #include "copies.h"
 
-static char *arena;
-static size_t arena_bytes;
-static bool arena_is_file;
-static char arena_file[PATH_MAX]; /* empty: there can be none */
 static bool is_away; /* the arena has what counts, and some blocks or all have no physical memory */
 static bool is_spent; /* everything is back from the arena */
 
-/* -- the arena */
-
-void transfer_place(const char *directory)
-{
-    int length = snprintf(arena_file, sizeof arena_file, "%s/gpu-ckpt-blocks", directory);
-    if (length < 0 || (size_t)length >= sizeof arena_file)
-        arena_file[0] = '\0';
-}
-
-/* Whether the arena's directory is the root of a file system of its own. */
-static bool arena_is_mounted(void)
-{
-    char place[PATH_MAX + sizeof "/.."];
-    struct stat inner, outer;
-    const char *end = strrchr(arena_file, '/');
-    if (end == NULL)
-        return false;
-    snprintf(place, sizeof place, "%.*s/..", (int)(end - arena_file), arena_file);
-    if (stat(place, &outer) != 0)
-        return false;
-    place[end - arena_file] = '\0';
-    return stat(place, &inner) == 0 && inner.st_dev != outer.st_dev;
-}
-
-/* NULL where that is no file system in memory, or one without room: then a write would be the end of this process. */
-static char *map_file(size_t bytes)
-{
-    int file = arena_is_mounted() ? open(arena_file, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600) : -1;
-    if (file < 0)
-        return NULL;
-    struct statfs place;
-    char *memory = NULL;
-    if (fstatfs(file, &place) == 0 && place.f_type == TMPFS_MAGIC && ftruncate(file, 0) == 0 &&
-        bytes / (size_t)place.f_bsize < place.f_bavail && ftruncate(file, (off_t)bytes) == 0)
-        memory = huge(bytes, 0, file);
-    close(file);
-    return memory;
-}
-
 void transfer_forget(void)
 {
-    if (arena != NULL && !is_away) {
-        munmap(arena, arena_bytes);
-        if (arena_is_file && truncate(arena_file, 0) != 0)
-            unlink(arena_file);
-        arena = NULL;
-        arena_bytes = 0;
-    }
+    if (!is_away)
+        arena_drop();
     is_spent = false;
 }
 
@@ -81,7 +23,7 @@ struct amounts transfer_amounts(void)
 {
     struct amounts amounts = {0};
     blocks_amount(&amounts.blocks, &amounts.bytes);
-    amounts.away = is_away ? arena_bytes : 0;
+    amounts.away = is_away ? arena_bytes() : 0;
     return amounts;
 }
 
@@ -102,16 +44,10 @@ CUresult transfer_copy_out(void)
     if (bytes == 0)
         return CUDA_SUCCESS;
     CUresult result = copies_wait();
-    if (result != CUDA_SUCCESS)
-        return result;
-    arena = map_file(bytes);
-    arena_is_file = arena != NULL;
-    if (arena == NULL)
-        arena = huge(bytes, MAP_NORESERVE, -1);
-    if (arena == NULL)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    arena_bytes = bytes;
-    result = copies_make(true, arena);
+    if (result == CUDA_SUCCESS)
+        result = arena_make(bytes);
+    if (result == CUDA_SUCCESS)
+        result = copies_make(true);
     if (result != CUDA_SUCCESS)
         transfer_forget();
     return result;
@@ -136,7 +72,7 @@ static CUresult each_copied(CUresult (*step)(struct block *), bool to_the_end)
 
 CUresult transfer_free(void)
 {
-    if (arena == NULL)
+    if (arena_bytes() == 0)
         return CUDA_SUCCESS;
     is_away = true;
     CUresult result = copies_under_way() ? copies_wait() : CUDA_SUCCESS;
@@ -155,7 +91,7 @@ CUresult transfer_bring_back(void)
     if (result == CUDA_SUCCESS)
         result = each_copied(block_map, false);
     if (result == CUDA_SUCCESS)
-        result = copies_make(false, arena);
+        result = copies_make(false);
     if (result != CUDA_SUCCESS) {
         if (!copies_under_way() || copies_wait() == CUDA_SUCCESS)
             each_copied(block_unmap, true);

@@ -1,7 +1,4 @@
-/* Device memory out into the arena, and back.
- *
- * The arena is a file in memory, which is not this process's to save and outlives no capsule; or, where there is none to
- * be had, anonymous memory of this process. */
+/* Device memory out into the arena, and back. */
 #pragma once
 
 #include "blocks.h"
@@ -11,9 +8,6 @@ struct amounts {
     size_t blocks, bytes, away;
 };
 struct amounts transfer_amounts(void);
-
-/* The directory of a file system in memory for the arena, or one that is none. */
-void transfer_place(const char *directory);
 
 /* The steps below run while the table is held (`blocks_hold`), and no other thread of the process, but for the driver's
  * own: who wrote to a block between the copy and the end of its memory would lose that. */

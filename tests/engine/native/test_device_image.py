@@ -84,7 +84,7 @@ def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     if verb == "checkpoint" and way == "leave":  # it lives on, for another owner
         os.kill(pid, signal.SIGKILL)
     assert failed in ([["KERNEL_LOST"]] if way == "terminate" else [["CRIU_FAILED"], ["CRIU_TIMEOUT"]])
-    assert len(calls) == 1, "of several chunks"
+    assert len({place.name for place, *_ in calls}) == 1, "of several chunks"
     assert len(kernel.store.images()) == (verb == "wake")
     assert not list(kernel.store.root.glob(".draft*"))
 
@@ -207,9 +207,9 @@ def test_encrypted(fast_kernel, tmp_path, monkeypatch):
 def test_memory_is_given_back(kernel):
     kernel.lifecycle.suspend()
     blocks = kernel.path().blocks()
-    assert os.fstat(blocks).st_size == kernel.blocks >= sum(SIZES)
+    assert device.size(blocks) == kernel.blocks == kernel.path().in_memory() >= sum(SIZES)
     kernel.lifecycle.wake()
-    assert os.fstat(blocks).st_size == 0
+    assert device.size(blocks) == kernel.path().in_memory() == 0
     os.close(blocks)
     assert kernel.path().blocks() is None
     assert kernel.held() == kernel.blocks + CONTEXT

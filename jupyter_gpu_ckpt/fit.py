@@ -52,14 +52,18 @@ def mismatches(
 
     Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
     """
-    wanted = manifest.fingerprint
+    wanted, free = manifest.fingerprint, node.store.free()
+    if (
+        manifest.encryption is None and node.store.vault is None and free >= manifest.arena
+    ):  # else it may go to the disk
+        wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.arena)}
     gpus = _gpus(node) if manifest.cuda else []
     here = look(
         wanted,
         criu=node.criu_version,
         gpus=gpus,
         memory=available_memory(),
-        disk=node.store.free(),
+        disk=free,
     )
     mapping: Mapping[str, str] | None = None
     if manifest.cuda:

@@ -52,12 +52,18 @@ class Leaving(Steps):
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
             device_bytes=device_bytes,
+            spillable=self._spillable() if device_bytes else 0,
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
         if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
             found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
         return found
+
+    def _spillable(self) -> int:
+        """Bytes of device memory that need no host memory, should there be too little."""
+        bytes = self._fast_path().amounts().bytes
+        return bytes if self._may_spill(bytes) else 0
 
     def _room_for_image(self) -> int:
         store = self.engine.store
@@ -107,7 +113,10 @@ class Leaving(Steps):
         try:
             cuda.lock(pid, self.settings.cuda)
             deadline = self._deadline(traced.bytes)
-            moved = self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline)
+            place = functools.partial(self._place, capsule=self._alive())
+            moved = self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline, place=place)
+            if not moved:
+                self._end_spill()
             plan = self.kernel.plan
             warm = self.settings.warm and moved > 0 and plan is not None and plan.to is State.SUSPENDED
             if not warm:  # else the lock alone keeps the kernel from CUDA
@@ -211,7 +220,7 @@ class Leaving(Steps):
         Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
         """
         store = self.engine.store
-        if not (self.settings.write_ahead and self._saved.cuda and store.vault is None):
+        if not (self.settings.write_ahead and self._saved.cuda and store.vault is None and self._spill is None):
             return
         try:
             blocks = self._fast_path().blocks()
@@ -305,6 +314,7 @@ class Leaving(Steps):
             self._step_done = True
             self.capsule.close()
             self.capsule = None
+            self._end_spill()
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()

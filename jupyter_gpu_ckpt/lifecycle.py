@@ -93,6 +93,7 @@ class Lifecycle(Leaving, Returning):
                     self.capsule.outlive()
                 self.capsule.abandon()
                 self.capsule = None
+            self._spill = None  # it is the capsule's
             self._forget_chunks()
 
     def _break_off(self) -> None:
@@ -152,6 +153,7 @@ class Lifecycle(Leaving, Returning):
             if self.capsule is not None:
                 self.capsule.close()
                 self.capsule = None
+            self._end_spill()
             if self.state not in (State.DEAD, State.STARTING):
                 self._take(machine.advance(self.kernel, machine.Terminated())[0])
             self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
@@ -332,6 +334,7 @@ class Lifecycle(Leaving, Returning):
         if self.capsule is not None:
             self.capsule.close()
             self.capsule = None
+        self._end_spill()
         self._retire_image()
         self._forget_chunks()
         self._take(machine.advance(self.kernel, machine.Exited())[0])

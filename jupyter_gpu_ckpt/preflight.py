@@ -93,6 +93,7 @@ def look(
     companions: Iterable[int],
     device_bytes: Mapping[str, int],
     disk_free: int | None,
+    spillable: int = 0,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
 ) -> list[Finding]:
     """Findings from outside.
@@ -107,6 +108,8 @@ def look(
         Device memory the kernel holds, in bytes by GPU UUID.
     disk_free:
         Bytes free where the image goes; None for a suspend, which writes none.
+    spillable:
+        Bytes of the device memory that can go to the disk without a stay in host memory.
     over_quota:
         Why an image of so many bytes may not be made, if it may not.
     """
@@ -128,13 +131,13 @@ def look(
             )
         )
     on_device = sum(device_bytes.values())
-    if on_device and (available := available_memory()) < on_device + MARGIN:
+    if on_device and (available := available_memory()) < on_device - spillable + MARGIN:
         findings.append(
             _blocking(
                 NoMemory(
                     f"The kernel holds {on_device / 2**30:.1f} GiB on the GPU; {available / 2**30:.1f} GiB of host "
                     "memory are free.",
-                    needed=on_device + MARGIN,
+                    needed=on_device - spillable + MARGIN,
                     free=available,
                 )
             )

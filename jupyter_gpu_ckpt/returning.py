@@ -178,6 +178,7 @@ class Returning(Steps):
                 )
         except BaseException:
             capsule.close()
+            self._end_spill()
             raise
         else:
             self.capsule = capsule
@@ -193,7 +194,8 @@ class Returning(Steps):
         if not manifest.arena:
             yield
             return
-        blocks = FastPath(capsule, self.engine.cuda).new_blocks()
+        place = self._place(manifest.arena, capsule) if manifest.encryption is None else None
+        blocks = FastPath(capsule, self.engine.cuda).new_blocks(place)
         try:
             self._arena_filling = filling = Filling(
                 blocks,
@@ -252,6 +254,7 @@ class Returning(Steps):
         if self.engine.cuda.state(pid) not in _ON_GPU:
             self.engine.cuda.restore(pid, self._mapping, timeout_s=deadline)
         self._fast_path().come_back(lock_s=self.settings.cuda, timeout_s=deadline)
+        self._end_spill()
         self._saved.cuda = False
         self._mapping = None
 
@@ -323,6 +326,7 @@ class Returning(Steps):
         if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
             process = preflight.read_process(pid)
+            self._spill = fast_path.elsewhere()
             most = (process.rss if process else 0) + fast_path.in_memory()
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)

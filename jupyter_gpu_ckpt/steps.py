@@ -21,8 +21,8 @@ from .engine.criu import Criu
 from .engine.cuda import Cuda, CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
-from .errors import AgentError, CapsuleGone, GpuCkptError
-from .image import absences
+from .errors import AgentError, CapsuleGone, GpuCkptError, NoMemory
+from .image import absences, spill
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.draft import Draft
@@ -30,7 +30,7 @@ from .image.integrity import Proof
 from .image.leases import Lease
 from .image.store import Image, Store
 from .machine import Kernel, State
-from .preflight import read_process
+from .preflight import MARGIN, available_memory, read_process
 from .trace import Recorder, Trace
 
 #: What is stale after a restore: credentials of the server, and the job it runs in.
@@ -168,6 +168,8 @@ class Steps:
         self._arena_filling: Filling | None = None
         #: Device memory that is on the disk already, for the next image.
         self._chunks: Chunks | None = None
+        #: Where on the disk the kernel's blocks are, which host memory is too small for.
+        self._spill: Path | None = None
         #: Bytes of device memory that a dump wrote beside CRIU's files.
         self._arena = 0
         self._saved = Saved()
@@ -203,6 +205,34 @@ class Steps:
         chunks, self._chunks = self._chunks, None
         if chunks is not None:
             chunks.discard(wait=wait)
+
+    def _place(self, bytes: int, capsule: Capsule) -> Path | None:
+        """Where so many bytes of blocks go: None for host memory, or a directory on the disk where that is too small.
+
+        Raises `NoMemory` where neither has the room, or they must not lie there in the clear; as `spill.begin`.
+        """
+        free, store = available_memory(), self.engine.store
+        if free >= bytes + MARGIN:
+            return None
+        if not self._may_spill(bytes):
+            raise NoMemory(
+                f"{bytes / 2**30:.1f} GiB of device memory leave; {free / 2**30:.1f} GiB of host memory are free.",
+                needed=bytes + MARGIN,
+                free=free,
+            )
+        store.prepare()
+        self._end_spill()
+        self._spill = spill.begin(store.root, capsule.hold)
+        return self._spill
+
+    def _may_spill(self, bytes: int) -> bool:
+        """Whether so many bytes of blocks may lie on the disk: there is room, and they may lie there in the clear."""
+        return self.engine.store.vault is None and self.engine.store.free() >= bytes
+
+    def _end_spill(self) -> None:
+        place, self._spill = self._spill, None
+        if place is not None:
+            spill.end(place)
 
     def _fast_path(self) -> FastPath:
         return FastPath(self._alive(), self.engine.cuda)

@@ -18,15 +18,17 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CapsuleError, CudaError, GpuFull
+from ..errors import CapsuleError, CudaError, GpuCkptError, GpuFull
 from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
@@ -78,6 +80,10 @@ class Amounts:
     blocks: int = 0
     bytes: int = 0
     away: int = 0
+
+
+def _in_memory(_: int) -> None:
+    """A `FastPath.leave` whose blocks always go to host memory."""
 
 
 class FastPath:
@@ -134,12 +140,29 @@ class FastPath:
         with self._arena() as arena:
             return os.open(BLOCKS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=arena)
 
-    def new_blocks(self) -> int:
-        """The same, empty, in a capsule whose kernel has nothing away, or that has none yet.  Raises likewise."""
+    def new_blocks(self, elsewhere: Path | None = None) -> int:
+        """The same, empty, in a capsule whose kernel has nothing away, or that has none yet.  Raises likewise.
+
+        ``elsewhere``: an empty directory to take for it, for what host memory is too small.
+        """
         with self._arena() as arena:
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileNotFoundError):
+                if _is_link(BLOCKS, arena):
+                    os.unlink(BLOCKS, dir_fd=arena)
+                else:
+                    shutil.rmtree(f"/proc/self/fd/{arena}/{BLOCKS}")
+            if elsewhere is None:
                 os.mkdir(BLOCKS, 0o700, dir_fd=arena)
-            return os.open(BLOCKS, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=arena)
+            else:
+                os.symlink(elsewhere, BLOCKS, dir_fd=arena)
+            return os.open(BLOCKS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=arena)
+
+    def elsewhere(self) -> Path | None:
+        """Where blocks are that are away, and not in memory.  Raises `CapsuleError`, `OSError`."""
+        if not self._is_called(_FILED):
+            return None
+        with self._arena() as arena:
+            return Path(os.readlink(BLOCKS, dir_fd=arena)) if _is_link(BLOCKS, arena) else None
 
     def in_memory(self) -> int:
         """Bytes of blocks that are in the capsule's own memory, and in no process's; 0 of a kernel that has ended."""
@@ -158,10 +181,13 @@ class FastPath:
         finally:
             os.close(arena)
 
-    def leave(self, *, lock_s: float, timeout_s: float) -> int:
+    def leave(self, *, lock_s: float, timeout_s: float, place: Callable[[int], Path | None] = _in_memory) -> int:
         """All blocks to host memory, of a kernel that is ``LOCKED`` and is so again; the bytes, 0 if it cannot be.
 
-        Then they are where they were, and the driver's.  *After failure* the kernel may be unlocked, and blocks away:
+        Then they are where they were, and the driver's.  ``place``: asked with their bytes for a directory on a disk,
+        where host memory is too small; what it raises means that they do not leave.
+
+        *After failure* the kernel may be unlocked, and blocks away:
         `come_back` brings it all back.
         """
         pid = self._capsule.host_pid
@@ -169,13 +195,15 @@ class FastPath:
             amounts = self.amounts()
             if not amounts.blocks:
                 return 0
+            elsewhere = place(amounts.bytes)
             with contextlib.suppress(CapsuleError, OSError):  # then the library takes memory that CRIU gets to see
-                os.close(self.new_blocks())
+                os.close(self.new_blocks(elsewhere))
             self._capsule.park(PATIENCE)
-        except (CudaError, CapsuleError) as error:
+        except GpuCkptError as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)
             return 0
-        timeout_s = min(timeout_s, _ANSWER + amounts.bytes / _SLOWEST)
+        if elsewhere is None:
+            timeout_s = min(timeout_s, _ANSWER + amounts.bytes / _SLOWEST)
         may_run = True  # else a thread could touch memory that is away: only the driver's lock keeps it from that
         try:
             self._cuda.unlock(pid)
@@ -277,6 +305,10 @@ class _Library:
         if answer["cuda"] != 0:
             raise _Refused(f"The CUDA driver refused to {verb} the kernel's blocks.", answer["cuda"])
         return amounts
+
+
+def _is_link(name: str, directory: int) -> bool:
+    return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
 
 
 def _name(thread: Path) -> str:

@@ -21,7 +21,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -156,10 +156,11 @@ def require_tree(path: Path, manifest: Manifest) -> None:
         raise ImageDamaged(f"The image is damaged: {', '.join(wrong[:3])}.", image=path.name, files=wrong[:100])
 
 
-def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+def tree(path: Path, shared: Container[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
     """Every file below an image but the `RESERVED` ones, by its name in a manifest, and directories, with a "/" added.
 
-    Raises `ImageDamaged` for what is neither a directory nor a plain file of one name and this user's, `OSError`.
+    ``shared``: files that may have other names as well.  Raises `OSError`, and `ImageDamaged` for what is neither a
+    directory nor a plain file of one name and this user's.
     """
     for directory, subdirectories, names in os.walk(path, onerror=_raise):
         at = Path(directory)
@@ -168,7 +169,8 @@ def tree(path: Path) -> Iterator[tuple[str, os.stat_result]]:
             subdirectories[:] = [name for name in subdirectories if name not in RESERVED]
         for name in [*subdirectories, *names]:
             facts = (at / name).lstat()
-            plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            alone = facts.st_nlink == 1 or str((at / name).relative_to(path)) in shared
+            plain = stat.S_ISREG(facts.st_mode) and alone
             if not (plain or stat.S_ISDIR(facts.st_mode)) or facts.st_uid != os.geteuid():
                 shown = str((at / name).relative_to(path))
                 message = f"The image is damaged: {shown!r} is not a plain file of yours."
@@ -196,11 +198,11 @@ def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progre
 def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
     """The manifest's `files` for what is below ``path``; ``punch``: stretches of zeros become holes on the way.
 
-    ``known``: files that were hashed as they were written.  Raises as `tree`.
+    ``known``: files that were hashed as they were written; the kernel may still have them, too.  Raises as `tree`.
     """
     found = dict(known or {})
     with reader() as pool:
-        for name, facts in sorted(tree(path)):
+        for name, facts in sorted(tree(path, found.copy())):
             if name.endswith("/") or name in found:
                 continue
             found[name] = FileEntry(facts.st_size, digest(path / name, facts.st_size, pool, punch=punch))

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -122,9 +123,12 @@ static CUresult move_all(size_t offset, char *buffer, size_t bytes, int how)
 CUresult arena_make(size_t bytes)
 {
     arena_drop();
+    struct stat there;
     int files = open_directory();
     if (files >= 0)
         empty(files);
+    else if (place[0] != '\0' && lstat(place, &there) == 0) /* what memory is too small for goes nowhere else */
+        return CUDA_ERROR_OPERATING_SYSTEM;
     else if ((memory = huge(bytes)) == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     size = bytes;

@@ -1,0 +1,48 @@
+"""Blocks on the disk: where a kernel's device memory goes when host memory is too small for it.
+
+A directory beside the images, with the same files as an image has of device memory.  It is the capsule's, which keeps
+its lock: a sweep (`store`) leaves it alone as long as the kernel lives, whoever owns that, and removes it after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from .disk import mapped
+from .draft import PREFIX
+
+
+def begin(root: Path, hold: Callable[[int], object]) -> Path:
+    """An empty directory in the image directory ``root``.
+
+    ``hold``: keeps a descriptor open until the capsule ends (`Capsule.hold`).  Raises `NoSpace`, `StoreUnwritable`, and
+    what ``hold`` does; then there is none.
+    """
+    place = root / f"{PREFIX}blocks-{secrets.token_hex(6)}"
+    lock = place.with_name(f"{place.name}.lock")
+    with mapped(root):
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(fd)
+            place.mkdir(mode=0o700)
+        except BaseException:
+            lock.unlink()
+            raise
+        finally:
+            os.close(fd)
+    return place
+
+
+def end(place: Path) -> None:
+    """Nobody needs it any more.  Never raises: what cannot be removed now, the next sweep removes."""
+    shutil.rmtree(place, ignore_errors=True)
+    if not place.exists():
+        with contextlib.suppress(OSError):
+            place.with_name(f"{place.name}.lock").unlink()

@@ -1,0 +1,208 @@
+"""Device memory that host memory is too small for goes to the disk, and comes from it, without a stay."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from fast_kernel import CONTEXT, A, FastKernel, chunks, kept
+from fast_program import MIB
+
+from jupyter_gpu_ckpt import fit, preflight, steps
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.errors import CapsuleError, ImageDamaged, NodeUnfit, NoMemory
+from jupyter_gpu_ckpt.image import device, spill
+from jupyter_gpu_ckpt.image.encryption import Vault
+from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.machine import State
+
+#: Enough for the context and for what else a verb needs, and not for the blocks.
+SMALL = CONTEXT + preflight.MARGIN + 20 * MIB
+
+
+def free_memory(monkeypatch, bytes: int) -> None:
+    for module in (fit, preflight, steps):
+        monkeypatch.setattr(module, "available_memory", lambda: bytes)
+
+
+@pytest.fixture
+def kernel(fast_kernel, monkeypatch) -> FastKernel:
+    kernel = fast_kernel()
+    assert kernel.blocks + preflight.MARGIN > SMALL
+    free_memory(monkeypatch, SMALL)
+    return kernel
+
+
+def spilled(kernel: FastKernel) -> list[Path]:
+    return sorted(kernel.store.root.glob(".draft-blocks-*/*"))
+
+
+def leftovers(kernel: FastKernel) -> list[Path]:
+    return list(kernel.store.root.glob(".draft*"))
+
+
+def test_a_suspended_kernel_has_its_blocks_on_the_disk(kernel):
+    for _ in range(2):
+        kernel.lifecycle.suspend()
+        assert sum(path.stat().st_size for path in spilled(kernel)) == kernel.blocks
+        assert kernel.path().in_memory() == 0
+        assert kernel.driver.free(A) == 100 * MIB
+        assert not kept(kernel), "they are on the disk already"
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+        assert leftovers(kernel) == []
+
+
+@pytest.mark.parametrize("before", ["running", "suspended"])
+def test_an_image_has_the_very_files(kernel, monkeypatch, before):
+    if before == "suspended":
+        kernel.lifecycle.suspend()
+    written = []
+    monkeypatch.setattr(device.direct, "write", lambda path, *rest, **options: written.append(path))
+    image = kernel.lifecycle.checkpoint()
+    assert written == []
+    assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks == image.manifest.arena
+    assert leftovers(kernel) == []
+    verify(image.path, kernel.store.keys)
+    assert {path.stat().st_nlink for path in chunks(image)} == {1}, "the kernel's own names are gone"
+    monkeypatch.undo()
+    free_memory(monkeypatch, SMALL)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert [path for path in leftovers(kernel) if "blocks" in path.name] == []
+
+
+def test_zeros_have_no_file_in_the_image(kernel):
+    kernel.program.ask("[ctypes.memset(at, 0, size) for at, size in held]")
+    image = kernel.lifecycle.checkpoint()
+    assert sum(path.stat().st_size for path in chunks(image)) <= device.CHUNK
+    kernel.lifecycle.wake()
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
+
+
+def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
+    """Each way is taken as there is room at that moment."""
+    free_memory(monkeypatch, 1 << 40)
+    kernel.lifecycle.checkpoint()
+    free_memory(monkeypatch, SMALL)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    assert spilled(kernel)
+    kernel.lifecycle.wake()
+    free_memory(monkeypatch, 1 << 40)
+    kernel.lifecycle.suspend()
+    assert not spilled(kernel)
+    assert kernel.path().in_memory() == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_what_a_living_kernel_needs_is_not_swept_and_its_next_owner_knows_it(kernel):
+    kernel.lifecycle.suspend()
+    there = spilled(kernel)
+    kernel.lifecycle.leave()
+    assert Store(kernel.store.named).sweep() == 0
+    last = kernel.lifecycle
+    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.settings, trace=last.trace)
+    kernel.lifecycle.adopt(capsule=Capsule.attach(last.home.runtime_dir))
+    assert spilled(kernel) == there
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert leftovers(kernel) == []
+
+
+def test_it_goes_with_the_kernel(kernel):
+    kernel.lifecycle.suspend()
+    assert spilled(kernel)
+    kernel.lifecycle.terminate()
+    assert leftovers(kernel) == []
+
+
+def test_a_sweep_removes_what_a_kernel_left_whose_owner_was_gone(kernel):
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.leave()
+    Capsule.attach(kernel.lifecycle.home.runtime_dir).close()
+    assert Store(kernel.store.named).sweep() == 1
+    assert leftovers(kernel) == []
+
+
+@pytest.mark.parametrize("why", ["the disk is full", "images are encrypted"])
+def test_without_another_place_it_is_refused_and_the_kernel_runs_on(kernel, monkeypatch, why):
+    if why == "the disk is full":
+        monkeypatch.setattr(Store, "free", lambda _: kernel.blocks - 1)
+    else:
+        monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+        kernel.store.vault = Vault("env:KEY_OF_IMAGES")
+    with pytest.raises(NoMemory):
+        kernel.lifecycle.suspend()
+    kernel.runs_on()
+    assert leftovers(kernel) == []
+
+
+def test_a_node_that_has_room_for_neither_refuses_the_image(kernel, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    free = Store.free
+    monkeypatch.setattr(Store, "free", lambda store: min(free(store), kernel.blocks - 1))
+    free_memory(monkeypatch, kernel.blocks)
+    with pytest.raises(NodeUnfit):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    monkeypatch.setattr(Store, "free", free)
+    free_memory(monkeypatch, SMALL)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("failing", ["hold", "place"])
+def test_a_place_that_cannot_be_had_leaves_it_to_the_driver(kernel, monkeypatch, failing):
+    """And not to memory: there is none."""
+
+    def refused(*_) -> None:
+        raise CapsuleError("no")
+
+    begin = spill.begin
+
+    def gone(root, hold) -> Path:
+        place = begin(root, hold)
+        os.rmdir(place)
+        return place
+
+    if failing == "hold":
+        monkeypatch.setattr(Capsule, "hold", refused)
+    else:
+        monkeypatch.setattr(spill, "begin", gone)
+    kernel.lifecycle.suspend()
+    assert kernel.path().amounts().away == 0
+    assert leftovers(kernel) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_damaged_chunk_is_not_brought_to_life(kernel):
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    content = victim.read_bytes()
+    victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    assert leftovers(kernel) == []
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_return_that_fails_finds_them_on_the_disk_again(kernel):
+    kernel.lifecycle.suspend()
+    there = spilled(kernel)
+    kernel.driver.refuse["cuda.restore"] = 999
+    with pytest.raises(Exception, match="refused to restore"):
+        kernel.lifecycle.wake()
+    assert spilled(kernel) == there
+    del kernel.driver.refuse["cuda.restore"]
+    kernel.lifecycle.wake()
+    kernel.runs_on()

@@ -11,6 +11,7 @@ import pytest
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
+from jupyter_gpu_ckpt.engine.custom_storage import DRIVER_TOO_OLD, CustomStorage
 from jupyter_gpu_ckpt.engine.fastpath import Preload
 from jupyter_gpu_ckpt.engine.host import Kernel, Place, Probes
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
@@ -39,7 +40,7 @@ FIT = Probes(
     place=lambda path: Place(path, 100 << 30, "ext4"),
     default_kernel=lambda: "7.4.0",
     nvidia_driver=lambda: "580.159.04",
-    cuda=lambda: None,
+    cuda=lambda: CustomStorage("13.0", DRIVER_TOO_OLD),
     gpus=lambda: [FakeGpu(0)],
     preload=lambda: Preload(Path("/there.so")),
 )
@@ -320,3 +321,18 @@ def test_text_and_json_say_the_same():
 
 def test_several_gpus_are_no_hindrance():
     assert by_check(replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(1)]))["fast-path"].ok
+
+
+@pytest.mark.parametrize(
+    ("storage", "ok", "words"),
+    [
+        (CustomStorage("13.4"), True, "offered, and not used yet; the driver knows CUDA 13.4"),
+        (CustomStorage("13.0", DRIVER_TOO_OLD), None, "not offered (driver-too-old), nor used yet"),
+        (None, None, "could not be asked"),
+    ],
+)
+def test_custom_storage_is_told_and_hinders_nothing(storage, ok, words):
+    findings = diagnose(probes=replace(FIT, cuda=lambda: storage))
+    (finding,) = (finding for finding in findings if finding.check == "custom-storage")
+    assert finding.ok is ok and words in finding.what
+    assert fit(findings, "gpu")

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.engine import host
+from jupyter_gpu_ckpt.errors import CudaUnavailable
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver
 
 
 def test_place_of_a_directory_that_is_not_there_yet(tmp_path):
@@ -53,3 +55,25 @@ def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
 def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: text)
     assert host.nvidia_driver() == version
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = FakeDriver({})
+    monkeypatch.setattr("jupyter_gpu_ckpt.engine.cuda.Cuda", lambda: FakeCuda(driver))
+    return driver
+
+
+def test_custom_storage_that_cannot_be_asked_is_no_lack_of_the_driver(driver):
+    assert host.cuda() == driver.custom_storage
+    driver.gone_in.add("cuda.custom_storage")
+    assert host.cuda() is None
+
+
+def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
+    def unavailable():
+        raise CudaUnavailable("No.", reason="driver-too-old")
+
+    monkeypatch.setattr(driver, "_cuda_open", unavailable)
+    with pytest.raises(CudaUnavailable):
+        host.cuda()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from harness import notebook
 
+from jupyter_gpu_ckpt import fit, preflight, steps
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.cuda import CudaState
@@ -189,6 +191,29 @@ async def test_an_image_takes_device_memory_past_criu_and_only_what_has_changed(
         await kernel.provisioner.suspend()  # and its memory is on its way to the disk
         await kernel.provisioner.checkpoint()
         assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"
+
+
+async def test_device_memory_that_host_memory_is_too_small_for(tmp_path, runtime_base, record, monkeypatch):
+    """It goes to the disk and comes from it; host memory takes the context alone."""
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(
+            "import torch; x = torch.randn(1 << 30, device='cuda'); bits = int(x.view(torch.int32).sum())", 120
+        )
+        lifecycle = kernel.lifecycle
+        for module in (fit, preflight, steps):
+            monkeypatch.setattr(module, "available_memory", lambda: 3 << 30)
+        for verb in ("suspend", "checkpoint", "suspend"):
+            began = time.monotonic()
+            await getattr(kernel.provisioner, verb)()
+            record(**{f"{verb}, seconds": time.monotonic() - began})
+            if verb == "suspend":
+                there = list(lifecycle.engine.store.root.glob(".draft-blocks-*/*.img"))
+                assert sum(path.stat().st_size for path in there) == path_of(kernel).amounts().away >= 4 << 30
+                assert lifecycle.resident() < 4 << 30
+            began = time.monotonic()
+            assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"
+            record(**{f"back from {verb}, seconds": time.monotonic() - began})
+            await kernel.settled("running")
 
 
 @pytest.mark.two_gpus

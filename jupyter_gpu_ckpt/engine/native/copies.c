@@ -10,12 +10,12 @@
 #include "arena.h"
 #include "door.h"
 
-/* Bytes of one copy.  Measured on an H200 with 16 CPU cores, GB/s out and back: 1 MiB 35 and 36, 2 MiB 47 and 45, 4 MiB 43
- * and 50, 8 MiB 38 and 50; but the ring of 8 MiB buffers takes 0.1 s to make. */
-#define CHUNK_OUT ((size_t)2 << 20)
-#define CHUNK_BACK ((size_t)4 << 20)
+/* Bytes of one copy, and how many threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and back: 12
+ * threads 1 MiB 41 and 38, 2 MiB 46 and 46, 4 MiB 49 and 50, 8 MiB 44 and 47; 4 MiB by 8 threads 46 and 44, by 16 48 and 48,
+ * by 24 45 and 46; three buffers a thread 46 and 48. */
+#define CHUNK ((size_t)4 << 20)
 #define HUGE_PAGE ((size_t)2 << 20)
-#define MOST_WORKERS 16 /* of one device: what fills its way to the host */
+#define MOST_WORKERS 12 /* of one device */
 #define BUFFERS 2
 
 /* Pinned memory, BUFFERS of a chunk's size for each worker; outlives a transfer only where the driver keeps it. */
@@ -44,7 +44,6 @@ struct work {
     struct chunk *chunks;
     size_t count;
     bool outwards;
-    size_t most; /* bytes of a chunk */
     pthread_t threads[MOST_WORKERS];
     size_t begun;
     atomic_size_t workers;
@@ -76,7 +75,7 @@ struct worker {
 static const struct chunk *take(struct worker *worker)
 {
     struct work *work = worker->work;
-    size_t run = ARENA_CHUNK / work->most;
+    size_t run = ARENA_CHUNK / CHUNK;
     if (worker->next == worker->end) {
         worker->next = atomic_fetch_add(&work->next, run);
         worker->end = worker->next + run;
@@ -120,9 +119,9 @@ static void *copy(void *argument)
     struct buffer *buffers = worker.buffers;
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * work->most * BUFFERS;
+    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * CHUNK * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
-        buffers[at].memory = buffered + at * work->most;
+        buffers[at].memory = buffered + at * CHUNK;
         result = cu->cuStreamCreate(&buffers[at].stream, CU_STREAM_NON_BLOCKING);
         if (result == CUDA_SUCCESS)
             result = begin(&worker, &buffers[at]);
@@ -201,7 +200,7 @@ static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(work->ring, work->context, workers * BUFFERS * work->most);
+        result = open_ring(work->ring, work->context, workers * BUFFERS * CHUNK);
     while (result == CUDA_SUCCESS && work->begun < workers &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -212,10 +211,10 @@ static void start(struct work *work, size_t workers)
 
 static bool is_copied(const struct block *block) { return block->address != 0 && block->offset != NOT_COPIED; }
 
-static size_t chunks_of(const struct block *block, size_t most) { return (block->bytes + most - 1) / most; }
+static size_t chunks_of(const struct block *block) { return (block->bytes + CHUNK - 1) / CHUNK; }
 
 /* One work for each context that has copied blocks, and how many chunks it has; the works, or SIZE_MAX: too many. */
-static size_t divide(struct work *works, size_t most)
+static size_t divide(struct work *works)
 {
     size_t slots, count = 0;
     struct block *table = blocks_table(&slots);
@@ -228,10 +227,10 @@ static size_t divide(struct work *works, size_t most)
         if (which == MOST_CONTEXTS)
             return SIZE_MAX;
         if (which == count) {
-            works[which] = (struct work){.context = table[at].context, .ring = &rings[which], .most = most};
+            works[which] = (struct work){.context = table[at].context, .ring = &rings[which]};
             count++;
         }
-        works[which].count += chunks_of(&table[at], most);
+        works[which].count += chunks_of(&table[at]);
     }
     return count;
 }
@@ -242,10 +241,10 @@ static void fill_in(struct work *work)
     struct block *table = blocks_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (is_copied(&table[at]) && table[at].context == work->context)
-            for (size_t offset = 0; offset < table[at].bytes; offset += work->most) {
+            for (size_t offset = 0; offset < table[at].bytes; offset += CHUNK) {
                 size_t rest = table[at].bytes - offset;
                 work->chunks[count++] = (struct chunk){table[at].address + offset, table[at].offset + offset,
-                                                       rest < work->most ? rest : work->most};
+                                                       rest < CHUNK ? rest : CHUNK};
             }
 }
 
@@ -253,7 +252,7 @@ static void fill_in(struct work *work)
 CUresult copies_make(bool outwards)
 {
     static struct work works[MOST_CONTEXTS];
-    size_t count = divide(works, outwards ? CHUNK_OUT : CHUNK_BACK), most = 0;
+    size_t count = divide(works), most = 0;
     if (count == 0)
         return CUDA_SUCCESS;
     if (count == SIZE_MAX)

@@ -17,7 +17,17 @@ from limits import MISSED
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("kernel.py", "image.py", "gate.py", "policy.py", "server.py", "remote.py", "gpu.py", "fastpath.py")
+SCRIPTS = (
+    "kernel.py",
+    "criu.py",
+    "image.py",
+    "gate.py",
+    "policy.py",
+    "server.py",
+    "remote.py",
+    "gpu.py",
+    "fastpath.py",
+)
 DEADLINE = 3600.0  # seconds for one of them
 
 

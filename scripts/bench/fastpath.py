@@ -40,7 +40,7 @@ DDS = 8
 TURNS = 8
 FILL = """
 import torch
-x = [torch.randint(-1 << 40, 1 << 40, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
+x = [torch.randint(-1 << 62, 1 << 62, (1 << 24,), device='cuda') for _ in range(8 * {gib})]  # of 128 MiB
 torch.cuda.synchronize()
 """
 CHANGE = "for t in x[: len(x) // 20]: t += 1\ntorch.cuda.synchronize()"

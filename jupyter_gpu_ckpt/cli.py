@@ -7,7 +7,6 @@ Every command takes ``--json`` and then prints one JSON document.  Exit statuses
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -139,7 +138,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     image = Store(_image_dir(options)).get(options.image)
     manifest = image.manifest
-    facts: dict[str, Any] = {"path": str(image.path), "bytes": manifest.bytes, **dataclasses.asdict(manifest)}
+    facts: dict[str, Any] = {"path": str(image.path), "bytes": manifest.bytes, **manifest.to_dict()}
     if options.json:
         print(json.dumps(facts))
         return 0

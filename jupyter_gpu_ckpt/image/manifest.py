@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ImageFormat
 
-VERSION = 3
+VERSION = 4
 #: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
 MOST_FILES = 100_000
 MOST_BYTES = 64 << 20
@@ -26,10 +26,17 @@ _Text = str | bytes
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an image: its size, and its BLAKE3 in hex (empty in a manifest of version 1)."""
+    """One file of an image as it is stored: its size, and its BLAKE3 in hex (empty in a manifest of version 1)."""
 
     bytes: int
     blake3: str = ""
+    #: The same of its content, where what is stored is a frame of zstd (`compression`).
+    raw: FileEntry | None = None
+
+    @property
+    def content(self) -> FileEntry:
+        """Of what is in it, however it is stored."""
+        return self.raw or self
 
 
 @dataclass(frozen=True)
@@ -82,11 +89,18 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest as it is written to disk."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON has of it."""
+        return dataclasses.asdict(
+            self, dict_factory=lambda pairs: {name: value for name, value in pairs if (name, value) != ("raw", None)}
+        )
 
     def of_now(self) -> Manifest:
         """The same in the oldest version that can say it: what has nothing new in it, older releases read."""
-        return dataclasses.replace(self, version=VERSION if self.arena else 2)
+        compressed = any(entry.raw is not None for entry in self.files.values())
+        return dataclasses.replace(self, version=VERSION if compressed else 3 if self.arena else 2)
 
     @classmethod
     def from_json(cls, text: _Text) -> Manifest:
@@ -145,6 +159,11 @@ def _version_2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _version_3(data: dict[str, Any]) -> dict[str, Any]:
+    """What was stored of a file was its content."""
+    return _version_4(data)
+
+
+def _version_4(data: dict[str, Any]) -> dict[str, Any]:
     facts = {}
     for each in dataclasses.fields(Manifest):
         if each.name not in data:
@@ -159,13 +178,14 @@ def _version_3(data: dict[str, Any]) -> dict[str, Any]:
     if len(files) > MOST_FILES:
         raise ImageFormat("The image's manifest lists too many files.", files=len(files))
     for name, entry in files.items():
-        if not safe_name(name) or not _entry(entry, hashed=data["version"] > 1):
+        if not safe_name(name) or not _file(entry, data["version"]):
             raise ImageFormat("The image's manifest lists a file that cannot be one of an image.", name=name[:300])
-    facts["files"] = {name: FileEntry(entry["bytes"], entry["blake3"]) for name, entry in files.items()}
+    facts["files"] = {name: _read_entry(entry) for name, entry in files.items()}
     return facts
 
 
-_READERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _version_1, 2: _version_2, 3: _version_3}
+_Reader = Callable[[dict[str, Any]], dict[str, Any]]
+_READERS: dict[int, _Reader] = {1: _version_1, 2: _version_2, 3: _version_3, 4: _version_4}
 
 
 def _is_size(value: object) -> bool:
@@ -174,6 +194,18 @@ def _is_size(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < _MOST  # type: ignore[operator]
+
+
+def _read_entry(entry: dict[str, Any]) -> FileEntry:
+    return FileEntry(entry["bytes"], entry["blake3"], _read_entry(entry["raw"]) if "raw" in entry else None)
+
+
+def _file(value: object, version: int) -> bool:
+    if version > 3 and isinstance(value, dict) and "raw" in value:
+        if not _entry(value["raw"], hashed=True):
+            return False
+        value = {name: one for name, one in value.items() if name != "raw"}
+    return _entry(value, hashed=version > 1)
 
 
 def _entry(value: object, hashed: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
 
@@ -18,6 +19,7 @@ from jupyter_gpu_ckpt.image.store import Store
 
 SCHEMA = json.loads(importlib.resources.files("jupyter_gpu_ckpt").joinpath("image/manifest.schema.json").read_text())
 HASH = "0" * 64
+STORED = {"bytes": 1, "blake3": HASH}
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def written(store) -> dict:
 
 def test_what_is_written_follows_the_schema(store):
     jsonschema_rs.validator_for(SCHEMA).validate(written(store))
-    assert SCHEMA["properties"]["version"]["enum"] == [2, VERSION]
+    assert SCHEMA["properties"]["version"]["enum"] == [2, 3, VERSION]
     assert set(SCHEMA["properties"]) == set(written(store))
 
 
@@ -78,6 +80,11 @@ HOSTILE = {
     "no hash": {"files": {"x": {"bytes": 1}}},
     "an empty hash": {"files": {"x": {"bytes": 1, "blake3": ""}}},
     "a hash of another kind": {"files": {"x": {"bytes": 1, "blake3": "zz" * 32}}},
+    "content in a version that has none": {"version": 3, "files": {"x": {**STORED, "raw": STORED}}},
+    "content without a hash": {"version": 4, "files": {"x": {**STORED, "raw": {"bytes": 1}}}},
+    "content that is none": {"version": 4, "files": {"x": {**STORED, "raw": None}}},
+    "content of content": {"version": 4, "files": {"x": {**STORED, "raw": {**STORED, "raw": STORED}}}},
+    "content without what is stored": {"version": 4, "files": {"x": {"raw": STORED}}},
     "more than a hash": {"files": {"x": {"bytes": 1, "blake3": HASH, "path": "/etc/passwd"}}},
 }
 
@@ -145,3 +152,27 @@ def test_version_1_is_read_and_can_be_vouched_for(store):
 @pytest.mark.parametrize("name", ["pages-1.img", "criu/pages-1.img", "criu/fs/ghost-file-1.img", "session.json", "ä b"])
 def test_names_that_can_be(name):
     assert safe_name(name)
+
+
+def test_content_that_is_stored_as_something_else():
+    """Only what has some says so: the rest is written as older releases read it."""
+    plain, raw = FileEntry(3, "1" * 64), FileEntry(30, "2" * 64)
+    files = {"criu/device/000000.img": FileEntry(2, HASH, raw), "criu/device/000001.img": plain}
+    told = dataclasses.replace(FACTS, files=files, arena=60).of_now()
+    text = told.to_json()
+    jsonschema_rs.validator_for(SCHEMA).validate(json.loads(text))
+    assert json.loads(text)["files"]["criu/device/000001.img"] == {"bytes": 3, "blake3": "1" * 64}
+    assert told.version == 4
+    assert Manifest.from_json(text) == told
+    assert (told.bytes, [entry.content for entry in files.values()]) == (5, [raw, plain])
+    for facts, version in (({"files": {"x": plain}}, 3), ({"files": {"x": plain}, "arena": 0}, 2)):
+        assert dataclasses.replace(told, **facts).of_now().version == version
+
+
+def test_a_seal_of_another_user_keeps_what_is_compressed(store):
+    image = publish(store)
+    raw = FileEntry(30, "2" * 64)
+    told = {name: dataclasses.replace(entry, raw=raw) for name, entry in image.manifest.files.items()}
+    sealed = store.seal(dataclasses.replace(image, manifest=dataclasses.replace(image.manifest, files=told)))
+    assert (sealed.manifest.files, sealed.manifest.version) == (told, 4)
+    store.check(store.get(image.id))

@@ -81,8 +81,12 @@ class Draft:
         """
         with mapped(self._root):
             place = self.criu_directory / device.DIRECTORY
-            written = device.write(arena, place, take, go_on)
-            if self._plain is None:  # else what is stored is another file
+            if self._plain is not None:
+                # What is stored is another file.  Not compressed: its length would say what kind of content it has, and
+                # the manifest, which is not encrypted, what it is.
+                device.write(arena, place, device.none_there, go_on, compressed=False)
+            else:
+                written = device.write(arena, place, take, go_on)
                 self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
 
     def size(self) -> int:

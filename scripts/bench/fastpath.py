@@ -1,4 +1,4 @@
-"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [GIB ...]``.
+"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [--sizes-only] [GIB ...]``.
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
 library (``fast_path=off``) hold the same tensors and are suspended and resumed; each figure is the median of `ROUNDS`.
@@ -11,6 +11,7 @@ Writes ``fastpath-bench.json`` below ``$OUT`` when that is set.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -237,8 +238,8 @@ async def to_disk(place: Path, base: Path) -> dict[str, Any]:
     return {"whole": whole, "leaving": leaving, "returning": returning, "raw": raw_disk(place)}
 
 
-def main(wanted: list[int]) -> None:
-    """Run everything and print it."""
+def main(wanted: list[int], *, sizes_only: bool) -> None:
+    """Run it and print it."""
     root, base = Path(tempfile.mkdtemp(prefix="gb-")), Path(tempfile.mkdtemp(prefix="gr-"))
     # A machine whose memory grows on first use would charge that to whoever comes first.
     subprocess.run([sys.executable, "-c", f"b = bytearray({max(*wanted, 3 * TO_DISK) + 8} << 30)"], check=True)
@@ -246,8 +247,9 @@ def main(wanted: list[int]) -> None:
     report: dict[str, Any] = {"gpu": gpu.name, "driver": gpu.driver, "kernel": platform.release(), "uid": os.geteuid()}
     report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     report["sizes"] = asyncio.run(sizes(root, base, wanted))
-    report["steady"] = asyncio.run(steady(root, base))
-    report["disk"] = asyncio.run(to_disk(root, base))
+    if not sizes_only:
+        report["steady"] = asyncio.run(steady(root, base))
+        report["disk"] = asyncio.run(to_disk(root, base))
     if os.environ.get("OUT"):
         Path(os.environ["OUT"], "fastpath-bench.json").write_text(json.dumps(report, indent=1))
     shutil.rmtree(root, ignore_errors=True)
@@ -255,4 +257,8 @@ def main(wanted: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(word) for word in sys.argv[1:]] or list(SIZES))
+    parser = argparse.ArgumentParser(description="Device memory to host memory and back, by size; and to the disk.")
+    parser.add_argument("--sizes-only", action="store_true", help="neither the steady state nor the disk")
+    parser.add_argument("gib", nargs="*", type=int, default=SIZES, metavar="GIB", help="by default %(default)s")
+    arguments = parser.parse_args()
+    main(list(arguments.gib), sizes_only=arguments.sizes_only)

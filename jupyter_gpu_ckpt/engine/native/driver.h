@@ -11,6 +11,7 @@ typedef int CUresult;
 typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
+typedef struct CUevent_st *CUevent;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
@@ -54,6 +55,7 @@ enum {
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_EVENT_DISABLE_TIMING = 2,
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
 };
@@ -84,6 +86,10 @@ enum {
     F(cuStreamCreate, (CUstream *, unsigned int))                                                                      \
     F(cuStreamDestroy_v2, (CUstream))                                                                                  \
     F(cuStreamSynchronize, (CUstream))                                                                                 \
+    F(cuEventCreate, (CUevent *, unsigned int))                                                                        \
+    F(cuEventDestroy_v2, (CUevent))                                                                                    \
+    F(cuEventRecord, (CUevent, CUstream))                                                                              \
+    F(cuEventSynchronize, (CUevent))                                                                                   \
     F(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                                          \
     F(cuMemFree_v2, (CUdeviceptr))
 

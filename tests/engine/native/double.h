@@ -32,12 +32,13 @@ int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_
 /* All that was asked of the device in a context is done. */
 void finish_work(CUcontext context);
 size_t streams_outstanding(void);
+size_t events_outstanding(void);
 /* As a writer: calls that change what memory there is do. */
 void pass_the_door(void);
 
 /* For tests. */
 struct outstanding {
-    size_t used, reservations, handles, mappings, allocations, streams, registered;
+    size_t used, reservations, handles, mappings, allocations, streams, events, registered;
 };
 void double_outstanding(struct outstanding *);
 void double_set_bytes(size_t bytes);             /* of the device */

@@ -31,15 +31,21 @@ struct CUstream_st {
     CUcontext context;
     pthread_t thread;
     struct operation *first, **last;
-    size_t open; /* operations that are not done */
+    size_t asked, done; /* operations */
     bool ends;
     CUstream other;
+};
+
+struct CUevent_st {
+    CUcontext context;
+    CUstream stream; /* of the last record */
+    size_t asked;    /* of it by then */
 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static CUcontext contexts, primary;
-static size_t stream_count;
+static size_t stream_count, event_count;
 static unsigned delay;
 
 static _Thread_local CUcontext stack[DEPTH];
@@ -287,7 +293,7 @@ static void *run(void *argument)
         perform(operation, stream->context);
         free(operation);
         pthread_mutex_lock(&mutex);
-        stream->open--;
+        stream->done++;
         pthread_cond_broadcast(&changed);
     }
     pthread_mutex_unlock(&mutex);
@@ -327,7 +333,7 @@ static void ask(CUstream stream, struct operation wanted, const char *function)
     place(context, stream, function);
     *stream->last = operation;
     stream->last = &operation->after;
-    stream->open++;
+    stream->asked++;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
 }
@@ -362,7 +368,52 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream)
     ENTER();
     pthread_mutex_lock(&mutex);
     place(needed(__func__), stream, __func__);
-    while (stream->open != 0)
+    while (stream->done != stream->asked)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventCreate(CUevent *event, unsigned int flags)
+{
+    ENTER();
+    if (flags != CU_EVENT_DISABLE_TIMING)
+        misuse("cuEventCreate: nobody wants to know the time");
+    *event = calloc(1, sizeof **event);
+    (*event)->context = needed(__func__);
+    __atomic_add_fetch(&event_count, 1, __ATOMIC_RELAXED);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventDestroy_v2(CUevent event)
+{
+    ENTER();
+    free(event);
+    __atomic_sub_fetch(&event_count, 1, __ATOMIC_RELAXED);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    ENTER();
+    pthread_mutex_lock(&mutex);
+    place(needed(__func__), stream, __func__);
+    if (event->context != stream->context)
+        misuse("cuEventRecord: an event of another context");
+    event->stream = stream;
+    event->asked = stream->asked;
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuEventSynchronize(CUevent event)
+{
+    ENTER();
+    pthread_mutex_lock(&mutex);
+    if (event->stream == NULL)
+        misuse("cuEventSynchronize: never recorded");
+    place(event->context, event->stream, __func__);
+    while (event->stream->done < event->asked)
         pthread_cond_wait(&changed, &mutex);
     pthread_mutex_unlock(&mutex);
     return CUDA_SUCCESS;
@@ -372,7 +423,7 @@ void finish_work(CUcontext context)
 {
     pthread_mutex_lock(&mutex);
     for (CUstream at = context != NULL ? context->first : NULL; at != NULL;)
-        if (at->open != 0) {
+        if (at->done != at->asked) {
             pthread_cond_wait(&changed, &mutex);
             at = context->first; /* the list may be another one */
         } else
@@ -388,6 +439,7 @@ EXPORT CUresult cuCtxSynchronize(void)
 }
 
 size_t streams_outstanding(void) { return __atomic_load_n(&stream_count, __ATOMIC_RELAXED); }
+size_t events_outstanding(void) { return __atomic_load_n(&event_count, __ATOMIC_RELAXED); }
 
 EXPORT CUresult cuMemcpyDtoHAsync_v2(void *host, CUdeviceptr device, size_t bytes, CUstream stream)
 {

@@ -396,8 +396,9 @@ EXPORT void double_set_bytes(size_t bytes) { capacity = bytes; }
 EXPORT void double_outstanding(struct outstanding *all)
 {
     pthread_mutex_lock(&mutex);
-    *all = (struct outstanding){used, reservations.count, memory_count, mappings.count, allocations.count, 0,
+    *all = (struct outstanding){used, reservations.count, memory_count, mappings.count, allocations.count, 0, 0,
                                 registered.count};
     pthread_mutex_unlock(&mutex);
     all->streams = streams_outstanding();
+    all->events = events_outstanding();
 }

@@ -203,8 +203,9 @@ static void outstanding(void)
     struct outstanding all;
     DRIVER(void, double_outstanding, struct outstanding *)(&all);
     printf("{\"used\": %zu, \"reservations\": %zu, \"handles\": %zu, \"mappings\": %zu, \"allocations\": %zu, "
-           "\"streams\": %zu, \"registered\": %zu}\n",
-           all.used, all.reservations, all.handles, all.mappings, all.allocations, all.streams, all.registered);
+           "\"streams\": %zu, \"events\": %zu, \"registered\": %zu}\n",
+           all.used, all.reservations, all.handles, all.mappings, all.allocations, all.streams, all.events,
+           all.registered);
 }
 
 static void calls(void)

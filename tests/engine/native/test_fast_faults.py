@@ -64,10 +64,11 @@ def test_each_call_fails_once(filled, verb):
                 subject.fail()
                 one_place(subject, answer["away"])
                 retry(subject, control)
-                failed_to_go += function == "cuStreamDestroy_v2"
+                failed_to_go += function == "cuEventDestroy_v2"
     out = subject.outstanding()
     assert (out["registered"], out["handles"]) == (0, len(SIZES))
-    assert out["streams"] == failed_to_go, "but for those that the driver refused to destroy"
+    assert (out["streams"], out["events"]) == (0, failed_to_go), "but for those that the driver refused to destroy"
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -8,7 +8,8 @@ import pytest
 from subject import MIB, Control, Subject, running
 
 OUT_OF_MEMORY = 2
-NOTHING = {"used": 0, "reservations": 0, "handles": 0, "mappings": 0, "allocations": 0, "streams": 0, "registered": 0}
+COUNTED = ("used", "reservations", "handles", "mappings", "allocations", "streams", "events", "registered")
+NOTHING = dict.fromkeys(COUNTED, 0)
 
 
 def away_and_back(subject: Subject, control: Control) -> None:

@@ -52,7 +52,8 @@ class Leaving(Steps):
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
             device_bytes=device_bytes,
-            spillable=self._spillable() if device_bytes else 0,
+            away=self._fast_path().in_memory(),
+            spillable=self._spillable,
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
@@ -62,7 +63,10 @@ class Leaving(Steps):
 
     def _spillable(self) -> int:
         """Bytes of device memory that need no host memory, should there be too little."""
-        bytes = self._fast_path().amounts().bytes
+        try:
+            bytes = self._fast_path().amounts().bytes
+        except CudaError:  # it is busy with them
+            return 0
         return bytes if self._may_spill(bytes) else 0
 
     def _room_for_image(self) -> int:
@@ -113,10 +117,12 @@ class Leaving(Steps):
         try:
             cuda.lock(pid, self.settings.cuda)
             deadline = self._deadline(traced.bytes)
-            place = functools.partial(self._place, capsule=self._alive())
+            place = functools.partial(self._place, capsule=self._alive(), all=traced.bytes)
             moved = self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline, place=place)
             if not moved:
                 self._end_spill()
+            # Where blocks did not leave that were to go to the disk: what the driver moves goes to host memory.
+            self._require_memory(max(0, traced.bytes - moved))
             plan = self.kernel.plan
             warm = self.settings.warm and moved > 0 and plan is not None and plan.to is State.SUSPENDED
             if not warm:  # else the lock alone keeps the kernel from CUDA
@@ -200,6 +206,8 @@ class Leaving(Steps):
         try:
             self._require_not_broken_off()
             self._arena = device.size(blocks)
+            if self._arena != (away := self._fast_path().amounts().away):
+                raise CapsuleError(f"Of {away} bytes of device memory {self._arena} are there.")
             with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
                 written = thread.submit(draft.write_device, blocks, take, go_on)
                 written.add_done_callback(break_off)
@@ -312,9 +320,11 @@ class Leaving(Steps):
         if self.capsule is not None:
             # Whatever fails from here on, the process may be gone already, and its image must not be taken back.
             self._step_done = True
-            self.capsule.close()
+            try:
+                self.capsule.close()
+            finally:
+                self._end_spill()
             self.capsule = None
-            self._end_spill()
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()

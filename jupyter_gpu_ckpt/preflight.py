@@ -93,7 +93,8 @@ def look(
     companions: Iterable[int],
     device_bytes: Mapping[str, int],
     disk_free: int | None,
-    spillable: int = 0,
+    away: int = 0,
+    spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
 ) -> list[Finding]:
     """Findings from outside.
@@ -108,8 +109,10 @@ def look(
         Device memory the kernel holds, in bytes by GPU UUID.
     disk_free:
         Bytes free where the image goes; None for a suspend, which writes none.
+    away:
+        Bytes of device memory that are in host memory already, and in no process.
     spillable:
-        Bytes of the device memory that can go to the disk without a stay in host memory.
+        Asked where host memory is too small for the device memory: bytes of it that can go to the disk instead.
     over_quota:
         Why an image of so many bytes may not be made, if it may not.
     """
@@ -131,18 +134,21 @@ def look(
             )
         )
     on_device = sum(device_bytes.values())
-    if on_device and (available := available_memory()) < on_device - spillable + MARGIN:
+    to_host = on_device
+    if on_device and (available := available_memory()) < to_host + MARGIN:
+        to_host -= spillable()
+    if on_device and available < to_host + MARGIN:
         findings.append(
             _blocking(
                 NoMemory(
                     f"The kernel holds {on_device / 2**30:.1f} GiB on the GPU; {available / 2**30:.1f} GiB of host "
                     "memory are free.",
-                    needed=on_device - spillable + MARGIN,
+                    needed=to_host + MARGIN,
                     free=available,
                 )
             )
         )
-    needed = image_bytes(on_device, [*others, *([kernel] if kernel else [])])
+    needed = image_bytes(on_device + away, [*others, *([kernel] if kernel else [])])
     if disk_free is not None and disk_free < needed:
         findings.append(
             _blocking(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 import time
@@ -17,10 +18,11 @@ from .engine.clocks import Clocks
 from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
-from .errors import BadRequest, CapsuleGone, CriuError, ImageArchived, KernelLost, KeyUnusable
+from .errors import BadRequest, CapsuleGone, CriuError, ImageArchived, KernelLost, KeyUnusable, NoMemory
 from .image import absences, archive, device, match
 from .image.chunks import Chunks
 from .image.device import Filling
+from .image.disk import mapped
 from .image.image import CRIU_DIRECTORY
 from .image.remote import Remote
 from .image.store import Image
@@ -194,7 +196,8 @@ class Returning(Steps):
         if not manifest.arena:
             yield
             return
-        place = self._place(manifest.arena, capsule) if manifest.encryption is None else None
+        needed = int(manifest.fingerprint.get("memory", 0))
+        place = self._place(manifest.arena, capsule, needed) if manifest.encryption is None else None
         blocks = FastPath(capsule, self.engine.cuda).new_blocks(place)
         try:
             self._arena_filling = filling = Filling(
@@ -225,11 +228,23 @@ class Returning(Steps):
 
     def _require_proved(self) -> None:
         assert self._proof is not None
-        if self._arena_filling is not None and not self._arena_filling.require():
-            self._require_wanted()
-            raise CriuError("The restore was broken off: the kernel's owner leaves.")
+        if self._arena_filling is not None:
+            with mapped(self.engine.store.root) if self._spill is not None else self._memory_mapped():
+                filled = self._arena_filling.require()
+            if not filled:
+                self._require_wanted()
+                raise CriuError("The restore was broken off: the kernel's owner leaves.")
         if not self._proof.require():
             self._require_wanted()
+
+    @contextlib.contextmanager
+    def _memory_mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise NoMemory("The kernel's device memory does not fit into host memory.") from error
+            raise
 
     def _require_wanted(self) -> None:
         """Raises `KernelLost` when the owner ends the kernel."""
@@ -323,13 +338,16 @@ class Returning(Steps):
         cuda, pid = self.engine.cuda, capsule.host_pid
         state, fast_path = cuda.state(pid), FastPath(capsule, cuda)
         warm = state is CudaState.LOCKED and fast_path.away()
+        self._spill = fast_path.elsewhere()
+        spilled = sum(path.stat().st_size for path in self._spill.glob("*.img")) if self._spill is not None else 0
         if state is CudaState.CHECKPOINTED or warm:
-            # How much it held is not to be found out any more; all that the process has in RAM is an upper bound.
+            # How much it held is not to be found out any more; all that the process has in RAM, and in files of its
+            # blocks, is an upper bound.
             process = preflight.read_process(pid)
-            self._spill = fast_path.elsewhere()
-            most = (process.rss if process else 0) + fast_path.in_memory()
+            most = (process.rss if process else 0) + fast_path.in_memory() + spilled
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
             return State.SUSPENDED
-        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self.settings.base)
+        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self._deadline(spilled))
+        self._end_spill()
         return State.RUNNING

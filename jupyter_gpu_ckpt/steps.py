@@ -22,7 +22,7 @@ from .engine.cuda import Cuda, CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError, NoMemory
-from .image import absences, spill
+from .image import absences, chunks, spill
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.draft import Draft
@@ -206,28 +206,33 @@ class Steps:
         if chunks is not None:
             chunks.discard(wait=wait)
 
-    def _place(self, bytes: int, capsule: Capsule) -> Path | None:
+    def _place(self, bytes: int, capsule: Capsule, all: int) -> Path | None:
         """Where so many bytes of blocks go: None for host memory, or a directory on the disk where that is too small.
 
-        Raises `NoMemory` where neither has the room, or they must not lie there in the clear; as `spill.begin`.
+        ``all``: bytes of host memory that are needed, the blocks among them.  Raises `NoMemory` where neither has the
+        room, or they must not lie there in the clear; as `spill.begin`.
         """
-        free, store = available_memory(), self.engine.store
-        if free >= bytes + MARGIN:
+        store = self.engine.store
+        if available_memory() >= all + MARGIN:
             return None
         if not self._may_spill(bytes):
-            raise NoMemory(
-                f"{bytes / 2**30:.1f} GiB of device memory leave; {free / 2**30:.1f} GiB of host memory are free.",
-                needed=bytes + MARGIN,
-                free=free,
-            )
+            raise _no_memory(all)
         store.prepare()
+        if store.free() < bytes + MARGIN:
+            chunks.make_room(store.root)
         self._end_spill()
         self._spill = spill.begin(store.root, capsule.hold)
         return self._spill
 
     def _may_spill(self, bytes: int) -> bool:
         """Whether so many bytes of blocks may lie on the disk: there is room, and they may lie there in the clear."""
-        return self.engine.store.vault is None and self.engine.store.free() >= bytes
+        store = self.engine.store
+        return store.vault is None and store.free() + chunks.kept_in(store.root) >= bytes + MARGIN
+
+    def _require_memory(self, bytes: int) -> None:
+        """Raises `NoMemory` where so many bytes do not fit into host memory, to the last byte."""
+        if available_memory() < bytes:
+            raise _no_memory(bytes)
 
     def _end_spill(self) -> None:
         place, self._spill = self._spill, None
@@ -283,3 +288,9 @@ class Steps:
                 traceback=reply.get("traceback", []),
             )
         return reply
+
+
+def _no_memory(bytes: int) -> NoMemory:
+    free = available_memory()
+    told = f"{bytes / 2**30:.1f} GiB are to go to host memory; {free / 2**30:.1f} GiB of it are free."
+    return NoMemory(told, needed=bytes + MARGIN, free=free)

@@ -96,6 +96,7 @@ class CudaDriver:
 
     def custom_storage(self) -> dict[str, str]:
         """`custom_storage.CustomStorage`, in JSON's types."""
+        self.open()
         return asdict(custom_storage.look(self._api))
 
     def state(self, pid: int) -> int:

@@ -147,10 +147,10 @@ class FastPath:
         """
         with self._arena() as arena:
             with contextlib.suppress(FileNotFoundError):
-                if _is_link(BLOCKS, arena):
-                    os.unlink(BLOCKS, dir_fd=arena)
-                else:
+                if stat.S_ISDIR(_kind(BLOCKS, arena)):
                     shutil.rmtree(f"/proc/self/fd/{arena}/{BLOCKS}")
+                else:
+                    os.unlink(BLOCKS, dir_fd=arena)
             if elsewhere is None:
                 os.mkdir(BLOCKS, 0o700, dir_fd=arena)
             else:
@@ -162,7 +162,7 @@ class FastPath:
         if not self._is_called(_FILED):
             return None
         with self._arena() as arena:
-            return Path(os.readlink(BLOCKS, dir_fd=arena)) if _is_link(BLOCKS, arena) else None
+            return Path(os.readlink(BLOCKS, dir_fd=arena)) if stat.S_ISLNK(_kind(BLOCKS, arena)) else None
 
     def in_memory(self) -> int:
         """Bytes of blocks that are in the capsule's own memory, and in no process's; 0 of a kernel that has ended."""
@@ -193,11 +193,14 @@ class FastPath:
         pid = self._capsule.host_pid
         try:
             amounts = self.amounts()
-            if not amounts.blocks:
-                return 0
+            if not amounts.blocks or amounts.away:
+                return amounts.away
             elsewhere = place(amounts.bytes)
-            with contextlib.suppress(CapsuleError, OSError):  # then the library takes memory that CRIU gets to see
+            try:
                 os.close(self.new_blocks(elsewhere))
+            except (CapsuleError, OSError) as error:  # then the library takes memory that CRIU gets to see
+                if elsewhere is not None:
+                    raise CapsuleError("The kernel cannot be shown where its blocks go.") from error
             self._capsule.park(PATIENCE)
         except GpuCkptError as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)
@@ -307,8 +310,8 @@ class _Library:
         return amounts
 
 
-def _is_link(name: str, directory: int) -> bool:
-    return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+def _kind(name: str, directory: int) -> int:
+    return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
 
 
 def _name(thread: Path) -> str:

@@ -206,7 +206,7 @@ def path(arena: int) -> Path:
 def size(arena: int) -> int:
     """Bytes of an arena."""
     with os.scandir(arena) as files:
-        return sum(file.stat().st_size for file in files)
+        return sum(file.stat().st_size for file in files if not file.name.startswith("."))
 
 
 def entries(manifest: Manifest) -> dict[str, FileEntry]:

@@ -315,13 +315,28 @@ def _started(pid: int) -> int:
     return 0
 
 
+def _booted_since(record: dict[str, Any]) -> bool:
+    """The same machine, booted again.  A container without an id of its own is not known to be the same."""
+    here = _here()
+    same = record.get("machine") == here["machine"] and record.get("hostname") == here["hostname"]
+    return bool(here["machine"]) and same and bool(re.fullmatch(r"[0-9a-f-]{32,36}", str(record.get("boot"))))
+
+
+def write_host(path: Path) -> None:
+    """What this is a file beside is this host's.  Raises `OSError`."""
+    path.write_text(json.dumps(_here()))
+
+
+def is_of_another_host(path: Path) -> bool:
+    """Whether a file of `write_host` is there, and another host's, of whose processes and locks nothing is known."""
+    record = _read(path)
+    return record is not None and record.get("boot") != _here()["boot"] and not _booted_since(record)
+
+
 def _gone(claim: dict[str, Any]) -> bool:
     """Whether the process that ``claim`` names is known not to live."""
-    here = _here()
-    if claim.get("boot") != here["boot"]:
-        # The same machine, booted again.  A container without an id of its own is not known to be the same.
-        same = claim.get("machine") == here["machine"] and claim.get("hostname") == here["hostname"]
-        return bool(here["machine"]) and same and bool(re.fullmatch(r"[0-9a-f-]{32,36}", str(claim.get("boot"))))
+    if claim.get("boot") != _here()["boot"]:
+        return _booted_since(claim)
     if claim.get("pids") != _pids():
         return False
     started = _started(int(claim["pid"])) if isinstance(claim.get("pid"), int) else 1

@@ -1,7 +1,8 @@
 """Blocks on the disk: where a kernel's device memory goes when host memory is too small for it.
 
 A directory beside the images, with the same files as an image has of device memory.  It is the capsule's, which keeps
-its lock: a sweep (`store`) leaves it alone as long as the kernel lives, whoever owns that, and removes it after.
+its lock: a sweep (`store`) leaves it alone as long as the kernel lives, whoever owns that, and removes it after.  Of
+another host's lock nothing is known, so a sweep leaves alone what is not this host's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from . import leases
 from .disk import mapped
 from .draft import PREFIX
+
+#: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`arena.c`).
+_HOST = ".host"
 
 
 def begin(root: Path, hold: Callable[[int], object]) -> Path:
@@ -24,20 +29,29 @@ def begin(root: Path, hold: Callable[[int], object]) -> Path:
     ``hold``: keeps a descriptor open until the capsule ends (`Capsule.hold`).  Raises `NoSpace`, `StoreUnwritable`, and
     what ``hold`` does; then there is none.
     """
-    place = root / f"{PREFIX}blocks-{secrets.token_hex(6)}"
-    lock = place.with_name(f"{place.name}.lock")
+    place = root.absolute() / f"{PREFIX}blocks-{secrets.token_hex(6)}"
     with mapped(root):
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(_lock(place), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             hold(fd)
             place.mkdir(mode=0o700)
+            leases.write_host(place / _HOST)
         except BaseException:
-            lock.unlink()
+            end(place)
             raise
         finally:
             os.close(fd)
     return place
+
+
+def _lock(place: Path) -> Path:
+    return place.with_name(f"{place.name}.lock")
+
+
+def is_of_another_host(place: Path) -> bool:
+    """Whether a draft's directory is one of these, and not this host's to remove."""
+    return leases.is_of_another_host(place / _HOST)
 
 
 def end(place: Path) -> None:
@@ -45,4 +59,4 @@ def end(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     if not place.exists():
         with contextlib.suppress(OSError):
-            place.with_name(f"{place.name}.lock").unlink()
+            _lock(place).unlink()

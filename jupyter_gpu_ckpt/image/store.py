@@ -14,8 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import GpuCkptError, ImageArchived, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
-from . import absences, directory, draft, integrity, leases
+from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
+from . import absences, directory, draft, integrity, leases, spill
 from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
@@ -162,7 +162,13 @@ class Store:
         Raises as `check`.  The caller runs nothing of the image before the proof is complete.
         """
         self._require_content(image)
-        manifest, proof = integrity.begin(image.path, self.keys)
+        try:
+            manifest, proof = integrity.begin(image.path, self.keys)
+        except ImageDamaged:
+            # Its owner ended just after it was made, and did not come to removing the kernel's own names of its files.
+            if not self.sweep():
+                raise
+            manifest, proof = integrity.begin(image.path, self.keys)
         try:
             self._require_current(image, manifest)
         except BaseException:
@@ -257,7 +263,7 @@ class Store:
         swept = (self.vault or Vault()).sweep()
         ours = self.root.is_dir() and directory.is_private(self.root)
         for path in self.root.glob(f"{draft.PREFIX}*") if ours else ():
-            if not path.is_dir():
+            if not path.is_dir() or spill.is_of_another_host(path):
                 continue
             lock = FileLock(path.with_name(path.name + ".lock"), timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:

@@ -89,6 +89,8 @@ static CUresult move(size_t offset, char *buffer, size_t bytes, int how)
 {
     int file = open_chunk(offset, how);
     CUresult result = file < 0 ? told(errno) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS && (how & O_CREAT) != 0 && fchmod(file, 0600) != 0) /* whatever the program's umask */
+        result = told(errno);
     for (size_t done = 0; result == CUDA_SUCCESS && done < bytes;) {
         off_t at = (off_t)(offset % ARENA_CHUNK + done);
         ssize_t moved = how == O_RDONLY ? pread(file, buffer + done, bytes - done, at)

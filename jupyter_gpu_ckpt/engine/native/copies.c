@@ -73,7 +73,7 @@ struct worker {
     struct buffer buffers[BUFFERS];
 };
 
-/* As many as fill a file of the arena, for one at a time writes to a file; NULL when all are taken. */
+/* By runs of the size of a file of the arena, so that few write to one at the same time; NULL when all are taken. */
 static const struct chunk *take(struct worker *worker)
 {
     struct work *work = worker->work;

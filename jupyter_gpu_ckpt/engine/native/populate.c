@@ -5,6 +5,7 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stddef.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -40,12 +41,16 @@ static void populate_all(char *memory, size_t bytes)
     count = count > MOST_THREADS ? MOST_THREADS : count;
     size_t each = (bytes / count + SLICE) / SLICE * SLICE, done = 0;
     struct slice slices[MOST_THREADS];
+    sigset_t all, before;
+    sigfillset(&all); /* the program's handlers are not for these threads */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; done + each < bytes && begun + 1 < count; done += each) {
         slices[begun] = (struct slice){.memory = memory + done, .bytes = each};
         if (pthread_create(&slices[begun].thread, NULL, populate, &slices[begun]) != 0)
             break;
         begun++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     populate(&(struct slice){.memory = memory + done, .bytes = bytes - done});
     for (size_t at = 0; at < begun; at++)
         pthread_join(slices[at].thread, NULL);

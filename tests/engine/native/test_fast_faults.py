@@ -68,7 +68,6 @@ def test_each_call_fails_once(filled, verb):
     out = subject.outstanding()
     assert (out["registered"], out["handles"]) == (0, len(SIZES))
     assert (out["streams"], out["events"]) == (0, failed_to_go), "but for those that the driver refused to destroy"
-    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

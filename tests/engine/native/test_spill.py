@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import errno
+import json
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
 from fast_kernel import CONTEXT, A, FastKernel, chunks, kept
 from fast_program import MIB
 
-from jupyter_gpu_ckpt import fit, preflight, steps
+from jupyter_gpu_ckpt import fit, preflight, returning, steps
 from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.errors import CapsuleError, ImageDamaged, NodeUnfit, NoMemory
-from jupyter_gpu_ckpt.image import device, spill
+from jupyter_gpu_ckpt.errors import CapsuleError, CudaError, ImageDamaged, NodeUnfit, NoMemory, NoSpace
+from jupyter_gpu_ckpt.image import device, leases, spill
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
 from jupyter_gpu_ckpt.image.store import Store
@@ -20,7 +23,7 @@ from jupyter_gpu_ckpt.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.machine import State
 
 #: Enough for the context and for what else a verb needs, and not for the blocks.
-SMALL = CONTEXT + preflight.MARGIN + 20 * MIB
+SMALL = CONTEXT + preflight.MARGIN
 
 
 def free_memory(monkeypatch, bytes: int) -> None:
@@ -37,7 +40,7 @@ def kernel(fast_kernel, monkeypatch) -> FastKernel:
 
 
 def spilled(kernel: FastKernel) -> list[Path]:
-    return sorted(kernel.store.root.glob(".draft-blocks-*/*"))
+    return sorted(kernel.store.root.glob(".draft-blocks-*/*.img"))
 
 
 def leftovers(kernel: FastKernel) -> list[Path]:
@@ -133,7 +136,7 @@ def test_a_sweep_removes_what_a_kernel_left_whose_owner_was_gone(kernel):
 @pytest.mark.parametrize("why", ["the disk is full", "images are encrypted"])
 def test_without_another_place_it_is_refused_and_the_kernel_runs_on(kernel, monkeypatch, why):
     if why == "the disk is full":
-        monkeypatch.setattr(Store, "free", lambda _: kernel.blocks - 1)
+        monkeypatch.setattr(Store, "free", lambda _: kernel.blocks + preflight.MARGIN - 1)
     else:
         monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
         kernel.store.vault = Vault("env:KEY_OF_IMAGES")
@@ -157,29 +160,141 @@ def test_a_node_that_has_room_for_neither_refuses_the_image(kernel, monkeypatch)
     kernel.runs_on()
 
 
-@pytest.mark.parametrize("failing", ["hold", "place"])
-def test_a_place_that_cannot_be_had_leaves_it_to_the_driver(kernel, monkeypatch, failing):
-    """And not to memory: there is none."""
+@pytest.mark.parametrize("failing", ["hold", "place", "arena", "parking"])
+def test_a_place_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monkeypatch, failing):
+    """Neither by the library nor by the driver: there is none."""
 
     def refused(*_) -> None:
         raise CapsuleError("no")
 
-    begin = spill.begin
+    begin, arena = spill.begin, Capsule.arena
 
     def gone(root, hold) -> Path:
         place = begin(root, hold)
-        os.rmdir(place)
+        shutil.rmtree(place)
         return place
 
     if failing == "hold":
         monkeypatch.setattr(Capsule, "hold", refused)
-    else:
+    elif failing == "place":
         monkeypatch.setattr(spill, "begin", gone)
-    kernel.lifecycle.suspend()
-    assert kernel.path().amounts().away == 0
+    else:
+        monkeypatch.setattr(Capsule, {"arena": "arena", "parking": "park"}[failing], refused)
+    with pytest.raises(NoMemory):
+        kernel.lifecycle.suspend()
+    monkeypatch.setattr(Capsule, "arena", arena)
+    kernel.runs_on()
     assert leftovers(kernel) == []
+
+
+def test_a_disk_that_takes_no_more_half_way(kernel):
+    """A limit on the sizes of files stands for it: the first bytes of each are written."""
+    resource.prlimit(kernel.pid, resource.RLIMIT_FSIZE, (device.CHUNK // 2, resource.RLIM_INFINITY))
+    with pytest.raises(NoMemory):
+        kernel.lifecycle.suspend()
+    kernel.runs_on()
+    assert leftovers(kernel) == []
+    resource.prlimit(kernel.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kernel.lifecycle.suspend()
+    assert spilled(kernel)
     kernel.lifecycle.wake()
     kernel.runs_on()
+
+
+def test_what_the_driver_moves_needs_room_as_well(kernel, monkeypatch):
+    """Host memory for the blocks, and not for the rest beside them: then they go to the disk."""
+    kernel.fake.memory = {A: 100 * MIB}
+    free_memory(monkeypatch, kernel.blocks + preflight.MARGIN)
+    kernel.lifecycle.suspend()
+    assert sum(path.stat().st_size for path in spilled(kernel)) == kernel.blocks
+
+
+def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
+    image = kernel.lifecycle.checkpoint()
+    free_memory(monkeypatch, image.manifest.arena + preflight.MARGIN)
+    seen = []
+    come_back = steps.FastPath.come_back
+
+    def looked(path, **limits):
+        seen.extend(spilled(kernel))
+        come_back(path, **limits)
+
+    monkeypatch.setattr(returning.FastPath, "come_back", looked)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert len(seen) == -(-kernel.blocks // device.CHUNK)
+
+
+def test_a_disk_that_is_full_as_it_comes_back(kernel, monkeypatch):
+    kernel.lifecycle.checkpoint()
+    write = device.direct.write
+
+    def full(path, *rest, **options) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(device.direct, "write", full)
+    for bytes, error in ((SMALL, NoSpace), (1 << 40, NoMemory)):
+        free_memory(monkeypatch, bytes)
+        with pytest.raises(error):
+            kernel.lifecycle.wake()
+        assert kernel.lifecycle.state is State.CHECKPOINTED
+    monkeypatch.setattr(device.direct, "write", write)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_what_was_kept_for_the_next_image_gives_way(kernel, monkeypatch):
+    free_memory(monkeypatch, 1 << 40)
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    cached = sum(path.stat().st_size for path in kept(kernel))
+    assert cached
+    free_memory(monkeypatch, SMALL)
+    room = kernel.blocks + preflight.MARGIN
+    monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
+    kernel.lifecycle.suspend()
+    assert spilled(kernel)
+    assert not kept(kernel)
+
+
+def test_another_hosts_is_not_swept(kernel):
+    kernel.lifecycle.suspend()
+    (place,) = {path.parent for path in spilled(kernel)}
+    kernel.lifecycle.terminate()
+    place.mkdir()
+    told = {"boot": "00000000-0000-0000-0000-000000000000", "machine": "another", "hostname": "another"}
+    (place / ".host").write_text(json.dumps(told))
+    assert Store(kernel.store.named).sweep() == 0
+    leases.write_host(place / ".host")
+    assert Store(kernel.store.named).sweep() == 1
+
+
+def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch):
+    """Its files have the kernel's own names, too; nobody may call it damaged."""
+
+    def dies(*_) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Lifecycle, "_end_process", dies)
+    with pytest.raises(SystemExit):
+        kernel.lifecycle.checkpoint()
+    kernel.lifecycle.capsule.close()
+    monkeypatch.setattr(kernel.lifecycle, "terminate", lambda: None)  # there is nothing left of it
+    other = Store(kernel.store.named)
+    (image,) = other.images()
+    assert {path.stat().st_nlink for path in chunks(image)} == {2}
+    other.begin_check(image).give_up()
+    other.check(image)
+
+
+def test_a_busy_library_is_waited_for_only_where_it_matters(kernel, monkeypatch):
+    def busy(_) -> None:
+        raise CudaError("it does not answer")
+
+    monkeypatch.setattr(steps.FastPath, "amounts", busy)
+    assert [finding.code for finding in kernel.lifecycle.findings()] == ["NO_MEMORY"]
+    free_memory(monkeypatch, 1 << 40)
+    assert kernel.lifecycle.findings() == []
 
 
 def test_a_damaged_chunk_is_not_brought_to_life(kernel):

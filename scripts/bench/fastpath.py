@@ -1,4 +1,4 @@
-"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [--sizes-only] [GIB ...]``.
+"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [--sizes-only] [GIB ...] [--kinds KIND ...]``.
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
 library (``fast_path=off``) hold the same tensors and are suspended and resumed; each figure is the median of `ROUNDS`.
@@ -33,6 +33,7 @@ from jupyter_gpu_ckpt.engine.gpus import Gpus
 
 ROUNDS = 5
 SIZES = (1, 4, 16, 48)
+KINDS = ("library", "warm", "driver")
 #: The driver alone is slow, and needs the host memory twice: no more than this, and fewer rounds.
 DRIVER_MOST, DRIVER_ROUNDS = 16, 3
 TO_DISK = 16
@@ -122,7 +123,7 @@ async def tier(kernel: Any, gib: int, rounds: int) -> dict[str, Any]:
     return figures
 
 
-async def sizes(place: Path, base: Path, wanted: list[int]) -> dict[str, Any]:
+async def sizes(place: Path, base: Path, wanted: list[int], kinds: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for gib in wanted:
         for name, traits, rounds in (
@@ -130,7 +131,7 @@ async def sizes(place: Path, base: Path, wanted: list[int]) -> dict[str, Any]:
             ("warm", {"fast_path": "auto", "warm_suspend": True}, ROUNDS),
             ("driver", {"fast_path": "off"}, DRIVER_ROUNDS),
         ):
-            if name == "driver" and gib > DRIVER_MOST:
+            if name not in kinds or (name == "driver" and gib > DRIVER_MOST):
                 continue
             home = place / f"{name}-{gib}"
             home.mkdir()
@@ -238,7 +239,7 @@ async def to_disk(place: Path, base: Path) -> dict[str, Any]:
     return {"whole": whole, "leaving": leaving, "returning": returning, "raw": raw_disk(place)}
 
 
-def main(wanted: list[int], *, sizes_only: bool) -> None:
+def main(wanted: list[int], kinds: list[str], *, sizes_only: bool) -> None:
     """Run it and print it."""
     root, base = Path(tempfile.mkdtemp(prefix="gb-")), Path(tempfile.mkdtemp(prefix="gr-"))
     # A machine whose memory grows on first use would charge that to whoever comes first.
@@ -246,7 +247,7 @@ def main(wanted: list[int], *, sizes_only: bool) -> None:
     gpu = Gpus().list()[0]
     report: dict[str, Any] = {"gpu": gpu.name, "driver": gpu.driver, "kernel": platform.release(), "uid": os.geteuid()}
     report["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    report["sizes"] = asyncio.run(sizes(root, base, wanted))
+    report["sizes"] = asyncio.run(sizes(root, base, wanted, kinds))
     if not sizes_only:
         report["steady"] = asyncio.run(steady(root, base))
         report["disk"] = asyncio.run(to_disk(root, base))
@@ -260,5 +261,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Device memory to host memory and back, by size; and to the disk.")
     parser.add_argument("--sizes-only", action="store_true", help="neither the steady state nor the disk")
     parser.add_argument("gib", nargs="*", type=int, default=SIZES, metavar="GIB", help="by default %(default)s")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="which kernels (all)")
     arguments = parser.parse_args()
-    main(list(arguments.gib), sizes_only=arguments.sizes_only)
+    main(list(arguments.gib), arguments.kinds, sizes_only=arguments.sizes_only)

@@ -1,4 +1,4 @@
-"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [--sizes-only] [GIB ...] [--kinds KIND ...]``.
+"""Device memory to host memory and back, by size: ``python scripts/bench/fastpath.py [OPTIONS] [GIB ...]``.
 
 For each size a kernel with the library, one that is suspended warm besides (``warm_suspend``), and one without the
 library (``fast_path=off``) hold the same tensors and are suspended and resumed; each figure is the median of `ROUNDS`.

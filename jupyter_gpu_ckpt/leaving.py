@@ -172,7 +172,8 @@ class Leaving(Steps):
 
     def _write_image(self, capsule: Capsule, needed: int, deadline: float) -> int:
         """The draft, but for its manifest; its bytes.  After failure there is none, and the processes go on."""
-        self._draft = draft = self.engine.store.begin(self.home.kernel_id, needed)  # from here on `written` counts
+        promised = needed + self._spilled()
+        self._draft = draft = self.engine.store.begin(self.home.kernel_id, promised)  # from here on `written` counts
         try:
             with self._device_written(draft):
                 self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline)

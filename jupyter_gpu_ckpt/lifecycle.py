@@ -300,7 +300,7 @@ class Lifecycle(Leaving, Returning):
         kept = f"the image is kept as {image.id}" if image else ""
         return {
             State.RUNNING: "the kernel runs on",
-            State.SUSPENDED: "the kernel is suspended, its device memory is kept off the GPU",
+            State.SUSPENDED: f"the kernel is suspended, its device memory is kept {'on the disk' if self._spill else 'in host memory'}",
             State.CHECKPOINTED: kept,
         }.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
 

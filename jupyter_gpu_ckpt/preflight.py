@@ -137,6 +137,7 @@ def look(
     to_host = on_device
     if on_device and (available := available_memory()) < to_host + MARGIN:
         to_host -= spillable()
+        available = available_memory()  # its library may have been at giving some back, after a return
     if on_device and available < to_host + MARGIN:
         findings.append(
             _blocking(

@@ -339,15 +339,14 @@ class Returning(Steps):
         state, fast_path = cuda.state(pid), FastPath(capsule, cuda)
         warm = state is CudaState.LOCKED and fast_path.away()
         self._spill = fast_path.elsewhere()
-        spilled = sum(path.stat().st_size for path in self._spill.glob("*.img")) if self._spill is not None else 0
         if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM, and in files of its
             # blocks, is an upper bound.
             process = preflight.read_process(pid)
-            most = (process.rss if process else 0) + fast_path.in_memory() + spilled
+            most = (process.rss if process else 0) + fast_path.in_memory() + self._spilled()
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
             return State.SUSPENDED
-        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self._deadline(spilled))
+        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self._deadline(self._spilled()))
         self._end_spill()
         return State.RUNNING

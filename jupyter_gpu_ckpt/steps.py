@@ -234,6 +234,10 @@ class Steps:
         if available_memory() < bytes:
             raise _no_memory(bytes)
 
+    def _spilled(self) -> int:
+        """Bytes of the kernel's blocks that are on the disk."""
+        return sum(path.stat().st_size for path in self._spill.glob("*.img")) if self._spill is not None else 0
+
     def _end_spill(self) -> None:
         place, self._spill = self._spill, None
         if place is not None:

@@ -14,10 +14,11 @@ from fast_program import MIB
 
 from jupyter_gpu_ckpt import fit, preflight, returning, steps
 from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.errors import CapsuleError, CudaError, ImageDamaged, NodeUnfit, NoMemory, NoSpace
+from jupyter_gpu_ckpt.errors import CapsuleError, CudaError, ImageDamaged, NodeUnfit, NoMemory, NoSpace, QuotaExceeded
 from jupyter_gpu_ckpt.image import device, leases, spill
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
+from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.machine import State
@@ -319,5 +320,15 @@ def test_a_return_that_fails_finds_them_on_the_disk_again(kernel):
         kernel.lifecycle.wake()
     assert spilled(kernel) == there
     del kernel.driver.refuse["cuda.restore"]
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_the_quota_counts_what_is_on_the_disk_already(kernel):
+    kernel.lifecycle.suspend()
+    kernel.store.quota = Quota(bytes=kernel.blocks)
+    with pytest.raises(QuotaExceeded) as caught:
+        kernel.lifecycle.checkpoint()
+    assert caught.value.left == "the kernel is suspended, its device memory is kept on the disk"
     kernel.lifecycle.wake()
     kernel.runs_on()

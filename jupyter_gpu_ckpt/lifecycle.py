@@ -298,9 +298,10 @@ class Lifecycle(Leaving, Returning):
         """What there is of the kernel now, for the ``left`` of an error."""
         image = self.image or self.kept
         kept = f"the image is kept as {image.id}" if image else ""
+        place = "in host memory" if self._spill is None else "on the disk"
         return {
             State.RUNNING: "the kernel runs on",
-            State.SUSPENDED: f"the kernel is suspended, its device memory is kept {'on the disk' if self._spill else 'in host memory'}",
+            State.SUSPENDED: f"the kernel is suspended, its device memory is kept {place}",
             State.CHECKPOINTED: kept,
         }.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
 

@@ -53,9 +53,8 @@ def mismatches(
     Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
     """
     wanted, free = manifest.fingerprint, node.store.free()
-    if (
-        manifest.encryption is None and node.store.vault is None and free >= manifest.arena
-    ):  # else it may go to the disk
+    in_the_clear = manifest.encryption is None and node.store.vault is None
+    if in_the_clear and free >= manifest.arena:  # where host memory is too small for it, the disk takes that
         wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.arena)}
     gpus = _gpus(node) if manifest.cuda else []
     here = look(

@@ -55,7 +55,8 @@ class TestCloser:
         process = driver.processes[driver.start({A: GIB}, pid=pid)]
         process.state = process.state if cuda_state is None else cuda_state
         capsule = SimpleNamespace(host_pid=pid, processes=lambda: [pid])
-        lifecycle = SimpleNamespace(capsule=capsule, engine=SimpleNamespace(cuda=FakeCuda(driver)))
+        engine = SimpleNamespace(cuda=FakeCuda(driver))
+        lifecycle = SimpleNamespace(capsule=capsule, engine=engine, resident=lambda: 2 << 20)
         gate = SimpleNamespace(working=working)
         return closer(Look("k", "python3", state, 0.0), lifecycle, gate)
 
@@ -67,7 +68,7 @@ class TestCloser:
     def test_one_that_is_suspended_costs_host_memory(self, driver):
         look, _ = self.look(driver, State.SUSPENDED)
         assert not look.on_gpu
-        assert look.resident > 1 << 20
+        assert look.resident == 2 << 20
 
     def test_one_in_the_middle_of_something_is_not_disturbed(self, driver):
         driver.calls.clear()

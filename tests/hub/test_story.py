@@ -63,7 +63,7 @@ def test_culled_and_back_with_another_user_in_between(hub, ann, bob):
     assert (after["id"], after["path"], after["kernel"]["id"]) == (session["id"], "morning.ipynb", kernel_id)
     assert after["kernel"]["gpu_ckpt"]["state"] == "checkpointed", "coming back wakes nothing"
     assert ann.run(kernel_id, "print(x + 1, os.getpid() == pid)") == "42 True"
-    assert ann.images() == []
+    waiting.until(lambda: not ann.images(), "the image goes once the kernel has answered")
     ann.stop()
     bob.stop()
 

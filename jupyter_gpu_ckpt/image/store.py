@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -27,6 +28,8 @@ from .manifest import Manifest
 from .quota import SUFFIX, Quota, Room, Used, refusal, used, with_promises
 
 __all__ = ["Image", "Store"]
+
+T = TypeVar("T")
 
 
 class Store:
@@ -154,7 +157,7 @@ class Store:
         Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`, `ImageFormat`, `KeyUnusable`.
         """
         self._require_content(image)
-        self._require_current(image, integrity.verify(image.path, self.keys, progress))
+        self._require_current(image, self._swept(lambda: integrity.verify(image.path, self.keys, progress)))
 
     def begin_check(self, image: Image) -> integrity.Proof:
         """`check` for a restore: all that CRIU looks at is proved when this returns, and what it copies soon after.
@@ -162,19 +165,26 @@ class Store:
         Raises as `check`.  The caller runs nothing of the image before the proof is complete.
         """
         self._require_content(image)
-        try:
-            manifest, proof = integrity.begin(image.path, self.keys)
-        except ImageDamaged:
-            # Its owner ended just after it was made, and did not come to removing the kernel's own names of its files.
-            if not self.sweep():
-                raise
-            manifest, proof = integrity.begin(image.path, self.keys)
+        manifest, proof = self._swept(lambda: integrity.begin(image.path, self.keys))
         try:
             self._require_current(image, manifest)
         except BaseException:
             proof.give_up()
             raise
         return proof
+
+    def _swept(self, prove: Callable[[], T]) -> T:
+        """What ``prove`` returns, tried again where a sweep removed something.
+
+        An owner may have ended just after it had made the image, and not come to removing the kernel's own names of its
+        files: one with two names is no image's.
+        """
+        try:
+            return prove()
+        except ImageDamaged:
+            if not self.sweep():
+                raise
+            return prove()
 
     def _require_content(self, image: Image) -> None:
         if image.archived:

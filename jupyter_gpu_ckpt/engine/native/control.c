@@ -6,9 +6,8 @@
  *   return    everything back on the device            likewise
  *
  * While blocks are away the thread that answers is called "gpu-ckpt-away", or "gpu-ckpt-filed" where they are in files
- * (`arena.h`); while threads are relieved of the driver's
- * lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has to know whether the process may run need not ask it,
- * and may not be able to.
+ * (`arena.h`); while threads are relieved of the driver's lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has
+ * to know whether the process may run need not ask it, and may not be able to.
  *
  * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
  * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every

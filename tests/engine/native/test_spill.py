@@ -270,7 +270,8 @@ def test_another_hosts_is_not_swept(kernel):
     assert Store(kernel.store.named).sweep() == 1
 
 
-def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch):
+@pytest.mark.parametrize("prove", [Store.check, lambda *of: Store.begin_check(*of).give_up()], ids=["whole", "begun"])
+def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch, prove):
     """Its files have the kernel's own names, too; nobody may call it damaged."""
 
     def dies(*_) -> None:
@@ -284,8 +285,7 @@ def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch):
     other = Store(kernel.store.named)
     (image,) = other.images()
     assert {path.stat().st_nlink for path in chunks(image)} == {2}
-    other.begin_check(image).give_up()
-    other.check(image)
+    prove(other, image)
 
 
 def test_a_busy_library_is_waited_for_only_where_it_matters(kernel, monkeypatch):

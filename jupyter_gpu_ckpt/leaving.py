@@ -126,6 +126,7 @@ class Leaving(Steps):
             plan = self.kernel.plan
             warm = self.settings.warm and moved > 0 and plan is not None and plan.to is State.SUSPENDED
             if not warm:  # else the lock alone keeps the kernel from CUDA
+                self._alive().shield()
                 cuda.checkpoint(pid, timeout_s=deadline)
                 self._refuse_device_files(pid)
             stays = self.engine.gpus.used_by(pid) if warm else {}
@@ -176,7 +177,7 @@ class Leaving(Steps):
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, promised)  # from here on `written` counts
         try:
             with self._device_written(draft):
-                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline)
+                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda)
             return draft.size()
         except BaseException:
             self._draft = None
@@ -274,6 +275,7 @@ class Leaving(Steps):
         if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one mends
             raise CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
         if state is CudaState.LOCKED:
+            self._alive().shield()
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
             self._saved.away = self._saved.device_bytes
             self._refuse_device_files(pid)

@@ -176,6 +176,7 @@ class Returning(Steps):
                     pid=manifest.pid,
                     pipes=manifest.pipes,
                     timeout=self._deadline(manifest.bytes),
+                    park=manifest.cuda,
                     before_running=self._require_proved,
                 )
         except BaseException:

@@ -283,9 +283,12 @@ class Capsule:
             *self._ask({"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()})
         )
 
-    def adopt(self, pid: int) -> None:
-        """Take the process that CRIU restored under the inner ``pid`` as this capsule's kernel."""
-        self._take_kernel(*self._ask({"verb": "adopt", "pid": pid}))
+    def adopt(self, pid: int, *, park: bool = False) -> None:
+        """Take the process that CRIU restored under the inner ``pid`` as this capsule's kernel, and let it run.
+
+        ``park``: only the CUDA driver's threads run, until `unpark`.
+        """
+        self._take_kernel(*self._ask({"verb": "adopt", "pid": pid, "park": park}, 2 * ANSWER))
 
     def _take_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
         self.inner_pid = reply["pid"]
@@ -307,12 +310,14 @@ class Capsule:
         inherit_pipes: bool = False,
         grace: float = 0.0,
         on_kernel: bool = False,
+        park: bool = False,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
         ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
         the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
-        program that works ``on_kernel`` finds it stopped; it stays so if the program ends well, else it goes on.
+        program that works ``on_kernel`` finds it stopped; it stays so if the program ends well, else it goes on.  With
+        ``park`` each of its threads is stopped where it holds no lock of the C library or the CUDA driver.
         """
         request = {
             "verb": "run",
@@ -324,6 +329,7 @@ class Capsule:
             "inherit_pipes": inherit_pipes,
             "grace": grace,
             "on_kernel": on_kernel,
+            "park": park,
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
@@ -346,6 +352,14 @@ class Capsule:
         run on then.  They stay parked when the owner goes.
         """
         reply, _ = self._ask({"verb": "park", "patience": patience, "insist": insist}, patience + ANSWER)
+        return int(reply["threads"])
+
+    def shield(self) -> int:
+        """Park the threads that wait in the CUDA driver's code (`parking.Parking.waiting_in_driver`); how many are.
+
+        For a kernel that is, or is about to be, suspended.  Raises `CapsuleError`.
+        """
+        reply, _ = self._ask({"verb": "shield"})
         return int(reply["threads"])
 
     def unpark(self) -> None:

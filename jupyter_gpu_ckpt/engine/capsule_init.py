@@ -14,6 +14,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``hurry``   the program is overdue as of now        -> no answer
 ``go_on``   undo a dump's stop                      -> ``{}``
 ``park``    stop the kernel's threads (`parking`)   -> ``{"threads"}``, how many
+``shield``  stop those that wait in the CUDA driver -> ``{"threads"}``, how many are stopped
 ``unpark``  let them go on                          -> ``{}``
 ``arena``   a file system in memory (`namespaces`) -> ``{}`` with a descriptor of its directory
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
@@ -71,6 +72,7 @@ class Init:
         #: Of a dump that went well: the processes that it left stopped.
         self.stopped: Rescue | None = None
         #: Threads of the kernel, while device memory is on its way: also without an owner, for they must not touch it.
+        #: And while its CUDA state is suspended, those that wait in the driver's code.
         self.parked: Parking | None = None
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + PATIENCE
@@ -249,10 +251,14 @@ class Init:
         inherit_pipes: bool = False,
         grace: float = 0.0,
         on_kernel: bool = False,
+        park: bool = False,
     ) -> None:
         if self.job:
             raise RuntimeError("a program is running already")
-        rescue = Rescue(self.kernel, time.monotonic() + STOP) if on_kernel else None
+        parking = self.parking() if park else None
+        if parking is not None:
+            parking.everybody(time.monotonic() + STOP, insist=True)
+        rescue = Rescue(self.kernel, time.monotonic() + STOP, parking) if on_kernel else None
         try:
             pid = self.start(argv, env, cwd, output, inherit_pipes)
         except BaseException:
@@ -279,11 +285,11 @@ class Init:
         finally:
             os.close(log)
 
-    def do_adopt(self, pid: int) -> None:
+    def do_adopt(self, pid: int, park: bool = False) -> None:
         os.kill(pid, 0)
         if pid != self.kernel:
-            unguard(pid)
-        self.kernel = pid
+            self.kernel = pid
+            unguard(pid, self.parking() if park else None)
         self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
 
     def do_status(self) -> None:
@@ -300,12 +306,23 @@ class Init:
             stopped.go_on()
         self.answer({})
 
-    def do_park(self, patience: float, insist: bool) -> None:
+    def parking(self) -> Parking:
+        """The kernel's threads that are parked, or are to be."""
         if self.parked is None:
             if MACHINE is None:
                 raise OSError(errno.ENOTSUP, "threads cannot be parked on this machine")
-            self.parked = Parking(MACHINE, self.kernel, time.monotonic() + patience, insist=insist)
-        self.answer({"threads": len(self.parked)})
+            self.parked = Parking(MACHINE, self.kernel)
+        return self.parked
+
+    def do_park(self, patience: float, insist: bool) -> None:
+        parking = self.parking()
+        parking.everybody(time.monotonic() + patience, insist=insist)
+        self.answer({"threads": len(parking)})
+
+    def do_shield(self) -> None:
+        parking = self.parking()
+        parking.waiting_in_driver()
+        self.answer({"threads": len(parking)})
 
     def do_unpark(self) -> None:
         parked, self.parked = self.parked, None

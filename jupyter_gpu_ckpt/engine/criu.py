@@ -119,6 +119,7 @@ class Criu:
         timeout: float,
         options: Sequence[str],
         inherit_pipes: bool = False,
+        park: bool = False,
     ) -> Ran:
         rootless = ["--unprivileged"] if os.geteuid() != 0 else []
         arguments = [
@@ -152,6 +153,7 @@ class Criu:
             env=ENVIRONMENT,
             inherit_pipes=inherit_pipes,
             on_kernel=verb == "dump",
+            park=park,
         )
         if ran.status != 0:
             raise explain(verb, ran, log, output)
@@ -159,14 +161,15 @@ class Criu:
             _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unmended)
         return ran
 
-    def dump(self, capsule: Capsule, directory: Path, *, timeout: float) -> float:
+    def dump(self, capsule: Capsule, directory: Path, *, timeout: float, park: bool = False) -> float:
         """Write the kernel of ``capsule`` to ``directory``; returns seconds.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
-        lets them run again.  After failure they run on, and ``directory`` holds a partial image that means nothing.
+        lets them run again.  ``park``: see `Capsule.run`.  After failure they run on, and ``directory`` holds a partial
+        image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        return self._run("dump", capsule, directory, timeout, options).seconds
+        return self._run("dump", capsule, directory, timeout, options, park=park).seconds
 
     def restore(
         self,
@@ -176,12 +179,14 @@ class Criu:
         pid: int,
         pipes: Sequence[int],
         timeout: float,
+        park: bool = False,
         before_running: Callable[[], object] = lambda: None,
     ) -> float:
         """Bring the process tree in ``directory`` to life in the empty ``capsule``; returns seconds.
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
         ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
+        ``park``: see `Capsule.adopt`.
         After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
@@ -189,7 +194,7 @@ class Criu:
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
         before_running()
-        capsule.adopt(pid)
+        capsule.adopt(pid, park=park)
         return ran.seconds
 
 

@@ -260,6 +260,7 @@ class FastPath:
         except _Refused as error:
             self._cuda.lock(pid, lock_s)
             self._capsule.unpark()
+            self._capsule.shield()
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
             raise _told(error) from error
         self._capsule.unpark()

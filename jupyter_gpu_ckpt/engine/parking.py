@@ -14,7 +14,9 @@ import errno
 import os
 import re
 import stat
+import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .ptrace import WALL, Machine, Tracee
@@ -40,63 +42,111 @@ _SHARED_CODE = re.compile(
     r"|/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
     r"|[^/]*_fastpath)([-_.][^/]*)?)$"
 )
+#: Through which system calls are made, by whom the stack tells; and the CUDA driver.
+_C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
+_DRIVER = re.compile(r"/libcuda[.][^/]*$")
+#: Of the stack of a thread that waits: the C library's own frames are much smaller.
+_STACK_BYTES = 4096
 
 
 class Parking:
-    """The threads of process ``pid``, parked when this is made; `leave` lets them go on.
+    """The threads of one process that are held by ptrace; `leave` lets them go on.  Only its own thread may use it.
 
-    Raises `TimeoutError` when one cannot be parked by ``deadline`` (of ``time.monotonic``), and `OSError` where the
-    process is gone, another traces a thread of it, or one has a name that could be the CUDA driver's; then all go on.
-    Only the thread that made it may let them go.
-
-    ``insist``: there is no other way than to park them all.  One of a doubtful name is somebody's, and in the second
-    half of the time any system call will do that has nothing to do with memory: who writes to a full pipe stays there.
+    Each way to park raises `TimeoutError` when a thread cannot be parked by ``deadline`` (of ``time.monotonic``), and
+    `OSError` where the process is gone, another traces a thread of it, or one has a name that could be the CUDA
+    driver's.  *After failure* the threads that were parked before are parked, and all others go on.
     """
 
-    def __init__(self, machine: Machine, pid: int, deadline: float, *, insist: bool = False) -> None:
+    def __init__(self, machine: Machine, pid: int) -> None:
         self._machine = machine
         self._pid = pid
-        self._insist = insist
-        self._patient_until = (time.monotonic() + deadline) / 2
         self._parked: dict[int, Tracee] = {}
-        try:
-            while not self._park():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be parked")
-                time.sleep(0.0005)
-        except BaseException:
-            self.leave()
-            raise
 
     def __len__(self) -> int:
         return len(self._parked)
 
+    @property
+    def leader(self) -> Tracee | None:
+        """The main thread, if it is parked."""
+        return self._parked.get(self._pid)
+
+    def everybody(self, deadline: float, *, insist: bool = False) -> None:
+        """Park all threads but the CUDA driver's and its library's, each in a place where it holds nothing.
+
+        ``insist``: there is no other way than to park them all.  One of a doubtful name is somebody's, and in the
+        second half of the time any system call will do that has nothing to do with memory: a thread that writes to a
+        full pipe stays there.
+        """
+        patient_until = (time.monotonic() + deadline) / 2
+        self._repeat(
+            deadline,
+            lambda tid, shared: self._is_safe(tid, shared, lenient=insist and time.monotonic() > patient_until),
+            insist,
+        )
+
+    def stopped(self, deadline: float) -> None:
+        """The same with threads that stand in a group stop, wherever they stand: whoever stopped them chose the place.
+
+        The stop may end then (SIGCONT), and those who are parked do not notice.
+        """
+        self._repeat(deadline, lambda *_: True, insist=True)
+
+    def waiting_in_driver(self) -> None:
+        """Park the threads that wait in a system call which the CUDA driver's own code made.
+
+        While the driver's state is suspended, pages that such a thread reads when its wait ends are not there: a
+        signal or a tracer must not end the wait.  Threads that only wait at the driver's lock are safe either way.
+        """
+        code = _Shared.of(self._pid)
+        before = set(self._parked)
+        try:
+            for tid in self._threads():
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
+                    if tid not in self._parked and not self._is_spared(tid, insist=True) and self._in_driver(tid, code):
+                        self._park_one(tid, lambda tid: self._in_driver(tid, code))
+        except BaseException:
+            self._let_go(set(self._parked) - before)
+            raise
+
     def leave(self) -> None:
         """Let all go on."""
-        while self._parked:
-            tid, tracee = self._parked.popitem()
-            tracee.release()
+        self._let_go(set(self._parked))
+
+    def _let_go(self, tids: set[int]) -> None:
+        for tid in tids:
+            self._parked.pop(tid).release()
             self._reap(tid)
 
-    def _park(self) -> bool:
+    def _repeat(self, deadline: float, may_stay: Callable[[int, _Shared], bool], insist: bool) -> None:
+        before = set(self._parked)
+        try:
+            while not self._park(may_stay, insist):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be parked")
+                time.sleep(0.0005)
+        except BaseException:
+            self._let_go(set(self._parked) - before)
+            raise
+
+    def _park(self, may_stay: Callable[[int, _Shared], bool], insist: bool) -> bool:
         """Park whom we can; whether that is everybody."""
         shared = _Shared.of(self._pid)
         for tid in self._threads():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
-                if tid not in self._parked and not self._is_spared(tid):
-                    self._park_one(tid, shared)
+                if tid not in self._parked and not self._is_spared(tid, insist):
+                    self._park_one(tid, lambda tid: may_stay(tid, shared))
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
         return all(self._is_at_rest(tid) for _ in range(2) for tid in self._threads())
 
-    def _is_spared(self, tid: int) -> bool:
+    def _is_spared(self, tid: int, insist: bool) -> bool:
         name, _ = _name_and_state(self._pid, tid)
         if _SPARED.match(name):
             return True
-        if not self._insist and _DOUBTFUL.match(name):
+        if not insist and _DOUBTFUL.match(name):
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
         return False
 
-    def _park_one(self, tid: int, shared: _Shared) -> None:
+    def _park_one(self, tid: int, may_stay: Callable[[int], bool]) -> None:
         try:
             tracee = Tracee(self._machine, tid, running=True)
         except ProcessLookupError:
@@ -107,7 +157,7 @@ class Parking:
                 return
             raise
         try:
-            if self._is_safe(tid, shared):
+            if may_stay(tid):
                 self._parked[tid] = tracee
         finally:
             if tid not in self._parked:
@@ -134,25 +184,44 @@ class Parking:
     def _threads(self) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
 
-    def _is_safe(self, tid: int, shared: _Shared) -> bool:
-        # proc_pid_syscall(5): number and arguments, or -1; then stack pointer and program counter.
-        with open(f"/proc/{self._pid}/task/{tid}/syscall") as file:
-            words = file.read().split()
-        if words[0] == "running":  # killed where it stood
+    def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
+        call = _Call.of(self._pid, tid)
+        if call is None:  # killed where it stood
             return False
-        number, pc = int(words[0]), int(words[-1], 16)
-        if number < 0:
-            return not any(pc in code for code in shared.code)
-        if number == self._machine.futex:
-            address, command = int(words[1], 16), int(words[2], 16) & _FUTEX_COMMAND
+        if call.number < 0:
+            return not any(call.pc in code for code in shared.code)
+        if call.number == self._machine.futex:
+            address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
             waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or any(address in data for data in shared.data)
             if command == _FUTEX_MUTEX and waits_for_everybody_s:
                 return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
-        elif self._insist and time.monotonic() > self._patient_until and number not in self._machine.memory:
+        elif lenient and call.number not in self._machine.memory:
             return True
-        return number in self._machine.waits and not (number == self._machine.read and self._is_file(int(words[1], 16)))
+        reads_file = call.number == self._machine.read and self._is_file(call.arguments[0])
+        return call.number in self._machine.waits and not reads_file
+
+    def _in_driver(self, tid: int, shared: _Shared) -> bool:
+        """Whether the thread waits in a system call that the driver's code made, itself or through the C library.
+
+        The first code address on the stack that is not the C library's is the return address of the function that
+        called the C library.
+        """
+        call = _Call.of(self._pid, tid)
+        if call is None or call.number not in self._machine.waits:
+            return False
+        if not any(call.pc in code for code in shared.c_library):
+            return any(call.pc in code for code in shared.driver)
+        with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+            try:
+                stack = os.pread(memory.fileno(), _STACK_BYTES, call.sp & ~7)
+            except OSError:
+                return False
+        for (word,) in struct.iter_unpack("=Q", stack[: len(stack) & ~7]):
+            if any(word in code for code in shared.executable) and not any(word in code for code in shared.c_library):
+                return any(word in code for code in shared.driver)
+        return False
 
     def _is_file(self, descriptor: int) -> bool:
         """Whoever reads a file waits for nobody, and may hold a lock: the linker while it loads a library."""
@@ -175,23 +244,54 @@ def _parent(pid: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Call:
+    """The system call that a thread is in: its number (-1: none), arguments, and where the thread stands."""
+
+    number: int
+    arguments: tuple[int, ...]
+    sp: int
+    pc: int
+
+    @classmethod
+    def of(cls, pid: int, tid: int) -> _Call | None:
+        """By proc_pid_syscall(5); None of a thread that runs."""
+        with open(f"/proc/{pid}/task/{tid}/syscall") as file:
+            words = file.read().split()
+        if words[0] == "running":
+            return None
+        *arguments, sp, pc = (int(word, 16) for word in words[1:])
+        return cls(int(words[0]), tuple(arguments), sp, pc)
+
+
+@dataclass(frozen=True)
 class _Shared:
     """Where code is in which a thread may hold a lock that others need, and where such locks lie."""
 
     code: list[range]
     data: list[range]
+    #: All code, and of it the C library's and the CUDA driver's.
+    executable: list[range]
+    c_library: list[range]
+    driver: list[range]
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
         """Of a process, by proc_pid_maps(5)."""
-        found = cls([], [])
+        found = cls([], [], [], [], [])
         with open(f"/proc/{pid}/maps") as file:
             for line in file:
                 words = line.split(None, 5)
                 begin, end = (int(word, 16) for word in words[0].split("-"))
                 path = words[5].rstrip("\n") if len(words) > 5 else ""
-                if "x" in words[1] and _SHARED_CODE.search(path):
-                    found.code.append(range(begin, end))
+                place = range(begin, end)
+                if "x" in words[1]:
+                    found.executable.append(place)
+                    if _SHARED_CODE.search(path):
+                        found.code.append(place)
+                    if _C_LIBRARY.search(path):
+                        found.c_library.append(place)
+                    if _DRIVER.search(path):
+                        found.driver.append(place)
                 if _EVERYBODY_S.search(path):
-                    found.data.append(range(begin, end))
+                    found.data.append(place)
         return found

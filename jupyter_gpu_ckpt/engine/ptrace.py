@@ -288,16 +288,17 @@ class Tracee:
             words[place] = value
         self.mask = ALL_BUT_SIGTRAP
         try:
-            self._set_words(words)
+            self.set_words(words)
             self._to_syscall_stop()  # at its entry
             self._to_syscall_stop()  # at its exit
             (result,) = struct.unpack("=q", struct.pack("=Q", self.words()[machine.result]))
         finally:
-            self._set_words(before)
+            self.set_words(before)
             self.mask = mask
         return int(result)
 
-    def _set_words(self, words: Sequence[int]) -> None:
+    def set_words(self, words: Sequence[int]) -> None:
+        """Write the general registers, as `words` gave them."""
         self.set_regset(NT_PRSTATUS, struct.pack(f"={len(words)}Q", *words))
 
     def _to_syscall_stop(self) -> None:

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from jupyter_gpu_ckpt.engine import syscall_restart
+from jupyter_gpu_ckpt.engine.parking import Parking
 from jupyter_gpu_ckpt.engine.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, PATIENCE, Machine, Tracee
 
 #: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
@@ -39,6 +41,7 @@ _ENTRY_BYTES = 64
 #: compel's name for the file that its code lies in.
 _PARASITE = b"/memfd:CRIUMFD"
 _TRAP = 1 << signal.SIGTRAP - 1
+_CONT = 1 << signal.SIGCONT - 1
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 _MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
 
@@ -77,14 +80,19 @@ class _Process:
     threads: dict[int, _Thread]
 
 
-def stop(pid: int, deadline: float) -> bool:
-    """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then."""
+def stop(pid: int, deadline: float, parking: Parking | None = None) -> bool:
+    """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then.
+
+    Threads in ``parking`` leave it and stop where they are parked: not one instruction of the program is run.
+    """
     if _all_stopped(pid):
         return False
     os.kill(pid, signal.SIGSTOP)
+    if parking is not None:
+        parking.leave()
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGCONT)
+            resume(pid)
             raise TimeoutError(f"process {pid} does not stop")
         time.sleep(0.0005)
     return True
@@ -114,12 +122,44 @@ def _read(path: str) -> bytes:
         return file.readall()
 
 
-def _signals(pid: int, tid: int) -> int:
-    """The signals that wait for one thread."""
+def resume(pid: int, leader: Tracee | None = None) -> None:
+    """End the stop of a process without its own handler of SIGCONT being called: the stop was none of its business.
+
+    ``leader``: its main thread, where the caller holds that.  Raises `ProcessLookupError`.
+    """
+    held: ExitStack = ExitStack()
+    with held:
+        if MACHINE is not None and _signals(pid, pid, "SigCgt") & _CONT:
+            with contextlib.suppress(OSError):  # then it is called
+                memory = held.enter_context(_Memory(pid))
+                gate = _gate(MACHINE, memory, list(_mappings(_read(f"/proc/{pid}/maps"))))
+                held.enter_context(_uncaught(leader or held.enter_context(Tracee(MACHINE, pid)), gate, memory))
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _uncaught(leader: Tracee, gate: int, memory: _Memory) -> Iterator[None]:
+    """Have Linux drop each SIGCONT as one that is neither caught nor blocked."""
+    action, mask = (
+        _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0)),
+        leader.mask,
+    )
+    leader.mask = mask & ~_CONT
+    try:
+        yield
+    finally:
+        leader.mask = mask
+        _action(leader, gate, memory, signal.SIGCONT, action)
+
+
+def _signals(pid: int, tid: int, *fields: str) -> int:
+    """The signals that are in one of these fields of proc_pid_status(5), bit 0 being signal 1."""
+    found = 0
     for line in _read(f"/proc/{pid}/task/{tid}/status").splitlines():
-        if line.startswith(b"SigPnd:"):
-            return int(line.split()[1], 16)
-    return 0
+        name, _, value = line.partition(b":")
+        if name.decode() in fields:
+            found |= int(value, 16)
+    return found
 
 
 def _mappings(maps: bytes) -> Iterator[_Mapping]:
@@ -128,14 +168,17 @@ def _mappings(maps: bytes) -> Iterator[_Mapping]:
         yield _Mapping(int(start, 16), int(end, 16), protection, name)
 
 
-def _tree(root: int, deadline: float) -> Iterator[tuple[int, bool]]:
-    """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more."""
+def _tree(root: int, deadline: float, parking: Parking | None = None) -> Iterator[tuple[int, bool]]:
+    """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more.
+
+    ``parking``: of threads of ``root``, see `stop`.
+    """
     fresh = [root]
     while fresh:
         pid = fresh.pop()
         if _state(pid, pid) == "Z":
             continue
-        yield pid, stop(pid, deadline)
+        yield pid, stop(pid, deadline, parking if pid == root else None)
         for tid in _threads(pid):
             fresh += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
 
@@ -169,23 +212,29 @@ def _gate(machine: Machine, memory: _Memory, mappings: list[_Mapping]) -> int:
     raise OSError("there is no system call instruction in the vdso")
 
 
-def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = None) -> int:
-    """Set SIGTRAP's handler (None: leave it); the handler it had."""
+def _action(leader: Tracee, gate: int, memory: _Memory, number: int, new: bytes | None = None) -> bytes:
+    """Set what a signal does (None: leave it), as `_SIGACTION`; what it did."""
     machine = leader.machine
     # The stopped thread's own stack lends the room; what was there is put back.
     room = leader.words()[machine.sp] & ~15
     kept = memory.read(room, 2 * _SIGACTION.size)
-    old, new = room, 0
+    at = 0
     try:
-        if handler is not None:
-            new = room + _SIGACTION.size
-            # All signals wait while it would run, so that no other handler is entered after it.
-            memory.write(new, _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1))
-        if result := leader.call(gate, machine.rt_sigaction, signal.SIGTRAP, new, old, 8):
+        if new is not None:
+            at = room + _SIGACTION.size
+            memory.write(at, new)
+        if result := leader.call(gate, machine.rt_sigaction, number, at, room, 8):
             raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
-        return int(_SIGACTION.unpack(memory.read(old, _SIGACTION.size))[0])
+        return memory.read(room, _SIGACTION.size)
     finally:
         memory.write(room, kept)
+
+
+def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = None) -> int:
+    """Set SIGTRAP's handler (None: leave it); the handler it had."""
+    # All signals wait while it would run, so that no other handler is entered after it.
+    new = None if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
+    return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
 
 
 def _look(machine: Machine, pid: int) -> _Process:
@@ -198,6 +247,7 @@ def _look(machine: Machine, pid: int) -> _Process:
         gate = _gate(machine, memory, mappings)
         for tid in _threads(pid):
             with Tracee(machine, tid) as tracee:
+                syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
                 regsets = {kind: data for kind in machine.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
                 if tid == pid:
@@ -237,18 +287,20 @@ def _unguard(machine: Machine, pid: int) -> None:
             _drop_guard(leader, gate, memory)
 
 
-def unguard(root: int) -> None:
+def unguard(root: int, parking: Parking | None = None) -> None:
     """Take SIGTRAP's guard away from restored processes, and let them go on: they were stopped when dumped.
 
-    Raises `OSError`.
+    ``parking``: of ``root``, all of whose threads but the CUDA driver's stay in it.  Raises `OSError`.
     """
     pids = []
     for pid, _ in _tree(root, time.monotonic() + PATIENCE):
         pids.append(pid)
         if MACHINE is not None:
             _unguard(MACHINE, pid)
+    if parking is not None:
+        parking.stopped(time.monotonic() + PATIENCE)
     for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+        resume(pid, parking.leader if parking is not None and pid == root else None)
 
 
 def _mend(process: _Process) -> None:
@@ -273,7 +325,7 @@ def _mend(process: _Process) -> None:
                 tracee.disarm()
             elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
                 tracee.mask = before.mask
-            if _signals(pid, tid) & _TRAP:
+            if _signals(pid, tid, "SigPnd") & _TRAP:
                 tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
         if astray:
             for descriptor in _descriptors(pid) - process.descriptors:
@@ -318,17 +370,22 @@ class Rescue:
         Pid of the kernel, a child of the caller.
     deadline:
         `time.monotonic` by which all threads must have stopped.
+    parking:
+        Of ``root``: its threads stop where they are parked, and those that wait in the CUDA driver's code are parked
+        again before the process goes on.
 
     Raises `OSError`, of which `TimeoutError` is one; everything goes on as before then.
     """
 
-    def __init__(self, root: int, deadline: float) -> None:
+    def __init__(self, root: int, deadline: float, parking: Parking | None = None) -> None:
+        self._root = root
+        self._parking = parking
         self._pids: list[int] = []
         #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
         self._ran: list[int] = []
         self._processes: list[_Process] = []
         try:
-            for pid, ran in _tree(root, deadline):
+            for pid, ran in _tree(root, deadline, parking):
                 self._pids.append(pid)
                 if ran:
                     self._ran.append(pid)
@@ -384,5 +441,9 @@ class Rescue:
     def go_on(self) -> None:
         """Let all processes run that ran before."""
         for pid in self._ran:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                leader = None
+                if self._parking is not None and pid == self._root:
+                    self._parking.waiting_in_driver()
+                    leader = self._parking.leader
+                resume(pid, leader)

@@ -83,7 +83,8 @@ PARKER = """
 import sys, time
 from jupyter_gpu_ckpt.engine.parking import Parking
 from jupyter_gpu_ckpt.engine.ptrace import MACHINE
-parking = Parking(MACHINE, int(sys.argv[1]), time.monotonic() + 60)
+parking = Parking(MACHINE, int(sys.argv[1]))
+parking.everybody(time.monotonic() + 60)
 print(len(parking), flush=True)
 sys.stdin.read()
 """
@@ -117,7 +118,9 @@ class Process:
 
     def parked(self, seconds: float = 30, *, insist: bool = False) -> Parking:
         assert MACHINE is not None
-        return Parking(MACHINE, self.pid, time.monotonic() + seconds, insist=insist)
+        parking = Parking(MACHINE, self.pid)
+        parking.everybody(time.monotonic() + seconds, insist=insist)
+        return parking
 
     def goes_on(self, *kinds: str) -> None:
         before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}

@@ -48,7 +48,8 @@ def with_tsan(tmp_path_factory, doubles):
 
 @contextlib.contextmanager
 def parked(subject: Subject) -> Iterator[None]:
-    parking = Parking(MACHINE, subject.pid, time.monotonic() + 60)
+    parking = Parking(MACHINE, subject.pid)
+    parking.everybody(time.monotonic() + 60)
     try:
         yield
     finally:

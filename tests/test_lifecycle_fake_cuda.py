@@ -124,6 +124,29 @@ def test_a_cycle_frees_the_gpu_and_brings_it_back(rig):
     rig.runs_on()
 
 
+def states(pid: int) -> set[str]:
+    """The letters of proc(5) of all its threads; t: held by a tracer."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+def test_nothing_of_a_restored_process_runs_before_the_driver_is_done(rig, monkeypatch):
+    """A thread that waited in the driver's code would look at pages that are not there yet."""
+    rig.lifecycle.checkpoint()
+    call, seen = rig.driver.call, []
+
+    def watched(op: str, **args):
+        if op in ("cuda.restore", "cuda.unlock"):
+            seen.append((op, states(rig.pid)))
+        return call(op, **args)
+
+    monkeypatch.setattr(rig.driver, "call", watched)
+    rig.lifecycle.wake()
+    assert seen == [("cuda.restore", {"t"}), ("cuda.unlock", {"t"})]
+    assert states(rig.pid) == {"S"}
+    rig.runs_on()
+
+
 def given_back(rig) -> list[Absence]:
     record = rig.lifecycle.engine.store.root / absences.RECORD
     return absences.read(record.read_bytes()) if record.exists() else []

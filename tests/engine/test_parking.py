@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -350,3 +351,111 @@ def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
 )
 def test_code_in_which_nobody_is_parked(path, shared):
     assert bool(_SHARED_CODE.search(path)) is shared
+
+
+#: What stands for the driver's library: waits that it makes itself, and through the C library.
+DRIVER = """
+#include <semaphore.h>
+#include <poll.h>
+#include <stddef.h>
+static sem_t never;
+void init(void) { sem_init(&never, 0, 0); }
+void driver_waits(void) { volatile int here = 0; sem_wait(&never); here = 1; (void)here; }
+void driver_polls(void) { volatile int here = 0; poll(NULL, 0, -1); here = 1; (void)here; }
+void calls_back(void (*function)(void)) { volatile int here = 0; function(); here = 1; (void)here; }
+"""
+IN_DRIVER = """
+import ctypes, sys, threading, time
+
+PR_SET_NAME, PR_SET_PTRACER = 15, 0x59616D61
+libc = ctypes.CDLL(None)
+libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(-1 & 2**64 - 1), 0, 0, 0)
+driver = ctypes.CDLL(sys.argv[1])
+driver.init()
+back = ctypes.CFUNCTYPE(None)(lambda: time.sleep(1000))
+
+
+def thread(name, function, *arguments):
+    def run():
+        libc.prctl(PR_SET_NAME, name.encode())
+        function(*arguments)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+thread("waits-inside", driver.driver_waits)
+thread("polls-inside", driver.driver_polls)
+thread("called-back", driver.calls_back, back)
+thread("waits-outside", threading.Event().wait)
+thread("sleeps", time.sleep, 1000)
+thread("cuda-EvtHandlr", driver.driver_polls)
+print("goes", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_threads_that_wait_inside_the_driver_are_parked_and_no_others(tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler on this machine")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True
+    )
+    program = [sys.executable, "-c", IN_DRIVER, str(library)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "goes\n"
+            subject = Process(process, mmap.mmap(-1, 64), tmp_path)
+            names = {"waits-inside", "polls-inside", "called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
+            until(lambda: all(subject.states_by_name().get(name) == "S" for name in names), "all wait")
+            parking = Parking(MACHINE, process.pid)
+            parking.waiting_in_driver()
+            parked = {name for name, state in subject.states_by_name().items() if state == "t"}
+            assert parked == {"waits-inside", "polls-inside"}
+            # A later stop of everybody, and of what is stopped already, leaves nobody out.
+            parking.everybody(time.monotonic() + 30)
+            assert subject.states_by_name()["cuda-EvtHandlr"] == "S"
+            assert set(subject.states_by_name().values()) == {"t", "S"}
+            parking.leave()
+            until(lambda: "t" not in subject.states(), "all are let go")
+        finally:
+            process.kill()
+
+
+def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
+    """As after a restore: all were stopped, and only the driver's threads are to go on."""
+    with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
+        os.kill(subject.pid, signal.SIGSTOP)
+        until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+        parking = Parking(MACHINE, subject.pid)
+        parking.stopped(time.monotonic() + 30)
+        os.kill(subject.pid, signal.SIGCONT)
+        until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's goes on")
+        before = subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates"))
+        assert sorted(set(subject.states())) == ["S", "t"]
+        assert before == (subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates")))
+        parking.leave()
+        subject.goes_on("computes", "allocates")
+
+
+def test_a_failure_lets_go_only_of_whom_it_parked(tmp_path):
+    with running(tmp_path, "waits", "locks", name="cuda-EvtHandlr") as subject:
+        with open(subject.lock) as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
+            until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
+            os.kill(subject.pid, signal.SIGSTOP)
+            until(lambda: set(subject.states()) == {"T"}, "it is stopped")
+            parking = Parking(MACHINE, subject.pid)
+            parking.stopped(time.monotonic() + 30)
+            held_before = len(parking)
+            os.kill(subject.pid, signal.SIGCONT)
+            parking.everybody(time.monotonic() + 0.2)
+            assert len(parking) == held_before, "who is parked is not looked at again"
+            parking.leave()
+            with pytest.raises(TimeoutError):
+                parking.everybody(time.monotonic() + 0.2)
+            assert len(parking) == 0
+        subject.goes_on("waits", "locks")

@@ -31,6 +31,7 @@ from ..errors import (
     UnsupportedFile,
     UnsupportedSocket,
 )
+from . import criu_images, terminals
 from .capsule import GRACE, Capsule, Ran
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ _CAUSES = (
         "An open file cannot be saved: {0}.",
     ),
     _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
+    _cause(r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
     _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
 )
 
@@ -152,6 +154,7 @@ class Criu:
             env=ENVIRONMENT,
             inherit_pipes=inherit_pipes,
             on_kernel=verb == "dump",
+            terminals=directory / terminals.FILE,
         )
         if ran.status != 0:
             raise explain(verb, ran, log, output)
@@ -166,7 +169,9 @@ class Criu:
         lets them run again.  After failure they run on, and ``directory`` holds a partial image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        return self._run("dump", capsule, directory, timeout, options).seconds
+        seconds = self._run("dump", capsule, directory, timeout, options).seconds
+        criu_images.spare_devices(directory)
+        return seconds
 
     def restore(
         self,

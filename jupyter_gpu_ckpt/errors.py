@@ -123,6 +123,13 @@ class DebuggerAttached(PreflightError):
     default_hint = "Turn the debugger off and restart the kernel, or finish debugging first."
 
 
+class UnsupportedTerminal(PreflightError):
+    """The kernel has a pseudo-terminal that could not be made again."""
+
+    code = "TERMINAL_UNSUPPORTED"
+    default_hint = "Close pseudo-terminals that are no longer used (pexpect: `child.close()`) and try again."
+
+
 class DeviceHeld(PreflightError):
     """The process holds a GPU device file that is not CUDA's (NVML, graphics) and cannot be saved."""
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ChildProcesses, DebuggerAttached, DeletedMapping, GpuCkptError, NoMemory, NoSpace
+from .engine import terminals
+from .errors import (
+    ChildProcesses,
+    DebuggerAttached,
+    DeletedMapping,
+    GpuCkptError,
+    NoMemory,
+    NoSpace,
+    UnsupportedTerminal,
+)
 
 #: Room an image needs beyond the memory it holds, in bytes: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
@@ -133,6 +142,8 @@ def look(
                 )
             )
         )
+    if disk_free is not None and (obstacle := terminals.obstacle(kernel_pid)):
+        findings.append(_blocking(UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}.")))
     on_device = sum(device_bytes.values())
     to_host = on_device
     if on_device and (available := available_memory()) < to_host + MARGIN:

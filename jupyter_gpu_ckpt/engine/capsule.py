@@ -311,13 +311,16 @@ class Capsule:
         grace: float = 0.0,
         on_kernel: bool = False,
         park: bool = False,
+        terminals: Path | None = None,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
         ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
         the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
         program that works ``on_kernel`` finds it stopped; it stays so if the program ends well, else it goes on.  With
-        ``park`` each of its threads is stopped where it holds no lock of the C library or the CUDA driver.
+        ``park`` each of its threads is stopped where it holds no lock of the C library or the CUDA driver.  What
+        is under way in the kernel's terminals is then in the file ``terminals``, if anything is; of a program that does
+        not work ``on_kernel`` but makes one, it is put into the terminals when the program has ended well.
         """
         request = {
             "verb": "run",
@@ -330,6 +333,7 @@ class Capsule:
             "grace": grace,
             "on_kernel": on_kernel,
             "park": park,
+            "terminals": str(terminals or ""),
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])

@@ -46,6 +46,7 @@ from jupyter_gpu_ckpt.engine.ptrace import MACHINE, let_go
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
 from jupyter_gpu_ckpt.engine.raw_output import Pipe
 from jupyter_gpu_ckpt.engine.rescue import Rescue, unguard
+from jupyter_gpu_ckpt.engine.terminals import Terminals
 
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
@@ -71,6 +72,8 @@ class Init:
         self.job: dict[str, Any] | None = None
         #: Of a dump that went well: the processes that it left stopped.
         self.stopped: Rescue | None = None
+        #: What was under way in the terminals of those processes.
+        self.terminals: Terminals | None = None
         #: Threads of the kernel, while device memory is on its way: also without an owner, for they must not touch it.
         #: And while its CUDA state is suspended, those that wait in the driver's code.
         self.parked: Parking | None = None
@@ -175,12 +178,55 @@ class Init:
                 job, self.job = self.job, None
                 seconds = time.monotonic() - job["began"]
                 told = {"status": code, "timed_out": job["timed_out"], "seconds": seconds}
-                unmended = self.conclude(job, code)
+                lost = self.refill_terminals() if code != 0 else ""  # before the processes run on
+                unmended = self.conclude(job, code) or lost
+                failure = self.fill_terminals(job) if code == 0 and not job["rescue"] else None
                 self.stopped = job["rescue"] if code == 0 else None
                 if self.owner is None:
                     self.do_go_on()
                     self.selector.register(self.listener, selectors.EVENT_READ, "connect")
-                self.answer({"number": job["number"], **told, "unmended": unmended})
+                self.answer({"number": job["number"], **(failure or told), "unmended": unmended})
+
+    def fill_terminals(self, job: dict[str, Any]) -> dict[str, Any] | None:
+        """After a restore, before the processes run: put into their terminals what was under way; the error, if any."""
+        if not job["terminals"]:
+            return None
+        try:
+            terminals = Terminals()
+            try:
+                terminals.read(job["terminals"])
+                terminals.put_back()
+            finally:
+                terminals.close()
+        except (OSError, ValueError, KeyError) as error:
+            return {"error": f"terminals: {type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
+        return None
+
+    def empty_terminals(self, path: str) -> None:
+        """Before a dump, of stopped processes: take out what is under way in their terminals, and write it to a file.
+
+        After failure nothing is taken out.  Raises `OSError`.
+        """
+        self.terminals = Terminals()
+        try:
+            self.terminals.take_out()
+            self.terminals.write(path)
+        except BaseException:
+            self.refill_terminals()
+            raise
+
+    def refill_terminals(self) -> str:
+        """Undo `empty_terminals`: the dump failed, or is taken back.  Why not, if not: the processes run on anyhow."""
+        terminals, self.terminals = self.terminals, None
+        if terminals is None:
+            return ""
+        try:
+            terminals.put_back()
+        except OSError as error:
+            return f"terminals: {error}"
+        finally:
+            terminals.close()
+        return ""
 
     @staticmethod
     def conclude(job: dict[str, Any], code: int) -> str:
@@ -252,6 +298,7 @@ class Init:
         grace: float = 0.0,
         on_kernel: bool = False,
         park: bool = False,
+        terminals: str = "",
     ) -> None:
         if self.job:
             raise RuntimeError("a program is running already")
@@ -260,9 +307,12 @@ class Init:
             parking.everybody(time.monotonic() + STOP, insist=True)
         rescue = Rescue(self.kernel, time.monotonic() + STOP, parking) if on_kernel else None
         try:
+            if rescue is not None and terminals:
+                self.empty_terminals(terminals)
             pid = self.start(argv, env, cwd, output, inherit_pipes)
         except BaseException:
             if rescue is not None:
+                self.refill_terminals()
                 rescue.conclude(well=False)
             raise
         began = time.monotonic()
@@ -275,6 +325,7 @@ class Init:
             "number": self.number,
             "rescue": rescue,
             "output": output,
+            "terminals": terminals,
         }
 
     def start(self, argv: list[str], env: dict[str, str], cwd: str, output: str, inherit_pipes: bool) -> int:
@@ -303,6 +354,7 @@ class Init:
     def do_go_on(self) -> None:
         stopped, self.stopped = self.stopped, None
         if stopped is not None:
+            self.refill_terminals()
             stopped.go_on()
         self.answer({})
 
@@ -447,6 +499,8 @@ def main(argument: str) -> int:
         os.setsid()
         syscalls.set_name("gpu-ckpt-init")
         namespaces.mount_proc()
+        with contextlib.suppress(OSError):
+            namespaces.mount_terminals(rootless)
         if options.get("known_as"):
             at = "directory"
             # Opened again: what is bound must be seen in this mount namespace.

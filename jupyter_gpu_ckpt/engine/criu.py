@@ -31,6 +31,7 @@ from ..errors import (
     UnsupportedFile,
     UnsupportedSocket,
 )
+from . import criu_images, terminals
 from .capsule import GRACE, Capsule, Ran
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ _CAUSES = (
         "An open file cannot be saved: {0}.",
     ),
     _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
+    _cause(r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
     _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
 )
 
@@ -154,6 +156,7 @@ class Criu:
             inherit_pipes=inherit_pipes,
             on_kernel=verb == "dump",
             park=park,
+            terminals=directory / terminals.FILE,
         )
         if ran.status != 0:
             raise explain(verb, ran, log, output)
@@ -169,7 +172,9 @@ class Criu:
         image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        return self._run("dump", capsule, directory, timeout, options, park=park).seconds
+        seconds = self._run("dump", capsule, directory, timeout, options, park=park).seconds
+        criu_images.spare_devices(directory)
+        return seconds
 
     def restore(
         self,

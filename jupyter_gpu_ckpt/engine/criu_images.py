@@ -1,4 +1,4 @@
-"""What CRIU wrote about a kernel's files, and the one thing in it that may be changed: the size a file must have.
+"""What CRIU wrote about a kernel's files, and what in it may be changed: the size a file must have, a device's owner.
 
 CRIU refuses to restore a process whose open or mapped file has another size or mode than at the dump
 (``validate_file`` in its files-reg.c; no option turns that off).  Both are optional fields of the record in
@@ -6,7 +6,7 @@ CRIU refuses to restore a process whose open or mapped file has another size or 
 of the image, links to everything but with a ``files.img`` of its own; the image itself is never written to.
 
 The format (CRIU's wiki, "Images"; its criu/include/magic.h and images/*.proto): two magic numbers, then records, each a
-length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of four messages.
+length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of five messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _COMMON_MAGIC = 0x54564319
 _FILES_MAGIC = 0x56303138
 _FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
+_TTY_INFO_MAGIC = 0x59453036
 _FILES = "files.img"
+_TTY_INFO = "tty-info.img"
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -38,6 +40,9 @@ _TCP_LISTEN = 10
 _REG_ID, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 6, 8, 10
 # messages fdinfo_entry and remap_file_path_entry
 _FDINFO_ID, _REMAP_ID = 1, 1
+# message tty_info_entry, and its type of pseudo-terminals
+_TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
+_PTY = 1
 
 Field = tuple[int, int, int | bytes]
 
@@ -132,6 +137,26 @@ def view(directory: Path, target: Path, changed: Container[str]) -> Path:
                 )
             file.write(struct.pack("<I", len(record)) + record)
     return target
+
+
+def spare_devices(directory: Path) -> None:
+    """Make a restore from the fresh dump in ``directory`` leave the owners of terminal devices alone.
+
+    CRIU gives every terminal the owner that it had.  Pseudo-terminals are made anew and need that; a device such as
+    /dev/tty is the host's: an ordinary user may not change its owner, whom a user namespace does not even have a number
+    for, and root had better not.  Both fields are optional.  Raises `ImageFormat`, `OSError`.
+    """
+    path = directory / _TTY_INFO
+    if not path.exists():
+        return
+    records = []
+    for record in _records(path, _TTY_INFO_MAGIC):
+        fields = _fields(record)
+        if _number(fields, _TTY_TYPE) != _PTY:
+            fields = [field for field in fields if field[0] not in (_TTY_UID, _TTY_GID)]
+        records.append(b"".join(map(_encode, fields)))
+    content = b"".join(struct.pack("<I", len(record)) + record for record in records)
+    path.write_bytes(struct.pack("<II", _COMMON_MAGIC, _TTY_INFO_MAGIC) + content)
 
 
 def _name(fields: list[Field]) -> str:

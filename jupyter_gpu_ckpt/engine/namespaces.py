@@ -6,6 +6,8 @@ import os
 
 from jupyter_gpu_ckpt.engine import syscalls
 
+_TERMINALS, _MULTIPLEXER = "/dev/pts", "/dev/ptmx"
+
 
 def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
     """Leave the host's namespaces; the next child is PID 1 of the new ones.
@@ -38,6 +40,34 @@ def mount_proc() -> None:
     """
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+def mount_terminals(user: bool) -> None:
+    """Give the capsule pseudo-terminals of its own: a ``/dev/pts`` that no process outside has a terminal in.
+
+    CRIU can bring a terminal back only under its old number, which on the host's ``/dev/pts`` may be taken by then,
+    and only with its old owner, which in a user namespace must be mapped: there the group ``tty`` is not.  Here every
+    number is free when a kernel comes back, and the files belong to the user (devpts(5)).  Without ``user`` namespace
+    the group is the one that the host gives its terminals.
+
+    Raises `OSError` where that cannot be had; the capsule then has what the host has (`terminals.obstacle`).
+    """
+    group = "" if user else _terminal_group()
+    options = f"newinstance,ptmxmode=0666,mode=0620{group}"
+    syscalls.mount("devpts", _TERMINALS, "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+    # A link to it, or a device beside it, opens the new file system already; what a container's runtime has mounted
+    # there does not.
+    if os.path.lexists(_MULTIPLEXER) and os.path.realpath(_MULTIPLEXER) != f"{_TERMINALS}/ptmx":
+        syscalls.mount(f"{_TERMINALS}/ptmx", _MULTIPLEXER, None, syscalls.MS_BIND)
+
+
+def _terminal_group() -> str:
+    """The option that gives new terminals the host's group for them; empty where it has none."""
+    with open("/proc/self/mounts") as file:
+        mounts = [line.split() for line in file]
+    options = [words[3] for words in mounts if words[1] == _TERMINALS and words[2] == "devpts"]
+    words = options[-1].split(",") if options else []
+    return next((f",{word}" for word in words if word.startswith("gid=")), "")
 
 
 def mount_under_old_path(directory: int, old: str) -> None:

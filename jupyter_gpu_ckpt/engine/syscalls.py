@@ -16,6 +16,9 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 
+#: The same on all architectures, as all numbers above 423.
+SYS_PIDFD_GETFD = 438
+
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
 MS_NOEXEC = 0x8
@@ -70,6 +73,16 @@ def mount(source: str | None, target: str, fstype: str | None, flags: int, optio
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
     data = None if options is None else os.fsencode(options)
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
+
+
+def get_descriptor(pid: int, fd: int) -> int:
+    """A descriptor of our own, closed on exec, for the open file that ``fd`` is in another process (pidfd_getfd(2))."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        number = _libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), pidfd, fd, 0)
+        return _check(number, f"pidfd_getfd({pid}, {fd})")
+    finally:
+        os.close(pidfd)
 
 
 def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:

@@ -129,3 +129,25 @@ def test_every_cut_is_refused_or_ends_between_two_records(dump):
         else:
             with pytest.raises(ImageFormat):
                 criu_images.ports(dump)
+
+
+TTY_INFO, PTY, CTTY = 0x59453036, 1, 4
+
+
+def terminal(kind: int, *owner: tuple[int, int]) -> bytes:
+    modes = message((1, 0o2400), (8, 3), (8, 28))
+    return message((1, 7), (2, kind), (3, 0), (4, 0), (5, 0), (6, 8192), (7, 8192), (8, 34816), (9, modes), *owner)
+
+
+def test_devices_keep_their_owners_and_pseudo_terminals_get_theirs(tmp_path):
+    path = tmp_path / "tty-info.img"
+    write(path, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY, (14, 65534), (15, 65534)))
+    criu_images.spare_devices(tmp_path)
+    expected = tmp_path / "expected"
+    write(expected, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY))
+    assert path.read_bytes() == expected.read_bytes()
+
+
+def test_a_dump_without_terminals_has_no_owners_to_forget(tmp_path):
+    criu_images.spare_devices(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,367 @@
+"""What is under way in the pseudo-terminals of stopped processes: taken out before a dump, put back after it.
+
+CRIU saves a terminal's number, modes and window size.  Of the bytes that were written to one end and not yet read at
+the other it reads what the modes let it, and writes them to the other end again, where they are edited and echoed a
+second time; half a line is lost, and so is what is in a terminal of which only the master is open.  A master whose last
+slave was closed (its reads end with EIO: that is how a program learns that its child has ended) comes back as one that
+no slave was opened of yet, whose reads wait for ever; and exclusive mode (TIOCEXCL) does not come back.
+
+So a capsule's init takes all this out while the processes are stopped, with editing and echo turned off, and puts it
+back the same way: into the restored terminals before their processes run, or into the old ones when a dump is undone.
+
+Standard library only.  Sources: ioctl_tty(2), termios(3), pty(7); in Linux drivers/tty/n_tty.c (a change of ICANON
+makes what was read so far one line, so lines are written back with ICANON as it was) and drivers/tty/pty.c.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import stat
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jupyter_gpu_ckpt.engine import syscalls
+
+#: The name of the file in which a dump keeps what was under way, beside CRIU's own.
+FILE = "terminals.json"
+
+# Requests that the standard library does not name (include/uapi/asm-generic/ioctls.h).
+_TCGETS2, _TCSETS2 = 0x802C542A, 0x402C542B
+_GET_NUMBER, _GET_LOCK, _SET_LOCK = 0x80045430, 0x80045439, 0x40045431
+_GET_PACKET, _GET_EXCLUSIVE = 0x80045438, 0x80045440
+_MULTIPLEXER, _SLAVES = (5, 2), range(136, 144)
+
+#: ``struct termios2``: input, output, control and local modes, line discipline, characters, speeds.
+_MODES = struct.Struct("=4IB19s2I")
+_END, _LITERAL = b"\x04", b"\x16"  # characters that stand for the end of a file, and that take the next one literally
+_NUMBER_OF_CHARACTERS = 19
+#: Seconds in which the terminal, which works at once, has taken what was written to it; it takes no more if it is full.
+_PATIENCE = 1.0
+_CHUNK = 1024
+
+
+#: Numbers of terminals that CRIU can make again: it opens new ones until it has the right number, 32 at most.
+NUMBERS = range(32)
+
+
+def obstacle(pid: int) -> str:
+    """Why the pseudo-terminals of process ``pid`` could not come back, seen from outside; empty if they could."""
+    numbers = list(_numbers(pid))
+    if numbers and not _has_own(pid):
+        return "they are the host's: a capsule here has none of its own"
+    if numbers and (highest := max(numbers)) not in NUMBERS:
+        return f"it has a pseudo-terminal with the number {highest}, and only those below {len(NUMBERS)} can be saved"
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(")")[2].split()
+        controlling, group = int(words[4]), int(words[5])
+        if controlling and group > 0 and not _exists(group):
+            return "the job in the foreground of its controlling terminal has ended, and no other was put there"
+    return ""
+
+
+def _numbers(pid: int) -> Iterator[int]:
+    """The numbers of the pseudo-terminals that a process has open, of either end."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                device = os.stat(f"/proc/{pid}/fd/{name}").st_rdev
+                if os.major(device) in _SLAVES:
+                    yield _number(device)
+                elif (os.major(device), os.minor(device)) == _MULTIPLEXER:
+                    with open(f"/proc/{pid}/fdinfo/{name}") as file:
+                        yield from (int(line.split()[1]) for line in file if line.startswith("tty-index:"))
+
+
+def _has_own(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}/root/dev/pts").st_dev != os.stat("/dev/pts").st_dev
+    except OSError:
+        return True  # it has ended, or the host has no terminals at all
+
+
+def _number(device: int) -> int:
+    return os.minor(device) + 256 * (os.major(device) - _SLAVES[0])
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@dataclass
+class Content:
+    """What is under way in one terminal.
+
+    ``lines`` and ``rest`` are on their way to the slave: whole lines, if it reads by lines, and whatever else; ``said``
+    on its way to the master.  ``closed``: slaves were open, and none is any more.  ``exclusive``: of master and slave.
+    """
+
+    lines: list[bytes] = field(default_factory=list)
+    rest: bytes = b""
+    said: bytes = b""
+    closed: bool = False
+    exclusive: tuple[bool, bool] = (False, False)
+
+    def __bool__(self) -> bool:
+        return bool(self.lines or self.rest or self.said or self.closed or any(self.exclusive))
+
+
+class Terminals:
+    """The pseudo-terminals whose masters processes of this pid namespace have open; all those must be stopped.
+
+    Raises `OSError`.
+    """
+
+    def __init__(self) -> None:
+        self._masters: dict[int, int] = {}
+        #: A descriptor of a slave that a process has open.
+        self._slaves: dict[int, int] = {}
+        self.contents: dict[int, Content] = {}
+        try:
+            self._find()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find(self) -> None:
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
+            with contextlib.suppress(FileNotFoundError):  # ended: a zombie has no descriptors, either
+                for name in os.listdir(f"/proc/{pid}/fd"):
+                    self._look_at(pid, int(name))
+
+    def _look_at(self, pid: int, fd: int) -> None:
+        try:
+            status = os.stat(f"/proc/{pid}/fd/{fd}")
+        except OSError:  # closed meanwhile, or on a file system that does not answer
+            return
+        device = os.major(status.st_rdev), os.minor(status.st_rdev)
+        if not stat.S_ISCHR(status.st_mode) or not (device == _MULTIPLEXER or device[0] in _SLAVES):
+            return
+        found = syscalls.get_descriptor(pid, fd)
+        if device != _MULTIPLEXER:
+            known, number = self._slaves, _number(status.st_rdev)
+        else:
+            known, number = self._masters, _word(found, _GET_NUMBER)
+        if number not in NUMBERS:  # opened since `obstacle` was asked
+            os.close(found)
+            raise OSError(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
+        if number in known:
+            os.close(found)
+        else:
+            known[number] = found
+
+    def take_out(self) -> None:
+        """Take out what is under way, into ``contents``.  After failure nothing is taken out."""
+        try:
+            for number in self._masters:
+                content = self._take_out(number)
+                if content:
+                    self.contents[number] = content
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Put ``contents`` into the terminals; afterwards there are none."""
+        contents, self.contents = self.contents, {}
+        for number, content in contents.items():
+            if number in self._masters:
+                self._put_back(number, content)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for known in (self._masters, self._slaves):
+            while known:
+                os.close(known.popitem()[1])
+
+    def write(self, path: str) -> None:
+        """Write ``contents`` to a new file, if there are any."""
+        if self.contents:
+            rows = [
+                {
+                    "number": number,
+                    "lines": [_text(line) for line in content.lines],
+                    "rest": _text(content.rest),
+                    "said": _text(content.said),
+                    "closed": content.closed,
+                    "exclusive": content.exclusive,
+                }
+                for number, content in self.contents.items()
+            ]
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                json.dump(rows, file)
+
+    def read(self, path: str) -> None:
+        """Take ``contents`` from a file that `write` made; there may be none."""
+        try:
+            with open(path) as file:
+                rows: list[dict[str, Any]] = json.load(file)
+        except FileNotFoundError:
+            rows = []
+        self.contents = {
+            row["number"]: Content(
+                [base64.b64decode(line) for line in row["lines"]],
+                base64.b64decode(row["rest"]),
+                base64.b64decode(row["said"]),
+                row["closed"],
+                (row["exclusive"][0], row["exclusive"][1]),
+            )
+            for row in rows
+        }
+
+    # -- one terminal
+
+    def _take_out(self, number: int) -> Content:
+        master, content = self._masters[number], Content()
+        content.closed = bool(_polled(master, 0) & select.POLLHUP)
+        slave = self._slaves.get(number, -1)
+        content.exclusive = bool(_word(master, _GET_EXCLUSIVE)), slave >= 0 and bool(_word(slave, _GET_EXCLUSIVE))
+        if slave < 0 and not content.closed:
+            return content  # nobody has opened a slave yet, and to do so would tell the master that it was closed
+        with self._plain(number) as (slave, modes):
+            if _by_lines(modes):
+                while _polled(slave, 0) & select.POLLIN:
+                    content.lines.append(os.read(slave, 4096))
+            self._set(slave, modes, local=0, least=0)
+            while more := _read(slave):
+                content.rest += more
+            while _polled(master, 0) & select.POLLIN:
+                content.said += os.read(master, 4096)
+        return content
+
+    def _put_back(self, number: int, content: Content) -> None:
+        master = self._masters[number]
+        if content.lines or content.rest or content.said or content.closed:
+            with self._plain(number) as (slave, modes):
+                by_lines = _by_lines(modes)
+                local = termios.ECHO | ((termios.ICANON | termios.IEXTEN) if by_lines else 0)
+                self._set(slave, modes, local=local, least=1)
+                ends = _line_ends(modes)
+                for line in content.lines:
+                    if line[-1:] and line[-1:] in ends:
+                        _type(master, _literal(line[:-1], ends) + line[-1:], line)
+                    else:
+                        _type(master, _literal(line, ends) + _END, line)
+                _type(master, _literal(content.rest, ends) if by_lines else content.rest, content.rest)
+                _write(slave, content.said)
+        for fd, exclusive in zip((master, self._slaves.get(number, -1)), content.exclusive, strict=True):
+            if exclusive and fd >= 0:
+                fcntl.ioctl(fd, termios.TIOCEXCL)
+
+    @contextmanager
+    def _plain(self, number: int) -> Iterator[tuple[int, bytes]]:
+        """A slave to work with, that is not waited for, and its modes; they are put back at the end.
+
+        Packet mode, in which each change is reported to the master, is off meanwhile, and so is the lock.
+        """
+        master = self._masters[number]
+        locked, packets = _word(master, _GET_LOCK), _word(master, _GET_PACKET)
+        _set_word(master, _SET_LOCK, 0)
+        _set_word(master, termios.TIOCPKT, 0)
+        slave = -1
+        try:
+            try:
+                slave = os.open(f"/dev/pts/{number}", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:  # it is exclusively opened
+                slave = os.dup(self._slaves[number]) if number in self._slaves else -1
+                if slave < 0:
+                    raise
+            modes = fcntl.ioctl(slave, _TCGETS2, bytes(_MODES.size))
+            try:
+                yield slave, modes
+            finally:
+                fcntl.ioctl(slave, _TCSETS2, modes)
+        finally:
+            if slave >= 0:
+                os.close(slave)
+            _set_word(master, termios.TIOCPKT, packets)
+            _set_word(master, _SET_LOCK, locked)
+
+    @staticmethod
+    def _set(slave: int, modes: bytes, *, local: int, least: int) -> None:
+        """Turn off all editing; with ICANON among the ``local`` modes, lines end where they did."""
+        _, output, control, _, discipline, characters, *speeds = _MODES.unpack(modes)
+        own = bytearray(_NUMBER_OF_CHARACTERS)
+        own[termios.VEOF], own[termios.VLNEXT] = _END[0], _LITERAL[0]
+        own[termios.VEOL], own[termios.VEOL2] = characters[termios.VEOL], characters[termios.VEOL2]
+        if not local & termios.ICANON:
+            own[termios.VMIN], own[termios.VTIME] = least, 0
+        output &= ~termios.OPOST
+        fcntl.ioctl(slave, _TCSETS2, _MODES.pack(0, output, control, local, discipline, bytes(own), *speeds))
+
+
+def _by_lines(modes: bytes) -> bool:
+    return bool(_MODES.unpack(modes)[3] & termios.ICANON)
+
+
+def _line_ends(modes: bytes) -> list[bytes]:
+    characters = _MODES.unpack(modes)[5]
+    return [b"\n", *(bytes([characters[index]]) for index in (termios.VEOL, termios.VEOL2) if characters[index])]
+
+
+def _literal(data: bytes, ends: list[bytes]) -> bytes:
+    """The same bytes for a terminal that reads by lines, to which some have a meaning."""
+    special = {_END, _LITERAL, *ends}
+    return b"".join(_LITERAL + byte if byte in special else byte for byte in (bytes([each]) for each in data))
+
+
+def _type(master: int, typed: bytes, echoed: bytes) -> None:
+    """Write to the slave's input, and wait for the echo, which says that it is there: modes change for what is not."""
+    while typed:
+        length = _CHUNK
+        if typed[:length].endswith(_LITERAL):
+            length += 1  # what it makes literal comes with it
+        _write(master, typed[:length])
+        typed = typed[length:]
+    heard = 0
+    while heard < len(echoed) and _polled(master, _PATIENCE) & select.POLLIN:
+        heard += len(os.read(master, len(echoed) - heard))
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        if not _polled(fd, _PATIENCE, select.POLLOUT) & select.POLLOUT:
+            raise OSError(errno.EIO, f"{len(data)} bytes of a terminal's did not fit into it again")
+        data = data[os.write(fd, data[:_CHUNK]) :]
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except BlockingIOError:
+        return b""
+
+
+def _polled(fd: int, seconds: float, events: int = select.POLLIN) -> int:
+    poll = select.poll()
+    poll.register(fd, events)
+    return dict(poll.poll(seconds * 1000)).get(fd, 0)
+
+
+def _word(fd: int, request: int) -> int:
+    (value,) = struct.unpack("i", fcntl.ioctl(fd, request, bytes(4)))
+    return int(value)
+
+
+def _set_word(fd: int, request: int, value: int) -> None:
+    fcntl.ioctl(fd, request, struct.pack("i", value))
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

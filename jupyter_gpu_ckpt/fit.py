@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .engine import criu_images
 from .engine.gpus import Gpus, gpu_mapping
-from .errors import CudaError
+from .errors import CudaError, UnsupportedFile
 from .image.fingerprint import fingerprint, look
 from .image.manifest import Manifest
 from .image.match import Mismatch, match
@@ -34,11 +34,24 @@ def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str,
         files=map(dataclasses.asdict, criu_images.regular_files(directory)),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),
         criu=node.criu_version,
+        hashes=node.store.hashes,
         gpus=_gpus(node) if cuda else [],
         cuda=cuda,
         device_bytes=device_bytes,
         memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob("pages-*.img")),
     )
+
+
+def require_restorable(directory: Path) -> None:
+    """Raise `UnsupportedFile` if the kernel of the dump in ``directory`` holds a file that no restore could open."""
+    if found := criu_images.unrestorable(directory):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        raise UnsupportedFile(
+            f"The kernel holds {found[0]}{more}, which belongs to one of its threads or is its working directory: it "
+            "could not be opened again.",
+            culprit=found[0],
+            files=found,
+        )
 
 
 def mismatches(
@@ -63,7 +76,9 @@ def mismatches(
         gpus=gpus,
         memory=available_memory(),
         disk=free,
+        hashes=node.store.hashes,
     )
+    node.store.hashes.begin()  # to save what had to be read
     mapping: Mapping[str, str] | None = None
     if manifest.cuda:
         try:

@@ -178,6 +178,7 @@ class Leaving(Steps):
         try:
             with self._device_written(draft):
                 self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda)
+            fit.require_restorable(draft.criu_directory)
             return draft.size()
         except BaseException:
             self._draft = None
@@ -317,6 +318,7 @@ class Leaving(Steps):
         self._generation = manifest.generation
         self._draft = None
         self._forget_chunks()
+        self.engine.store.hashes.begin()
         traced.bytes = self.image.manifest.bytes
 
     def _end_process(self, _: Traced) -> None:

@@ -6,12 +6,14 @@ CRIU refuses to restore a process whose open or mapped file has another size or 
 of the image, links to everything but with a ``files.img`` of its own; the image itself is never written to.
 
 The format (CRIU's wiki, "Images"; its criu/include/magic.h and images/*.proto): two magic numbers, then records, each a
-length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of five messages.
+length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of seven messages.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import socket
 import stat
 import struct
@@ -26,6 +28,7 @@ _FILES_MAGIC = 0x56303138
 _FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
 _TTY_INFO_MAGIC = 0x59453036
+_MM_MAGIC = 0x57492820
 _FILES = "files.img"
 _TTY_INFO = "tty-info.img"
 
@@ -37,12 +40,21 @@ _ENTRY_REG, _ENTRY_INET = 3, 4
 _INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 11
 _TCP_LISTEN = 10
 # message reg_file_entry
-_REG_ID, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 6, 8, 10
+_REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
 # messages fdinfo_entry and remap_file_path_entry
-_FDINFO_ID, _REMAP_ID = 1, 1
 # message tty_info_entry, and its type of pseudo-terminals
 _TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
 _PTY = 1
+_FDINFO_ID, _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 1, 2, 3
+_REMAP_LINKED = 0
+# messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
+_MM_VMAS = 14
+_VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS = 4, 5, 6, 7
+_VMA_KEYS = tuple(bytes([number << 3]) for number in (_VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS))
+_VARINTS = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
+_VMA_OF_FILE = 1 << 6 | 1 << 7
+#: A name that a dump with ``--link-remap`` gives to an open file whose own name was deleted (files-reg.c).
+_LINK_NAME = re.compile(r"link_remap\.\d+")
 
 Field = tuple[int, int, int | bytes]
 
@@ -53,13 +65,17 @@ class RegularFile:
 
     ``size`` in bytes, None where a restore does not insist on one: of directories, and of files that are only appended
     to.  ``mode`` as in ``stat(2)``, ``open``: there is a descriptor for it, else it is mapped, or is the root or
-    working directory.
+    working directory.  ``writes``: the kernel may write to it, ``code``: it is mapped as program code.  ``made``: the
+    name is one that the dump itself made, for a file whose own name had been deleted; a restore removes it.
     """
 
     path: str
     size: int | None
     mode: int | None
     open: bool
+    writes: bool = False
+    code: bool = False
+    made: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,29 +91,121 @@ class Port:
 def regular_files(directory: Path) -> list[RegularFile]:
     """What the kernel of the dump in ``directory`` holds, ordered by path.
 
-    Left out is what travels in the image or is made anew (deleted files), and /proc, /dev and the like.
-    Raises `ImageFormat`.
+    Left out is what travels in the image or is made anew: deleted files, devices, and /proc, of which every capsule has
+    its own.  Raises `ImageFormat`.
     """
-    opened = {
+    opened, deleted, made = _opened(directory), set(), set()
+    for remap in _remaps(directory):
+        deleted.add(_number(remap, _REMAP_ID))
+        made.add(_number(remap, _REMAP_TO) if _is_link(remap) else None)
+    writes, code = _mapped(directory)
+    found = set()
+    for fields in _regular(directory):
+        id, path, mode = _number(fields, _REG_ID), _name(fields), _number(fields, _REG_MODE)
+        if id in deleted or below_proc(path) or not (mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            continue
+        written = (_number(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY
+        found.add(
+            RegularFile(
+                path,
+                _number(fields, _REG_SIZE),
+                mode,
+                id in opened,
+                writes=written or id in writes,
+                code=id in code,
+                made=id in made and is_made_name(path),
+            )
+        )
+    return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code))
+
+
+def made_names(directory: Path) -> list[str]:
+    """The names that the dump in ``directory`` gave to files whose own names had been deleted; a restore removes them.
+
+    Whatever cannot be read of a dump that was not finished is passed over.
+    """
+    try:
+        made = {_number(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
+        names = [_name(fields) for fields in _regular(directory) if made and _number(fields, _REG_ID) in made]
+    except ImageFormat:
+        return []
+    return [name for name in names if is_made_name(name)]
+
+
+def is_made_name(path: str) -> bool:
+    """Whether ``path`` is of the form of a name that a dump makes."""
+    return path.startswith("/") and bool(_LINK_NAME.fullmatch(os.path.basename(path)))
+
+
+def unrestorable(directory: Path) -> list[str]:
+    """The files below /proc that the kernel holds and CRIU cannot open on restore, ordered by path.
+
+    Measured with CRIU 4.2.1, as root and as an ordinary user: an open file or directory of a process comes back, for
+    the process exists when its files are opened.  Those of one of its threads do not: the threads are made last.  Nor
+    does a working directory there, whose name CRIU does not even note whole.  Raises `ImageFormat`.
+    """
+    opened, found = _opened(directory), set()
+    for fields in _regular(directory):
+        path, mode = _name(fields), _number(fields, _REG_MODE)
+        if not below_proc(path):
+            continue
+        thread = re.match(r"/proc/(\d+)/task/(\d+)(/|$)", path)
+        elsewhere = _number(fields, _REG_ID) not in opened and mode is not None and stat.S_ISDIR(mode)
+        if (thread and thread[1] != thread[2]) or (elsewhere and path.strip("/") != "proc"):
+            found.add(path)
+    return sorted(found)
+
+
+def below_proc(path: str) -> bool:
+    """Whether ``path`` lies in /proc, of which every capsule mounts its own."""
+    return path == "/proc" or path.startswith("/proc/")
+
+
+def _regular(directory: Path) -> Iterator[list[Field]]:
+    for record in _records(directory / _FILES, _FILES_MAGIC):
+        if fields := _submessage(record, _ENTRY_REG):
+            yield fields
+
+
+def _opened(directory: Path) -> set[int | None]:
+    """The ids of files that there are descriptors for."""
+    return {
         _number(fields, _FDINFO_ID)
         for path in directory.glob("fdinfo-*.img")
         for fields in map(_fields, _records(path, _FDINFO_MAGIC))
     }
-    remaps = directory / "remap-fpath.img"
-    deleted = (
-        {_number(fields, _REMAP_ID) for fields in map(_fields, _records(remaps, _REMAP_MAGIC))}
-        if remaps.exists()
-        else set()
-    )
-    found = set()
-    for record in _records(directory / _FILES, _FILES_MAGIC):
-        fields = _submessage(record, _ENTRY_REG)
-        mode = _number(fields, _REG_MODE)
-        kept = fields and _number(fields, _REG_ID) not in deleted
-        if kept and (mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            opened_here = _number(fields, _REG_ID) in opened
-            found.add(RegularFile(_name(fields), _number(fields, _REG_SIZE), mode, opened_here))
-    return sorted(found, key=lambda file: (file.path, file.open))
+
+
+def _remaps(directory: Path) -> list[list[Field]]:
+    path = directory / "remap-fpath.img"
+    return [_fields(record) for record in _records(path, _REMAP_MAGIC)] if path.exists() else []
+
+
+def _is_link(remap: list[Field]) -> bool:
+    return (_number(remap, _REMAP_TYPE) or 0) == _REMAP_LINKED
+
+
+def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
+    """The ids of files that are mapped for all to see what the kernel writes, and of those mapped as program code."""
+    areas: set[tuple[bytes, ...]] = set()
+    for path in directory.glob("mm-*.img"):
+        for record in _records(path, _MM_MAGIC):
+            for number, _, value in _fields(record):
+                if number == _MM_VMAS and isinstance(value, bytes):
+                    # Thousands of them, all fields of which are varints: only what is different is decoded.
+                    words = _VARINTS.findall(value)
+                    told = dict(zip(words[::2], words[1::2], strict=False))
+                    areas.add(tuple(told.get(key, b"\0") for key in _VMA_KEYS))
+    writes: set[int | None] = set()
+    code: set[int | None] = set()
+    for area in areas:
+        id, protection, flags, status = (_varint(word, 0)[0] for word in area)
+        if status & _VMA_OF_FILE:
+            if protection & mmap.PROT_EXEC:
+                code.add(id)
+            if protection & mmap.PROT_WRITE and flags & mmap.MAP_SHARED:
+                writes.add(id)
+    return writes, code
 
 
 def ports(directory: Path) -> list[Port]:
@@ -197,14 +305,16 @@ def _fields(message: bytes) -> list[Field]:
     at = 0
     try:
         while at < len(message):
-            key, at = _varint(message, at)
+            key = message[at]
+            key, at = (key, at + 1) if key < 0x80 else _varint(message, at)
             number, kind = key >> 3, key & 7
             value: int | bytes
             if kind == _VARINT:
                 value, at = _varint(message, at)
             else:
                 if kind == _BYTES:
-                    length, at = _varint(message, at)
+                    length = message[at]
+                    length, at = (length, at + 1) if length < 0x80 else _varint(message, at)
                 else:
                     length = {_FIXED64: 8, _FIXED32: 4}[kind]
                 value, at = message[at : at + length], at + length

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import KeyUnusable
-from . import device, integrity, leases
+from . import device, integrity, leases, links
 from .disk import flush, mapped, write_private
 from .encryption import Plain, Vault
 from .generations import Generations
@@ -52,6 +53,7 @@ class Draft:
         self._generations = generations
         self._vault = vault
         self._room = room
+        self._begun = time.time_ns()
         self._lock = FileLock(root / f"{PREFIX}{id}.lock", timeout=0, mode=0o600)
         with mapped(root):
             self._lock.acquire()
@@ -148,6 +150,7 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written.  Idempotent, never raises: it runs while another error is on its way."""
+        links.remove_of_dump(self.criu_directory, self._begun)
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

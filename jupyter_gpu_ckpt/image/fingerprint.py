@@ -4,19 +4,23 @@ A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at th
 questions on the node the image is to be restored on, and `match` compares the two.
 
 Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
-(versions), ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``cuda`` (the version the driver knows;
-empty: the kernel never used CUDA, and nothing about GPUs is asked), ``driver``, ``gpus``, ``device_bytes`` (by UUID),
-``memory`` and ``disk``.
+(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``cuda`` (the version the
+driver knows; empty: the kernel never used CUDA, and nothing about GPUs is asked), ``driver``, ``gpus``,
+``device_bytes`` (by UUID), ``memory`` and ``disk``.
+
+A file is known by its identity (`node.identity`), noted after the dump, which itself may have changed it by a link; by
+its hash, as far as `Hashes` has it; by size and build-id.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from . import node
-
-Facts = Mapping[str, Any]
+from .hashes import Hashes
+from .node import Facts
 
 
 def fingerprint(
@@ -24,6 +28,7 @@ def fingerprint(
     files: Iterable[Facts],
     ports: Iterable[Facts],
     criu: str,
+    hashes: Hashes | None = None,
     gpus: Sequence[Facts] = (),
     cuda: bool = False,
     device_bytes: Mapping[str, int] | None = None,
@@ -34,10 +39,12 @@ def fingerprint(
     Parameters
     ----------
     files, ports:
-        What the dump says the kernel holds: ``path``, ``size``, ``mode`` and ``open``; ``family``, ``type``,
-        ``address`` and ``number``.
+        What the dump says the kernel holds: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and ``made``;
+        ``family``, ``type``, ``address`` and ``number``.
     criu:
         The version of CRIU that made the dump.
+    hashes:
+        Knows the contents of files; None: none is noted.
     gpus:
         All GPUs of the node in the driver's order: ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
     cuda, device_bytes:
@@ -45,8 +52,12 @@ def fingerprint(
     memory:
         How much host memory the restored kernel takes.
     """
-    held = _held(files)
     points = node.mounts()
+    held = _held(files, points)
+    if hashes is not None:
+        contents = ((path, file, file["writes"]) for path, file in held.items() if file["checked"] and "inode" in file)
+        for path, hash in hashes.of_kernel(contents).items():
+            held[path]["blake3"] = hash
     used = {node.mount_of(path, points) for path in held} - {"/"}
     return {
         **_self(criu),
@@ -63,15 +74,24 @@ def fingerprint(
     }
 
 
-def look(wanted: Facts, *, criu: str, gpus: Sequence[Facts], memory: int, disk: int) -> dict[str, Any]:
+def look(
+    wanted: Facts,
+    *,
+    criu: str,
+    gpus: Sequence[Facts],
+    memory: int,
+    disk: int,
+    hashes: Hashes | None = None,
+) -> dict[str, Any]:
     """What this node answers to the questions of a fingerprint.
 
-    ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.
+    ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.  A file is read only if its identity
+    does not say that it is the same.
     """
     points = node.mounts()
     return {
         **_self(criu),
-        "files": {path: node.file_facts(path) for path in wanted.get("files", {})},
+        "files": {path: _present(path, was, hashes) for path, was in wanted.get("files", {}).items()},
         "packages": {directory: node.installed(directory) for directory in wanted.get("packages", {})},
         "mounts": {point: points.get(point, "") for point in wanted.get("mounts", {})},
         "ports": [
@@ -88,18 +108,63 @@ def look(wanted: Facts, *, criu: str, gpus: Sequence[Facts], memory: int, disk: 
 
 def _self(criu: str) -> dict[str, Any]:
     architecture, kernel = node.uname()
-    return {"architecture": architecture, "kernel": kernel, "cpu": node.cpu(), "criu": criu, "glibc": node.glibc()}
+    return {
+        "architecture": architecture,
+        "kernel": kernel,
+        "cpu": node.cpu(),
+        "criu": criu,
+        "glibc": node.glibc(),
+        "machine": node.machine(),
+    }
 
 
-def _held(files: Iterable[Facts]) -> dict[str, dict[str, Any]]:
-    """By path: ``size``, ``mode``, ``build_id``, how the kernel holds it, and whether a restore insists on the size."""
+def _held(files: Iterable[Facts], points: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """By path: ``size``, ``mode``, ``build_id``, identity, how it is used, and whether a restore insists on the size.
+
+    ``open``, ``mapped``, ``writes`` and ``code`` (as program code) are how; ``made``: by the dump, for a restore to
+    remove.
+    """
     held: dict[str, dict[str, Any]] = {}
     for file in files:
-        facts = node.file_facts(file["path"]) or {"size": 0, "mode": file["mode"], "build_id": ""}
-        entry = held.setdefault(file["path"], {**facts, "open": False, "mapped": False, "checked": False})
+        path = file["path"]
+        entry = held.get(path)
+        if entry is None:
+            entry = held[path] = _noted(path, file, node.mount_of(path, points), points)
         entry["open" if file["open"] else "mapped"] = True
+        for use in ("writes", "code", "made"):
+            entry[use] = entry[use] or bool(file.get(use))
+        entry["checked"] = entry["checked"] or entry["made"]
         if file["size"] is not None:  # the dump's own words, where it has any, are what the restore goes by
             entry |= {"size": file["size"], "checked": True}
         if file["mode"] is not None:
             entry["mode"] = file["mode"]
     return held
+
+
+def _noted(path: str, file: Facts, mount: str, points: Mapping[str, str]) -> dict[str, Any]:
+    facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
+    entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
+    entry |= {"writes": False, "code": False, "made": False}
+    directory = stat.S_ISDIR(facts["mode"] or 0)
+    kind = points.get(mount, "")
+    if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
+        for name in ("device", "inode", "mtime", "ctime"):
+            entry.pop(name, None)
+    if stat.S_ISREG(facts["mode"] or 0):
+        entry["build_id"] = node.build_id(path)
+    return entry
+
+
+def _present(path: str, was: Facts, hashes: Hashes | None) -> dict[str, Any] | None:
+    """The facts of the file at ``path``, with ``same`` if they say that it is what it was; else with its content."""
+    now = node.file_facts(path)
+    if now is None:
+        return None
+    if node.same_file(was, now):
+        return {**now, "same": True}
+    now |= {"same": False, "build_id": "", "blake3": ""}
+    if stat.S_ISREG(now["mode"]):
+        now["build_id"] = node.build_id(path) if was["build_id"] else ""
+        if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
+            now["blake3"] = hashes.of(path, now)
+    return now

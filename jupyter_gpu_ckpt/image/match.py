@@ -7,11 +7,13 @@ break later without a word.
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken
-from .fingerprint import Facts, fingerprint, look
+from .fingerprint import fingerprint, look
+from .node import Facts
 
 __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "look", "match", "require"]
 
@@ -48,7 +50,8 @@ def match(
     for key, compare in _COMPARE.items():
         if key in wanted:
             mismatches += compare(wanted, found)
-    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files)
+    here = bool(wanted.get("machine")) and wanted.get("machine") == found.get("machine")
+    mismatches += _files(wanted.get("files", {}), found["files"], accept_changed_files, here)
     if wanted.get("cuda"):
         mismatches += _gpus(wanted, found, gpu_map)
     return sorted(mismatches, key=lambda mismatch: not mismatch.hard)
@@ -230,7 +233,21 @@ _COMPARE: dict[str, Callable[[Facts, Facts], Iterator[Mismatch]]] = {
 }
 
 
-def _files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accept: bool) -> Iterator[Mismatch]:
+#: What ``stat(2)`` calls the kinds of files.
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def _files(
+    wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accept: bool, here: bool
+) -> Iterator[Mismatch]:
+    """``here``: on the machine that the image was made on."""
     for path, was in wanted.items():
         now = found[path]
         if now is None:
@@ -238,6 +255,18 @@ def _files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accep
             yield Mismatch(
                 "file_missing", path, f"{_size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
             )
+        elif _kind(was) and _kind(now) != _kind(was):
+            yield Mismatch(
+                "file_changed",
+                path,
+                _KINDS.get(_kind(was), "another kind of file"),
+                _KINDS.get(_kind(now), "another kind of file"),
+                "Put it back.",
+                hard=True,
+                path=path,
+            )
+        elif now.get("same"):
+            continue
         elif was["build_id"] and now["build_id"] != was["build_id"]:
             yield Mismatch(
                 "build",
@@ -248,12 +277,65 @@ def _files(wanted: Mapping[str, Facts], found: Mapping[str, Facts | None], accep
                 hard=True,
                 path=path,
             )
-        elif now["mode"] != was["mode"] or now["size"] != was["size"]:
+        elif (was["mode"] is not None and now["mode"] != was["mode"]) or now["size"] != was["size"]:
             yield from _changed(path, was, now, accept)
+        elif stat.S_ISDIR(now["mode"]):
+            yield from _replaced_directory(path, was, now, accept, here)
+        else:
+            yield from _other_content(path, was, now, accept, here)
+
+
+def _kind(file: Facts) -> int:
+    return stat.S_IFMT(file["mode"] or 0)
+
+
+def _replaced_directory(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
+    # Of a device with another number nothing is known: it may be the same one, mounted again.
+    if here and "inode" in was and now["device"] == was["device"] and now["inode"] != was["inode"]:
+        advice = "It was replaced: put the old one back. " + _ACCEPT
+        yield Mismatch(
+            "file_changed", path, "the directory there was", "another one", advice, hard=not accept, path=path
+        )
+
+
+_DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
+_ACCEPT = "Or have it taken as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
+
+
+def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
+    """What a file of the same kind, mode and size is told by: its hash, or where there is none, what else is known."""
+    if not was["checked"] or "inode" not in was:
+        return  # only appended to, or of an image that notes nothing more
+    if was.get("blake3") and now.get("blake3"):
+        if was["blake3"] == now["blake3"]:
+            return
+        before, after = f"content {was['blake3'][:12]}", f"content {now['blake3'][:12]}"
+    elif _unwritten(was, now) or was["build_id"]:
+        return
+    elif not here or was["device"] != now["device"]:
+        return  # another copy of it, or the same one on a device that was mounted again: its size is all that is known
+    elif was["inode"] != now["inode"]:
+        before, after = "the file there was", "another one"
+    else:
+        before, after = "as it was", "written to since"
+    if was.get("code"):
+        advice, hard = "The kernel has this program code mapped; put it back as it was.", True
+    elif was.get("made"):
+        advice, hard = _DELETED, True
+    elif accept:
+        advice, hard = "The kernel goes on with it as it is now.", False
+    else:
+        advice, hard = "Put it back. " + _ACCEPT, True
+    yield Mismatch("file_changed", path, before, after, advice, hard, path)
+
+
+def _unwritten(was: Facts, now: Facts) -> bool:
+    """Whether it is the file that it was, with nothing but its rights, its names or its device's number changed."""
+    return bool(was["inode"] == now["inode"] and was["mtime"] == now["mtime"])
 
 
 def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismatch]:
-    if now["mode"] != was["mode"]:
+    if was["mode"] is not None and now["mode"] != was["mode"]:
         yield Mismatch(
             "file_changed",
             path,
@@ -267,7 +349,9 @@ def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismat
         return  # a directory, whose size says nothing
     if not was["checked"]:
         advice, hard = "The kernel only appends to it, and goes on at its end.", False
-    elif was["build_id"] or (was["mapped"] and now["size"] < was["size"]):
+    elif was.get("made"):
+        advice, hard = _DELETED, True
+    elif was["build_id"] or was.get("code") or (was["mapped"] and now["size"] < was["size"]):
         # Beyond the end of a mapped file there is no memory: a touch of it ends the process (SIGBUS).
         advice, hard = "The kernel has it mapped into its memory; put it back as it was.", True
     elif accept:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
+import stat
 import struct
 from collections.abc import Iterable, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,14 @@ _NT_GNU_BUILD_ID = 3
 _PT_NOTE = 4
 #: Bytes of an ELF file's tables that are read; a damaged header may promise any number.
 _ENOUGH = 1 << 16
+#: File systems whose files are what Linux says at the moment, and have neither a content nor times of their own.
+_PSEUDO = frozenset(
+    ("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "configfs", "bpf", "pstore", "efivarfs")
+    + ("binfmt_misc", "fusectl", "selinuxfs", "mqueue", "devpts", "nsfs", "resctrl", "rpc_pipefs")
+)
+#: File systems on which a directory may have another inode number when it is looked at again (overlayfs.rst: "xino";
+#: FUSE and CIFS make numbers up), and how the names of such begin.
+_RENUMBERED = ("overlay", "fuse", "cifs", "smb3", "9p", "aufs")
 _DISTRIBUTION = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(dist|egg)-info")
 
 
@@ -43,18 +54,78 @@ def glibc() -> str:
     return ""
 
 
+Facts = Mapping[str, Any]
+
+
+def machine() -> str:
+    """What tells this machine from others: its machine-id(5) and host name; empty where it has no id."""
+    with contextlib.suppress(OSError):
+        if id := Path("/etc/machine-id").read_text().strip():
+            return f"{id} {socket.gethostname()}"
+    return ""
+
+
 def file_facts(path: str) -> dict[str, Any] | None:
-    """``size`` (bytes), ``mode`` (``stat(2)``) and ``build_id`` (hex, empty without); None when there is no file."""
+    """Size in bytes, mode as in ``stat(2)``, device, inode, and mtime and ctime in ns; None when there is no file.
+
+    Opens nothing: what is at ``path`` may be another user's named pipe by now.
+    """
     try:
         status = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
-    return {"size": status.st_size, "mode": status.st_mode, "build_id": build_id(path)}
+    device, inode, size, mtime, ctime = identity(status)
+    return {"size": size, "mode": status.st_mode, "device": device, "inode": inode, "mtime": mtime, "ctime": ctime}
+
+
+def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    """Device, inode, size, mtime and ctime (ns): a file is another one, or was changed, when one of them differs.
+
+    Linux sets ctime itself, whoever changes a file however.  One hole: what other processes write through a shared
+    mapping of a file in a tmpfs leaves no trace.
+    """
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def same_file(was: Facts, now: Facts) -> bool:
+    """Whether ``now`` is the file of ``was``, unchanged, going by their identities alone.
+
+    A device may have another number when it is mounted again (Btrfs, NFS, overlay, after a boot).  That is not minded
+    if Linux stamped the file: ctime has a fraction of a second then.  In an image of a file system (squashfs) the times
+    are whoever's made it, and two of them may agree.
+    """
+    if "inode" not in was or any(was[name] != now[name] for name in ("inode", "size", "mtime", "ctime")):
+        return False
+    return bool(was["device"] == now["device"] or was["ctime"] % 1_000_000_000)
+
+
+def keeps_content(kind: str) -> bool:
+    """Whether files on a file system of this type have a content and times of their own."""
+    return kind not in _PSEUDO
+
+
+def keeps_inodes(kind: str) -> bool:
+    """Whether directories on a file system of this type keep their inode numbers for good."""
+    return keeps_content(kind) and not kind.startswith(_RENUMBERED)
+
+
+def open_regular(path: str) -> FileIO:
+    """Open a regular file for reading, and nothing else: no pipe that waits for a writer, no device that minds.
+
+    Raises `OSError`; for another kind of file too.
+    """
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing yet, so nobody can exchange it from here on
+    try:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
+        return FileIO(os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
+    finally:
+        os.close(found)
 
 
 def build_id(path: str) -> str:
     """The build-id in a 64-bit ELF file's notes (elf(5), ``NT_GNU_BUILD_ID``), in hex; empty when there is none."""
-    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error), open_regular(path) as file:
         head = file.read(64)
         if head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian: all that CRIU and CUDA run on
             return ""

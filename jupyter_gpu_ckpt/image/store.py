@@ -16,11 +16,12 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
-from . import absences, directory, draft, integrity, leases, spill
+from . import absences, directory, draft, integrity, leases, links, spill
 from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
+from .hashes import Hashes
 from .image import CRIU_DIRECTORY, Image
 from .integrity import MANIFEST, Progress
 from .keys import Keyring
@@ -51,6 +52,8 @@ class Store:
         #: What all images together may take.
         self.quota = quota or Quota()
         self.keys = keys or Keyring()
+        #: Of the files that kernels use.
+        self.hashes = Hashes(self.root)
         self.generations = Generations(self.keys.directory / "generations")
 
     def prepare(self) -> None:
@@ -259,11 +262,21 @@ class Store:
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"
             path.rename(doomed)
+            if gone is not None:
+                links.remove(gone.manifest, current=self._is_current(gone))
             salvage(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
             # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
             for mark in ("lock", "retired", "accepts", "archived"):
                 path.with_name(f".{path.name}.{mark}").unlink(missing_ok=True)
+
+    def _is_current(self, image: Image) -> bool:
+        """Whether nobody came back from the image, nor made a newer one of its kernel; False where nobody knows."""
+        try:
+            self.generations.require_current(image.manifest)
+        except GpuCkptError:
+            return False
+        return True
 
     def sweep(self) -> int:
         """Remove drafts whose writer is gone; returns how many.  Called when a server starts.
@@ -271,6 +284,7 @@ class Store:
         Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
         """
         swept = (self.vault or Vault()).sweep()
+        self.hashes.sweep()
         ours = self.root.is_dir() and directory.is_private(self.root)
         for path in self.root.glob(f"{draft.PREFIX}*") if ours else ():
             if not path.is_dir() or spill.is_of_another_host(path):

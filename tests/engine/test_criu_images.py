@@ -77,9 +77,9 @@ def dump(tmp_path):
 def test_the_files_a_restore_needs(dump):
     """Not deleted ones, which travel in the image, nor devices."""
     assert criu_images.regular_files(dump) == [
-        RegularFile("/data", None, stat.S_IFDIR | 0o755, False),
-        RegularFile("/data/a.csv", 300, 0o100644, True),
-        RegularFile("/lib/libc.so", 1 << 40, 0o100644, False),
+        RegularFile("/data", None, stat.S_IFDIR | 0o755, False, writes=True),
+        RegularFile("/data/a.csv", 300, 0o100644, True, writes=True),
+        RegularFile("/lib/libc.so", 1 << 40, 0o100644, False, writes=True),
     ]
 
 
@@ -95,8 +95,8 @@ def test_a_view_asks_for_no_size_of_a_changed_file_and_leaves_the_image_alone(du
     before = {path.name: path.read_bytes() for path in dump.iterdir()}
     view = criu_images.view(dump, tmp_path / "view", {"/data/a.csv"})
     assert criu_images.regular_files(view)[1:] == [
-        RegularFile("/data/a.csv", None, None, True),
-        RegularFile("/lib/libc.so", 1 << 40, 0o100644, False),
+        RegularFile("/data/a.csv", None, None, True, writes=True),
+        RegularFile("/lib/libc.so", 1 << 40, 0o100644, False, writes=True),
     ]
     assert criu_images.ports(view) == criu_images.ports(dump)
     assert (view / "pages-1.img").samefile(dump / "pages-1.img")

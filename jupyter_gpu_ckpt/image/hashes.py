@@ -1,0 +1,210 @@
+"""Content hashes of the files that kernels use, computed once for each state of a file.
+
+A kernel maps hundreds of libraries, of gigabytes together, and most of them never change.  `Hashes` remembers the
+BLAKE3 of a file by its identity (`node.identity`): device, inode, size, mtime and ctime.  Linux sets ctime itself at
+every change, so another content means another identity, but for these cases, in which nothing is remembered:
+
+- The file was changed so shortly before it was read that a later change could fall into the same tick of the clock that
+  files are stamped by.
+- The stamp is one of whole seconds: a file system that is coarse, or an image of one whose times were chosen.
+- The file's identity after it was read is not the one before.
+
+What is remembered lies beside the images in `FILE`, 0600, at most `MOST_KEPT` of them, the least used go first.  A file
+that is lost, damaged or written by two servers at once costs time, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from .disk import write_private
+from .node import Facts, identity, open_regular
+
+#: In the image directory.
+FILE = ".hashes.json"
+#: Files that are remembered; a kernel with PyTorch has some 300.
+MOST_KEPT = 4096
+#: Bytes that are hashed while somebody waits, of all files of one kernel that are not known yet.
+AT_ONCE = 16 << 20
+#: Bytes of the largest file that is hashed behind a kernel's back, and of all of one kernel.
+LARGEST, LATER = 2 << 30, 8 << 30
+#: Nanoseconds: a change that is younger than this may be followed by another one with the same stamp.
+_SETTLED = 2_000_000_000
+_SECOND = 1_000_000_000
+_BLOCK = 1 << 20
+_VERSION = 1
+
+
+class Hashes:
+    """The hashes of files of this node, remembered in the image directory ``root``.  May be used from any thread."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / FILE
+        self._lock = threading.Lock()
+        self._kept: dict[str, str] = {}
+        self._read: tuple[int, ...] | None = None
+        self._fresh: dict[str, str] = {}
+        self._pending: dict[str, Facts] = {}
+        self._thread: threading.Thread | None = None
+
+    def known(self, facts: Facts) -> str:
+        """The hash of the file with these facts (`node.file_facts`) in hex; empty if it is not remembered."""
+        key = _key(facts)
+        with self._lock:
+            self._load()
+            found = self._kept.pop(key, "")
+            if found:
+                self._kept[key] = found  # the last one is the one that was used last
+        return found
+
+    def of(self, path: str, facts: Facts, go_on: Callable[[], bool] = lambda: True) -> str:
+        """The same, reading the file if need be; empty if it cannot be read or is not the one of ``facts`` any more.
+
+        ``go_on`` is asked for each block; False ends it without a result.
+        """
+        if found := self.known(facts):
+            return found
+        if not stat.S_ISREG(facts["mode"]):
+            return ""
+        hasher = blake3()
+        try:
+            with open_regular(path) as file:
+                if identity(os.fstat(file.fileno())) != _identity(facts):
+                    return ""
+                block = bytearray(_BLOCK)
+                while count := file.readinto(block):
+                    hasher.update(memoryview(block)[:count])
+                    if not go_on():
+                        return ""
+                if identity(os.fstat(file.fileno())) != _identity(facts):
+                    return ""
+        except OSError:
+            return ""
+        found = hasher.hexdigest()
+        changed = max(facts["ctime"], facts["mtime"])
+        if changed + _SETTLED < time.time_ns() and facts["ctime"] % _SECOND:
+            with self._lock:
+                self._kept[_key(facts)] = self._fresh[_key(facts)] = found
+        return found
+
+    def of_kernel(self, files: Iterable[tuple[str, Facts, bool]]) -> dict[str, str]:
+        """The hashes of a kernel's files (path, facts, whether it may write to it) by path, as far as they are cheap.
+
+        Those that are not known are read, the smallest first, up to `AT_ONCE` bytes; of the others `begin` finds out
+        those that the kernel does not write to, for its next image.
+        """
+        found, unknown = {}, []
+        for path, facts, writes in files:
+            if hash := self.known(facts):
+                found[path] = hash
+            elif stat.S_ISREG(facts["mode"]):
+                unknown.append((facts["size"], path, facts, writes))
+        left, later = AT_ONCE, LATER
+        for size, path, facts, writes in sorted(unknown, key=lambda each: each[:2]):
+            if size <= left:
+                left -= size
+                if hash := self.of(path, facts):
+                    found[path] = hash
+            elif not writes and size <= min(LARGEST, later):
+                later -= size
+                with self._lock:
+                    self._pending[path] = facts
+        return found
+
+    def begin(self) -> None:
+        """Hash what `of_kernel` left, on a thread of its own that gives way to everything else; save what is new."""
+        with self._lock:
+            if self._thread is None and (self._pending or self._fresh):
+                # No daemon: it must not be in the middle of anything when the interpreter ends, and does not keep it.
+                self._thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
+                self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until nothing is left to do."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError):  # of the thread alone, as Linux has it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        wanted = threading.main_thread().is_alive
+        while True:
+            with self._lock:
+                if not self._pending or not wanted():
+                    self._pending.clear()
+                    break
+                path, facts = self._pending.popitem()
+            self.of(path, facts, wanted)
+        self._save()
+        with self._lock:
+            self._thread = None
+            more = bool(self._pending) and wanted()  # just added, and nobody at it
+        if more:
+            self.begin()
+
+    def sweep(self) -> None:
+        """Remove what a process left that ended while it saved; one that saves just now does it again next time."""
+        for draft in self._path.parent.glob(f"{FILE}-*"):
+            draft.unlink(missing_ok=True)
+
+    # -- the file; called with the lock held, but for `_save`
+
+    def _load(self) -> None:
+        try:
+            now = identity(self._path.lstat())
+        except OSError:
+            return
+        if now == self._read:
+            return
+        self._read = now
+        self._kept = {**_parsed(self._path), **self._kept}
+
+    def _save(self) -> None:
+        with self._lock:
+            if not self._fresh:
+                return
+            self._load()  # what another server has found out meanwhile
+            for key in list(self._kept)[:-MOST_KEPT]:
+                del self._kept[key]
+            text = json.dumps({"version": _VERSION, "files": self._kept})
+            self._fresh.clear()
+        draft = self._path.with_name(f"{FILE}-{secrets.token_hex(4)}")
+        try:
+            write_private(draft, text)
+            draft.replace(self._path)
+        except OSError:  # a full disk: next time
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+
+def _parsed(path: Path) -> dict[str, str]:
+    """What is remembered; nothing if it cannot be read or is not what `Hashes` writes."""
+    try:
+        with open_regular(str(path)) as file:
+            data: Any = json.loads(file.read(MOST_KEPT * 512))
+        if data["version"] != _VERSION:
+            return {}
+        kept = {key: hash for key, hash in data["files"].items() if re.fullmatch(r"[0-9a-f]{64}", hash)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+    return kept
+
+
+def _identity(facts: Facts) -> tuple[int, ...]:
+    return tuple(facts[name] for name in ("device", "inode", "size", "mtime", "ctime"))
+
+
+def _key(facts: Facts) -> str:
+    return ":".join(map(str, _identity(facts)))

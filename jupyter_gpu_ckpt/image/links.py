@@ -1,0 +1,55 @@
+"""The names that a dump gives to open files whose own names had been deleted: removed with an image that is dropped.
+
+CRIU (``--link-remap``) makes a hard link, ``link_remap.NN``, in the directory that the file was opened in, so that a
+restore can open it again; the restore removes it.  Where an image is deleted and nobody came back from it, nobody else
+would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+from ..engine import criu_images
+from .manifest import Manifest
+from .node import identity
+
+#: Nanoseconds that the clock which stamps files may be behind this host's (that of a file server).
+_BEHIND = 1_000_000_000
+
+
+def remove(manifest: Manifest, *, current: bool) -> None:
+    """Remove the links of an image that has just been deleted.
+
+    ``current``: nobody came back from it.  Then the links are the image's as long as they are the same file; else the
+    kernel may have another image by now, with links of the same names, and only those go that were never touched.
+    """
+    files = manifest.fingerprint.get("files")
+    for name, was in files.items() if isinstance(files, dict) else ():
+        # The manifest need not be one that was proved.
+        if not (isinstance(was, dict) and was.get("made") and criu_images.is_made_name(name)):
+            continue
+        with contextlib.suppress(OSError):
+            path = Path(name)
+            device, inode, _, _, ctime = identity(_regular(path))
+            if inode == was.get("inode") and (ctime == was.get("ctime") or (current and device == was.get("device"))):
+                path.unlink()
+
+
+def remove_of_dump(directory: Path, since: int) -> None:
+    """Remove the links of the dump in ``directory``, begun at ``since`` (ns since the epoch), which is given up."""
+    for path in map(Path, criu_images.made_names(directory)):
+        with contextlib.suppress(OSError):
+            if _regular(path).st_ctime_ns > since - _BEHIND:  # else CRIU met a file of that name, and made none
+                Path(path).unlink()
+
+
+def _regular(path: Path) -> os.stat_result:
+    """The status of a regular file itself, not of what a symbolic link leads to.  Raises `OSError`."""
+    facts = path.lstat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+    return facts

@@ -91,6 +91,17 @@ class CapsuleGone(CapsuleError):
     default_hint = "The kernel died; restart it, or restore its last image."
 
 
+class RuntimeDirectory(CapsuleError):
+    """The directory of the kernel's sockets is gone, full or read-only."""
+
+    code = "RUNTIME_DIRECTORY"
+    exit_status = 73
+    default_hint = (
+        "Make room in it or have it writable again, then try again; or set another one "
+        "(GpuCkptProvisioner.runtime_base) and start the server anew, which takes sleeping kernels along."
+    )
+
+
 # -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
 
 

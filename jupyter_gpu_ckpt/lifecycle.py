@@ -20,6 +20,7 @@ from .machine import Kernel, State, Step
 from .returning import Returning
 from .steps import Engine, Gate, Home, Saved, Settings
 from .trace import Step as Traced
+from .trace import notify
 
 __all__ = ["Engine", "Gate", "Home", "Lifecycle", "Saved", "Settings"]
 
@@ -158,7 +159,8 @@ class Lifecycle(Leaving, Returning):
                 self._take(machine.advance(self.kernel, machine.Terminated())[0])
             self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
             self._forget_chunks()
-            self.gate.died()
+            with contextlib.suppress(GpuCkptError):  # a gate that failed serves nobody who would have to know
+                self.gate.died()
 
     def discard_image(self) -> None:
         """Delete the kernel's image: its owner wants a fresh kernel."""
@@ -269,7 +271,7 @@ class Lifecycle(Leaving, Returning):
         with self.trace.step(step.value) as traced:
             method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
             method(traced)
-            # From here on only a listener to the trace can make the step fail, and what it did must be undone.
+            # From here on only a fault of the trace can make the step fail, and what it did must be undone.
             self._step_done = True
 
     def _unwind(self, steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -291,8 +293,8 @@ class Lifecycle(Leaving, Returning):
         changed = kernel.state is not self.kernel.state
         self.kernel = kernel
         if changed:
-            for told in self.on_state:
-                told(kernel.state)
+            # In the middle of a plan: nobody who only listens may stop it there.
+            notify(self.on_state, kernel.state)
 
     def _left(self) -> str:
         """What there is of the kernel now, for the ``left`` of an error."""

@@ -233,11 +233,11 @@ def test_room_lost_between_the_suspend_and_its_undo_ends_suspended_not_ruined(ri
             others.append(hog())
             raise KernelSilent("the dump fails")
 
-    rig.lifecycle.trace.sinks.append(take)
+    rig.lifecycle.trace.faults.append(take)
     error = rig.fails("checkpoint", "KERNEL_SILENT")
     assert "suspended" in error.left
     rig.sleeps(State.SUSPENDED)
-    rig.lifecycle.trace.sinks.remove(take)
+    rig.lifecycle.trace.faults.remove(take)
     rig.driver.leave(others[0])
     rig.lifecycle.wake()
     rig.runs_on()
@@ -393,9 +393,9 @@ def test_a_gate_that_cannot_be_reconnected_at_once_is_tried_again(rig):
         if (event.kind, event.step) == ("started", "dump"):
             raise KernelSilent("the dump fails")
 
-    rig.lifecycle.trace.sinks.append(fault)
+    rig.lifecycle.trace.faults.append(fault)
     rig.fails("checkpoint", "KERNEL_SILENT")
-    rig.lifecycle.trace.sinks.remove(fault)
+    rig.lifecycle.trace.faults.remove(fault)
     rig.runs_on()
     rig.cycle()
 

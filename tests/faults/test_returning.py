@@ -187,7 +187,7 @@ async def test_restores_to_different_gpus_are_not_one(subject):
     def stop(event) -> None:
         assert event.step != "match" or go_on.wait(60)
 
-    subject.provisioner.sinks.append(stop)
+    subject.provisioner.faults.append(stop)
     first = asyncio.create_task(verb())
     await until(lambda: subject.kernel.state == "restoring")
     error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")
@@ -195,7 +195,7 @@ async def test_restores_to_different_gpus_are_not_one(subject):
     second = asyncio.create_task(verb({}))
     go_on.set()
     await asyncio.gather(first, second)
-    subject.provisioner.sinks.remove(stop)
+    subject.provisioner.faults.remove(stop)
     error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")
     assert error.left == "the kernel runs on"
     await verb()
@@ -240,7 +240,7 @@ async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
             ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(lifecycle.terminate), loop))
             assert lifecycle._ending.wait(60)
 
-    subject.provisioner.sinks.append(end)
+    subject.provisioner.faults.append(end)
     await subject.fails(subject.provisioner.restore, "KERNEL_LOST", "CAPSULE_GONE")
     await asyncio.wait_for(asyncio.wrap_future(ended[0]), 60)
     assert subject.kernel.state == "dead"
@@ -262,11 +262,11 @@ async def test_the_kernel_killed_just_before_its_image_is_deleted(subject, step,
             os.kill(pid, signal.SIGKILL)
             assert subject.capsule.wait(60) is not None
 
-    subject.provisioner.sinks.append(kill)
+    subject.provisioner.faults.append(kill)
     error = await subject.fails(subject.provisioner.restore, "KERNEL_LOST")
     assert error.left == f"the kernel is gone; the image is kept as {image.id}"
     assert await subject.provisioner.poll() == -signal.SIGKILL
-    subject.provisioner.sinks.remove(kill)
+    subject.provisioner.faults.remove(kill)
     await subject.kernel.manager.restart_kernel()
     await subject.kernel.client.wait_for_ready(timeout=60)
     assert await subject.run("print('x' in globals())") == "False"
@@ -284,12 +284,12 @@ async def test_the_kernel_killed_before_it_answered(subject, step):
         if (event.kind, event.step) == ("started", step):
             os.kill(subject.capsule.host_pid, signal.SIGKILL)
 
-    subject.provisioner.sinks.append(kill)
+    subject.provisioner.faults.append(kill)
     began = asyncio.get_running_loop().time()
     error = await subject.fails(subject.provisioner.restore, "CAPSULE_GONE")
     assert asyncio.get_running_loop().time() - began < 5
     await subject.stays_away(error)
-    subject.provisioner.sinks.remove(kill)
+    subject.provisioner.faults.remove(kill)
     await subject.wakes()
 
 

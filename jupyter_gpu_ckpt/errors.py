@@ -206,7 +206,10 @@ class CudaError(GpuCkptError):
 
     code = "CUDA_FAILED"
     exit_status = 71
-    default_hint = "The driver's own words are in the details."
+    default_hint = (
+        "Try again. If it repeats, an administrator finds the driver's words in the details and in the system's log "
+        "(`journalctl -k -g NVRM`); a kernel that must go on meanwhile can be restarted, which loses its variables."
+    )
 
 
 class CudaUnavailable(CudaError):
@@ -246,7 +249,10 @@ class CriuError(GpuCkptError):
 
     code = "CRIU_FAILED"
     exit_status = 71
-    default_hint = "The last lines of CRIU's log are in the details."
+    default_hint = (
+        "Try again. If it repeats, close what the kernel has open beyond plain files (devices, watchers, connections), "
+        "and report it with the last lines of CRIU's log, which are in the details."
+    )
 
 
 class CriuTimeout(CriuError):

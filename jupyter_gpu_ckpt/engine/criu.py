@@ -163,11 +163,11 @@ class Criu:
                 on_kernel=verb == "dump",
             )
             if ran.status != 0:
-                error = explain(verb, ran, log, output)
+                failure = explain(verb, ran, log, output)
                 if verb == "restore" and _is_full(capsule.directory):
                     full = f"{capsule.directory} is full: the kernel's sockets could not be made there."
-                    raise RuntimeDirectory(full, **error.details)
-                raise error
+                    raise RuntimeDirectory(full, **failure.details)
+                raise failure
         finally:
             if work != capsule.directory:
                 for source in (log, output):

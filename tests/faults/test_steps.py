@@ -1,6 +1,6 @@
 """Every step of every verb fails once, just before and just after its work: the promise holds at each of them.
 
-The fault comes through the trace (`Trace.faults`): what it raises makes the step fail without touching the code under test.
+The fault comes through the trace (`Trace.faults`): it makes the step fail without touching the code under test.
 """
 
 from __future__ import annotations

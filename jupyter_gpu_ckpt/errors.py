@@ -91,6 +91,17 @@ class CapsuleGone(CapsuleError):
     default_hint = "The kernel died; restart it, or restore its last image."
 
 
+class RuntimeDirectory(CapsuleError):
+    """The directory of the kernel's sockets is gone, full or read-only."""
+
+    code = "RUNTIME_DIRECTORY"
+    exit_status = 73
+    default_hint = (
+        "Make room in it or have it writable again, then try again; or set another one "
+        "(GpuCkptProvisioner.runtime_base) and start the server anew, which takes sleeping kernels along."
+    )
+
+
 # -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
 
 
@@ -202,7 +213,10 @@ class CudaError(GpuCkptError):
 
     code = "CUDA_FAILED"
     exit_status = 71
-    default_hint = "The driver's own words are in the details."
+    default_hint = (
+        "Try again. If it repeats, an administrator finds the driver's words in the details and in the system's log "
+        "(`journalctl -k -g NVRM`); a kernel that must go on meanwhile can be restarted, which loses its variables."
+    )
 
 
 class CudaUnavailable(CudaError):
@@ -242,7 +256,10 @@ class CriuError(GpuCkptError):
 
     code = "CRIU_FAILED"
     exit_status = 71
-    default_hint = "The last lines of CRIU's log are in the details."
+    default_hint = (
+        "Try again. If it repeats, close what the kernel has open beyond plain files (devices, watchers, connections), "
+        "and report it with the last lines of CRIU's log, which are in the details."
+    )
 
 
 class CriuTimeout(CriuError):

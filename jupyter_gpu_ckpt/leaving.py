@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 
 from . import fit, preflight
 from .engine.capsule import Capsule
@@ -25,6 +26,7 @@ from .errors import (
     GpuCkptError,
     NoSpace,
     PreflightError,
+    RuntimeDirectory,
 )
 from .image import chunks, device
 from .image.chunks import Chunks
@@ -57,6 +59,8 @@ class Leaving(Steps):
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
+        if writes and (gone := self._without_sockets()) is not None:
+            found.append(preflight.Finding(gone.code, gone.message, gone))
         if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
             found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
         return found
@@ -144,7 +148,9 @@ class Leaving(Steps):
 
     def _disconnect(self, _: Traced) -> None:
         """Close the gate's side and wait until the kernel has closed its own: no foreign connection in the image."""
-        pid, directory = self._alive().host_pid, self.home.runtime_dir
+        pid, directory = self._alive().host_pid, self.home.known_as or self.home.runtime_dir
+        if (gone := self._without_sockets()) is not None:
+            raise gone
         before = preflight.open_connections(pid, directory)
         self.gate.close()
         deadline = time.monotonic() + self.settings.connect
@@ -154,6 +160,21 @@ class Leaving(Steps):
             if time.monotonic() > deadline:
                 raise GateError("The kernel does not let go of its connections to the gate.")
             time.sleep(0.002)
+
+    def _without_sockets(self) -> RuntimeDirectory | None:
+        """Why a kernel could not be reached any more once its connections are closed; None if it can.
+
+        CRIU saves a socket whose file was removed as one without a name.
+        """
+        pid, directory = self._alive().host_pid, self.home.runtime_dir
+        known_as = self.home.known_as or directory
+        sockets = [directory / Path(path).name for path in preflight.open_connections(pid, known_as)]
+        if all(path.exists() for path in sockets):
+            return None
+        return RuntimeDirectory(
+            f"The sockets of the kernel were removed from {directory}: it could not be reached after it came back.",
+            hint="Save what you need from it to a file; a restart of the kernel makes the directory anew.",
+        )
 
     def _dump(self, traced: Traced) -> None:
         capsule = self._alive()
@@ -176,8 +197,8 @@ class Leaving(Steps):
         promised = needed + self._spilled()
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, promised)  # from here on `written` counts
         try:
-            with self._device_written(draft):
-                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda)
+            with draft.work_directory() as work, self._device_written(draft):
+                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda, work=work)
             fit.require_restorable(draft.criu_directory)
             return draft.size()
         except BaseException:

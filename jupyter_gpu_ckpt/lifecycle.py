@@ -8,18 +8,61 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from . import machine
 from .engine.capsule import Capsule
-from .errors import CapsuleError, GpuCkptError, ImageNotFound, KernelLost, StateError
+from .errors import (
+    AgentError,
+    CapsuleError,
+    CapsuleGone,
+    CriuError,
+    CriuKilled,
+    CudaError,
+    GateError,
+    GpuCkptError,
+    HelperGone,
+    ImageNotFound,
+    KernelLost,
+    KernelSilent,
+    PidTaken,
+    StateError,
+)
 from .image.store import Image
 from .leaving import Leaving
 from .machine import Kernel, State, Step
 from .returning import Returning
 from .steps import Engine, Gate, Home, Saved, Settings
 from .trace import Step as Traced
+from .trace import notify
+
+_log = logging.getLogger(__name__)
+
+#: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
+_CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
+#: What such a step raises then, by its very class.  What is not here is the same however often it is tried: files and
+#: ports, room on the GPU, in memory and on the disk, the image itself, its owner's word.  A deadline would pass again.
+_BY_CHANCE = frozenset(
+    {
+        AgentError,
+        CapsuleError,
+        CapsuleGone,
+        CriuError,
+        CriuKilled,
+        CudaError,
+        GateError,
+        HelperGone,
+        KernelSilent,
+        PidTaken,
+    }
+)
+_TRIED_TWICE = (
+    "It was tried twice, each time in a fresh process; nothing is lost. Run a cell to try again. If it fails again, "
+    "`jupyter gpu-ckpt match {image}` says what has changed here since; after a restart of the host, or on another "
+    "node (`jupyter gpu-ckpt push`), it may come back. A restart of the kernel begins anew without its variables."
+)
 
 __all__ = ["Engine", "Gate", "Home", "Lifecycle", "Saved", "Settings"]
 
@@ -158,7 +201,8 @@ class Lifecycle(Leaving, Returning):
                 self._take(machine.advance(self.kernel, machine.Terminated())[0])
             self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
             self._forget_chunks()
-            self.gate.died()
+            with contextlib.suppress(GpuCkptError):  # a gate that failed serves nobody who would have to know
+                self.gate.died()
 
     def discard_image(self) -> None:
         """Delete the kernel's image: its owner wants a fresh kernel."""
@@ -201,21 +245,12 @@ class Lifecycle(Leaving, Returning):
             moved = bool(steps)
             if self._chunks is not None and moved:
                 self._chunks.halt(outdated=self._goal(event) is State.RUNNING)
-            failure: Exception | None = None
-            while steps or self.kernel.unwinding:
-                if self.kernel.unwinding:
-                    steps = self._feed(machine.Unwound(self._unwind(steps)))
-                    continue
-                try:
-                    self._run(steps[0])
-                except Exception as error:
-                    failure = failure or error
-                    code = getattr(error, "code", type(error).__name__)
-                    steps = self._feed(machine.StepFailed(steps[0], code, done=self._step_done))
-                else:
-                    steps = self._feed(machine.StepDone(steps[0]))
-            # No resting state holds either; whatever step was to give them back may have failed before it could.
-            self._room.close()
+            failed_at, failure = self._drive(steps)
+            again = failure is not None and self._may_succeed_again(failed_at, failure)
+            if again:
+                step, code = failed_at.value if failed_at else "", getattr(failure, "code", "")
+                _log.warning("Kernel %s: %s failed (%s); it is woken once more", self.home.kernel_id, step, code)
+                failure = self._drive(self._feed(event))[1]
             goal = self._goal(event)
             try:
                 if self.state is not State.CHECKPOINTED:
@@ -232,10 +267,39 @@ class Lifecycle(Leaving, Returning):
                 self._forget_chunks()
             if failure is not None and self.state is not goal:
                 told = self._told(failure)
+                if again and self.image is not None and type(failure) in _BY_CHANCE:
+                    told.hint = _TRIED_TWICE.format(image=self.image.id)
                 if goal is State.RUNNING and self.state is not State.DEAD:
                     # Whoever waits for the kernel hears why it did not come; the next message tries again.
                     self.gate.fail(told)
                 raise told from failure
+
+    def _drive(self, steps: tuple[Step, ...]) -> tuple[Step | None, Exception | None]:
+        """Run a plan from its first ``steps`` to its end or, after a failure, back; the first failure and its step."""
+        failed_at: Step | None = None
+        failure: Exception | None = None
+        while steps or self.kernel.unwinding:
+            if self.kernel.unwinding:
+                steps = self._feed(machine.Unwound(self._unwind(steps)))
+                continue
+            try:
+                self._run(steps[0])
+            except Exception as error:
+                if failure is None:
+                    failed_at, failure = steps[0], error
+                code = getattr(error, "code", type(error).__name__)
+                steps = self._feed(machine.StepFailed(steps[0], code, done=self._step_done))
+            else:
+                steps = self._feed(machine.StepDone(steps[0]))
+        # No resting state holds either; whatever step was to give them back may have failed before it could.
+        self._room.close()
+        return failed_at, failure
+
+    def _may_succeed_again(self, failed_at: Step | None, failure: Exception) -> bool:
+        """Whether a wake that failed is worth one more try, at once, in a fresh capsule: see `_BY_CHANCE`."""
+        unwanted = self._ending.is_set() or self._leaving.is_set() or self._breaking_off.is_set()
+        sleeps_on = self.state is State.CHECKPOINTED and not unwanted
+        return sleeps_on and failed_at in _CHANCY and type(failure) in _BY_CHANCE
 
     def _serve(self, goal: State) -> None:
         """A kernel that runs serves its clients, and one that is away is woken by them, whatever else went wrong."""
@@ -269,7 +333,7 @@ class Lifecycle(Leaving, Returning):
         with self.trace.step(step.value) as traced:
             method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
             method(traced)
-            # From here on only a listener to the trace can make the step fail, and what it did must be undone.
+            # From here on only a fault of the trace can make the step fail, and what it did must be undone.
             self._step_done = True
 
     def _unwind(self, steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -291,8 +355,8 @@ class Lifecycle(Leaving, Returning):
         changed = kernel.state is not self.kernel.state
         self.kernel = kernel
         if changed:
-            for told in self.on_state:
-                told(kernel.state)
+            # In the middle of a plan: nobody who only listens may stop it there.
+            notify(self.on_state, kernel.state)
 
     def _left(self) -> str:
         """What there is of the kernel now, for the ``left`` of an error."""

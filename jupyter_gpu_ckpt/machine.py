@@ -327,12 +327,15 @@ def _unwound(kernel: Kernel, event: Event) -> Outcome | None:
     return replace(kernel, state=state, plan=None, done=(), unwinding=False, process=not asleep, image=asleep), ()
 
 
-def _ended(kernel: Kernel, event: Event) -> Outcome | None:
-    if kernel.plan is not None:
-        return None
-    if isinstance(event, Exited) and kernel.state in (State.CHECKPOINTED, State.STARTING):
+def _exited(kernel: Kernel, _: Event) -> Outcome | None:
+    if kernel.plan is not None or kernel.state in (State.CHECKPOINTED, State.STARTING):
         return None
     return replace(kernel, state=State.DEAD, process=False), ()
+
+
+def _terminated(kernel: Kernel, _: Event) -> Outcome:
+    # From every state, and also out of a plan that nobody runs any more: an owner can always get rid of a kernel.
+    return replace(kernel, state=State.DEAD, plan=None, done=(), unwinding=False, process=False), ()
 
 
 _HANDLERS = {
@@ -341,8 +344,8 @@ _HANDLERS = {
     StepDone: _step_done,
     StepFailed: _step_failed,
     Unwound: _unwound,
-    Exited: _ended,
-    Terminated: _ended,
+    Exited: _exited,
+    Terminated: _terminated,
 }
 
 

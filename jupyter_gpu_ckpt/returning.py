@@ -18,7 +18,16 @@ from .engine.clocks import Clocks
 from .engine.cuda import CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import gpu_mapping
-from .errors import BadRequest, CapsuleGone, CriuError, ImageArchived, KernelLost, KeyUnusable, NoMemory
+from .errors import (
+    BadRequest,
+    CapsuleGone,
+    CriuError,
+    ImageArchived,
+    KernelLost,
+    KeyUnusable,
+    NoMemory,
+    RuntimeDirectory,
+)
 from .image import absences, archive, device, match
 from .image.chunks import Chunks
 from .image.device import Filling
@@ -149,11 +158,13 @@ class Returning(Steps):
         assert self.image is not None and self._proof is not None
         manifest = self.image.manifest
         directory = self.home.runtime_dir
-        directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `parents` are made with the umask's mode
-        directory.mkdir(exist_ok=True, mode=0o700)
-        for stale in directory.glob("kernel-*"):
-            if stale.is_socket():
-                stale.unlink()
+        self.home.renew()
+        try:
+            for stale in directory.glob("kernel-*"):
+                if stale.is_socket():
+                    stale.unlink()
+        except OSError as error:
+            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         offsets = Clocks(manifest.monotonic, manifest.boottime) - Clocks.now()
         capsule = Capsule.create(
             directory,

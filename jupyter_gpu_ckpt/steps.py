@@ -120,6 +120,8 @@ class Home:
     has_agent: bool
     #: The path by which the kernel itself knows that directory, where that is another: it came from another host.
     known_as: Path | None = None
+    #: Makes ``runtime_dir`` again where it was removed while the kernel was away; raises `RuntimeDirectory`.
+    renew: Callable[[], object] = lambda: None
     #: Whether the kernel goes on when this process dies.
     outlive: bool = False
     #: Writes what a later server needs to serve this kernel into a directory: the image's.
@@ -157,6 +159,7 @@ class Steps:
         #: The image of a kernel that died just after it had come back from it: nobody deletes that one unasked.
         self.kept: Image | None = None
         self.exit_status: int | None = None
+        #: Called with each new state; what one of them raises is logged (`trace.notify`).
         self.on_state: list[Callable[[State], None]] = []
         self._recorder = Recorder()
         self.trace.sinks.append(self._recorder)

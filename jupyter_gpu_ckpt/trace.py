@@ -1,19 +1,39 @@
 """One stream of ``started`` / ``completed`` / ``failed`` for every step of every verb.
 
-The log, the server's events, progress bars, the figures in a manifest and the fault injection of the tests all listen
-to this stream; there is no second one.  A sink is a callable that takes one `StepEvent`.  A sink that raises makes
-the step fail: that is how a test makes any step fail without touching the code under test.
+The log, the server's events, progress bars and the figures in a manifest all listen to this stream; there is no second
+one.  A sink is a callable that takes one `StepEvent`.  What a sink raises is logged and goes no further: whoever only
+listens must not be able to stop a kernel half-way.
+
+`Trace.faults` are for tests: they are called with the same events before the sinks, and what one of them raises makes
+the step fail.  So a test makes any step fail without touching the code under test.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .errors import GpuCkptError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def notify(listeners: Iterable[Callable[[T], object]], news: T) -> None:
+    """Call each of ``listeners`` with ``news``.  What one of them raises is logged; the others are called all the same.
+
+    Listeners may be added and removed meanwhile.
+    """
+    for listener in tuple(listeners):
+        try:
+            listener(news)
+        except Exception as error:
+            _log.error("A listener failed: %s", type(error).__name__, exc_info=True)
 
 
 @dataclass(frozen=True)
@@ -47,14 +67,18 @@ class Step:
 
 @dataclass
 class Trace:
-    """Runs named steps and tells every sink about them, in order, on the caller's thread."""
+    """Runs named steps and notifies every sink of them, in order, on the caller's thread."""
 
     kernel_id: str
     sinks: list[Sink] = field(default_factory=list)
+    #: Called before the sinks when a step starts and when it has done its work; may raise to make the step fail.
+    faults: list[Sink] = field(default_factory=list)
 
     def _emit(self, event: StepEvent) -> None:
-        for sink in tuple(self.sinks):
-            sink(event)
+        if event.kind in ("started", "completed"):
+            for fault in tuple(self.faults):
+                fault(event)
+        notify(self.sinks, event)
 
     @contextmanager
     def step(self, name: str) -> Iterator[Step]:

@@ -134,11 +134,11 @@ async def test_failures_leave_nothing_either(tmp_path, runtime_base, criu_binary
                 if (event.kind, event.step) == ("started", step):
                     raise RuntimeError("injected")
 
-            kernel.provisioner.sinks.append(fault)
+            kernel.provisioner.faults.append(fault)
             verb = kernel.provisioner.checkpoint if kernel.state == "running" else kernel.provisioner.restore
             with pytest.raises(Exception, match="injected"):
                 await verb()
-            kernel.provisioner.sinks.remove(fault)
+            kernel.provisioner.faults.remove(fault)
 
         async def round_of_failures() -> None:
             await fail("dump")

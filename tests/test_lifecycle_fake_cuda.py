@@ -19,7 +19,17 @@ from waiting import until
 
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
-from jupyter_gpu_ckpt.errors import GpuCkptError, GpuFull, HelperGone, KernelLost, KernelSilent
+from jupyter_gpu_ckpt.errors import (
+    AgentError,
+    CudaError,
+    CudaTimeout,
+    GpuCkptError,
+    GpuFull,
+    HelperGone,
+    KernelLost,
+    KernelSilent,
+    NoSpace,
+)
 from jupyter_gpu_ckpt.image import absences
 from jupyter_gpu_ckpt.image.absences import Absence
 from jupyter_gpu_ckpt.image.quota import Quota
@@ -238,6 +248,54 @@ def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):
     rig.runs_on()
 
 
+@pytest.mark.parametrize("step", ["cuda_resume", "connect", "thaw"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_of_a_wake_that_fails_by_chance_is_tried_once_more(rig, step, times):
+    """In a fresh process; after the second failure the image is kept and a person is told what can be done."""
+    rig.lifecycle.checkpoint()
+    image, pids = rig.lifecycle.image, []
+
+    def fault(event: StepEvent) -> None:
+        if (event.kind, event.step) == ("started", step) and len(pids) < times:
+            pids.append(rig.pid)
+            raise {"cuda_resume": CudaError, "connect": KernelSilent, "thaw": AgentError}[step]("by chance")
+
+    rig.lifecycle.trace.faults.append(fault)
+    if times == 1:
+        rig.lifecycle.wake()
+    else:
+        error = rig.fails(
+            "wake", {"cuda_resume": "CUDA_FAILED", "connect": "KERNEL_SILENT", "thaw": "AGENT_FAILED"}[step]
+        )
+        assert error.left == f"the image is kept as {image.id}"
+        assert error.hint.startswith("It was tried twice")
+        assert f"match {image.id}" in error.hint
+        assert rig.gate.told == [error], "once, after the second try"
+        rig.sleeps(State.CHECKPOINTED)
+        rig.lifecycle.wake()
+    assert len(set(pids)) == times
+    assert alive(pids) == []
+    rig.runs_on()
+
+
+@pytest.mark.parametrize("error", [GpuFull, CudaTimeout, NoSpace, ValueError])
+def test_what_is_no_chance_is_not_tried_twice(rig, error):
+    rig.lifecycle.checkpoint()
+    tries = []
+
+    def fault(event: StepEvent) -> None:
+        if (event.kind, event.step) == ("started", "cuda_resume"):
+            tries.append(rig.pid)
+            raise error("as ever")
+
+    rig.lifecycle.trace.faults.append(fault)
+    rig.fails("wake", getattr(error, "code", "INTERNAL"))
+    assert len(tries) == 1
+    rig.lifecycle.trace.faults.remove(fault)
+    rig.lifecycle.wake()
+    rig.runs_on()
+
+
 def test_another_restore_holds_the_gpu(rig):
     rig.lifecycle.suspend()
     with rig.lifecycle.engine.gpus.room({A: 0}, 1.0):
@@ -256,11 +314,11 @@ def test_room_lost_between_the_suspend_and_its_undo_ends_suspended_not_ruined(ri
             others.append(hog())
             raise KernelSilent("the dump fails")
 
-    rig.lifecycle.trace.sinks.append(take)
+    rig.lifecycle.trace.faults.append(take)
     error = rig.fails("checkpoint", "KERNEL_SILENT")
     assert "suspended" in error.left
     rig.sleeps(State.SUSPENDED)
-    rig.lifecycle.trace.sinks.remove(take)
+    rig.lifecycle.trace.faults.remove(take)
     rig.driver.leave(others[0])
     rig.lifecycle.wake()
     rig.runs_on()
@@ -348,9 +406,15 @@ def test_the_helper_is_killed_on_the_way_out(rig, op, when):
 @pytest.mark.parametrize("op", ["nvml.free", "cuda.state", "cuda.restore", "cuda.unlock"])
 @pytest.mark.parametrize("away", ["suspend", "checkpoint"])
 def test_the_helper_is_killed_on_the_way_back(rig, away, op, when):
+    """A process that was restored from an image is given up for another one; one that is suspended has to wait."""
     getattr(rig.lifecycle, away)()
     state = rig.lifecycle.state
     lost = Lost(rig.driver, op, when)
+    if away == "checkpoint" and op != "nvml.free":
+        rig.lifecycle.wake()
+        assert lost.happened
+        rig.runs_on()
+        return
     rig.fails("wake", "HELPER_GONE")
     assert lost.happened
     rig.sleeps(state)
@@ -416,9 +480,9 @@ def test_a_gate_that_cannot_be_reconnected_at_once_is_tried_again(rig):
         if (event.kind, event.step) == ("started", "dump"):
             raise KernelSilent("the dump fails")
 
-    rig.lifecycle.trace.sinks.append(fault)
+    rig.lifecycle.trace.faults.append(fault)
     rig.fails("checkpoint", "KERNEL_SILENT")
-    rig.lifecycle.trace.sinks.remove(fault)
+    rig.lifecycle.trace.faults.remove(fault)
     rig.runs_on()
     rig.cycle()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from jupyter_gpu_ckpt.errors import NoSpace
@@ -50,19 +52,32 @@ def test_even_an_interrupt_is_told(trace, recorder):
 
 
 @pytest.mark.parametrize("kind", ["started", "completed"])
-def test_a_sink_that_raises_makes_the_step_fail(recorder, kind):
+def test_a_fault_makes_the_step_fail(recorder, kind):
     done = []
 
-    def sink(event: StepEvent) -> None:
+    def fault(event: StepEvent) -> None:
         if event.kind == kind:
             raise NoSpace("injected")
 
-    trace = Trace("kernel", [recorder, sink])
+    trace = Trace("kernel", [recorder], [fault])
     with pytest.raises(NoSpace), trace.step("dump"):
         done.append(1)
     assert bool(done) is (kind == "completed"), "a fault at `started` comes before the work"
     assert recorder.events[-1].kind == "failed"
     assert recorder.events[-1].code == "NO_SPACE"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sink_that_raises_stops_neither_the_step_nor_the_other_sinks(recorder, caplog, fails):
+    def full(_: StepEvent) -> None:
+        raise OSError(28, "No space left on device")
+
+    trace = Trace("kernel", [full, recorder])
+    with pytest.raises(NoSpace) if fails else contextlib.nullcontext(), trace.step("dump"):
+        if fails:
+            raise NoSpace("its own")
+    assert kinds(recorder) == [("started", "dump"), ("failed" if fails else "completed", "dump")]
+    assert [record.message for record in caplog.records] == ["A listener failed: OSError"] * 2
 
 
 def test_steps_nest_and_every_sink_hears_them_in_order(trace, recorder):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, RuntimeDirectory
 from .clocks import UNSHIFTED, Clocks
 
 #: Deadline of a request that the init answers at once, in seconds.
@@ -100,8 +100,10 @@ class Capsule:
         Raises `CapsuleError`; nothing is left behind then.
         """
         capsule = cls(directory)
-        with contextlib.suppress(FileNotFoundError):
-            (directory / "capsule.sock").unlink()
+        try:
+            (directory / "capsule.sock").unlink(missing_ok=True)
+        except OSError as error:
+            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         report, reported = os.pipe()
         options = {
             "directory": str(directory),
@@ -216,7 +218,7 @@ class Capsule:
                 if self._socket is not None:
                     self._socket.close()
                     self._socket = None
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
                 (self.directory / "capsule.sock").unlink()
 
     def _parent(self) -> int:

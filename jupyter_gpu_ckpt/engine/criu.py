@@ -9,9 +9,11 @@ state is suspended before the dump (`engine.cuda`), so for CRIU the process is a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from ..errors import (
     NoSpace,
     PidTaken,
     PortTaken,
+    RuntimeDirectory,
     UnsupportedFile,
     UnsupportedSocket,
 )
@@ -122,7 +125,9 @@ class Criu:
         options: Sequence[str],
         inherit_pipes: bool = False,
         park: bool = False,
+        work: Path | None = None,
     ) -> Ran:
+        work = work or capsule.directory
         rootless = ["--unprivileged"] if os.geteuid() != 0 else []
         arguments = [
             *self.argv,
@@ -131,7 +136,7 @@ class Criu:
             str(directory),
             # Logs and statistics stay out of the image: a restore writes nothing into it.
             "--work-dir",
-            str(capsule.directory),
+            str(work),
             "--log-file",
             f"{verb}.log",
             # CRIU's own alarm: it covers the freezing of the processes only.
@@ -141,38 +146,55 @@ class Criu:
             *(word for option in OPTIONS for word in option),
             *options,
         ]
-        log, output = capsule.directory / f"{verb}.log", capsule.directory / f"{verb}.out"
-        for stale in (log, output):
-            # A CRIU that ends before it opens its log must not be explained by the log of the one before.
-            stale.unlink(missing_ok=True)
-        ran = capsule.run(
-            arguments,
-            cwd=capsule.directory,
-            output=output,
-            timeout=timeout,
-            # A half-restored process is ended with the capsule anyhow; one that is being dumped is the user's work.
-            grace=GRACE if verb == "dump" else 0.0,
-            env=ENVIRONMENT,
-            inherit_pipes=inherit_pipes,
-            on_kernel=verb == "dump",
-            park=park,
-            terminals=directory / terminals.FILE,
-        )
-        if ran.status != 0:
-            raise explain(verb, ran, log, output)
+        log, output = work / f"{verb}.log", work / f"{verb}.out"
+        try:
+            for stale in (log, output):
+                # A CRIU that ends before it opens its log must not be explained by the log of the one before.
+                stale.unlink(missing_ok=True)
+        except OSError as error:
+            raise RuntimeDirectory(f"{work} cannot be written: {error.strerror}.") from error
+        try:
+            ran = capsule.run(
+                arguments,
+                cwd=work,
+                output=output,
+                timeout=timeout,
+                # A half-restored process is ended with the capsule anyhow; one that is being dumped is the user's work.
+                grace=GRACE if verb == "dump" else 0.0,
+                env=ENVIRONMENT,
+                inherit_pipes=inherit_pipes,
+                on_kernel=verb == "dump",
+                park=park,
+                terminals=directory / terminals.FILE,
+            )
+            if ran.status != 0:
+                failure = explain(verb, ran, log, output)
+                if verb == "restore" and _is_full(capsule.directory):
+                    full = f"{capsule.directory} is full: the kernel's sockets could not be made there."
+                    raise RuntimeDirectory(full, **failure.details)
+                raise failure
+        finally:
+            if work != capsule.directory:
+                for source in (log, output):
+                    with contextlib.suppress(OSError):  # for who looks for it there, if there is room
+                        shutil.copy(source, capsule.directory)
         if ran.unmended:  # it goes on all the same, with what was there for CRIU's sake still in it
             _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unmended)
         return ran
 
-    def dump(self, capsule: Capsule, directory: Path, *, timeout: float, park: bool = False) -> float:
+    def dump(
+        self, capsule: Capsule, directory: Path, *, timeout: float, park: bool = False, work: Path | None = None
+    ) -> float:
         """Write the kernel of ``capsule`` to ``directory``; returns seconds.
+
+        ``work``: where CRIU's log is written, by default the capsule's directory; there a copy of it stays.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
         lets them run again.  ``park``: see `Capsule.run`.  After failure they run on, and ``directory`` holds a partial
         image that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        seconds = self._run("dump", capsule, directory, timeout, options, park=park).seconds
+        seconds = self._run("dump", capsule, directory, timeout, options, park=park, work=work).seconds
         criu_images.spare_devices(directory)
         return seconds
 
@@ -201,6 +223,15 @@ class Criu:
         before_running()
         capsule.adopt(pid, park=park)
         return ran.seconds
+
+
+def _is_full(directory: Path) -> bool:
+    """Whether nothing can be made there any more, as far as its file system says so."""
+    try:
+        facts = os.statvfs(directory)
+    except OSError:
+        return False
+    return facts.f_bavail == 0 or (facts.f_files > 0 and facts.f_favail == 0)
 
 
 def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +75,17 @@ class Draft:
     def criu_directory(self) -> Path:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
         return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
+
+    @contextlib.contextmanager
+    def work_directory(self) -> Iterator[Path]:
+        """A directory beside the image's files for the body: room for what is written on the way and is not of it."""
+        path = self.path / "work"
+        with mapped(self._root):
+            path.mkdir(mode=0o700)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
     def write_device(self, arena: int, take: device.Take, go_on: Callable[[], object]) -> None:
         """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_data_dir
 
-from ..errors import CapsuleError
+from ..errors import CapsuleError, RuntimeDirectory
 from ..image.directory import VARIABLE
 
 
@@ -48,8 +48,11 @@ def require_private(base: Path) -> None:
 
 def make_runtime_dir(base: Path, name: str = "") -> Path:
     """The 0700 directory of one kernel: a fresh one, or that of an adopted kernel.  Raises `CapsuleError`."""
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
-    require_private(base)
     directory = base / (name or secrets.token_hex(6))
-    directory.mkdir(mode=0o700, exist_ok=bool(name))
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_private(base)
+        directory.mkdir(mode=0o700, exist_ok=bool(name))
+    except OSError as error:
+        raise RuntimeDirectory(f"{directory} cannot be made: {error.strerror}.") from error
     return directory

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..engine import fastpath
 from ..engine.capsule import Capsule
-from ..errors import CapsuleGone, GpuCkptError
+from ..errors import CapsuleGone, GpuCkptError, RuntimeDirectory
 from ..lifecycle import Engine, Home, Lifecycle, Settings
 from ..machine import State
 from ..trace import Sink, Trace
@@ -75,7 +75,7 @@ class Premises:
     """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
 
     ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
-    each event of the trace, on the thread of whoever made them.
+    each event of the trace, on the thread of whoever made them; ``faults`` are those of the trace, for tests.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Premises:
         *,
         on_state: Callable[[State, int | None], None],
         on_step: Sink,
+        faults: list[Sink],
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
         self.kernel_id = kernel_id
@@ -94,7 +95,7 @@ class Premises:
         self.desk = Desk(log)
         #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
-        self._on_state, self._on_step, self._log = on_state, on_step, log
+        self._on_state, self._on_step, self._faults, self._log = on_state, on_step, faults, log
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
 
@@ -133,13 +134,18 @@ class Premises:
         if self._registration is None:
             reap(launch.base)
             self._registration = Registration(make_runtime_dir(launch.base))
+        else:
+            self._registration.renew()
         directory = self._registration.directory
-        for stale in directory.glob("kernel-*"):
-            stale.unlink()
         back = _back_info(directory, launch.front)
         file = directory / "connection.json"
-        file.touch(0o600)
-        file.write_text(json.dumps(back))
+        try:
+            for stale in directory.glob("kernel-*"):
+                stale.unlink()
+            file.touch(0o600)
+            file.write_text(json.dumps(back))
+        except OSError as error:
+            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         argv = [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
         rewritten = rewrite(argv)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
@@ -195,10 +201,16 @@ class Premises:
     ) -> tuple[Gate, Lifecycle]:
         """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
         assert self._registration is not None
-        directory = self._registration.directory
+        registration = self._registration
+        directory = registration.directory
 
         def write_session(place: Path) -> None:
             dataclasses.replace(session, identity=gate.identity, protected_until=desk.protection()).write(place)
+
+        def renew() -> None:
+            if registration.renew():
+                self._log.warning("Kernel %s: its runtime directory was removed, and is made again", self.kernel_id)
+                self._note_identity(lifecycle)
 
         # What an earlier process had asked for went with it; what an adopted one has, its session says.
         desk = self.desk = Desk(
@@ -226,16 +238,20 @@ class Premises:
             runtime_dir=directory,
             has_agent=session.has_agent,
             known_as=Path(session.runtime_dir),
+            renew=renew,
             outlive=launch.outlive,
             write_session=write_session,
             stdout=launch.stdout,
             stderr=launch.stderr,
         )
-        session.write(directory)
-        trace = Trace(self.kernel_id, [self._on_step])
-        self.lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
-        self.lifecycle.on_state.append(self._note_state)
-        return gate, self.lifecycle
+        try:
+            session.write(directory)
+        except OSError as error:
+            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
+        trace = Trace(self.kernel_id, [self._on_step], self._faults)
+        self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
+        lifecycle.on_state.append(self._note_state)
+        return gate, lifecycle
 
     def _open_gate(
         self, lifecycle: Lifecycle, gate: Gate, timeout: float, launched: Future[bool] | None = None
@@ -272,13 +288,16 @@ class Premises:
             self.desk.panel.changed(state)
         self._on_state(state, pid)
         if self._registration is not None and lifecycle is not None:
-            self._registration.write(
-                kernel_id=self.kernel_id,
-                kernel_name=lifecycle.home.kernel_name,
-                state=state.value,
-                pid=pid,
-                image=lifecycle.image.id if lifecycle.image else None,
-            )
+            try:
+                self._registration.write(
+                    kernel_id=self.kernel_id,
+                    kernel_name=lifecycle.home.kernel_name,
+                    state=state.value,
+                    pid=pid,
+                    image=lifecycle.image.id if lifecycle.image else None,
+                )
+            except OSError as error:
+                self._log.warning("Kernel %s: its record could not be written: %s", self.kernel_id, error.strerror)
 
     # -- and goes
 

@@ -30,7 +30,7 @@ from ..image.store import Image, Store
 from ..lifecycle import Lifecycle, Settings
 from ..machine import State
 from ..steps import REFRESHED
-from ..trace import Sink, StepEvent
+from ..trace import Sink, StepEvent, notify
 from .adoption import Orphan, not_adopted, orphan, sleeper
 from .desk import Desk
 from .engines import shared_engine, with_own_store
@@ -156,11 +156,14 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._premises = Premises(self.kernel_id, on_state=self._note_state, on_step=self._tell_sinks, log=self.log)
-        #: Listeners to the trace of this kernel's steps; see `trace`.
+        #: Listeners to the trace of this kernel's steps, and the faults that tests inject into them; see `trace`.
         self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
-        #: Called with each new state, on the thread of whoever made it; must not raise.  Unlike the lifecycle's own
-        #: listeners these outlive a restart.
+        self.faults: list[Sink] = []
+        self._premises = Premises(
+            self.kernel_id, on_state=self._note_state, on_step=self._tell_sinks, faults=self.faults, log=self.log
+        )
+        #: Called with each new state, on the thread of whoever made it.  Unlike the lifecycle's own listeners these
+        #: outlive a restart.
         self.on_state: list[Callable[[State], None]] = []
         self._orphan: Orphan | None = None
         #: Only a first launch adopts; a restart is to be a fresh kernel.
@@ -225,8 +228,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _tell_sinks(self, event: StepEvent) -> None:
         # Not the list itself: each launch has a trace of its own, and would leave a listener of its own in it.
-        for sink in tuple(self.sinks):
-            sink(event)
+        notify(self.sinks, event)
 
     def _log_step(self, event: StepEvent) -> None:
         if event.kind == "failed":
@@ -341,8 +343,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def _note_state(self, state: State, pid: int | None) -> None:
         self.pid = self.pgid = pid
-        for told in tuple(self.on_state):
-            told(state)
+        notify(self.on_state, state)
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""

@@ -23,8 +23,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..engine.capsule import Capsule
-from ..errors import CapsuleError, StateError
-from .places import require_private
+from ..errors import CapsuleError, RuntimeDirectory, StateError
+from .places import make_runtime_dir, require_private
 
 RECORD = "kernel.json"
 _LOCK = "owner.lock"
@@ -41,18 +41,46 @@ class Registration:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._lock = FileLock(directory / _LOCK, timeout=0, mode=0o600, thread_local=False)
-        with _turn(directory.parent):
-            try:
+        self._locked: tuple[int, int] | None = None
+        self._claim()
+
+    def _claim(self) -> None:
+        try:
+            with _turn(self.directory.parent):
                 self._lock.acquire()
-            except Timeout as error:
-                raise StateError("Another server has this kernel.", hint="Use it there, or stop it.") from error
+                self._locked = _file(self.directory / _LOCK)
+        except Timeout as error:
+            raise StateError("Another server has this kernel.", hint="Use it there, or stop it.") from error
+        except OSError as error:
+            raise RuntimeDirectory(f"{self.directory} cannot be written: {error.strerror}.") from error
 
     def write(self, **facts: Any) -> None:
-        """Replace the record, whole or not at all."""
+        """Replace the record, or remove it where that cannot be done: an old one says what is not true any more.
+
+        Of a kernel without a record others know that its directory has an owner.  Raises `OSError`.
+        """
         draft = self.directory / f".{RECORD}"
-        draft.touch(0o600)
-        draft.write_text(json.dumps({**facts, "owner": os.getpid(), "directory": str(self.directory)}))
-        draft.rename(self.directory / RECORD)
+        try:
+            draft.touch(0o600)
+            draft.write_text(json.dumps({**facts, "owner": os.getpid(), "directory": str(self.directory)}))
+            draft.rename(self.directory / RECORD)
+        except OSError:
+            for stale in (draft, self.directory / RECORD):
+                with contextlib.suppress(OSError):
+                    stale.unlink(missing_ok=True)
+            raise
+
+    def renew(self) -> bool:
+        """Make the directory again if it was removed under us, and claim it; whether that was needed.
+
+        Raises as the constructor, and `RuntimeDirectory`.
+        """
+        if _file(self.directory / _LOCK) == self._locked:
+            return False
+        self._lock.release(force=True)
+        make_runtime_dir(self.directory.parent, self.directory.name)
+        self._claim()
+        return True
 
     def leave(self) -> None:
         """Give the directory up as it is, for another owner to find."""
@@ -131,6 +159,15 @@ def _turn(base: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def _file(path: Path) -> tuple[int, int] | None:
+    """Which file ``path`` is; None where there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
 def _directories(base: Path) -> list[Path]:
     return sorted(path.parent for path in base.glob(f"*/{_LOCK}"))
 
@@ -145,6 +182,8 @@ def _record(directory: Path) -> dict[str, Any] | None:
 
 
 def _is_owned(directory: Path) -> bool:
+    if not (directory / _LOCK).exists():  # else a `FileLock` would make the directory, too
+        return False
     try:
         with FileLock(directory / _LOCK, timeout=0, mode=0o600):
             return False

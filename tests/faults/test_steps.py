@@ -1,6 +1,6 @@
 """Every step of every verb fails once, just before and just after its work: the promise holds at each of them.
 
-The fault comes through the trace: a listener that raises makes the step fail without touching the code under test.
+The fault comes through the trace (`Trace.faults`): it makes the step fail without touching the code under test.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def test_the_promise_holds_whatever_step_fails(shared, start, request_, st
             raise Injected
 
     verb = getattr(provisioner, VERBS[request_])
-    provisioner.sinks.append(fault)
+    provisioner.faults.append(fault)
     try:
         await verb()
         reached = True
@@ -56,7 +56,7 @@ async def test_the_promise_holds_whatever_step_fails(shared, start, request_, st
         assert "Injected" in error.message
         assert error.left
     finally:
-        provisioner.sinks.remove(fault)
+        provisioner.faults.remove(fault)
     assert not pending, "the step was not run"
 
     plan = machine.PLANS[start, request_]

@@ -106,7 +106,7 @@ async def test_what_fails_after_the_cell_is_told_in_the_next_one_once(kernel):
         if (event.kind, event.step) == ("started", "dump"):
             raise OSError("as asked")
 
-    kernel.provisioner.sinks.append(fail)
+    kernel.provisioner.faults.append(fail)
     await kernel.run("x = 1\n%gpu_checkpoint")
     await until(lambda: any(event.kind == "failed" for event in kernel.steps.events))
     await kernel.settled("running")
@@ -153,10 +153,10 @@ async def test_nothing_is_released_when_the_kernel_stays(kernel):
         if (event.kind, event.step) == ("started", "drain"):
             raise OSError("as asked")
 
-    kernel.provisioner.sinks.append(fail)
+    kernel.provisioner.faults.append(fail)
     await kernel.run("%gpu_checkpoint --drop scratch")
     await until(lambda: any(event.kind == "failed" for event in kernel.steps.events))
-    kernel.provisioner.sinks.remove(fail)
+    kernel.provisioner.faults.remove(fail)
     assert await kernel.run("print(scratch.address)") == "2"
     await kernel.provisioner.checkpoint()  # by anybody else, after another cell: the wish has lapsed
     assert await kernel.run("print(scratch.address)") == "2"

@@ -84,7 +84,7 @@ class Server:
                 self.stalled.set()
                 assert self.stall.wait(120)
 
-        self.provisioner.sinks.append(sink)
+        self.provisioner.faults.append(sink)
         self.outcome: list[str] = []
 
         def restore() -> None:

@@ -10,10 +10,11 @@ A host that cannot checkpoint still starts kernels: plainly, with one line in th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..trace import Sink, StepEvent
 from .adoption import Orphan, not_adopted, orphan, sleeper
 from .desk import Desk
 from .engines import shared_engine, with_own_store
-from .gate import Gate
+from .gate import Gate, GateState
 from .inject import NOTICE, PLAIN, rewrite
 from .places import default_archive_url, default_image_dir, default_runtime_base
 from .premises import Launch, Premises
@@ -211,6 +212,27 @@ class GpuCkptProvisioner(LocalProvisioner):
         the next try starts from it.  Raises `StateError` when the kernel is on its way back already, to other GPUs.
         """
         await self._premises.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
+
+    @contextlib.asynccontextmanager
+    async def once_idle(self) -> AsyncIterator[None]:
+        """Wait until no cell runs or waits in the kernel; the body is the verb that comes before the next cell.
+
+        Raises `StateError` where the kernel ends or is restarted before.
+        """
+        self._checkpointable()
+        gate = self.gate
+        if gate is None:
+            raise StateError("The kernel has no gate any more.")
+        idle = gate.when_idle()
+        try:
+            await asyncio.wrap_future(idle)
+            yield
+        finally:
+            # `cancel` first: what it comes too late for has begun the keeping of requests, and a verb that was done, or
+            # failed in its drain, has ended that.
+            if not idle.cancel() and idle.exception() is None and gate.state is GateState.DRAINING:
+                with contextlib.suppress(GpuCkptError):  # another verb is at it
+                    await asyncio.to_thread(gate.release)
 
     def _restore(self, gpu_map: dict[str, str], accept_changed_files: bool | None) -> None:
         self._checkpointable().restore(gpu_map, accept_changed_files=accept_changed_files)

@@ -17,7 +17,7 @@ from ..kernel.adoption import Session, only_copy
 from ..kernel.engines import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from ..preflight import Finding
+from ..preflight import Finding, judge_requests, require
 from .jobs import Job
 from .watch import Watched, device_bytes
 
@@ -75,7 +75,7 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
         raise StateError(PLAIN if provisioner is not None else NOT_OURS)
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
-    found: list[Finding] = lifecycle.findings()
+    found: list[Finding] = [*requests(provisioner), *lifecycle.findings()]
     return {
         "ok": not any(finding.blocks for finding in found),
         "findings": [
@@ -88,6 +88,20 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
             for finding in found
         ],
     }
+
+
+def requests(provisioner: GpuCkptProvisioner | None) -> list[Finding]:
+    """What preflight says of that which clients have a kernel do now.  Asks the gate's thread."""
+    gate = provisioner.gate if provisioner is not None else None
+    if gate is None:
+        return []
+    under_way = gate.under_way
+    return judge_requests(under_way.cells, under_way.others)
+
+
+def require_no_cell(provisioner: GpuCkptProvisioner) -> None:
+    """Raise `KernelBusy` while a cell runs.  Asks the gate's thread."""
+    require(requests(provisioner))
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:

@@ -91,6 +91,14 @@ class CapsuleGone(CapsuleError):
     default_hint = "The kernel died; restart it, or restore its last image."
 
 
+class KernelUnfit(GpuCkptError):
+    """The kernel ended before its first answer; it was started again plainly, and cannot be checkpointed."""
+
+    code = "KERNEL_UNFIT"
+    exit_status = 69
+    default_hint = "It works, but it cannot be checkpointed. What it said when it ended is in the server's log."
+
+
 # -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
 
 

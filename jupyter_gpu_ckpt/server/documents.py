@@ -25,6 +25,13 @@ NOT_OURS = "This kernel was started by another provisioner."
 PLAIN = "This kernel was started plainly; restart it once `jupyter gpu-ckpt doctor` finds nothing missing."
 
 
+def why_not(provisioner: GpuCkptProvisioner | None) -> str:
+    """Why a kernel without a lifecycle cannot be checkpointed."""
+    if provisioner is None:
+        return NOT_OURS
+    return PLAIN if provisioner.unfit is None else f"{provisioner.unfit.message} {provisioner.unfit.hint}"
+
+
 def kernel(
     kernel_id: str,
     name: str,
@@ -44,7 +51,7 @@ def kernel(
         "state": provisioner.state.value if provisioner is not None else State.RUNNING.value,
         "since": watched.since if watched is not None and watched.state is not None else None,
         "checkpointable": lifecycle is not None,
-        "reason": None if lifecycle is not None else NOT_OURS if provisioner is None else PLAIN,
+        "reason": None if lifecycle is not None else why_not(provisioner),
         "image": image.id if image is not None else None,
         "device_bytes_away": sum(away.device.values()) if away is not None else 0,
         "progress": watched.progress.fraction if watched is not None and watched.progress is not None else None,
@@ -72,7 +79,7 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
     """
     lifecycle = provisioner.lifecycle if provisioner is not None else None
     if lifecycle is None:
-        raise StateError(PLAIN if provisioner is not None else NOT_OURS)
+        raise StateError(why_not(provisioner))
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
     found: list[Finding] = [*requests(provisioner), *lifecycle.findings()]

@@ -164,7 +164,7 @@ class VerbHandler(Handler):
         """Begin; 202 with the job."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+            raise StateError(documents.why_not(provisioner))
         parameters = self._parameters(verb)
         arguments = {name: value for name, value in parameters.items() if name != "when"}
         call = functools.partial(_call, provisioner, verb, arguments)
@@ -229,7 +229,7 @@ class ProtectHandler(Handler):
         """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+            raise StateError(documents.why_not(provisioner))
         body = self.body({"seconds"})
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")

@@ -102,6 +102,14 @@ class RuntimeDirectory(CapsuleError):
     )
 
 
+class KernelUnfit(GpuCkptError):
+    """The kernel ended before its first answer; it was started again plainly, and cannot be checkpointed."""
+
+    code = "KERNEL_UNFIT"
+    exit_status = 69
+    default_hint = "It works, but it cannot be checkpointed. What it said when it ended is in the server's log."
+
+
 # -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .errors import (
     DebuggerAttached,
     DeletedMapping,
     GpuCkptError,
+    KernelBusy,
     NoMemory,
     NoSpace,
     UnsupportedTerminal,
@@ -173,6 +174,20 @@ def look(
         )
     if disk_free is not None and (refused := over_quota(needed)) is not None:
         findings.append(_blocking(refused))
+    return findings
+
+
+def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:
+    """Findings from what clients have the kernel do: cells that run or wait in it, the types of other requests."""
+    findings = []
+    if cells:
+        behind = f", and {cells - 1} more wait behind it" if cells > 1 else ""
+        hint = "Have the kernel leave when the cell has finished, or interrupt the cell and try again."
+        busy = KernelBusy(f"A cell is running{behind}.", hint=hint, left="the kernel runs on", cells=cells)
+        findings.append(_blocking(busy))
+    if others:
+        types = ", ".join(sorted(set(others)))
+        findings.append(Finding("REQUESTS", f"The kernel has not answered all that was asked of it yet: {types}."))
     return findings
 
 

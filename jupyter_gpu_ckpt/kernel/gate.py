@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -26,9 +26,9 @@ import zmq
 from ..errors import GateError, GpuCkptError, StateError
 from . import wire
 from .loop import Loop
-from .proxy import ASK_TYPE, GateState, Proxy
+from .proxy import ASK_TYPE, GateState, Proxy, UnderWay
 
-__all__ = ["ASK_TYPE", "Gate", "GateState"]
+__all__ = ["ASK_TYPE", "Gate", "GateState", "UnderWay"]
 
 T = TypeVar("T")
 
@@ -139,6 +139,17 @@ class Gate:
         """
         self._await(lambda proxy, future: proxy.drain(future, timeout), timeout)
 
+    def when_idle(self) -> Future[None]:
+        """Settled once no cell runs or waits in the kernel; at that moment new requests begin to be kept.
+
+        Whoever waits does a verb then, or calls `release`.  Never blocks.  The future may be cancelled; one that was
+        settled before it could be has begun the keeping.  It fails with `StateError` if the kernel ends or is
+        restarted before, with `GateError` if the gate does.
+        """
+        future: Future[None] = self._submit(lambda proxy, future: proxy.when_idle(future))
+        future.add_done_callback(self._forget)
+        return future
+
     def close(self) -> None:
         """Disconnect from the kernel and go on keeping.
 
@@ -246,6 +257,11 @@ class Gate:
 
     # -- to the thread and back ---------------------------------------------------------------------------------------
 
+    @property
+    def under_way(self) -> UnderWay:
+        """What the kernel has not yet done of that which clients asked of it."""
+        return self._do(lambda proxy: proxy.under_way())
+
     def _do(self, verb: Callable[[Proxy], T]) -> T:
         def at_once(proxy: Proxy, future: Future[T]) -> None:
             future.set_result(verb(proxy))
@@ -254,22 +270,30 @@ class Gate:
 
     def _await(self, verb: Callable[[Proxy, Future[T]], None], timeout: float) -> T:
         """Have ``verb`` run on the gate's thread and wait for its future.  The thread keeps the deadline itself."""
-        future: Future[T] = Future()
-        with self._lock:
-            proxy, loop, thread = self._proxy, self._loop, self._thread
-            if proxy is None or loop is None or thread is None or self._broken is not None:
-                raise GateError("The gate does not run.") from self._broken
-            if thread is threading.current_thread():
-                raise GateError("The gate was called from its own callback, which would wait for itself.")
-            self._waiting.append(future)
-            loop.call(lambda: _perform(verb, proxy, future))
+        if self._thread is threading.current_thread():
+            raise GateError("The gate was called from its own callback, which would wait for itself.")
+        future = self._submit(verb)
         try:
             return future.result(timeout + _PROMPT)
         except FutureTimeout as error:
             raise GateError(f"The gate's thread did not answer within {timeout + _PROMPT:g} s.") from error
         finally:
-            with self._lock:
-                self._waiting.remove(future)
+            self._forget(future)
+
+    def _submit(self, verb: Callable[[Proxy, Future[T]], None]) -> Future[T]:
+        """Have ``verb`` run on the gate's thread; its future."""
+        future: Future[T] = Future()
+        with self._lock:
+            proxy, loop = self._proxy, self._loop
+            if proxy is None or loop is None or self._thread is None or self._broken is not None:
+                raise GateError("The gate does not run.") from self._broken
+            self._waiting.append(future)
+            loop.call(lambda: _perform(verb, proxy, future))
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._waiting.remove(future)
 
     def _run(self) -> None:
         proxy = self._proxy
@@ -288,9 +312,10 @@ class Gate:
         with self._lock:
             self._broken = self._broken or GateError("The gate was stopped.")
             self._loop.dispose()
-            for future in self._waiting:
-                if not future.done():
-                    future.set_exception(GateError(f"The call was given up: {reason}."))
+            waiting = list(self._waiting)
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):  # done, or cancelled
+                future.set_exception(GateError(f"The call was given up: {reason}."))
 
 
 def _perform(verb: Callable[[Proxy, Future[T]], None], proxy: Proxy, future: Future[T]) -> None:

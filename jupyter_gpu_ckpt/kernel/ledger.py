@@ -58,6 +58,12 @@ class Entry:
         return self.request.channel, self.request.subshell_id
 
     @property
+    def is_cell(self) -> bool:
+        """Whether a user has this code run, and sees its output."""
+        request = self.request
+        return request.msg_type == "execute_request" and not request.content.get("silent", False)
+
+    @property
     def straggles(self) -> bool:
         """Whether it may be that nothing more comes.
 
@@ -87,6 +93,18 @@ class Ledger:
     def working(self) -> bool:
         """Whether the kernel is at work on something that a user asked it to do, as far as can be told from here."""
         return any(wakes(entry.request) and not entry.straggles for entry in self._entries.values())
+
+    def cells(self) -> int:
+        """How many cells run in the kernel or wait there behind one that does.
+
+        Silent executions do not count: they are the questions of a front end's tools.
+        """
+        entries = self._entries.values()
+        return sum(entry.is_cell and not entry.straggles for entry in entries)
+
+    def other_types(self) -> tuple[str, ...]:
+        """Message types under way of what is no cell, oldest first."""
+        return tuple(entry.request.msg_type for entry in self._entries.values() if not entry.is_cell)
 
     def find(self, msg_id: str) -> Entry | None:
         """The entry of ``msg_id`` if it is under way."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -44,6 +46,15 @@ def require_private(base: Path) -> None:
             f"{base} is not a directory that belongs to this user alone.",
             hint="Remove it, or set another runtime directory (GpuCkptProvisioner.runtime_base).",
         )
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback address that nobody listens on at the moment, each another one."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def make_runtime_dir(base: Path, name: str = "") -> Path:

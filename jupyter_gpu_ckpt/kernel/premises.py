@@ -11,8 +11,9 @@ import dataclasses
 import functools
 import json
 import logging
+import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 from ..engine import fastpath
 from ..engine.capsule import Capsule
-from ..errors import CapsuleGone, GpuCkptError, RuntimeDirectory
+from ..errors import CapsuleGone, GpuCkptError, KernelUnfit, RuntimeDirectory
 from ..lifecycle import Engine, Home, Lifecycle, Settings
 from ..machine import State
 from ..trace import Sink, Trace
@@ -28,7 +29,7 @@ from .adoption import Orphan, Session, ended, sleeper
 from .desk import Desk
 from .gate import Gate, GateState
 from .inject import NOTICE, rewrite
-from .places import make_runtime_dir
+from .places import free_ports, make_runtime_dir
 from .registry import Registration, reap
 from .worker import Worker
 
@@ -71,11 +72,43 @@ def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _stillborn(status: int) -> KernelUnfit:
+    ended = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
+    return KernelUnfit(
+        f"The kernel {ended} before it had answered from its capsule, and was started again without one.",
+        left="the kernel runs, plainly",
+        status=status,
+    )
+
+
+@contextlib.contextmanager
+def _watched(process: subprocess.Popen[bytes], told: Callable[[], None]) -> Iterator[None]:
+    """If ``process`` ends during the body, call ``told`` on another thread until the body ends."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            if process.poll() is not None:
+                with contextlib.suppress(GpuCkptError):
+                    told()
+
+    watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
 class Premises:
     """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
 
     ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
     each event of the trace, on the thread of whoever made them; ``faults`` are those of the trace, for tests.
+    ``on_stillborn`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
+    that and the command by which to start it plainly; it returns the process, or None where nobody wants it.
+    ``on_fallback`` is called when that one has answered.
     """
 
     def __init__(
@@ -85,6 +118,8 @@ class Premises:
         on_state: Callable[[State, int | None], None],
         on_step: Sink,
         faults: list[Sink],
+        on_stillborn: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
+        on_fallback: Callable[[KernelUnfit], None],
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
         self.kernel_id = kernel_id
@@ -96,6 +131,8 @@ class Premises:
         #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
         self._on_state, self._on_step, self._faults, self._log = on_state, on_step, faults, log
+        self._on_stillborn, self._on_fallback = on_stillborn, on_fallback
+        self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
 
@@ -108,6 +145,11 @@ class Premises:
     def reachable(self) -> bool:
         """Whether the kernel gets what is sent to it: a wake opens the gate before the last of its steps is done."""
         return self.gate is not None and self.gate.state in (GateState.OPEN, GateState.DRAINING)
+
+    @property
+    def awaits_first_answer(self) -> bool:
+        """Whether the kernel was just launched and has yet to answer: if it ends now, another may take its place."""
+        return self._unanswered is not None and self._unanswered is self.lifecycle
 
     # -- a kernel comes
 
@@ -164,8 +206,9 @@ class Premises:
         )
         gate, lifecycle = self._furnish(engine, launch, session, back)
         launched: Future[bool] = Future()
+        self._unanswered = lifecycle
         # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
-        self.worker.submit(functools.partial(self._open_gate, lifecycle, gate, launch.start_timeout, launched))
+        self.worker.submit(functools.partial(self._meet, lifecycle, gate, launch, launched))
         try:
             lifecycle.launch(rewritten or argv, env, launch.cwd)
         finally:
@@ -194,7 +237,7 @@ class Premises:
             raise
         self._log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
         if lifecycle.state is State.RUNNING:
-            self.worker.submit(functools.partial(self._open_gate, lifecycle, gate, launch.start_timeout))
+            self.worker.submit(functools.partial(self._meet_again, lifecycle, gate, launch.start_timeout))
 
     def _furnish(
         self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
@@ -253,22 +296,71 @@ class Premises:
         lifecycle.on_state.append(self._note_state)
         return gate, lifecycle
 
-    def _open_gate(
-        self, lifecycle: Lifecycle, gate: Gate, timeout: float, launched: Future[bool] | None = None
-    ) -> None:
-        """First contact with a fresh kernel; clients' messages wait in the gate until then."""
-        if launched is not None and not launched.result():
-            return
+    def _meet(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
+        """First contact with a fresh kernel; clients' messages wait in the gate until then.
+
+        Where it ends before it has answered, a plain one takes its place behind the gate.
+        """
+        plain: subprocess.Popen[bytes] | None = None
+        try:
+            capsule = lifecycle.capsule if launched.result() else None
+            if capsule is None:
+                return
+            answered = False
+            with contextlib.suppress(CapsuleGone), capsule.watched(gate.close):
+                answered = self._open_gate(gate, launch.start_timeout)
+            status = capsule.poll()
+            if answered or lifecycle is not self.lifecycle:
+                return
+            if status is None:
+                self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
+                return
+            back, argv = self._plain_command(launch)
+            error = _stillborn(status)
+            plain = self._on_stillborn(error, argv)
+            if plain is not None:
+                lifecycle.on_state.clear()  # for everybody else the kernel has not ended
+                self.lifecycle = None
+                capsule.close()
+        finally:
+            if self._unanswered is lifecycle:
+                self._unanswered = None
+        if plain is not None:
+            gate.rebind_kernel(back)
+            with _watched(plain, gate.close):
+                answered = self._open_gate(gate, launch.start_timeout)
+            if answered:
+                self._on_fallback(error)
+
+    def _meet_again(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
+        """First contact with a kernel that was adopted while it ran."""
+        if not self._open_gate(gate, timeout) and lifecycle is self.lifecycle and lifecycle.poll() is None:
+            self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
+
+    def _plain_command(self, launch: Launch) -> tuple[dict[str, Any], list[str]]:
+        """Where a kernel without a capsule is to listen, on TCP as kernels do by themselves, and its command."""
+        assert self._registration is not None
+        back = {**_back_info(self._registration.directory, launch.front), "transport": "tcp", "ip": "127.0.0.1"}
+        back.update(zip((name for name in back if name.endswith("_port")), free_ports(5), strict=True))
+        file = self._registration.directory / "plain.json"
+        file.touch(0o600)
+        file.write_text(json.dumps(back))
+        return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
+
+    def _open_gate(self, gate: Gate, timeout: float) -> bool:
+        """Open the gate to a kernel that runs; whether that has answered."""
         try:
             gate.open(timeout)
-            self._note_identity(lifecycle)  # before it has any work in it
+            if self.lifecycle is not None:
+                self._note_identity(self.lifecycle)  # before it has any work in it
             # Its own idle was for the gate, and a server that restarted it by itself asks nothing: to that one it would
             # be starting, or be busy with the cell in which it died, until somebody runs something.
             gate.say("status", {"execution_state": "idle"})
             gate.release()
         except GpuCkptError as error:
-            if lifecycle is self.lifecycle and lifecycle.poll() is None:
-                self._log.error("Kernel %s does not answer through the gate: %s", self.kernel_id, error.code)
+            self._log.info("Kernel %s has not answered: %s", self.kernel_id, error.code)
+            return False
+        return True
 
     def _note_identity(self, lifecycle: Lifecycle) -> None:
         """For a server that adopts the living kernel: it must not ask who that is, see `Proxy.open`."""

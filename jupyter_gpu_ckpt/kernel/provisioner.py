@@ -10,10 +10,12 @@ A host that cannot checkpoint still starts kernels: plainly, with one line in th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
-from ..errors import GpuCkptError, HostError, StateError
+from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
 from ..estimate import RATES
 from ..image.encryption import Vault
 from ..image.node import unbindable
@@ -31,10 +33,11 @@ from ..lifecycle import Lifecycle, Settings
 from ..machine import State
 from ..steps import REFRESHED
 from ..trace import Sink, StepEvent, notify
+from . import unfit
 from .adoption import Orphan, not_adopted, orphan, sleeper
 from .desk import Desk
 from .engines import shared_engine, with_own_store
-from .gate import Gate
+from .gate import Gate, GateState
 from .inject import NOTICE, PLAIN, rewrite
 from .places import default_archive_url, default_image_dir, default_runtime_base
 from .premises import Launch, Premises
@@ -156,11 +159,24 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        #: Why a kernel that was started plainly was: it had ended behind the gate.  None for all others.
+        self.unfit: KernelUnfit | None = None
+        #: What the kernel was launched with, should it have to be once more.
+        self._arguments: dict[str, Any] = {}
+        self._key: unfit.Key = ()
+        #: Whether somebody has asked for the end of the kernel.
+        self._unwanted = False
         #: Listeners to the trace of this kernel's steps, and the faults that tests inject into them; see `trace`.
         self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
         self.faults: list[Sink] = []
         self._premises = Premises(
-            self.kernel_id, on_state=self._note_state, on_step=self._tell_sinks, faults=self.faults, log=self.log
+            self.kernel_id,
+            on_state=self._note_state,
+            on_step=self._tell_sinks,
+            faults=self.faults,
+            on_stillborn=self._start_again_plainly,
+            on_fallback=self._note_fallback,
+            log=self.log,
         )
         #: Called with each new state, on the thread of whoever made it.  Unlike the lifecycle's own listeners these
         #: outlive a restart.
@@ -215,14 +231,36 @@ class GpuCkptProvisioner(LocalProvisioner):
         """
         await self._premises.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
 
+    @contextlib.asynccontextmanager
+    async def once_idle(self) -> AsyncIterator[None]:
+        """Wait until no cell runs or waits in the kernel; the body is the verb that comes before the next cell.
+
+        Raises `StateError` where the kernel ends or is restarted before.
+        """
+        self._checkpointable()
+        gate = self.gate
+        if gate is None:
+            raise StateError("The kernel has no gate any more.")
+        idle = gate.when_idle()
+        try:
+            await asyncio.wrap_future(idle)
+            yield
+        finally:
+            # `cancel` first: what it comes too late for has begun the keeping of requests, and a verb that was done, or
+            # failed in its drain, has ended that.
+            if not idle.cancel() and idle.exception() is None and gate.state is GateState.DRAINING:
+                with contextlib.suppress(GpuCkptError):  # another verb is at it
+                    await asyncio.to_thread(gate.release)
+
     def _restore(self, gpu_map: dict[str, str], accept_changed_files: bool | None) -> None:
         self._checkpointable().restore(gpu_map, accept_changed_files=accept_changed_files)
 
     def _checkpointable(self) -> Lifecycle:
         if self.lifecycle is None:
+            why = {"hint": self.unfit.message} if self.unfit is not None else {}
             raise StateError(
                 "This kernel was started plainly and cannot be checkpointed.",
-                hint="`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel.",
+                **{"hint": "`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel.", **why},
             )
         return self.lifecycle
 
@@ -287,13 +325,25 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.ports_cached = True
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
-        """Called from the kernel manager; also on restart.  Falls back to a plain start on a host that is unfit."""
+        """Called from the kernel manager; also on restart.
+
+        Falls back to a plain start on a host that is unfit, and for a kernel that is.
+        """
         found, self._orphan = self._orphan, None
+        launch = self._launch(cmd, kwargs)
+        self._unwanted, self._arguments = False, dict(kwargs)
+        self._key = unfit.key(launch.kernel_name, launch.cmd, launch.connection_file)
+        self.unfit = unfit.known(self._key) if found is None else None
+        if self.unfit is not None:
+            self._premises.close()
+            self._launched = True
+            self.log.warning("Kernel %s is started plainly, as others of its kind: %s", self.kernel_id, self.unfit)
+            return await super().launch_kernel(cmd, **kwargs)
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
             vault = Vault(self.encryption_key, Path(self.memory_dir)) if self.encryption_key else None
             engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
-            await asyncio.to_thread(self._premises.fill, engine, self._launch(cmd, kwargs), found)
+            await asyncio.to_thread(self._premises.fill, engine, launch, found)
         except HostError as error:
             self._premises.close()
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
@@ -307,6 +357,27 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._launched = True
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
+
+    def _start_again_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
+        """Called on the worker's thread when a kernel ended before its first answer."""
+        if self._unwanted:
+            return None
+        try:
+            asyncio.run(super().launch_kernel(cmd, **self._arguments))
+        except Exception as foreign:
+            self.log.error("Kernel %s could not be started plainly either: %s", self.kernel_id, type(foreign).__name__)
+            return None
+        process: subprocess.Popen[bytes] | None = self.process
+        if self._unwanted and process is not None:  # meanwhile; whoever wants its end may have seen the other one only
+            process.kill()
+        self.unfit = error
+        self.log.info("Kernel %s ended before its first answer; it is tried without a capsule.", self.kernel_id)
+        return process
+
+    def _note_fallback(self, error: KernelUnfit) -> None:
+        """Called on the worker's thread when the plain kernel has answered, which the other one had not."""
+        self.log.warning("Kernel %s: %s", self.kernel_id, error)
+        unfit.remember(self._key, error)
 
     def _launch(self, cmd: list[str], kwargs: Mapping[str, Any]) -> Launch:
         info: dict[str, Any] = dict(self.connection_info)
@@ -347,21 +418,24 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
-        if self.lifecycle is None:
+        lifecycle = self.lifecycle
+        if lifecycle is None:
             return await super().poll()
-        return self.lifecycle.poll()
+        return None if self._premises.awaits_first_answer else lifecycle.poll()
 
     async def wait(self) -> int | None:
         """Called by the kernel manager once the kernel should be gone."""
-        if self.lifecycle is None:
+        lifecycle = self.lifecycle
+        if lifecycle is None:
             return await super().wait()
-        while (status := self.lifecycle.poll()) is None:  # noqa: ASYNC110
+        while (status := lifecycle.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # a process's end has no event loop of ours to tell it to
         self._premises.vacate()
         return status
 
     async def send_signal(self, signum: int) -> None:
         """Called to interrupt and to end.  A sleeping kernel has nothing to interrupt; ending it drops the process."""
+        self._unwanted = self._unwanted or signum in (signal.SIGKILL, signal.SIGTERM)
         if self.lifecycle is None:
             return await super().send_signal(signum)
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._premises.reachable):
@@ -380,6 +454,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
+        self._unwanted = True
         if self.lifecycle is not None and not self._premises.reachable:
             await asyncio.to_thread(self.lifecycle.terminate)
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -55,6 +56,14 @@ class GateState(str, Enum):
     __str__ = str.__str__
 
 
+@dataclass(frozen=True)
+class UnderWay:
+    """What a kernel is doing for clients: how many cells run or wait in it, and the types of its other requests."""
+
+    cells: int
+    others: tuple[str, ...]
+
+
 class Proxy:
     """The thread's side of one gate; see `gate.Gate` for the meaning of the verbs."""
 
@@ -84,6 +93,7 @@ class Proxy:
         self._errands = Errands(self._signer)
         self.voice = Voice(self._signer, kernel_id, self._to_clients)
         self._drain = Drain(self.ledger, self._send_errand, self._freed)
+        self._idlers: list[Future[None]] = []
         self._woken = False  # on_wake was called for this sleep
         self._dead = False
         self._question: tuple[Request, Future[str | None]] | None = None
@@ -178,6 +188,15 @@ class Proxy:
         self.state = GateState.DRAINING
         self._drain.begin(future, timeout)
         self._settle_drain()
+
+    def when_idle(self, future: Future[None]) -> None:
+        """Keep new requests from the moment at which no cell is under way any more."""
+        self._idlers.append(future)
+        self._settle_idlers()
+
+    def under_way(self) -> UnderWay:
+        """What the kernel is doing for clients."""
+        return UnderWay(self.ledger.cells(), self.ledger.other_types())
 
     def close(self) -> None:
         """Disconnect from the kernel and go on keeping."""
@@ -283,6 +302,7 @@ class Proxy:
         while self._beats:
             wire.send(self._front["hb"], self._beats.popleft())
         self._drain.give_up(reason)
+        self._fail_idlers(reason)
         self._asked(self.ledger.clear())
         while (errand := next(iter(self._errands), None)) is not None:  # a failure may end in here again
             self._errands.drop(errand)
@@ -342,6 +362,8 @@ class Proxy:
         if request.channel != "stdin":
             self.ledger.forwarded(request)
             self._drain.news()
+        if request.msg_type == "shutdown_request":  # its cells end by that, and there is nothing to come after them
+            self._fail_idlers("the kernel is being shut down")
 
     def _wake(self, msg_type: str) -> None:
         if self._woken:
@@ -439,6 +461,7 @@ class Proxy:
                 self.ledger.begun(msg_id)
             elif state == "idle":
                 self._completed(self.ledger.idled(msg_id))
+                self._settle_idlers()  # also where the reply is late, or never comes
 
     def _ask_came(self, rest: list[bytes]) -> bool:
         message = self._signer.deserialize(rest)  # checks the signature: this message makes the gate do something
@@ -468,10 +491,27 @@ class Proxy:
             self.state = GateState.DRAINING
         for content in asks:
             self._tell(self._on_ask, content)
+        self._settle_idlers()
 
     def _freed(self, entries: list[Entry]) -> None:
         self._asked(entries)
         self._settle_drain()
+
+    def _fail_idlers(self, reason: str) -> None:
+        idlers, self._idlers = self._idlers, []
+        for future in idlers:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(StateError(f"The kernel's cells were not waited for to the end: {reason}."))
+
+    def _settle_idlers(self) -> None:
+        if not self._idlers or self.ledger.cells():
+            return
+        idlers, self._idlers = self._idlers, []
+        wanted = [future for future in idlers if future.set_running_or_notify_cancel()]
+        if wanted and self.state is GateState.OPEN:
+            self.state = GateState.DRAINING  # as for a cell that asked: see `_asked`
+        for future in wanted:
+            future.set_result(None)
 
     def _settle_drain(self) -> None:
         if self._drain.settled():

@@ -17,12 +17,19 @@ from ..kernel.adoption import Session, only_copy
 from ..kernel.engines import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from ..preflight import Finding
+from ..preflight import Finding, judge_requests, require
 from .jobs import Job
 from .watch import Watched, device_bytes
 
 NOT_OURS = "This kernel was started by another provisioner."
 PLAIN = "This kernel was started plainly; restart it once `jupyter gpu-ckpt doctor` finds nothing missing."
+
+
+def why_not(provisioner: GpuCkptProvisioner | None) -> str:
+    """Why a kernel without a lifecycle cannot be checkpointed."""
+    if provisioner is None:
+        return NOT_OURS
+    return PLAIN if provisioner.unfit is None else f"{provisioner.unfit.message} {provisioner.unfit.hint}"
 
 
 def kernel(
@@ -44,7 +51,7 @@ def kernel(
         "state": provisioner.state.value if provisioner is not None else State.RUNNING.value,
         "since": watched.since if watched is not None and watched.state is not None else None,
         "checkpointable": lifecycle is not None,
-        "reason": None if lifecycle is not None else NOT_OURS if provisioner is None else PLAIN,
+        "reason": None if lifecycle is not None else why_not(provisioner),
         "image": image.id if image is not None else None,
         "device_bytes_away": sum(away.device.values()) if away is not None else 0,
         "progress": watched.progress.fraction if watched is not None and watched.progress is not None else None,
@@ -72,10 +79,10 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
     """
     lifecycle = provisioner.lifecycle if provisioner is not None else None
     if lifecycle is None:
-        raise StateError(PLAIN if provisioner is not None else NOT_OURS)
+        raise StateError(why_not(provisioner))
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
-    found: list[Finding] = lifecycle.findings()
+    found: list[Finding] = [*requests(provisioner), *lifecycle.findings()]
     return {
         "ok": not any(finding.blocks for finding in found),
         "findings": [
@@ -88,6 +95,20 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
             for finding in found
         ],
     }
+
+
+def requests(provisioner: GpuCkptProvisioner | None) -> list[Finding]:
+    """What preflight says of that which clients have a kernel do now.  Asks the gate's thread."""
+    gate = provisioner.gate if provisioner is not None else None
+    if gate is None:
+        return []
+    under_way = gate.under_way
+    return judge_requests(under_way.cells, under_way.others)
+
+
+def require_no_cell(provisioner: GpuCkptProvisioner) -> None:
+    """Raise `KernelBusy` while a cell runs.  Asks the gate's thread."""
+    require(requests(provisioner))
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:

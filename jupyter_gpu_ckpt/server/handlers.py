@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 VERBS = ("suspend", "resume", "checkpoint", "restore")
+_LEAVING = ("suspend", "checkpoint")
+_PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
 
 Method = Callable[..., Awaitable[None]]
 
@@ -162,15 +164,24 @@ class VerbHandler(Handler):
         """Begin; 202 with the job."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+            raise StateError(documents.why_not(provisioner))
         parameters = self._parameters(verb)
-        job = self.app.jobs.start(kernel_id, verb, parameters, functools.partial(_call, provisioner, verb, parameters))
+        arguments = {name: value for name, value in parameters.items() if name != "when"}
+        call = functools.partial(_call, provisioner, verb, arguments)
+        moment = None
+        if parameters.get("when") == "idle":
+            moment = provisioner.once_idle()
+        elif verb in _LEAVING:
+            await asyncio.to_thread(documents.require_no_cell, provisioner)
+        job = self.app.jobs.start(kernel_id, verb, parameters, call, moment)
         self.set_status(202)
         self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
         self.reply(job.as_dict())
 
     def _parameters(self, verb: str) -> dict[str, Any]:
-        body = self.body({"gpu_map", "accept_changed_files"} if verb == "restore" else set())
+        body = self.body(_PARAMETERS.get(verb, set()))
+        if body.get("when", "now") not in ("now", "idle"):
+            raise BadRequest('when is "now" or "idle".')
         mapping = body.get("gpu_map", {})
         if not isinstance(mapping, dict) or not all(isinstance(uuid, str) for uuid in mapping.values()):
             raise BadRequest("gpu_map must map GPU UUIDs to GPU UUIDs.")
@@ -218,7 +229,7 @@ class ProtectHandler(Handler):
         """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.NOT_OURS if provisioner is None else documents.PLAIN)
+            raise StateError(documents.why_not(provisioner))
         body = self.body({"seconds"})
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")
@@ -236,6 +247,17 @@ class JobHandler(Handler):
         job = self.app.jobs.get(id)
         if job is None:
             raise web.HTTPError(404, "There is no such job, or it ended long ago.")
+        self.reply(job.as_dict())
+
+    @web.authenticated
+    @authorized
+    @_told
+    async def delete(self, id: str) -> None:
+        """Call off a job that waits for its moment."""
+        job = self.app.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, "There is no such job, or it ended long ago.")
+        self.app.jobs.cancel(job)
         self.reply(job.as_dict())
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import GpuCkptError
+from ..errors import GpuCkptError, StateError
 
 #: Jobs that have ended are remembered, the newest of them.
 REMEMBERED = 200
@@ -28,12 +30,18 @@ class Job:
     error: dict[str, Any] | None = None
     #: What the verb has to tell, as JSON; None for most.
     result: dict[str, Any] | None = None
+    #: Whether the verb has not begun: it waits for its moment.
+    waits: bool = False
+    #: Whether somebody called it off while it waited.
+    cancelled: bool = False
 
     @property
     def status(self) -> str:
-        """``running``, ``done`` or ``failed``."""
+        """``waiting``, ``running``, ``done``, ``failed`` or ``cancelled``."""
+        if self.cancelled:
+            return "cancelled"
         if self.ended is None:
-            return "running"
+            return "waiting" if self.waits else "running"
         return "failed" if self.error else "done"
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,33 +67,51 @@ class Jobs:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(
-        self, kernel_id: str, verb: str, parameters: Mapping[str, Any], call: Callable[[], Awaitable[Any]]
+        self,
+        kernel_id: str,
+        verb: str,
+        parameters: Mapping[str, Any],
+        call: Callable[[], Awaitable[Any]],
+        moment: AbstractAsyncContextManager[None] | None = None,
     ) -> Job:
-        """Begin ``call``; the same request again, while it is under way, is the same job."""
+        """Begin ``call``, inside ``moment`` where it waits for one; the same request again joins the one under way."""
         for job in self.running():
             if (job.kernel_id, job.verb, job.parameters) == (kernel_id, verb, parameters):
                 return job
-        job = Job(secrets.token_hex(8), kernel_id, verb, dict(parameters))
+        job = Job(secrets.token_hex(8), kernel_id, verb, dict(parameters), waits=moment is not None)
         self._jobs[job.id] = job
-        self._tasks[job.id] = asyncio.create_task(self._run(job, call), name=f"gpu-ckpt {verb} {kernel_id}")
+        run = self._run(job, call, moment or contextlib.nullcontext())
+        task = self._tasks[job.id] = asyncio.create_task(run, name=f"gpu-ckpt {verb} {kernel_id}")
+        task.add_done_callback(lambda _: self._ended(job))  # also of one that is called off before it has begun
         return job
 
-    async def _run(self, job: Job, call: Callable[[], Awaitable[Any]]) -> None:
+    def cancel(self, job: Job) -> None:
+        """Call off a job that waits.  Raises `StateError` for one that does not, or not any more."""
+        if job.status != "waiting":
+            raise StateError(f"The job is {job.status}; only one that waits can be called off.", left=job.status)
+        job.cancelled, job.ended = True, time.time()
+        self._tasks[job.id].cancel()
+
+    async def _run(
+        self, job: Job, call: Callable[[], Awaitable[Any]], moment: AbstractAsyncContextManager[None]
+    ) -> None:
         try:
-            told = await call()
+            async with moment:
+                job.waits = False
+                told = await call()
             job.result = told if isinstance(told, dict) else None
         except asyncio.CancelledError:
+            if job.cancelled:
+                return
             job.error = GpuCkptError("The server stopped waiting for it.", hint="Look at the kernel's state.").as_dict()
             raise
         except Exception as error:
             ours = error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
             job.error = ours.as_dict()
-        finally:
-            job.ended = time.time()
-            self._tasks.pop(job.id, None)
-            self._forget()
 
-    def _forget(self) -> None:
+    def _ended(self, job: Job) -> None:
+        job.ended = job.ended or time.time()
+        self._tasks.pop(job.id, None)
         ended = [job.id for job in self._jobs.values() if job.ended is not None]
         for id in ended[:-REMEMBERED]:
             del self._jobs[id]
@@ -95,7 +121,7 @@ class Jobs:
         return self._jobs.get(id)
 
     def running(self) -> list[Job]:
-        """Jobs under way, oldest first."""
+        """Jobs that wait or are under way, oldest first."""
         return [job for job in self._jobs.values() if job.ended is None]
 
     def of_kernel(self, kernel_id: str) -> Job | None:

@@ -65,7 +65,7 @@ class Server:
 
     def ended(self, job: str) -> dict[str, Any]:
         """A job, once it has ended."""
-        return until(lambda: (found := self.get(f"gpu-ckpt/jobs/{job}"))["status"] != "running" and found)
+        return until(lambda: (found := self.get(f"gpu-ckpt/jobs/{job}"))["ended"] is not None and found)
 
     @contextmanager
     def client(self, kernel_id: str) -> Iterator[BlockingKernelClient]:

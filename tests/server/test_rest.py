@@ -204,14 +204,76 @@ def test_documents_with_something_in_them_are_as_described(live, kernel_id):
 def test_the_same_request_joins_the_running_job_and_a_later_one_does_not(live, kernel_id):
     path = f"gpu-ckpt/kernels/{kernel_id}/checkpoint"
     with live.busy(kernel_id):
-        ids = {live.ask("POST", path).json()["id"] for _ in range(3)}
+        ids = {live.ask("POST", path, json={"when": "idle"}).json()["id"] for _ in range(3)}
         assert len(ids) == 1
         (job,) = ids
-        assert live.get(f"gpu-ckpt/jobs/{job}")["status"] == "running"
+        assert live.get(f"gpu-ckpt/jobs/{job}")["status"] == "waiting"
     until(lambda: live.get(f"gpu-ckpt/jobs/{job}")["status"] == "done")
-    reply = live.ask("POST", path)
+    reply = live.ask("POST", path, json={"when": "idle"})
     assert reply.json()["id"] != job
     assert reply.headers["Location"].endswith(f"/gpu-ckpt/jobs/{reply.json()['id']}")
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_while_a_cell_runs_preflight_says_so_and_the_verb_is_refused_at_once(live, kernel_id, verb):
+    with live.busy(kernel_id), live.client(kernel_id) as client:
+        client.execute("behind = 1")
+        until(lambda: live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["findings"][0]["text"].endswith("behind it."))
+        findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")
+        validate("/kernels/{kernel_id}/preflight", findings)
+        assert not findings["ok"]
+        assert (findings["findings"][0]["code"], findings["findings"][0]["blocks"]) == ("KERNEL_BUSY", True)
+        assert findings["findings"][0]["text"] == "A cell is running, and 1 more wait behind it."
+        reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}")
+        assert reply.status_code == 409
+        error = reply.json()["error"]
+        assert (error["code"], error["left"], error["details"]) == ("KERNEL_BUSY", "the kernel runs on", {"cells": 2})
+        document = live.get(f"gpu-ckpt/kernels/{kernel_id}")
+        assert (document["state"], document["failure"], document["job"]) == ("running", None, None)
+    assert live.run(kernel_id, "print(behind)") == "1"
+
+
+def test_a_verb_can_wait_for_the_cells_and_comes_before_the_next_one(live, kernel_id):
+    with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        with live.busy(kernel_id):
+            queued = client.execute("import os; behind = os.getpid()")
+            reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint", json={"when": "idle"})
+            job = reply.json()
+            assert (reply.status_code, job["status"]) == (202, "waiting")
+            assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["job"]["status"] == "waiting"
+            assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
+        while client.get_shell_msg(timeout=60)["parent_header"]["msg_id"] != queued:
+            pass
+        overtaking = client.execute("after = behind")  # kept: the kernel leaves first, and comes back for it
+        ended = live.ended(job["id"])
+        assert (ended["status"], ended["error"]) == ("done", None), ended
+        assert client.get_shell_msg(timeout=60)["parent_header"]["msg_id"] == overtaking
+    assert live.run(kernel_id, "print(after == behind)") == "True"
+    assert len([line for line in live.log.splitlines() if kernel_id in line and "to=checkpointed" in line]) == 1
+
+
+def test_a_verb_that_waits_can_be_called_off(live, kernel_id):
+    with live.busy(kernel_id):
+        job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/suspend", json={"when": "idle"}).json()
+        called_off = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
+        assert (called_off.status_code, called_off.json()["status"]) == (200, "cancelled")
+        again = live.ask("DELETE", f"gpu-ckpt/jobs/{job['id']}")
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "WRONG_STATE")
+    assert live.run(kernel_id, "print(1)") == "1"
+    assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
+
+
+def test_a_verb_that_waits_is_not_done_to_the_kernel_that_comes_after_a_restart(live, kernel_id):
+    with live.client(kernel_id) as client:
+        client.wait_for_ready(timeout=60)
+        client.execute("while True: pass")
+        until(lambda: not live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")["ok"])
+        job = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/checkpoint", json={"when": "idle"}).json()
+        assert live.ask("POST", f"api/kernels/{kernel_id}/restart").ok
+        assert live.ended(job["id"])["error"]["code"] == "WRONG_STATE"
+    assert live.run(kernel_id, "print(2)") == "2"
+    assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["state"] == "running"
 
 
 def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
@@ -246,6 +308,9 @@ def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
         ("restore", {"gpu_map": ["a"]}),
         ("restore", {"accept_changed_files": "yes"}),
         ("restore", {"other": 1}),
+        ("restore", {"when": "idle"}),
+        ("suspend", {"when": "later"}),
+        ("checkpoint", {"when": True}),
         ("checkpoint", {"gpu_map": {}}),
         ("suspend", "text"),
     ],

@@ -346,6 +346,8 @@ class Proxy:
                 self._tell(self._on_ask, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))})
         elif kind == "kernel_info_request" and self.voice.info is not None and not self._dead:
             self.voice.kernel_info(request)
+            if self.state in (GateState.HELD, GateState.ASLEEP):  # in a drain its cells may run still
+                self.voice.idle()
         elif not self.hold.append(request):
             self.voice.refused(request)
         elif self.state is GateState.ASLEEP and wakes(request):

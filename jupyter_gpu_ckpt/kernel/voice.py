@@ -15,6 +15,9 @@ from .wire import Request
 
 Send = Callable[[str, list[bytes]], None]
 
+#: The type of a request that nobody sent: the parent of a status that answers none.
+IDLE_TYPE = "gpu_ckpt_idle"
+
 
 class Voice:
     """Builds the kernel's messages and hands their frames to ``send(channel, frames)``.
@@ -76,6 +79,16 @@ class Voice:
     def status(self, state: str, request: Request) -> None:
         """``busy`` or ``idle`` for ``request``."""
         self._iopub("status", {"execution_state": state}, request)
+
+    def idle(self) -> None:
+        """Tell every client that the kernel is idle, in answer to none.
+
+        A front end that connects learns the status from outputs, and does not count those that belong to a
+        ``kernel_info_request`` (jupyter_server's ``untracked_message_types``).  The parent is of a type of its own: a
+        status without a parent would count as activity of the kernel.
+        """
+        parent = self._session.msg_header(IDLE_TYPE)
+        self._send("iopub", self._frames("status", {"execution_state": "idle"}, parent, [self._topic + b"status"]))
 
     def answer(self, request: Request, content: dict[str, Any], error: dict[str, Any] | None = None) -> None:
         """busy, the iopub ``error`` if there is one, the reply if the type of ``request`` has one, idle."""

@@ -25,6 +25,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..kernel.voice import IDLE_TYPE
 from ..machine import State
 from .presence import Presence
 
@@ -123,6 +124,10 @@ class CheckpointKernelManagerMixin(_Base):
                 told(kernel_id, provisioner)
 
     # -- culling
+
+    def track_message_type(self, message_type: Any) -> bool:
+        """Called from jupyter_server: whether a kernel is in use because of such a message, or of an answer to it."""
+        return message_type != IDLE_TYPE and bool(super().track_message_type(message_type))
 
     def initialize_culler(self) -> None:
         """Called from jupyter_server after the first kernel's start.  Expiry needs no culling of live kernels."""

@@ -9,6 +9,9 @@ export type State =
 
 export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
 
+/** When a kernel that works is to leave: never mind and be refused, or when its cells have finished. */
+export type When = 'now' | 'idle';
+
 export interface IFailure {
   verb: Verb;
   step: string;
@@ -43,6 +46,9 @@ export interface IKernel {
   device_bytes?: Record<string, number> | null;
 }
 
+/** The code of an error, or of a finding: a cell runs. */
+export const BUSY = 'KERNEL_BUSY';
+
 export interface IErrorDetail {
   code: string;
   message: string;
@@ -54,7 +60,8 @@ export interface IJob {
   id: string;
   kernel_id: string;
   verb: Verb;
-  status: 'running' | 'done' | 'failed';
+  /** `waiting`: for the cells of the kernel. */
+  status: 'waiting' | 'running' | 'done' | 'failed' | 'cancelled';
   started: number;
   ended: number | null;
   error: IErrorDetail | null;
@@ -138,6 +145,13 @@ export interface IFailureEvent extends IFailure {
   kernel_id: string;
 }
 
+export interface IProtectionEvent {
+  kind: 'protection';
+  kernel_id: string;
+  /** Until when no policy touches the kernel; null: it is not protected. */
+  protected_until: number | null;
+}
+
 export interface IGpuEvent {
   kind: 'gpus';
   at: number;
@@ -145,12 +159,13 @@ export interface IGpuEvent {
   gpu_seconds_given_back: number;
 }
 
-export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IGpuEvent;
+export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IProtectionEvent | IGpuEvent;
 
 const KINDS: Record<string, ServerEvent['kind']> = {
   [`${SCHEMAS}kernel_state/v1`]: 'state',
   [`${SCHEMAS}kernel_step/v1`]: 'step',
   [`${SCHEMAS}kernel_failure/v1`]: 'failure',
+  [`${SCHEMAS}kernel_protection/v1`]: 'protection',
   [`${SCHEMAS}gpu_usage/v1`]: 'gpus'
 };
 

@@ -22,7 +22,6 @@ export class Badge extends Widget {
 
   override dispose(): void {
     this.context.preferences.changed.disconnect(this._renew, this);
-    this.kernel.dispose();
     super.dispose();
   }
 

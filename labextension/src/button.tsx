@@ -25,7 +25,6 @@ export class CheckpointButton extends ReactWidget {
   override dispose(): void {
     this.context.host.changed.disconnect(this._renew, this);
     this.context.preferences.changed.disconnect(this._renew, this);
-    this.kernel.dispose();
     super.dispose();
   }
 
@@ -62,6 +61,9 @@ export class CheckpointButton extends ReactWidget {
     const state = trans.__('Kernel %1', word(model.phase, trans));
     if (model.progress !== null) {
       return `${state}, ${Math.round(100 * model.progress.fraction)} %`;
+    }
+    if (model.waiting !== null) {
+      return trans.__('%1, sleeps when its cells have finished', state);
     }
     const rest = model.policy?.protected_s ?? 0;
     return isProtected(model) ? trans.__('%1, protected for %2', state, duration(rest)) : state;
@@ -106,6 +108,9 @@ export class CheckpointButton extends ReactWidget {
     menu.addClass('jp-gpuCkpt-menu');
     for (const command of [IDS.suspend, IDS.checkpoint, IDS.wake]) {
       menu.addItem({ command, args: { kernelId } });
+    }
+    if (commands.isEnabled(IDS.stay, { kernelId })) {
+      menu.addItem({ command: IDS.stay, args: { kernelId } });
     }
     menu.addItem({ type: 'separator' });
     const protections = new Menu({ commands });

@@ -3,7 +3,7 @@
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 
-import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IPreflight, IStatus, Verb } from './api';
+import type { IErrorDetail, IGpus, IImage, IJob, IKernel, IPreflight, IStatus, Verb, When } from './api';
 
 /** The server refused; what it says is for the user. */
 export class Refused extends Error {
@@ -35,8 +35,14 @@ export class Client {
     return this.ask('GET', 'kernels', id, 'preflight');
   }
 
-  begin(id: string, verb: Verb): Promise<IJob> {
-    return this.ask('POST', 'kernels', id, verb);
+  /** `when` says what to do about a running cell; only a kernel that is to leave is asked that. */
+  begin(id: string, verb: Verb, when: When = 'now'): Promise<IJob> {
+    return this.send('POST', ['kernels', id, verb], when === 'idle' ? JSON.stringify({ when }) : null);
+  }
+
+  /** Cancel a job that waits for a cell. */
+  cancel(job: string): Promise<IJob> {
+    return this.ask('DELETE', 'jobs', job);
   }
 
   job(id: string): Promise<IJob> {

@@ -3,7 +3,7 @@
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import type { ReadonlyPartialJSONObject } from '@lumino/coreutils';
 
-import type { Verb } from './api';
+import type { Verb, When } from './api';
 import type { IContext } from './context';
 import { explain } from './explain';
 import type { KernelModel } from './kernel';
@@ -16,7 +16,8 @@ export const IDS = {
   checkpoint: 'gpu-ckpt:checkpoint',
   wake: 'gpu-ckpt:wake',
   protect: 'gpu-ckpt:protect',
-  explain: 'gpu-ckpt:explain'
+  explain: 'gpu-ckpt:explain',
+  stay: 'gpu-ckpt:stay'
 } as const;
 
 /** Seconds that a kernel can be protected for from the menu; 0 ends it. */
@@ -31,9 +32,11 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     return id === null ? null : kernels.get(id);
   };
 
-  const begin = async (kernel: KernelModel, verb: Verb): Promise<void> => {
+  const begin = async (kernel: KernelModel, verb: Verb, when: When = 'now'): Promise<void> => {
     try {
-      await kernels.begin(kernel.id, verb);
+      if (await kernels.begin(kernel.id, verb, when)) {
+        announcer.waits(kernel);
+      }
     } catch (error) {
       announcer.refused(kernel, verb, error);
     }
@@ -48,8 +51,9 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     },
     execute: async (args: ReadonlyPartialJSONObject) => {
       const kernel = meant(args);
-      if (kernel !== null && (await confirmed(kernel, label))) {
-        await begin(kernel, verb);
+      const when = args.when === 'idle' ? 'idle' : 'now';
+      if (kernel !== null && (when === 'idle' || (await confirmed(kernel, label)))) {
+        await begin(kernel, verb, when);
       }
     }
   });
@@ -86,6 +90,22 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
       const kernel = meant(args);
       if (kernel !== null) {
         await begin(kernel, kernel.phase === 'suspended' ? 'resume' : 'restore');
+      }
+    }
+  });
+
+  commands.addCommand(IDS.stay, {
+    label: trans.__('Do not sleep after this cell'),
+    caption: trans.__('Takes back that the kernel sleeps when its cells have finished'),
+    isEnabled: args => meant(args)?.waiting != null,
+    execute: async args => {
+      const kernel = meant(args);
+      if (kernel !== null) {
+        try {
+          await kernels.cancel(kernel.id);
+        } catch (error) {
+          announcer.stays(kernel, error);
+        }
       }
     }
   });
@@ -128,8 +148,8 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     isEnabled: args => meant(args) !== null,
     execute: async args => {
       const kernel = meant(args);
-      if (kernel !== null) {
-        await explain(context, kernel);
+      if (kernel !== null && (await explain(context, kernel))) {
+        await begin(kernel, 'checkpoint', 'idle');
       }
     }
   });

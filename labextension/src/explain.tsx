@@ -3,7 +3,7 @@
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
 
-import type { IFinding } from './api';
+import { BUSY, type IFinding } from './api';
 import { Refused } from './client';
 import type { IContext } from './context';
 import type { KernelModel } from './kernel';
@@ -12,13 +12,17 @@ import { nameOf } from './notebooks';
 interface IAnswer {
   head: string;
   findings: IFinding[];
+  /** A cell is all that is in the way. */
+  busy?: boolean;
 }
 
-/** Ask the server, and show what it says. */
-export async function explain(context: IContext, kernel: KernelModel): Promise<void> {
+/** Ask the server, and show what it says.  Whether the kernel is to leave when its cell has finished. */
+export async function explain(context: IContext, kernel: KernelModel): Promise<boolean> {
   const { trans } = context;
-  const { head, findings } = await answer(context, kernel);
-  await showDialog({
+  const { head, findings, busy } = await answer(context, kernel);
+  const close = Dialog.okButton({ label: trans.__('Close') });
+  const later = Dialog.okButton({ label: trans.__('Sleep when the cell has finished') });
+  const { button } = await showDialog({
     title: trans.__('Can %1 leave the GPU?', nameOf(context.services, kernel.id)),
     body: (
       <div className="jp-gpuCkpt-explain">
@@ -34,8 +38,9 @@ export async function explain(context: IContext, kernel: KernelModel): Promise<v
         )}
       </div>
     ),
-    buttons: [Dialog.okButton({ label: trans.__('Close') })]
+    buttons: busy ? [Dialog.cancelButton({ label: trans.__('Close') }), later] : [close]
   });
+  return busy === true && button.accept;
 }
 
 async function answer({ client, host, trans }: IContext, kernel: KernelModel): Promise<IAnswer> {
@@ -45,7 +50,8 @@ async function answer({ client, host, trans }: IContext, kernel: KernelModel): P
   try {
     const { ok, findings } = await client.preflight(kernel.id);
     if (!ok) {
-      return { head: trans.__('Not now. The kernel runs on; this is in the way:'), findings };
+      const busy = findings.every(({ blocks, code }) => !blocks || code === BUSY);
+      return { head: trans.__('Not now. The kernel runs on; this is in the way:'), findings, busy };
     }
     return findings.length > 0
       ? { head: trans.__('Yes. But:'), findings }

@@ -5,6 +5,7 @@ import { ICommandPalette, IToolbarWidgetRegistry } from '@jupyterlab/apputils';
 import { INotebookTracker, type NotebookPanel } from '@jupyterlab/notebook';
 import { IRunningSessionManagers } from '@jupyterlab/running';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { IStatusBar } from '@jupyterlab/statusbar';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 
 import { Badge } from './badge';
@@ -17,10 +18,12 @@ import { GpuPanel } from './gpuPanel';
 import { Gpus } from './gpus';
 import { Host } from './host';
 import { Kernels } from './kernels';
-import { NotebookKernel } from './notebooks';
+import { NotebookKernels } from './notebooks';
 import { Announcer } from './notifications';
 import { Preferences } from './preferences';
 import { Sleepers } from './sleepers';
+import { followWidgets } from './sleepingWidgets';
+import { StatusItem } from './statusItem';
 import { WakingCells } from './wakingCells';
 
 const ID = 'jupyter-gpu-ckpt:plugin';
@@ -32,7 +35,8 @@ function activate(
   toolbars: IToolbarWidgetRegistry | null,
   notebooks: INotebookTracker | null,
   palette: ICommandPalette | null,
-  running: IRunningSessionManagers | null
+  running: IRunningSessionManagers | null,
+  statusBar: IStatusBar | null
 ): void {
   const trans = (translator ?? nullTranslator).load('jupyter_gpu_ckpt');
   const services = app.serviceManager;
@@ -78,7 +82,8 @@ function activate(
     }
   }
 
-  const kernelOf = (panel: NotebookPanel) => new NotebookKernel(panel.sessionContext, kernels);
+  const open = new NotebookKernels(kernels);
+  const kernelOf = (panel: NotebookPanel) => open.of(panel.sessionContext);
   toolbars?.addFactory<NotebookPanel>('Notebook', 'gpu-ckpt-badge', panel => new Badge(context, kernelOf(panel)));
   toolbars?.addFactory<NotebookPanel>(
     'Notebook',
@@ -86,6 +91,17 @@ function activate(
     panel => new CheckpointButton(context, kernelOf(panel))
   );
   new WakingCells(context);
+  if (notebooks !== null) {
+    followWidgets(context, notebooks, open);
+  }
+  const item = new StatusItem(context, app.shell, open);
+  if (statusBar !== null) {
+    const shown = { isActive: () => item.active, activeStateChanged: item.activeChanged };
+    statusBar.registerStatusItem('gpu-ckpt:status', { item, align: 'left', rank: 1.5, priority: 1, ...shown });
+  } else {
+    item.id = 'gpu-ckpt-status';
+    app.shell.add(item, 'menu', { rank: 10000 }); // Notebook 7 has no status bar; beside the kernel's status
+  }
   running?.add(new Sleepers(context));
 
   const panel = new GpuPanel(context, announcer, gpus);
@@ -110,7 +126,8 @@ const plugin: JupyterFrontEndPlugin<void> = {
     IToolbarWidgetRegistry,
     INotebookTracker,
     ICommandPalette,
-    IRunningSessionManagers
+    IRunningSessionManagers,
+    IStatusBar
   ],
   activate
 };

@@ -1,6 +1,6 @@
 /** What is known of one kernel: its document, moved on by the server's events. */
 
-import type { IFailure, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
+import type { IFailure, IJob, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
 
 /** What a person is told a kernel is; `plain`: no kernel of ours, or one that can only run. */
 export type Phase =
@@ -62,6 +62,8 @@ export class KernelModel {
   policy: IOutlook | null = null;
   /** A verb that was asked for here and that the server has not begun yet. */
   asked: Verb | null = null;
+  /** The job by which the kernel leaves when its cells have finished. */
+  waiting: IJob | null = null;
 
   get phase(): Phase {
     if (this.asked !== null) {
@@ -73,6 +75,11 @@ export class KernelModel {
   /** Off the GPU, or on the way there: a cell that is run now waits. */
   get asleep(): boolean {
     return this.phase !== 'plain' && this.phase !== 'running' && this.phase !== 'dead';
+  }
+
+  /** Off the GPU, and nothing is under way. */
+  get resting(): boolean {
+    return this.phase === 'suspended' || this.phase === 'checkpointed';
   }
 
   /** The server said that a verb is under way. */
@@ -91,12 +98,19 @@ export class KernelModel {
     this.away = document.device_bytes_away;
     this.failure = document.failure;
     this.policy = document.policy;
+    this.waiting = document.job?.status === 'waiting' ? document.job : null;
     if (document.device_bytes !== undefined) {
       this.held = document.device_bytes && sum(document.device_bytes);
     }
     if (document.progress === null) {
       this.progress = null;
     }
+  }
+
+  /** No policy touches the kernel until then; null: it may.  Both in seconds. */
+  protect(until: number | null, now: number): void {
+    const none: IOutlook = { idle_s: 0, under_way: null, next: null, next_in_s: null, protected_s: 0 };
+    this.policy = { ...(this.policy ?? none), protected_s: until === null ? 0 : Math.max(0, until - now) };
   }
 
   /** Move on by an event at `now` (seconds); what ended with it, if something did. */
@@ -108,7 +122,7 @@ export class KernelModel {
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
-        this.asked = null;
+        this.asked = this.waiting = null;
         const verb = VERBS[event.state];
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
@@ -136,8 +150,11 @@ export class KernelModel {
         return null;
       case 'failure':
         this.failure = event;
-        this.asked = null;
+        this.asked = this.waiting = null;
         return { verb: event.verb, seconds: 0, freed: 0, failure: event };
+      case 'protection':
+        this.protect(event.protected_until, now);
+        return null;
       case 'gpus':
         if (this.checkpointable && this.state === 'running') {
           this.held = event.gpus.reduce((bytes, gpu) => bytes + (gpu.kernels[this.id] ?? 0), 0);

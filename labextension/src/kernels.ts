@@ -10,14 +10,15 @@
 import { Poll } from '@lumino/polling';
 import { type ISignal, Signal } from '@lumino/signaling';
 
-import type { IJob, IKernel, IOutlook, ServerEvent, Verb } from './api';
+import type { IJob, IKernel, ServerEvent, Verb, When } from './api';
 import { type IOutcome, KernelModel } from './kernel';
 
 /** What is needed of the REST client. */
 export interface IKernelSource {
   kernels(): Promise<IKernel[]>;
   kernel(id: string): Promise<IKernel>;
-  begin(id: string, verb: Verb): Promise<IJob>;
+  begin(id: string, verb: Verb, when: When): Promise<IJob>;
+  cancel(job: string): Promise<IJob>;
   job(id: string): Promise<IJob>;
 }
 
@@ -36,6 +37,10 @@ const SETTLED = 1000;
 
 /** Milliseconds without an event after which a verb under way is asked after: its end may have been missed. */
 const SILENCE = 10000;
+
+/** Milliseconds between two looks at a kernel that was heard to be awake, and how many there are. */
+const HEARD = 200;
+const LOOKS = 20;
 
 export class Kernels {
   constructor(
@@ -143,16 +148,28 @@ export class Kernels {
     this._changed.emit(null);
   }
 
-  /** Begin a verb; what the user sees changes at once.  Throws what the client throws. */
-  async begin(id: string, verb: Verb): Promise<void> {
+  /**
+   * Begin a verb; what the user sees changes at once.  Throws what the client throws.
+   *
+   * `idle`: when the kernel's cells have finished; the answer is whether that has to be waited for.
+   */
+  async begin(id: string, verb: Verb, when: When = 'now'): Promise<boolean> {
     const model = this.get(id);
     model.asked = verb;
     this._changed.emit(model);
     try {
-      const job = await this.source.begin(id, verb);
+      const job = await this.source.begin(id, verb, when);
       if (model.asked === verb) {
-        this._expect(model, job);
+        if (job.status === 'waiting') {
+          model.asked = null;
+          model.waiting = job;
+          this._attend(model);
+          this._changed.emit(model);
+        } else {
+          this._expect(model, job);
+        }
       }
+      return job.status === 'waiting';
     } catch (error) {
       model.asked = null;
       this._changed.emit(model);
@@ -160,13 +177,47 @@ export class Kernels {
     }
   }
 
+  /** Let the kernel stay after its cells.  Throws what the client throws; one that is leaving already leaves. */
+  async cancel(id: string): Promise<void> {
+    const model = this.get(id);
+    const job = model.waiting;
+    if (job !== null) {
+      try {
+        await this.source.cancel(job.id);
+      } finally {
+        await this.load(id);
+      }
+    }
+  }
+
   /** Put what the server said of a protection where the document would have it. */
   protected(id: string, until: number | null): void {
     const model = this.get(id);
-    const seconds = until === null ? 0 : Math.max(0, until - this._now() / 1000);
-    const none: IOutlook = { idle_s: 0, under_way: null, next: null, next_in_s: null, protected_s: 0 };
-    model.policy = { ...(model.policy ?? none), protected_s: seconds };
+    model.protect(until, this._now() / 1000);
     this._changed.emit(model);
+  }
+
+  /**
+   * The kernel printed something, so it is awake.
+   *
+   * Should it count as asleep, then the events of its wake were missed: those of a kernel arrive before its outputs.
+   * Its last step is done only after the outputs begin, so the server may have to be asked more than once.
+   */
+  async heard(id: string): Promise<void> {
+    const missed = (model = this._models.get(id)) => model?.asleep && (model.resting || this.doubtful);
+    if (!missed() || this._heard.has(id)) {
+      return;
+    }
+    this._heard.add(id);
+    try {
+      await this.load(id);
+      for (let looks = 1; looks < LOOKS && this._models.get(id)?.asleep; looks++) {
+        await new Promise(resolve => setTimeout(resolve, HEARD));
+        await this.load(id);
+      }
+    } finally {
+      this._heard.delete(id);
+    }
   }
 
   /** Move on by an event. */
@@ -243,12 +294,12 @@ export class Kernels {
     setTimeout(() => look().catch(() => this.doubt()), SETTLED);
   }
 
-  /** Ask after the kernel if nothing is heard of it while a verb is under way. */
+  /** Ask after the kernel if nothing is heard of it while a verb is under way, or waits. */
   private _attend(model: KernelModel): void {
     const { id } = model;
     clearTimeout(this._silences.get(id));
     this._silences.delete(id);
-    if (model.becoming) {
+    if (model.becoming || model.waiting !== null) {
       this._silences.set(
         id,
         setTimeout(() => void (this._models.get(id) === model && this.load(id)), SILENCE)
@@ -264,6 +315,8 @@ export class Kernels {
   private readonly _changed = new Signal<this, KernelModel | null>(this);
   private readonly _ended = new Signal<this, IEnded>(this);
   private readonly _silences = new Map<string, ReturnType<typeof setTimeout>>();
+  /** Kernels that are looked at because they were heard. */
+  private readonly _heard = new Set<string>();
   private _doubtUntil = 0;
   /** Whether events may be missing since the last look began, or that failed. */
   private _owed = false;

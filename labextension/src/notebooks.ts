@@ -2,12 +2,33 @@
 
 import type { ISessionContext } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
-import type { Kernel, ServiceManager } from '@jupyterlab/services';
+import type { Kernel, KernelMessage, ServiceManager } from '@jupyterlab/services';
 import type { IDisposable } from '@lumino/disposable';
 import { type ISignal, Signal } from '@lumino/signaling';
 
 import type { KernelModel } from './kernel';
 import type { Kernels } from './kernels';
+
+/** What only a kernel that is awake says; all else the server says for it, too. */
+const SPOKEN = new Set(['execute_input', 'execute_result', 'display_data', 'stream']);
+
+/** The kernels of all open documents. */
+export class NotebookKernels {
+  constructor(private readonly kernels: Kernels) {}
+
+  /** The kernel of a document: one object as long as that is open, whoever asks. */
+  of(context: ISessionContext): NotebookKernel {
+    let found = this._open.get(context);
+    if (found === undefined) {
+      const kernel = (found = new NotebookKernel(context, this.kernels));
+      this._open.set(context, kernel);
+      context.disposed.connect(() => kernel.dispose());
+    }
+    return found;
+  }
+
+  private readonly _open = new WeakMap<ISessionContext, NotebookKernel>();
+}
 
 /** The kernel one open notebook has now. */
 export class NotebookKernel implements IDisposable {
@@ -17,6 +38,7 @@ export class NotebookKernel implements IDisposable {
   ) {
     context.kernelChanged.connect(this._replaced, this);
     context.connectionStatusChanged.connect(this._connected, this);
+    context.iopubMessage.connect(this._heard, this);
     kernels.changed.connect(this._moved, this);
   }
 
@@ -47,6 +69,13 @@ export class NotebookKernel implements IDisposable {
     this._hurry();
     if (model === null || model.id === this.context.session?.kernel?.id) {
       this._changed.emit();
+    }
+  }
+
+  private _heard(context: ISessionContext, { header }: KernelMessage.IMessage): void {
+    const id = context.session?.kernel?.id;
+    if (id !== undefined && SPOKEN.has(header.msg_type)) {
+      void this.kernels.heard(id);
     }
   }
 

@@ -2,16 +2,20 @@
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 
-import type { IFailure, Verb } from './api';
+import { BUSY, type IFailure, type Verb } from './api';
 import { Refused } from './client';
+import { IDS } from './commands';
 import type { IContext } from './context';
 import type { IProgress, KernelModel } from './kernel';
 import type { IEnded, Kernels } from './kernels';
 import { nameOf } from './notebooks';
-import { bytes, doing, duration, step } from './words';
+import { bytes, doing, duration, failure as brief, step } from './words';
 
 /** Milliseconds that a verb may take before it is worth a notification. */
 const LONG = 1000;
+
+/** Milliseconds that a failure stays in sight; then it is among JupyterLab's notifications only. */
+const READ = 30000;
 
 interface IShown {
   timer: number;
@@ -27,8 +31,31 @@ export class Announcer {
   /** The server did not take a verb at all. */
   refused(kernel: KernelModel, verb: Verb, error: unknown): void {
     const detail = error instanceof Refused ? error.detail : null;
-    const message = (error as Error).message;
-    this._fail(kernel, verb, message, detail?.hint ?? '', detail?.left ?? '');
+    const { code = '', hint = '', left = '' } = detail ?? {};
+    this._fail(kernel, { verb, step: '', code, hint, left }, (error as Error).message);
+  }
+
+  /** The kernel leaves when its cells have finished. */
+  waits(kernel: KernelModel): void {
+    const { commands, preferences, services, trans } = this.context;
+    if (preferences.values.notifications === 'all') {
+      const name = nameOf(services, kernel.id);
+      const stay = () => void commands.execute(IDS.stay, { kernelId: kernel.id });
+      const id = Notification.info(trans.__('%1 sleeps when its cells have finished.', name), {
+        autoClose: 8000,
+        actions: [{ label: trans.__('Let it stay'), callback: stay }]
+      });
+      this._passing.set(kernel.id, { id, holds: () => kernel.waiting !== null });
+    }
+  }
+
+  /** That the kernel leaves could not be taken back. */
+  stays(kernel: KernelModel, error: unknown): void {
+    const { preferences, services, trans } = this.context;
+    if (preferences.values.notifications !== 'none') {
+      const text = trans.__('%1 leaves all the same: %2', nameOf(services, kernel.id), (error as Error).message);
+      Notification.error(text, { autoClose: READ });
+    }
   }
 
   /** A protection was set, or ended. */
@@ -45,7 +72,18 @@ export class Announcer {
   }
 
   private _follow(_: Kernels, kernel: KernelModel | null): void {
+    for (const [id, passing] of [...this._passing]) {
+      if (this.context.kernels.find(id) === undefined || !passing.holds()) {
+        this._passing.delete(id);
+        Notification.dismiss(passing.id);
+      }
+    }
     if (kernel === null) {
+      for (const id of [...this._failures.keys()]) {
+        if (this.context.kernels.find(id) === undefined) {
+          this._dismissFailure(id);
+        }
+      }
       for (const id of [...this._shown.keys()]) {
         if (this.context.kernels.find(id)?.progress == null) {
           this._clear(id);
@@ -101,6 +139,7 @@ export class Announcer {
       void this._explainFailure(kernel, outcome.failure);
       return;
     }
+    this._dismissFailure(kernel.id);
     const level = this.context.preferences.values.notifications;
     const leaves = outcome.verb === 'suspend' || outcome.verb === 'checkpoint';
     if (level === 'all' && (long || leaves)) {
@@ -115,7 +154,10 @@ export class Announcer {
             ? trans.__('%1 is %2: %3 of GPU memory freed in %4.', name, done, bytes(outcome.freed), seconds)
             : trans.__('%1 is %2, in %3. It held no GPU memory.', name, done, seconds);
       }
-      Notification.success(text, { autoClose: 5000 });
+      const id = Notification.success(text, { autoClose: 5000 });
+      if (leaves) {
+        this._passing.set(kernel.id, { id, holds: () => kernel.resting });
+      }
     }
   }
 
@@ -136,11 +178,11 @@ export class Announcer {
     } catch {
       // The code will have to do.
     }
-    this._fail(kernel, failure.verb, cause, failure.hint, failure.left);
+    this._fail(kernel, failure, cause);
   }
 
-  private _fail(kernel: KernelModel, verb: Verb, cause: string, hint: string, left: string): void {
-    const { preferences, services, trans } = this.context;
+  private _fail(kernel: KernelModel, { verb, code, hint, left }: IFailure, cause: string): void {
+    const { commands, preferences, services, trans } = this.context;
     if (preferences.values.notifications === 'none') {
       return;
     }
@@ -160,10 +202,27 @@ export class Announcer {
         buttons: [Dialog.okButton({ label: trans.__('Close') })]
       });
     };
-    Notification.error(`${what} ${fate} ${cause} ${hint}`.trim(), {
-      autoClose: false,
-      actions: [{ label: trans.__('Details'), callback: () => void details() }]
-    });
+    const actions: Notification.IAction[] = [{ label: trans.__('Details'), callback: () => void details() }];
+    if (code === BUSY && (verb === 'suspend' || verb === 'checkpoint')) {
+      const later = () => void commands.execute(IDS[verb], { kernelId: kernel.id, when: 'idle' });
+      actions.unshift({ label: trans.__('Sleep when the cell has finished'), displayType: 'accent', callback: later });
+    }
+    const shown = { autoClose: READ, actions };
+    const message = brief(`${what} ${fate}`, cause, hint);
+    // One for each kernel: what failed again has the place of what failed before.
+    const id = this._failures.get(kernel.id);
+    if (id === undefined || !Notification.update({ id, message, type: 'error', ...shown })) {
+      this._failures.set(kernel.id, Notification.error(message, shown));
+    }
+  }
+
+  /** What had failed is done, or nobody wants it any more. */
+  private _dismissFailure(kernelId: string): void {
+    const id = this._failures.get(kernelId);
+    if (id !== undefined) {
+      this._failures.delete(kernelId);
+      Notification.dismiss(id);
+    }
   }
 
   /** Take the progress away; whether there was some to see. */
@@ -180,5 +239,9 @@ export class Announcer {
     return shown.id !== null;
   }
 
+  /** The newest failure of each kernel. */
+  private readonly _failures = new Map<string, string>();
+  /** Notifications that are true only as long as their kernel is so. */
+  private readonly _passing = new Map<string, { id: string; holds: () => boolean }>();
   private readonly _shown = new Map<string, IShown>();
 }

@@ -36,6 +36,7 @@ export class Sleepers implements IRunningSessions.IManager {
       }
     });
     context.services.sessions.runningChanged.connect(() => this._changed.emit());
+    this.refreshRunning(); // where no notebook is open nothing else asks for a kernel
   }
 
   readonly name: string;

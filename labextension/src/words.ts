@@ -92,6 +92,58 @@ export function step(name: string, trans: TranslationBundle): string {
   }
 }
 
+/** Characters of a notification that JupyterLab shows. */
+const SHOWN = 140;
+
+/** A failure in as many characters as are shown: what happened, what to do, and as much of the cause as there is room for. */
+export function failure(what: string, cause: string, hint: string): string {
+  const room = SHOWN - what.length - hint.length - 2;
+  const said = cut(cause, room);
+  return cut([what, said, hint].filter(Boolean).join(' '), SHOWN);
+}
+
+/** The words of `text` that fit into `room` characters; none if that would be hardly more than the first. */
+export function cut(text: string, room: number): string {
+  if (text.length <= room) {
+    return text;
+  }
+  const end = text.lastIndexOf(' ', room - 1);
+  return end < 16 ? '' : `${text.slice(0, end)}…`;
+}
+
+/** What the status bar says, and what a click does; null where there is nothing to say. */
+export function status(
+  kernel: KernelModel,
+  notebook: string,
+  trans: TranslationBundle
+): { text: string; title: string; does: 'wake' | 'stay' | null } | null {
+  if (kernel.resting) {
+    const title = trans.__('The kernel of %1 is asleep. Wake it now; the next cell does that, too.', notebook);
+    return { text: trans.__('Kernel asleep'), title, does: 'wake' };
+  }
+  const percent = Math.round(100 * (kernel.progress?.fraction ?? 0));
+  let text = '';
+  switch (kernel.phase) {
+    case 'suspending':
+      text = trans.__('Suspending kernel, %1 %', percent);
+      break;
+    case 'checkpointing':
+      text = trans.__('Checkpointing kernel, %1 %', percent);
+      break;
+    case 'waking':
+      text = trans.__('Waking kernel, %1 %', percent);
+      break;
+    default: {
+      if (kernel.waiting === null) {
+        return null;
+      }
+      const title = trans.__('The kernel of %1 sleeps when its cells have finished. Click to let it stay.', notebook);
+      return { text: trans.__('Kernel sleeps after this cell'), title, does: 'stay' };
+    }
+  }
+  return { text, title: `${notebook}: ${text}`, does: null };
+}
+
 /** What the badge says; empty where there is nothing to say. */
 export function badge(kernel: KernelModel, trans: TranslationBundle): string {
   if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {

@@ -1,4 +1,4 @@
-import type { IJob, IKernel, IStateEvent, State, Verb } from '../src/api';
+import type { IJob, IKernel, IStateEvent, State, Verb, When } from '../src/api';
 import { Kernels, type IEnded, type IKernelSource } from '../src/kernels';
 import { kernelDocument } from './documents';
 
@@ -30,9 +30,14 @@ class Server implements IKernelSource {
     return found ? Promise.resolve(found) : Promise.reject(Object.assign(new Error('gone'), { status: 404 }));
   }
 
-  begin(id: string, verb: Verb): Promise<IJob> {
-    this.asked.push(`${verb} ${id}`);
+  begin(id: string, verb: Verb, when: When): Promise<IJob> {
+    this.asked.push(`${verb} ${id}${when === 'idle' ? ' when idle' : ''}`);
     return this.fail ? Promise.reject(this.fail) : Promise.resolve(this.job_);
+  }
+
+  cancel(id: string): Promise<IJob> {
+    this.asked.push(`cancel ${id}`);
+    return this.fail ? Promise.reject(this.fail) : Promise.resolve({ ...this.job_, status: 'cancelled' });
   }
 
   job(): Promise<IJob> {
@@ -203,4 +208,86 @@ test('a verb that is silent for long is asked after', async () => {
   expect(kernels.get('a').phase).toBe('checkpointing');
   await pass(2_000);
   expect(kernels.get('a').phase).toBe('checkpointed');
+});
+
+test('a verb that waits for a cell shows as such, not as under way', async () => {
+  kernels.get('a');
+  await pass();
+  server.job_ = job('checkpoint', { status: 'waiting' });
+  await expect(kernels.begin('a', 'checkpoint', 'idle')).resolves.toBe(true);
+  expect(server.asked).toEqual(['a', 'checkpoint a when idle']);
+  const model = kernels.get('a');
+  expect([model.phase, model.waiting?.id]).toEqual(['running', 'j']);
+  kernels.take(state('a', 'dumping', 'running'));
+  expect(model.waiting).toBeNull();
+});
+
+test('a verb that waits is taken back', async () => {
+  kernels.get('a');
+  await pass();
+  server.job_ = job('checkpoint', { status: 'waiting' });
+  await kernels.begin('a', 'checkpoint', 'idle');
+  await kernels.cancel('a');
+  expect(server.asked).toContain('cancel j');
+  expect(kernels.get('a').waiting).toBeNull();
+});
+
+test('a verb that was taken back elsewhere waits no more', async () => {
+  server.there.set('a', kernelDocument('a', { job: job('checkpoint', { status: 'waiting' }) }));
+  kernels.get('a');
+  await pass();
+  expect(kernels.get('a').waiting?.verb).toBe('checkpoint');
+  server.there.set('a', kernelDocument('a', { job: job('checkpoint', { status: 'cancelled' }) }));
+  await pass(11_000);
+  expect(kernels.get('a').waiting).toBeNull();
+});
+
+test('a protection that was set elsewhere is known by its event', async () => {
+  kernels.get('a');
+  await pass();
+  kernels.take({ kind: 'protection', kernel_id: 'a', protected_until: Date.now() / 1000 + 60 });
+  expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
+  kernels.take({ kind: 'protection', kernel_id: 'a', protected_until: null });
+  expect(kernels.get('a').policy?.protected_s).toBe(0);
+});
+
+describe('a kernel that prints', () => {
+  beforeEach(async () => {
+    server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
+    kernels.get('a');
+    await pass();
+    server.asked = [];
+  });
+
+  test('is awake at once, though the events of its wake were missed', async () => {
+    server.there.set('a', kernelDocument('a'));
+    void kernels.heard('a');
+    await pass();
+    expect(kernels.get('a').phase).toBe('running');
+    expect(server.asked).toEqual(['a']);
+  });
+
+  test('is looked at until its last step is done', async () => {
+    server.there.set('a', kernelDocument('a', { state: 'restoring' }));
+    void kernels.heard('a');
+    void kernels.heard('a');
+    await pass(100);
+    expect(server.asked).toEqual(['a']);
+    server.there.set('a', kernelDocument('a'));
+    await pass(500);
+    expect(kernels.get('a').phase).toBe('running');
+    expect(server.asked).toEqual(['a', 'a']);
+  });
+
+  test('is asked for nothing while the events of its wake come', async () => {
+    kernels.take(state('a', 'restoring', 'checkpointed'));
+    await kernels.heard('a');
+    expect(server.asked).toEqual([]);
+  });
+
+  test('is not asked after for ever', async () => {
+    void kernels.heard('a');
+    await pass(60_000);
+    expect(server.asked.length).toBeLessThanOrEqual(20);
+  });
 });

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import nbformat
+from jupyter_core.paths import jupyter_path
 from live import TOKEN, Server, server
 
 FLAGS = [
@@ -53,8 +53,9 @@ def find_chromium() -> str | None:
 
 def built_front_end() -> str | None:
     """Why this environment has no front end to test; None if it has."""
-    extension = Path(sys.prefix) / "share" / "jupyter" / "labextensions" / "jupyter-gpu-ckpt" / "package.json"
-    return None if extension.is_file() else "the front end is not built: `make labextension` (needs Node)"
+    places = jupyter_path("labextensions", "jupyter-gpu-ckpt", "package.json")
+    built = any(Path(place).is_file() for place in places)
+    return None if built else "the front end is not built: `make labextension` (needs Node)"
 
 
 class Desktop:

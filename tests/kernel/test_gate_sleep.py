@@ -14,6 +14,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, GpuFull, KernelBusy, KernelSilent
 from jupyter_gpu_ckpt.kernel import hold, wire
+from jupyter_gpu_ckpt.kernel.voice import IDLE_TYPE
 
 
 def wait_for(go: Path) -> str:
@@ -226,6 +227,18 @@ def test_a_client_can_connect_to_a_sleeping_kernel(up: World) -> None:
         assert answer["content"]["implementation"] == "ipython"
         assert answer["header"]["session"] not in (told, client.session.session)
         assert kinds(outputs(client, asked)) == ["busy", "idle"]
+    assert up.woken == []
+
+
+def test_who_connects_to_a_sleeping_kernel_hears_that_it_is_idle(up: World) -> None:
+    """A front end takes no status from what belongs to a kernel_info_request; without another it says "Unknown"."""
+    up.to_sleep()
+    client = up.client()
+    client.kernel_info()
+    while (message := client.get_iopub_msg(timeout=DEADLINE))["parent_header"].get("msg_type") == "kernel_info_request":
+        pass
+    assert (message["msg_type"], message["content"]) == ("status", {"execution_state": "idle"})
+    assert message["parent_header"]["msg_type"] == IDLE_TYPE
     assert up.woken == []
 
 

@@ -14,6 +14,7 @@ from live import server
 from live import until as until_true
 from traitlets.config import Config
 
+from jupyter_gpu_ckpt.kernel.voice import IDLE_TYPE
 from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
 
 
@@ -50,6 +51,25 @@ async def start(made, tmp_path) -> str:
 def idle_for(made, kernel_id, seconds) -> None:
     kernel = made.get_kernel(kernel_id)
     kernel.execution_state, kernel.last_activity = "idle", utcnow() - timedelta(seconds=seconds)
+
+
+async def test_who_asks_a_sleeping_kernel_what_it_is_makes_it_no_less_idle(tmp_path, runtime_base, criu_binary):
+    async with manager(tmp_path, runtime_base) as made:
+        kernel_id = await start(made, tmp_path)
+        await made.provisioner_of(kernel_id).checkpoint()
+        kernel = made.get_kernel(kernel_id)
+        seen, track = [], made.track_message_type
+        made.track_message_type = lambda kind: seen.append(kind) or track(kind)
+        client = kernel.client()
+        client.start_channels()
+        await until(lambda: "iopub_welcome" in seen, 60)  # to jupyter_server a subscription is activity
+        idle_for(made, kernel_id, 50)
+        before = kernel.last_activity
+        client.kernel_info()
+        await until(lambda: IDLE_TYPE in seen, 60)
+        client.stop_channels()
+        assert kernel.last_activity == before
+        assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "checkpointed"
 
 
 async def test_culling_a_live_kernel_checkpoints_it(tmp_path, runtime_base, criu_binary):

@@ -1,0 +1,40 @@
+import { KernelModel } from '../src/kernel';
+import * as words from '../src/words';
+import { kernelDocument } from './documents';
+import { nullTranslator } from './translation';
+
+const trans = nullTranslator.load();
+const WHAT = 'train.ipynb was not checkpointed. Nothing was lost.';
+const HINT = 'End them (close pools, DataLoader workers, background commands) and try again.';
+
+test('a failure carries its hint, however long the cause is', () => {
+  const text = words.failure(WHAT, `The kernel has 3 living child processes: ${'python '.repeat(40)}`, HINT);
+  expect(text.length).toBeLessThanOrEqual(140);
+  expect(text).toBe(`${WHAT} ${HINT}`);
+});
+
+test('of the cause a failure has as much as there is room for, in whole words', () => {
+  const text = words.failure(
+    WHAT,
+    'A cell is running, and two more are waiting behind it for their turn, which comes when it has finished.',
+    'Wait for it.'
+  );
+  expect(text).toBe(`${WHAT} A cell is running, and two more are waiting behind it for their turn,… Wait for it.`);
+  expect(words.failure(WHAT, 'It is busy.', 'Wait.')).toBe(`${WHAT} It is busy. Wait.`);
+});
+
+test('the status bar speaks of a kernel that sleeps, moves or is about to, and of no other', () => {
+  const model = new KernelModel('k');
+  const status = () => words.status(model, 'train.ipynb', trans);
+  expect(status()).toBeNull();
+  model.load(kernelDocument('k'));
+  expect(status()).toBeNull();
+  model.load(kernelDocument('k', { state: 'checkpointed' }));
+  expect(status()).toMatchObject({ text: 'Kernel asleep', does: 'wake' });
+  model.asked = 'restore';
+  expect(status()).toMatchObject({ text: 'Waking kernel, 0 %', does: null });
+  model.asked = null;
+  const job = { id: 'j', kernel_id: 'k', verb: 'checkpoint' as const, started: 0, ended: null, error: null };
+  model.load(kernelDocument('k', { job: { ...job, status: 'waiting' } }));
+  expect(status()).toMatchObject({ text: 'Kernel sleeps after this cell', does: 'stay' });
+});

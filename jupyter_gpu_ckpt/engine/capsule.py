@@ -312,15 +312,14 @@ class Capsule:
         inherit_pipes: bool = False,
         grace: float = 0.0,
         on_kernel: bool = False,
-        park: bool = False,
         terminals: Path | None = None,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
         ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
         the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
-        program that works ``on_kernel`` finds it stopped; it stays so if the program ends well, else it goes on.  With
-        ``park`` each of its threads is stopped where it holds no lock of the C library or the CUDA driver.  What
+        program that works ``on_kernel`` finds it stopped, parked threads where they are parked; it stays so if
+        the program ends well, else it goes on, and those that wait in the CUDA driver's code are parked again.  What
         is under way in the kernel's terminals is then in the file ``terminals``, if anything is; of a program that does
         not work ``on_kernel`` but makes one, it is put into the terminals when the program has ended well.
         """
@@ -334,7 +333,6 @@ class Capsule:
             "inherit_pipes": inherit_pipes,
             "grace": grace,
             "on_kernel": on_kernel,
-            "park": park,
             "terminals": str(terminals or ""),
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)

@@ -297,15 +297,11 @@ class Init:
         inherit_pipes: bool = False,
         grace: float = 0.0,
         on_kernel: bool = False,
-        park: bool = False,
         terminals: str = "",
     ) -> None:
         if self.job:
             raise RuntimeError("a program is running already")
-        parking = self.parking() if park else None
-        if parking is not None:
-            parking.everybody(time.monotonic() + STOP, insist=True)
-        rescue = Rescue(self.kernel, time.monotonic() + STOP, parking) if on_kernel else None
+        rescue = Rescue(self.kernel, time.monotonic() + STOP, self.parked) if on_kernel else None
         try:
             if rescue is not None and terminals:
                 self.empty_terminals(terminals)

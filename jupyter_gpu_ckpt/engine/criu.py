@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import (
+    CapsuleError,
+    CapsuleGone,
     ChangedFile,
     CriuError,
     CriuKilled,
     CriuTimeout,
     DeletedMapping,
+    KernelBusy,
     MissingFile,
     NoSpace,
     PidTaken,
@@ -39,6 +42,8 @@ from .capsule import GRACE, Capsule, Ran
 
 _log = logging.getLogger(__name__)
 
+#: Seconds that all threads of a kernel are given to be where they hold nothing.
+PATIENCE = 5.0
 #: Options of both verbs, and why.  A dump and its restore must agree on them.
 OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--no-default-config",),  # an administrator's criu.conf must not change what an image means
@@ -124,7 +129,6 @@ class Criu:
         timeout: float,
         options: Sequence[str],
         inherit_pipes: bool = False,
-        park: bool = False,
         work: Path | None = None,
     ) -> Ran:
         work = work or capsule.directory
@@ -164,7 +168,6 @@ class Criu:
                 env=ENVIRONMENT,
                 inherit_pipes=inherit_pipes,
                 on_kernel=verb == "dump",
-                park=park,
                 terminals=directory / terminals.FILE,
             )
             if ran.status != 0:
@@ -190,11 +193,23 @@ class Criu:
         ``work``: where CRIU's log is written, by default the capsule's directory; there a copy of it stays.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
-        lets them run again.  ``park``: see `Capsule.run`.  After failure they run on, and ``directory`` holds a partial
-        image that means nothing.
+        lets them run again.  With ``park`` they are stopped where they hold no lock of the C library or the driver;
+        raises `KernelBusy` where that cannot be.  After failure they run on, and ``directory`` holds a partial image
+        that means nothing.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        seconds = self._run("dump", capsule, directory, timeout, options, park=park, work=work).seconds
+        if park:
+            try:
+                capsule.park(PATIENCE, insist=True)
+            except CapsuleGone:
+                raise
+            except CapsuleError as error:
+                raise KernelBusy(
+                    "A thread of the kernel is never in a place where it can be stopped safely.",
+                    hint="It is in the C library or the CUDA driver all the time: try again when it has ended.",
+                    cause=error.message,
+                ) from error
+        seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
         criu_images.spare_devices(directory)
         return seconds
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+from pathlib import Path
 
 import pytest
 from harness import notebook
+from waiting import until
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +23,11 @@ SETUP = """
 import jax, jax.numpy as jnp
 from jax import random
 key = random.PRNGKey(7)
-arrays = [random.normal(random.fold_in(key, number), (4096, 4096)) for number in range(8)]
+devices = jax.devices()
+arrays = [
+    jax.device_put(random.normal(random.fold_in(key, number), (4096, 4096)), devices[number % len(devices)])
+    for number in range(8)
+]
 step = jax.jit(lambda x: jnp.tanh(x @ x.T / 4096))
 results = [step(array).block_until_ready() for array in arrays]
 """
@@ -33,10 +41,33 @@ print(all(bool((one == other).all()) for one, other in zip(again, results)))
 """
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("fast_path", ["auto", "off"])
-@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "as-needed"])
+WAYS = [
+    pytest.mark.timeout(1200),
+    pytest.mark.parametrize("fast_path", ["auto", "off"]),
+    pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "as-needed"]),
+]
+
+
+def in_all_ways(test):
+    for way in WAYS:
+        test = way(test)
+    return test
+
+
+@in_all_ways
 async def test_jax_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    await comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record)
+
+
+@pytest.mark.two_gpus
+@in_all_ways
+async def test_jax_on_two_gpus_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    await comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record)
+
+
+async def comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
     pytest.importorskip("jax", reason="JAX is not installed on this machine")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true" if preallocated else "false")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY / gpus.list()[0].total))
@@ -52,3 +83,47 @@ async def test_jax_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallo
                 assert await kernel.run(COMPUTES) == "True"
                 came_back += 1
                 record(came_back=came_back, of=ROUNDS, checkpoint=out, restore=kernel.steps.seconds())
+
+
+SIGNALS = """
+import ctypes, os, signal, threading
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+signal.siginterrupt(signal.SIGUSR1, True)
+print(os.getpid())
+"""
+
+
+async def test_a_suspended_kernel_is_sent_signals_stopped_and_traced(tmp_path, runtime_base, monkeypatch):
+    """A thread that waits in the driver's code must not see its wait end while the driver's memory is away."""
+    pytest.importorskip("jax", reason="JAX is not installed on this machine")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    async with notebook(tmp_path, runtime_base, fast_path="off") as kernel:
+        await kernel.run(SETUP)
+        await kernel.run(SIGNALS)
+        digest = await kernel.run(DIGEST)
+        pid = kernel.lifecycle.capsule.host_pid
+        for _ in range(3):
+            await kernel.provisioner.suspend()
+            for _ in range(5):
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    send_to_thread(pid, int(task.name), signal.SIGUSR1)
+                os.kill(pid, signal.SIGSTOP)
+                until(lambda: states(pid) <= {"T", "t"}, "it is stopped")
+                os.kill(pid, signal.SIGCONT)
+                until(lambda: "T" not in states(pid), "it goes on")
+            assert await kernel.run(DIGEST) == digest
+            await kernel.settled("running")
+        assert await kernel.run(COMPUTES) == "True"
+        assert int(await kernel.run("print(len(heard))")) > 0
+
+
+def send_to_thread(pid: int, tid: int, number: int) -> None:
+    """tgkill(2), by its number on x86-64; a thread may have ended."""
+    ctypes.CDLL(None).syscall(234, pid, tid, number)
+
+
+def states(pid: int) -> set[str]:
+    """The letters of proc(5) of all threads."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}

@@ -31,7 +31,7 @@ def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str,
     ``arena``: bytes of device memory that a restore puts into the capsule's own memory.
     """
     return fingerprint(
-        files=map(dataclasses.asdict, criu_images.regular_files(directory)),
+        files=map(vars, criu_images.regular_files(directory)),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),
         criu=node.criu_version,
         hashes=node.store.hashes,

@@ -53,12 +53,13 @@ def fingerprint(
         How much host memory the restored kernel takes.
     """
     points = node.mounts()
-    held = _held(files, points)
+    mounts = _Mounts(points)
+    held = _held(files, mounts)
     if hashes is not None:
         contents = ((path, file, file["writes"]) for path, file in held.items() if file["checked"] and "inode" in file)
         for path, hash in hashes.of_kernel(contents).items():
             held[path]["blake3"] = hash
-    used = {node.mount_of(path, points) for path in held} - {"/"}
+    used = {mounts.of(path) for path in held} - {"/"}
     return {
         **_self(criu),
         "files": held,
@@ -118,7 +119,28 @@ def _self(criu: str) -> dict[str, Any]:
     }
 
 
-def _held(files: Iterable[Facts], points: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+class _Mounts:
+    """Mount points and their types, asked for many files of few directories."""
+
+    def __init__(self, points: Mapping[str, str]) -> None:
+        self._points = points
+        self._known: dict[str, str] = {}
+
+    def of(self, path: str) -> str:
+        """The mount point that ``path`` lies below."""
+        directory = path.rpartition("/")[0]
+        if path in self._points:
+            return path
+        if directory not in self._known:
+            self._known[directory] = node.mount_of(directory or "/", self._points)
+        return self._known[directory]
+
+    def type_of(self, path: str) -> str:
+        """The type of file system that ``path`` lies on."""
+        return self._points.get(self.of(path), "")
+
+
+def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
     """By path: ``size``, ``mode``, ``build_id``, identity, how it is used, and whether a restore insists on the size.
 
     ``open``, ``mapped``, ``writes`` and ``code`` (as program code) are how; ``made``: by the dump, for a restore to
@@ -129,7 +151,7 @@ def _held(files: Iterable[Facts], points: Mapping[str, str]) -> dict[str, dict[s
         path = file["path"]
         entry = held.get(path)
         if entry is None:
-            entry = held[path] = _noted(path, file, node.mount_of(path, points), points)
+            entry = held[path] = _noted(path, file, mounts.type_of(path))
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made"):
             entry[use] = entry[use] or bool(file.get(use))
@@ -141,12 +163,11 @@ def _held(files: Iterable[Facts], points: Mapping[str, str]) -> dict[str, dict[s
     return held
 
 
-def _noted(path: str, file: Facts, mount: str, points: Mapping[str, str]) -> dict[str, Any]:
+def _noted(path: str, file: Facts, kind: str) -> dict[str, Any]:
     facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
     entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
     entry |= {"writes": False, "code": False, "made": False}
     directory = stat.S_ISDIR(facts["mode"] or 0)
-    kind = points.get(mount, "")
     if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
         for name in ("device", "inode", "mtime", "ctime"):
             entry.pop(name, None)

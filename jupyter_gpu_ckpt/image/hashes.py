@@ -6,7 +6,8 @@ every change, so another content means another identity, but for these cases, in
 
 - The file was changed so shortly before it was read that a later change could fall into the same tick of the clock that
   files are stamped by.
-- The stamp is one of whole seconds: a file system that is coarse, or an image of one whose times were chosen.
+- The stamp is one of whole seconds: a file system that is coarse, or an image of one whose times were chosen.  Such a
+  file is remembered by this process alone: while it runs, no other image comes to be where that one is mounted.
 - The file's identity after it was read is not the one before.
 
 What is remembered lies beside the images in `FILE`, 0600, at most `MOST_KEPT` of them, the least used go first.  A file
@@ -55,7 +56,7 @@ class Hashes:
         self._lock = threading.Lock()
         self._kept: dict[str, str] = {}
         self._read: tuple[int, ...] | None = None
-        self._fresh: dict[str, str] = {}
+        self._unsaved = False
         self._pending: dict[str, Facts] = {}
         self._thread: threading.Thread | None = None
 
@@ -93,10 +94,10 @@ class Hashes:
         except OSError:
             return ""
         found = hasher.hexdigest()
-        changed = max(facts["ctime"], facts["mtime"])
-        if changed + _SETTLED < time.time_ns() and facts["ctime"] % _SECOND:
+        if max(facts["ctime"], facts["mtime"]) + _SETTLED < time.time_ns():
             with self._lock:
-                self._kept[_key(facts)] = self._fresh[_key(facts)] = found
+                self._kept[_key(facts)] = found
+                self._unsaved = self._unsaved or _lasts(_key(facts))
         return found
 
     def of_kernel(self, files: Iterable[tuple[str, Facts, bool]]) -> dict[str, str]:
@@ -126,7 +127,7 @@ class Hashes:
     def begin(self) -> None:
         """Hash what `of_kernel` left, on a thread of its own that gives way to everything else; save what is new."""
         with self._lock:
-            if self._thread is None and (self._pending or self._fresh):
+            if self._thread is None and (self._pending or self._unsaved):
                 # No daemon: it must not be in the middle of anything when the interpreter ends, and does not keep it.
                 self._thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
                 self._thread.start()
@@ -173,13 +174,14 @@ class Hashes:
 
     def _save(self) -> None:
         with self._lock:
-            if not self._fresh:
+            if not self._unsaved:
                 return
             self._load()  # what another server has found out meanwhile
             for key in list(self._kept)[:-MOST_KEPT]:
                 del self._kept[key]
-            text = json.dumps({"version": _VERSION, "files": self._kept})
-            self._fresh.clear()
+            lasting = {key: found for key, found in self._kept.items() if _lasts(key)}
+            text = json.dumps({"version": _VERSION, "files": lasting})
+            self._unsaved = False
         draft = self._path.with_name(f"{FILE}-{secrets.token_hex(4)}")
         try:
             write_private(draft, text)
@@ -200,6 +202,11 @@ def _parsed(path: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return kept
+
+
+def _lasts(key: str) -> bool:
+    """Whether the file's ctime is no whole number of seconds."""
+    return int(key.rpartition(":")[2]) % _SECOND != 0
 
 
 def _identity(facts: Facts) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ break later without a word.
 from __future__ import annotations
 
 import re
+import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,12 +278,12 @@ def _files(
                 hard=True,
                 path=path,
             )
-        elif (was["mode"] is not None and now["mode"] != was["mode"]) or now["size"] != was["size"]:
-            yield from _changed(path, was, now, accept)
-        elif stat.S_ISDIR(now["mode"]):
-            yield from _replaced_directory(path, was, now, accept, here)
         else:
-            yield from _other_content(path, was, now, accept, here)
+            yield from _changed(path, was, now, accept)
+            if stat.S_ISDIR(now["mode"]):
+                yield from _replaced_directory(path, was, now, accept, here)
+            elif now["size"] == was["size"]:
+                yield from _other_content(path, was, now, accept, here)
 
 
 def _kind(file: Facts) -> int:
@@ -341,12 +342,12 @@ def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismat
             path,
             f"mode {was['mode']:o}",
             f"mode {now['mode']:o}",
-            f"chmod {was['mode'] & 0o7777:o} {path}",
+            f"chmod {was['mode'] & 0o7777:o} {shlex.quote(path)}",
             hard=not accept or bool((now["mode"] ^ was["mode"]) & ~0o7777),
             path=path,
         )
-    if not (was["checked"] or was["open"]) or now["size"] == was["size"]:
-        return  # a directory, whose size says nothing
+    if stat.S_ISDIR(now["mode"]) or now["size"] == was["size"] or not (was["checked"] or was["open"]):
+        return  # the size of a directory says nothing
     if not was["checked"]:
         advice, hard = "The kernel only appends to it, and goes on at its end.", False
     elif was.get("made"):

@@ -13,6 +13,7 @@ import pytest
 
 from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken
 from jupyter_gpu_ckpt.image import match, node
+from jupyter_gpu_ckpt.image.hashes import Hashes
 
 GIB = 1 << 30
 GPU = {"uuid": "GPU-a", "name": "H200", "total": 139 * GIB, "free": 100 * GIB, "driver": "580.1", "cuda": "13.0"}
@@ -221,6 +222,156 @@ def test_a_mapped_file_may_have_grown_but_not_shrunk(data, now, hard):
     data.write_text(now)
     (mismatch,) = match.match(wanted, seen(wanted), accept_changed_files=True)
     assert mismatch.hard is hard
+
+
+def held(path: Path, hashes: Hashes | None = None, **more: Any) -> dict[str, Any]:
+    """A fingerprint of a kernel that has ``path`` open, or holds it in the way that ``more`` says."""
+    facts = path.stat()
+    size = None if path.is_dir() else facts.st_size
+    file = {"path": str(path), "size": size, "mode": facts.st_mode, "open": True, **more}
+    return match.fingerprint(files=[file], ports=[], criu="4.2.1", hashes=hashes)
+
+
+def compared(wanted: dict[str, Any], hashes: Hashes | None = None, **options: Any) -> list[tuple[str, bool]]:
+    here = match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
+    return [(mismatch.field, mismatch.hard) for mismatch in match.match(wanted, here, **options)]
+
+
+def changed(path: Path, how: str) -> None:
+    facts = path.stat()
+    content = path.read_bytes()[:-1] + b"!"
+    if how == "in place":
+        path.write_bytes(content)
+    elif how == "in place, with its old time":
+        path.write_bytes(content)
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    else:
+        path.with_name("new").write_bytes(content)
+        path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("how", ["in place", "in place, with its old time", "replaced"])
+def test_another_content_of_the_same_size(data, tmp_path, how):
+    hashes = Hashes(tmp_path)
+    wanted, code = held(data, hashes), held(data, hashes, open=False, code=True)
+    changed(data, how)
+    assert compared(wanted, hashes) == [("file_changed", True)]
+    assert compared(wanted, hashes, accept_changed_files=True) == [("file_changed", False)]
+    assert compared(code, hashes, accept_changed_files=True) == [("file_changed", True)]
+
+
+def test_other_rights_hide_no_other_content(data, tmp_path):
+    hashes = Hashes(tmp_path)
+    wanted = held(data, hashes, open=False, code=True)
+    changed(data, "replaced")
+    data.chmod(0o755)
+    assert compared(wanted, hashes, accept_changed_files=True) == [("file_changed", True), ("file_changed", False)]
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_without_a_hash_a_file_of_this_machine_goes_by_its_identity(data, how):
+    wanted = held(data)
+    changed(data, how)
+    assert compared(wanted) == [("file_changed", True)]
+
+
+def test_rights_and_names_do_not_make_another_content(data):
+    wanted = held(data)
+    data.rename(data.with_name("aside"))
+    data.with_name("aside").rename(data)
+    data.with_name("link").hardlink_to(data)
+    assert compared(wanted) == []
+
+
+def renumbered(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The same, as if the device had had another number: before a boot or a mount."""
+    wanted = copy.deepcopy(wanted)
+    for file in wanted["files"].values():
+        file["device"] += 1
+    return wanted
+
+
+def test_a_device_that_was_mounted_again_is_no_other_one(data, tmp_path):
+    hashes = Hashes(tmp_path)
+    for wanted in (held(data), held(data, hashes), held(tmp_path)):
+        assert compared(renumbered(wanted), hashes) == []
+    coarse = renumbered(held(data, hashes))
+    coarse["files"][str(data)]["ctime"] = 1_000_000_000  # of an image whose maker chose the times
+    assert compared(coarse, hashes) == []
+    changed(data, "in place, with its old time")
+    assert compared(coarse, hashes) == [("file_changed", True)]
+
+
+def test_another_machine_has_other_numbers_and_goes_by_size_and_hash(data, tmp_path, monkeypatch):
+    hashes = Hashes(tmp_path)
+    with_hash, without, directory = held(data, hashes), held(data), held(tmp_path)
+    monkeypatch.setattr(node, "machine", lambda: "another")
+    moved = data.with_name("moved")
+    moved.write_bytes(data.read_bytes())
+    moved.rename(data)
+    directory["files"][str(tmp_path)]["inode"] += 1
+    for wanted in (with_hash, without, directory):
+        assert compared(wanted, hashes) == []
+    changed(data, "replaced")
+    assert compared(with_hash, hashes) == [("file_changed", True)]
+    assert compared(without, hashes) == [], "its size is all that is known"
+
+
+def test_a_directory_is_the_one_it_was_whatever_is_in_it(tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    wanted = held(place)
+    (place / "new").touch()
+    assert compared(wanted) == []
+    place.rename(tmp_path / "aside")
+    place.mkdir()
+    assert compared(wanted) == [("file_changed", True)]
+    assert compared(wanted, accept_changed_files=True) == [("file_changed", False)]
+
+
+@pytest.mark.parametrize("kind", ["overlay", "fuse.sshfs", "cifs"])
+def test_a_directory_whose_number_does_not_last_is_not_known_by_it(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(node, "mounts", lambda: {"/": kind})
+    place = tmp_path / "place"
+    place.mkdir()
+    wanted = held(place)
+    place.rename(tmp_path / "aside")
+    place.mkdir()
+    assert compared(wanted) == []
+
+
+def test_what_linux_says_at_the_moment_has_no_content(tmp_path):
+    path = Path("/sys/class/net/lo/ifindex")
+    wanted = held(path, Hashes(tmp_path))
+    assert "inode" not in wanted["files"][str(path)]
+    assert "blake3" not in wanted["files"][str(path)]
+    assert compared(wanted) == []
+
+
+@pytest.mark.parametrize("accept", [False, True])
+@pytest.mark.parametrize("size", [0, None], ids=["open for reading", "only appended to"])
+def test_a_named_pipe_in_the_place_of_a_file(tmp_path, accept, size):
+    path = tmp_path / "empty"
+    path.touch()
+    hashes = Hashes(tmp_path)
+    wanted = held(path, hashes, size=size)
+    path.unlink()
+    os.mkfifo(path)
+    here = match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
+    (mismatch,) = match.match(wanted, here, accept_changed_files=accept)
+    assert (mismatch.wanted, mismatch.found, mismatch.hard) == ("a file", "a named pipe", True)
+
+
+def test_an_image_of_an_older_release_goes_by_size_and_build_id(data):
+    wanted = held(data)
+    entry = wanted["files"][str(data)]
+    wanted["files"][str(data)] = {
+        name: entry[name] for name in ("size", "mode", "build_id", "open", "mapped", "checked")
+    }
+    changed(data, "replaced")
+    assert compared(wanted) == []
+    data.write_text("longer than it was")
+    assert compared(wanted) == [("file_changed", True)]
 
 
 def test_program_code_is_compared_by_its_build_id(tmp_path):

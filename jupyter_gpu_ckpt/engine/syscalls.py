@@ -1,8 +1,8 @@
 """The few Linux system calls the standard library has no function for, each declared once, with one error funnel.
 
 Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can
-look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``prctl(2)``, ``capset(2)``.  Standard library only: a
-capsule's init imports this module with nothing else of the package.
+look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``pidfd_getfd(2)``, ``prctl(2)``, ``capset(2)``.
+Standard library only: a capsule's init imports this module with nothing else of the package.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ PR_SET_NAME = 15
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+#: The same on all machines; the C library has a function for it since glibc 2.36 only.
+_PIDFD_GETFD = 438
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
@@ -70,6 +73,14 @@ def mount(source: str | None, target: str, fstype: str | None, flags: int, optio
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
     data = None if options is None else os.fsencode(options)
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
+
+
+def pidfd_getfd(pidfd: int, number: int) -> int:
+    """A copy of another process's descriptor ``number``, close-on-exec.  Needs the right to trace that process."""
+    return _check(
+        _libc.syscall(ctypes.c_long(_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)),
+        "pidfd_getfd",
+    )
 
 
 def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken
 from .fingerprint import Facts, fingerprint, look
+from .node import LINGERS
 
 __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "look", "match", "require"]
 
@@ -187,7 +188,9 @@ def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
                 f"Port {port['number']} on {port['address']}",
                 "free: the kernel listens there",
                 port["problem"],
-                "End the process that uses it, or restore the kernel on another node.",
+                "Wait a minute, then try again."
+                if port["problem"] == LINGERS
+                else "End the process that uses it, or restore the kernel on another node.",
                 hard=True,
             )
 

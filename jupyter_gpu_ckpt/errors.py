@@ -302,10 +302,10 @@ class MissingFile(CriuError):
 
 
 class PortTaken(CriuError):
-    """A TCP port the kernel listened on is used by another process now."""
+    """A TCP or UDP port the kernel listened on cannot be had now."""
 
     code = "PORT_TAKEN"
-    default_hint = "End the process that uses the port, then try again."
+    default_hint = "If another process uses the port, end it; connections that were closed are gone after a minute."
 
 
 class PidTaken(CriuError):

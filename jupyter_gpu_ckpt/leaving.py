@@ -16,6 +16,7 @@ from pathlib import Path
 from . import fit, preflight
 from .engine.capsule import Capsule
 from .engine.cuda import CudaState
+from .engine.sockets import let_ports_be_rebound
 from .errors import (
     CapsuleError,
     CapsuleGone,
@@ -346,6 +347,7 @@ class Leaving(Steps):
         if self.capsule is not None:
             # Whatever fails from here on, the process may be gone already, and its image must not be taken back.
             self._step_done = True
+            let_ports_be_rebound(self.capsule.processes())
             try:
                 self.capsule.close()
             finally:

@@ -215,6 +215,12 @@ class Lifecycle(Leaving, Returning):
                 except GpuCkptError:  # in use, or not to be written: at least no server brings it back by itself
                     self._retire_image()
 
+    def retire_image(self) -> None:
+        """Keep the image of a kernel that was ended; no server brings it back by itself."""
+        with self._lock:
+            if self.state is not State.CHECKPOINTED:
+                self._retire_image()
+
     def poll(self) -> int | None:
         """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""
         if self.state is State.DEAD:

@@ -33,6 +33,7 @@ from .image.chunks import Chunks
 from .image.device import Filling
 from .image.disk import mapped
 from .image.image import CRIU_DIRECTORY
+from .image.node import LINGERS
 from .image.remote import Remote
 from .image.store import Image
 from .machine import State
@@ -90,6 +91,12 @@ class Returning(Steps):
         if accept is None:
             accept = self.settings.accept_changed_files or image.accepts_changed_files
         found = self._mismatches(image, accept)
+        deadline = time.monotonic() + self.settings.lingering
+        while any(mismatch.found == LINGERS for mismatch in found) and time.monotonic() < deadline:
+            # The kernel's own, from before it left: the system gives its port back by itself.
+            if self._ending.wait(0.2) or self._leaving.is_set():
+                break
+            found = self._mismatches(image, accept)
         if any(mismatch.hard for mismatch in found) and not accept:
             accepted = self._mismatches(image, True)
             if not any(mismatch.hard for mismatch in accepted) and self._agrees(match.accepted_files(accepted)):

@@ -156,8 +156,35 @@ async def test_after_kill_9_of_the_server_the_living_kernel_is_adopted_with_noth
     assert alive(pids) == []
 
 
-async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_but_its_image_is_kept(server):
+@pytest.mark.parametrize("now", [False, True])
+async def test_a_kernel_that_is_shut_down_while_it_sleeps_goes_with_its_image(server, caplog, now):
+    """Whoever shuts it down wants it no more; that is said in the log."""
     first = await server.start()
+    image = await first.provisioner.checkpoint()
+    with caplog.at_level("INFO"):
+        await first.manager.shutdown_kernel(now=now)
+    assert server.store.images() == []
+    assert f"its image {image.id} is deleted" in caplog.text
+
+
+async def test_a_shutdown_by_message_while_it_sleeps_deletes_the_image_too(server):
+    first = await server.start()
+    await first.provisioner.checkpoint()
+    first.client.shutdown()
+    await until(lambda: first.state == "dead", 60)
+    await until(lambda: server.store.images() == [], 60)
+
+
+async def test_a_kernel_that_its_user_protected_is_shut_down_but_kept(server):
+    first = await server.start()
+    image = await first.provisioner.checkpoint()
+    first.provisioner.desk.protect(3600)
+    await first.manager.shutdown_kernel()
+    assert [(one.id, one.retired) for one in server.store.images()] == [(image.id, True)]
+
+
+async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_kept(server):
+    first = await server.start(keep_image_on_shutdown=True)
     await first.provisioner.checkpoint()
     await first.manager.shutdown_kernel()
     assert server.orphans() == []

@@ -84,7 +84,7 @@ _CAUSES = (
     _cause(
         r"Can't bind inet socket \(id \d+\): Address already in use()",
         PortTaken,
-        "A TCP or UDP port the kernel had open is used by another process now.",
+        "A TCP or UDP port the kernel had open cannot be bound: it is in use.",
     ),
     _cause(r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
     _cause(

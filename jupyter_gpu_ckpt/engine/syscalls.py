@@ -1,8 +1,8 @@
 """The few Linux system calls the standard library has no function for, each declared once, with one error funnel.
 
 Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can
-look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``prctl(2)``, ``capset(2)``.  Standard library only: a
-capsule's init imports this module with nothing else of the package.
+look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``pidfd_getfd(2)``, ``prctl(2)``, ``capset(2)``.
+Standard library only: a capsule's init imports this module with nothing else of the package.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ PR_SET_NAME = 15
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+#: The same on all machines; the C library has a function for it since glibc 2.36 only.
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
@@ -75,12 +77,19 @@ def mount(source: str | None, target: str, fstype: str | None, flags: int, optio
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
 
 
-def get_descriptor(pid: int, fd: int) -> int:
-    """A descriptor of our own, closed on exec, for the open file that ``fd`` is in another process (pidfd_getfd(2))."""
+def pidfd_getfd(pidfd: int, number: int) -> int:
+    """A copy of another process's descriptor ``number``, close-on-exec.  Needs the right to trace that process."""
+    return _check(
+        _libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)),
+        "pidfd_getfd",
+    )
+
+
+def get_descriptor(pid: int, number: int) -> int:
+    """The same of the process ``pid``."""
     pidfd = os.pidfd_open(pid)
     try:
-        number = _libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), pidfd, fd, 0)
-        return _check(number, f"pidfd_getfd({pid}, {fd})")
+        return pidfd_getfd(pidfd, number)
     finally:
         os.close(pidfd)
 

@@ -37,6 +37,10 @@ class Image:
         """Its owner shut the kernel down: no server is to bring it back by itself.  The image stays usable."""
         self._mark("retired").touch(0o600)
 
+    def unretire(self) -> None:
+        """Its user wants the kernel back."""
+        self._mark("retired").unlink(missing_ok=True)
+
     @property
     def retired(self) -> bool:
         """Whether `retire` was called."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken
 from .fingerprint import fingerprint, look
-from .node import Facts
+from .node import LINGERS, Facts
 
 __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "look", "match", "require"]
 
@@ -191,7 +191,9 @@ def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
                 f"Port {port['number']} on {port['address']}",
                 "free: the kernel listens there",
                 port["problem"],
-                "End the process that uses it, or restore the kernel on another node.",
+                "Wait a minute, then try again."
+                if port["problem"] == LINGERS
+                else "End the process that uses it, or restore the kernel on another node.",
                 hard=True,
             )
 

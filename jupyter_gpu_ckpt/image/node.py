@@ -195,8 +195,29 @@ def unbindable(address: str, number: int, family: int = socket.AF_INET, kind: in
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((address, number))
     except OSError as error:
+        if error.errno == errno.EADDRINUSE and kind == socket.SOCK_STREAM and _lingers(number):
+            return LINGERS
         return error.strerror or "it cannot be bound"
     return ""
+
+
+#: Why a port cannot be bound for a minute at most (tcp(7)): nobody has it any more.
+LINGERS = "connections that were closed linger there, for a minute at most"
+
+# States of connections that no process has any more (include/net/tcp_states.h).
+_CLOSING = frozenset({"04", "05", "06", "07", "09", "0B"})
+
+
+def _lingers(number: int) -> bool:
+    """Whether a TCP port of this host has nothing but connections that were closed."""
+    states = set()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if int(words[1].rpartition(":")[2], 16) == number:
+                    states.add(words[3])
+    return bool(states) and states <= _CLOSING
 
 
 def uname() -> tuple[str, str]:

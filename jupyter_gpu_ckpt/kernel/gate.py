@@ -165,6 +165,13 @@ class Gate:
         """A wake failed: answer each execution that waits by ``error``; other messages stay, and so does the sleep."""
         self._do(lambda proxy: proxy.fail(error))
 
+    def interrupt(self) -> bool:
+        """Answer each execution that waits for the kernel as interrupted, whether a wake is under way or not.
+
+        False, and nothing is done, when the gate is open: then the kernel itself is to be interrupted.
+        """
+        return self._do(lambda proxy: proxy.interrupt())
+
     def request(self, msg_type: str, content: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Ask the kernel something on its shell channel, unseen by clients, also while their messages are kept.
 

@@ -105,7 +105,8 @@ class Premises:
     """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
 
     ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
-    each event of the trace, on the thread of whoever made them; ``faults`` are those of the trace, for tests.
+    each event of the trace, on the thread of whoever made them; ``on_shutdown`` when a client's message has ended a
+    kernel that was away, with whether it is to be restarted.  ``faults`` are those of the trace, for tests.
     ``on_stillborn`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
     that and the command by which to start it plainly; it returns the process, or None where nobody wants it.
     ``on_fallback`` is called when that one has answered.
@@ -117,6 +118,7 @@ class Premises:
         *,
         on_state: Callable[[State, int | None], None],
         on_step: Sink,
+        on_shutdown: Callable[[Lifecycle, bool], None],
         faults: list[Sink],
         on_stillborn: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
         on_fallback: Callable[[KernelUnfit], None],
@@ -130,7 +132,8 @@ class Premises:
         self.desk = Desk(log)
         #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
-        self._on_state, self._on_step, self._faults, self._log = on_state, on_step, faults, log
+        self._on_state, self._on_step, self._on_shutdown = on_state, on_step, on_shutdown
+        self._faults, self._log = faults, log
         self._on_stillborn, self._on_fallback = on_stillborn, on_fallback
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
@@ -469,12 +472,17 @@ class Premises:
         verb = str(content.get("verb"))
         if verb == "shutdown":
             # Not on the worker: it does not wait for the verb under way there but ends it.
-            arguments = (lifecycle.terminate, gate)
+            restart = bool(content.get("restart"))
+            arguments = (functools.partial(self._shut_down, lifecycle, restart), gate)
             threading.Thread(target=self._do_asked, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
         elif verb in verbs:
             self.worker.submit(functools.partial(self._do_asked, verbs[verb], gate))
         else:
             self._log.warning("Kernel %s asked for something unknown.", self.kernel_id)
+
+    def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
+        lifecycle.terminate()
+        self._on_shutdown(lifecycle, restart)
 
     def _do_asked(self, call: Callable[[], Any], gate: Gate) -> None:
         try:

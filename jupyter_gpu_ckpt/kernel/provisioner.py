@@ -74,9 +74,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         "Something must then end those that nobody adopts: the server extension starts a watchdog.",
     ).tag(config=True)
     keep_image_on_shutdown = Bool(
-        True,
-        help="Keep the image when a checkpointed kernel is shut down (a restart always drops it). "
-        "`jupyter gpu-ckpt rm` deletes kept images.",
+        False,
+        help="Keep the image when a checkpointed kernel is shut down. Else it is deleted: whoever shuts a kernel down "
+        "wants it no more. (A restart always deletes it. A server that stops, an expiry, and a kernel that its user "
+        "protected keep it.) A kept image can be opened again from the list of sleeping kernels in the browser, or by "
+        "REST; `jupyter gpu-ckpt rm` deletes it.",
     ).tag(config=True)
 
     accept_changed_files = Bool(
@@ -173,6 +175,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.kernel_id,
             on_state=self._note_state,
             on_step=self._tell_sinks,
+            on_shutdown=self._settle_image,
             faults=self.faults,
             on_stillborn=self._start_again_plainly,
             on_fallback=self._note_fallback,
@@ -181,6 +184,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Called with each new state, on the thread of whoever made it.  Unlike the lifecycle's own listeners these
         #: outlive a restart.
         self.on_state: list[Callable[[State], None]] = []
+        #: Set where the kernel is ended by nobody's wish: its image is kept.  For the next shutdown only.
+        self.keep_image = False
         self._orphan: Orphan | None = None
         #: Only a first launch adopts; a restart is to be a fresh kernel.
         self._launched = False
@@ -434,10 +439,16 @@ class GpuCkptProvisioner(LocalProvisioner):
         return status
 
     async def send_signal(self, signum: int) -> None:
-        """Called to interrupt and to end.  A sleeping kernel has nothing to interrupt; ending it drops the process."""
+        """Called to interrupt and to end.
+
+        Of a kernel that is away the cells that wait for it are interrupted; ending it drops the process.
+        """
         self._unwanted = self._unwanted or signum in (signal.SIGKILL, signal.SIGTERM)
         if self.lifecycle is None:
             return await super().send_signal(signum)
+        gate = self._premises.gate
+        if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
+            return None
         if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._premises.reachable):
             await asyncio.to_thread(self.lifecycle.terminate)
         elif self._premises.reachable and self.lifecycle.capsule is not None:
@@ -465,14 +476,28 @@ class GpuCkptProvisioner(LocalProvisioner):
             if lifecycle.kept is not None:
                 message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
                 self.log.warning(message, self.kernel_id, lifecycle.kept.id)
-            if restart or not self.keep_image_on_shutdown:
-                await asyncio.to_thread(lifecycle.discard_image)
-            elif lifecycle.image is not None:
-                lifecycle.image.retire()
-                self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, lifecycle.image.id)
+            await asyncio.to_thread(self._settle_image, lifecycle, restart)
+        self.keep_image = False
         if not restart:
             await asyncio.to_thread(self._premises.end)
         await super().cleanup(restart)
+
+    def _settle_image(self, lifecycle: Lifecycle, restart: bool) -> None:
+        """What becomes of the image of a kernel that has been ended; also called for a client's shutdown message."""
+        image = lifecycle.image
+        if image is None:
+            return
+        keep = self.keep_image_on_shutdown or self.keep_image or self.desk.protection() is not None
+        if keep and not restart:
+            lifecycle.retire_image()
+            self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
+            return
+        lifecycle.discard_image()
+        if lifecycle.image is None and lifecycle.kept is None:
+            self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
+        else:
+            message = "Kernel %s was ended; its image %s could not be deleted, `jupyter gpu-ckpt rm` does it"
+            self.log.warning(message, self.kernel_id, image.id)
 
     async def leave(self) -> None:
         """Called when the server stops: the kernel is checkpointed for the next server to adopt.

@@ -39,8 +39,9 @@ _HOLDING_ASKS = frozenset({"suspend", "checkpoint"})
 # have.
 _UNDER_WAY = 10_000
 
-# What a kernel that is away is not asked: it runs nothing that could be interrupted, and its process is ended by the
-# provisioner.  Kept and delivered later they would hit a kernel that has just been woken, or restarted.
+# What a kernel that is away is not asked: it runs nothing that could be interrupted (the cells that wait are answered
+# here), and its process is ended by the provisioner.  Kept and delivered later they would hit a kernel that has just
+# been woken, or restarted.
 _DONE_WITHOUT_KERNEL = frozenset({"shutdown_request", "interrupt_request"})
 
 
@@ -224,13 +225,30 @@ class Proxy:
         if self.state is GateState.HELD:
             self.state = GateState.ASLEEP
         self._woken = False
+        self._answer_executions(lambda request: self.voice.failed(request, error))
+
+    def interrupt(self) -> bool:
+        """Answer the executions that wait as interrupted; False when the gate is open: the kernel is to be told.
+
+        A wake under way goes on: it is the cell that is interrupted, and the kernel may be wanted for the next one.
+        """
+        if self.state in (GateState.OPEN, GateState.DRAINING):
+            return False
+        # What was sent before the interrupt may still lie unread in the front socket.
+        self._loop.pump(self._front["shell"])
+        self.unask()
+        self._answer_executions(self.voice.interrupted)
+        return True
+
+    def _answer_executions(self, answer: Callable[[Request], object]) -> None:
+        """Each execution that waits fails by ``answer``, or is aborted behind one of its queue that did."""
         stopped: set[tuple[bytes | str | None, ...]] = set()
         for request in self.hold.take(lambda request: request.msg_type == "execute_request"):
             queue = (*request.idents, request.subshell_id)
             if queue in stopped:
                 self.voice.aborted(request)
                 continue
-            self.voice.failed(request, error)
+            answer(request)
             if request.stops:
                 stopped.add(queue)
 
@@ -341,6 +359,8 @@ class Proxy:
         if self.state is GateState.OPEN or (self.state is GateState.DRAINING and passes):
             self._forward(request)
         elif kind in _DONE_WITHOUT_KERNEL:
+            if kind == "interrupt_request":
+                self.interrupt()
             self.voice.done(request)
             if kind == "shutdown_request" and not self._dead:
                 self._tell(self._on_ask, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))})

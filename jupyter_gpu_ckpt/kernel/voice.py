@@ -126,7 +126,15 @@ class Voice:
 
     def failed(self, request: Request, error: GpuCkptError) -> None:
         """Answer an execution by ``error``, as if the cell had raised it."""
-        told = _for_clients(error)
+        self._raised(request, _for_clients(error))
+
+    def interrupted(self, request: Request) -> None:
+        """Answer an execution as a kernel does whose cell was interrupted."""
+        why = "interrupted while the kernel was away; the cell did not run"
+        told = {"ename": "KeyboardInterrupt", "evalue": why, "traceback": [f"KeyboardInterrupt: {why}"]}
+        self._raised(request, told)
+
+    def _raised(self, request: Request, told: dict[str, Any]) -> None:
         # No cell ran, so the kernel's counter stands where it stood; the protocol wants the field.
         reply: dict[str, Any] = {
             "status": "error",

@@ -26,6 +26,7 @@ from .. import __version__
 from ..errors import StateError
 from ..image.requirements import VARIABLE
 from ..image.store import Image, Store
+from ..kernel.adoption import Orphan
 from ..kernel.adoption import orphan as find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
 from . import documents, park
@@ -236,11 +237,28 @@ class GpuCkptApp(ExtensionApp):
         kernels, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if not isinstance(kernels, CheckpointKernelManagerMixin):
             raise StateError("This server's kernel manager cannot take over kernels.")
-        orphan = await asyncio.to_thread(find_orphan, image.manifest.kernel_id, self._runtime_base, self.store)
-        if orphan is None or orphan.image is None or orphan.image.id != image.id:
-            raise StateError("The kernel of this image has a server, or has gone on from it.")
+        orphan = await asyncio.to_thread(self._reclaim, image)
         await self.comeback.take_over(kernels, orphan)
         await self.comeback.seat(sessions, orphan, self.root)
+
+    def _reclaim(self, image: Image) -> Orphan:
+        """The kernel of an image as one that a server may take over, also where it was shut down; raises as `adopt`."""
+        self.store.generations.require_current(image.manifest)
+        retired = image.retired
+        image.unretire()
+        orphan = find_orphan(image.manifest.kernel_id, self._runtime_base, self.store)
+        if orphan is not None and orphan.image is not None and orphan.image.id == image.id:
+            return orphan
+        if retired:
+            image.retire()
+        if orphan is None:
+            why, hint = "Another server has the kernel of this image.", "Use it there, or stop that server."
+        elif orphan.image is None:
+            why = "The kernel of this image has gone on from it, and runs without a server."
+            hint = "The next server that is started takes it over as it is now."
+        else:
+            why, hint = f"The kernel of this image has a newer one, {orphan.image.id}.", "Open that one."
+        raise StateError(why, hint=hint, left=f"the image is kept as {image.id}")
 
     async def park(self) -> dict[str, Any]:
         """Have every kernel sleep in a proved image, so that the server can be stopped; the document of ``park``."""

@@ -26,6 +26,7 @@ from ..errors import GpuCkptError
 from ..image.store import Store
 from ..kernel.adoption import Orphan, orphans
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..machine import State
 from . import documents, park
 
 
@@ -150,8 +151,12 @@ class Comeback(LoggingConfigurable):
 
     async def stop(self) -> None:
         """Called when the server stops, while its kernels are still there: each leaves, within a common deadline."""
-        kernels = {id: one for id, one in self._provisioners().items() if one.lifecycle is not None}
-        if self.checkpoint_on_stop and kernels:
+        kernels = {
+            id: one
+            for id, one in self._provisioners().items()
+            if one.lifecycle is not None and (self.checkpoint_on_stop or one.state is State.CHECKPOINTED)
+        }
+        if kernels:
             for one in kernels.values():
                 # One that has left has no process any more, and would be started anew while the others still leave.
                 if one.parent is not None:

@@ -49,7 +49,7 @@ class CheckpointKernelManagerMixin(_Base):
         0,
         config=True,
         help="Seconds after which a checkpointed kernel is shut down (looked at every cull_interval); 0: never. "
-        "GpuCkptProvisioner.keep_image_on_shutdown says what becomes of its image.",
+        "Its image is kept, and `jupyter gpu-ckpt prune` may delete it.",
     )
 
     def __init__(self, **kwargs: Any) -> None:
@@ -196,6 +196,8 @@ class CheckpointKernelManagerMixin(_Base):
         asleep = time.time() - image.manifest.created
         if asleep > self.checkpointed_expiry:
             self.log.warning("Kernel %s expires: it was checkpointed %.0f s ago.", kernel_id, asleep)
+            if provisioner is not None:
+                provisioner.keep_image = True
             async with self._turn(kernel_id):
                 await super().shutdown_kernel(kernel_id)
 

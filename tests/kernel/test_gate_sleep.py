@@ -298,6 +298,39 @@ def test_shutdown_and_interrupt_of_a_kernel_that_is_away_are_answered_and_never_
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
 
 
+@pytest.mark.parametrize("how", ["message", "signal"])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:
+    """The first of a queue as ipykernel ends an interrupted cell, those behind it as it aborts them."""
+    client, other = up.client(), up.client()
+    up.gate.drain(DEADLINE)
+    up.gate.close()
+    if asleep:
+        up.gate.sleep()
+    first, second = client.execute("ran = 1"), client.execute("ran = 2")
+    loose = [other.execute("ran = 3", stop_on_error=False) for _ in range(2)]
+    asked = client.comm_info()
+    until(lambda: up.gate.held == 5, "all are kept")
+    if how == "message":
+        stop = send(client, "interrupt_request", {}, "control")
+        assert reply(client, stop, "control")["content"] == {"status": "ok"}
+    else:
+        assert up.gate.interrupt()
+    answers = [reply(client, id)["content"] for id in (first, second)]
+    assert [answer["status"] for answer in answers] == ["error", "aborted"]
+    assert answers[0]["ename"] == "KeyboardInterrupt"
+    assert kinds(outputs(client, first)) == ["busy", "error", "idle"]
+    assert [reply(other, id)["content"]["ename"] for id in loose] == ["KeyboardInterrupt"] * 2
+    assert up.gate.held == 1, "a question is not a cell"
+    up.wake()
+    assert reply(client, asked)["msg_type"] == "comm_info_reply"
+    assert reply(client, client.execute("assert 'ran' not in globals()"))["content"]["status"] == "ok"
+
+
+def test_a_gate_that_is_open_leaves_the_interrupt_to_the_kernel(up: World) -> None:
+    assert not up.gate.interrupt()
+
+
 def test_two_hundred_cells_around_a_sleep_are_each_run_once_and_in_order(up: World) -> None:
     client = up.client()
     reply(client, client.execute("seen = []"))

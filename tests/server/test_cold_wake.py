@@ -53,10 +53,7 @@ class Asleep:
         self.store = Store(home / "images", Keyring())
         (self.image,) = self.store.images()
         archive(self.image, self.store, self.remote)
-
-    @property
-    def config(self) -> str:
-        return f"c.GpuCkptProvisioner.archive_url = 'file://{self.home}/cold'\n"
+        self.config = f"c.GpuCkptProvisioner.archive_url = 'file://{home}/cold'\n"
 
     def comes_slowly_until(self, true: Callable[[], bool]) -> None:
         """One more piece arrives with each look: all of them would take far longer than the deadline."""
@@ -127,6 +124,7 @@ def test_a_server_that_is_killed_leaves_the_content_where_it_was(asleep, runtime
 
 
 def test_a_kernel_that_is_shut_down_does_not_wait_for_its_content(asleep, runtime_base):
+    asleep.config += "c.GpuCkptProvisioner.keep_image_on_shutdown = True\n"
     with waking(asleep, runtime_base) as second:
         with ThreadPoolExecutor(1) as asking:
             ended = asking.submit(second.ask, "DELETE", f"api/kernels/{asleep.kernel_id}")

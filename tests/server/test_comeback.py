@@ -371,6 +371,17 @@ def test_switched_off_the_kernels_end_with_the_server(home, runtime_base, criu_b
     assert Store(home / "images").images() == []
 
 
+def test_switched_off_a_kernel_that_sleeps_already_is_not_lost_with_the_server(home, runtime_base, criu_binary):
+    config = "c.Comeback.checkpoint_on_stop = False"
+    with server(home, runtime_base, config=config) as first:
+        kernel_id = open_notebook(first)["kernel"]["id"]
+        first.run(kernel_id, "x = 41")
+        first.do(kernel_id, "checkpoint")
+    with server(home, runtime_base) as second:
+        until(lambda: second.get("api/kernels"))
+        assert second.run(kernel_id, "print(x)") == "41"
+
+
 def test_restart_of_an_adopted_sleeping_kernel_gives_a_fresh_one(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]

@@ -392,6 +392,50 @@ def test_a_kernel_without_a_server_is_taken_over_asleep_and_with_its_notebook(tm
         assert second.run(kernel_id, "print(x + 1)") == "42"
 
 
+@pytest.mark.parametrize("what", ["kernels", "sessions"])
+def test_a_sleeping_kernel_that_is_shut_down_goes_with_its_image(tmp_path, runtime_base, criu_binary, what):
+    model = {"path": "a.ipynb", "name": "a.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
+    with server(tmp_path / "home", runtime_base) as running:
+        (tmp_path / "home" / "work" / "a.ipynb").write_text("{}")
+        session = running.ask("POST", "api/sessions", json=model).json()
+        kernel_id = session["kernel"]["id"]
+        running.do(kernel_id, "checkpoint")
+        assert running.get("gpu-ckpt/images")
+        ended = running.ask(
+            "DELETE", f"api/kernels/{kernel_id}" if what == "kernels" else f"api/sessions/{session['id']}"
+        )
+        assert ended.status_code == 204
+        assert running.get("gpu-ckpt/images") == []
+        assert "was ended; its image" in running.log
+
+
+def test_a_kept_image_of_a_kernel_that_was_shut_down_can_be_opened(tmp_path, runtime_base, criu_binary):
+    keep = "c.GpuCkptProvisioner.keep_image_on_shutdown = True"
+    with server(tmp_path / "home", runtime_base, config=keep) as running:
+        kernel_id = running.start_kernel()
+        running.run(kernel_id, "x = 41")
+        running.do(kernel_id, "checkpoint")
+        (image,) = running.get("gpu-ckpt/images")
+        assert running.ask("DELETE", f"api/kernels/{kernel_id}").status_code == 204
+        assert running.get("api/kernels") == []
+        reply = running.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+        assert (reply.status_code, reply.json()["state"]) == (200, "checkpointed"), reply.text
+        assert running.run(kernel_id, "print(x + 1)") == "42"
+
+
+def test_an_image_whose_kernel_another_server_has_is_not_opened_and_the_reason_is_true(
+    tmp_path, runtime_base, criu_binary
+):
+    with server(tmp_path / "home", runtime_base) as first:
+        kernel_id = first.start_kernel()
+        first.do(kernel_id, "checkpoint")
+        (image,) = first.get("gpu-ckpt/images")
+        with server(tmp_path / "home", runtime_base, config="c.Comeback.adopt = False") as second:
+            refused = second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "WRONG_STATE")
+            assert "Another server has the kernel" in refused.json()["error"]["message"]
+
+
 def test_what_gpus_there_are_is_told_as_described(live):
     validate("/gpus", live.get("gpu-ckpt/gpus"))
 

@@ -310,8 +310,7 @@ async def test_random_verbs_at_once(tmp_path, runtime_base, criu_binary, kernels
     startup = home / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True)
     (startup / "interrupts.py").write_text(STARTUP)
-    config = "c.GpuCkptProvisioner.keep_image_on_shutdown = False"
-    with server(home, runtime_base, config=config) as running:
+    with server(home, runtime_base) as running:
         try:
             await _torture(running, runtime_base, story, random.Random(seed), kernels, waves, requests)
         except BaseException:

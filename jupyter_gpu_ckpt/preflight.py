@@ -187,7 +187,7 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:
         findings.append(_blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))
-        findings.append(Finding("REQUESTS", f"The kernel has not answered all that was asked of it yet: {types}."))
+        findings.append(Finding("REQUESTS", f"The kernel still owes answers, for which it is given a moment: {types}."))
     return findings
 
 

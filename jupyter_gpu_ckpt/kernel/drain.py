@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,17 +15,22 @@ from .ledger import Entry, Lane, Ledger
 # Seconds without news before a straggler is taken for one, and a fence goes out.
 _QUIET = 0.1
 
+# Seconds for which answers to questions on the control channel are waited for (`Entry.is_question`).
+_PATIENCE = 1.0
+
 
 class Drain:
     """One drain at a time over ``ledger``.
 
-    ``send`` sends an errand to the kernel.  ``freed`` is called with the entries that a fence completed.
+    ``send`` sends an errand to the kernel.  ``freed`` is called with the entries that a fence completed, or
+    that are not waited for any longer.
     """
 
     def __init__(self, ledger: Ledger, send: Callable[[Errand], None], freed: Callable[[list[Entry]], None]) -> None:
         self._ledger, self._send, self._freed = ledger, send, freed
         self._future: Future[None] | None = None
         self._seconds = self._deadline = 0.0
+        self._patience = math.inf  # until when, monotonic seconds
         self._news = 0.0
         self._fences: set[Lane] = set()
 
@@ -38,6 +44,7 @@ class Drain:
         self._future, self._seconds = future, seconds
         self._news = time.monotonic()
         self._deadline = self._news + seconds
+        self._patience = self._news + min(_PATIENCE, seconds / 2)
 
     def news(self) -> None:
         """Something in the ledger moved."""
@@ -62,12 +69,16 @@ class Drain:
         """When `tick` has something to do next, monotonic seconds."""
         if self._future is None:
             return None
+        times = [self._deadline, self._patience]
         if any(lane not in self._fences for lane in self._ledger.straggling()):
-            return min(self._deadline, self._news + _QUIET)
-        return self._deadline
+            times.append(self._news + _QUIET)
+        return min(times)
 
     def tick(self, now: float) -> None:
-        """Fail at the deadline; send a fence to each lane in which only stragglers are left."""
+        """Fail at the deadline; send a fence to each lane in which only stragglers are left; lose patience."""
+        if self._future is not None and now >= self._patience:
+            self._patience = math.inf
+            self._freed(self._ledger.without_questions())
         if self._future is None:
             return
         if now >= self._deadline:

@@ -5,6 +5,7 @@ A kernel may only be dumped when this is empty.  Pure bookkeeping: no sockets, n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,10 @@ REPLIED_TYPES = frozenset(
         "list_subshell_request",
     }
 )
+
+#: What is remembered of questions on the control channel: a kernel that answers none is asked again and again, by every
+#: page that is opened and every monitor that looks.
+_MOST_QUESTIONS = 100
 
 #: Where a kernel works requests off one after the other: channel and subshell.
 Lane = tuple[str, str | None]
@@ -64,6 +69,15 @@ class Entry:
         return request.msg_type == "execute_request" and not request.content.get("silent", False)
 
     @property
+    def is_question(self) -> bool:
+        """Whether nothing is lost if it is never answered: on the control channel nothing runs that a user started.
+
+        Some kernels answer nothing there (IRkernel 1.3), and jupyter_server asks each kernel there who it is.
+        """
+        request = self.request
+        return request.channel == "control" and request.msg_type != "shutdown_request" and not wakes(request)
+
+    @property
     def straggles(self) -> bool:
         """Whether it may be that nothing more comes.
 
@@ -81,6 +95,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._questions: deque[str] = deque()
         self._order = 0
 
     def __len__(self) -> int:
@@ -117,6 +132,10 @@ class Ledger:
         entry.order = self._order
         entry.replies += request.msg_type in REPLIED_TYPES
         entry.idles += 1
+        if entry.is_question:
+            self._questions.append(request.msg_id)
+            if len(self._questions) > _MOST_QUESTIONS:
+                self._entries.pop(self._questions.popleft(), None)
 
     def replied(self, msg_id: str) -> Entry | None:
         """A reply to ``msg_id`` came; the entry if that completes it."""
@@ -150,6 +169,10 @@ class Ledger:
     def fenced(self, lane: Lane, order: int) -> list[Entry]:
         """A fence behind ``order`` in ``lane`` was answered: drop and return the stragglers before it."""
         return self._drop(e for e in self._entries.values() if e.lane == lane and e.order <= order and e.straggles)
+
+    def without_questions(self) -> list[Entry]:
+        """Questions were waited for long enough: drop and return them; an answer that comes late is passed on."""
+        return self._drop(entry for entry in self._entries.values() if entry.is_question)
 
     def without_subshell(self, subshell_id: str) -> list[Entry]:
         """A subshell was deleted: drop and return what was queued in it; the kernel never answers that."""

@@ -24,9 +24,12 @@ DEADLINE = 20.0
 
 
 class Kernel:
-    """An ipykernel on unix sockets, started as a capsule would start it but without the capsule."""
+    """An ipykernel on unix sockets, started as a capsule would start it but without the capsule.
 
-    def __init__(self) -> None:
+    ``program``: what Python runs, if not ipykernel's launcher.
+    """
+
+    def __init__(self, *program: str) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="gate-"))  # short: a unix socket's path has 107 characters
         self.info = {
             "transport": "ipc",
@@ -38,7 +41,13 @@ class Kernel:
         file = self.directory / "connection.json"
         file.write_text(json.dumps(self.info))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ipykernel_launcher", "-f", str(file), "--HistoryManager.hist_file=:memory:"],
+            [
+                sys.executable,
+                *(program or ("-m", "ipykernel_launcher")),
+                "-f",
+                str(file),
+                "--HistoryManager.hist_file=:memory:",
+            ],
             env={**os.environ, "JPY_PARENT_PID": "1", "IPYTHONDIR": str(self.directory / "ipython")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -17,9 +17,26 @@ const LONG = 1000;
 /** Milliseconds that a failure stays in sight; then it is among JupyterLab's notifications only. */
 const READ = 30000;
 
+/**
+ * Milliseconds that JupyterLab is given to draw a notification, or what became of it.
+ *
+ * It does both later than it says, and in no order: one that was dismissed right after an update stays for ever.
+ */
+const DRAWN = 500;
+
 interface IShown {
   timer: number;
   id: string | null;
+  at: number;
+}
+
+function dismiss(id: string): void {
+  window.setTimeout(() => Notification.dismiss(id), DRAWN);
+}
+
+/** Whether the user has closed it; an update would open it again. */
+function isClosed({ id, at }: IShown): boolean {
+  return id !== null && Date.now() - at > 2 * DRAWN && document.getElementById(id) === null;
 }
 
 export class Announcer {
@@ -75,7 +92,7 @@ export class Announcer {
     for (const [id, passing] of [...this._passing]) {
       if (this.context.kernels.find(id) === undefined || !passing.holds()) {
         this._passing.delete(id);
-        Notification.dismiss(passing.id);
+        dismiss(passing.id);
       }
     }
     if (kernel === null) {
@@ -97,8 +114,8 @@ export class Announcer {
     const shown = this._shown.get(kernel.id);
     if (shown === undefined) {
       const timer = window.setTimeout(() => this._begin(kernel), LONG);
-      this._shown.set(kernel.id, { timer, id: null });
-    } else if (shown.id !== null) {
+      this._shown.set(kernel.id, { timer, id: null, at: 0 });
+    } else if (shown.id !== null && !isClosed(shown)) {
       Notification.update({
         id: shown.id,
         message: this._sentence(kernel, kernel.progress),
@@ -110,6 +127,7 @@ export class Announcer {
   private _begin(kernel: KernelModel): void {
     const shown = this._shown.get(kernel.id);
     if (shown !== undefined && kernel.progress !== null && this.context.preferences.values.notifications === 'all') {
+      shown.at = Date.now();
       shown.id = Notification.emit(this._sentence(kernel, kernel.progress), 'in-progress', {
         autoClose: false,
         progress: kernel.progress.fraction
@@ -221,7 +239,7 @@ export class Announcer {
     const id = this._failures.get(kernelId);
     if (id !== undefined) {
       this._failures.delete(kernelId);
-      Notification.dismiss(id);
+      dismiss(id);
     }
   }
 
@@ -234,7 +252,7 @@ export class Announcer {
     window.clearTimeout(shown.timer);
     this._shown.delete(kernelId);
     if (shown.id !== null) {
-      Notification.dismiss(shown.id);
+      dismiss(shown.id);
     }
     return shown.id !== null;
   }

@@ -36,7 +36,13 @@ export class Sleepers implements IRunningSessions.IManager {
       }
     });
     context.services.sessions.runningChanged.connect(() => this._changed.emit());
-    this.refreshRunning(); // where no notebook is open nothing else asks for a kernel
+    // Where no notebook is open nothing else asks for a kernel.
+    context.host.changed.connect(({ facts }) => {
+      if (facts !== null) {
+        this.refreshRunning();
+        context.kernels.reload().catch(() => context.kernels.doubt());
+      }
+    });
   }
 
   readonly name: string;

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 import nbformat
+from event_bus import EventBus
 from jupyter_core.paths import jupyter_path
 from live import TOKEN, Server, server
 
@@ -31,6 +32,8 @@ NOTEBOOK = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 BUTTON = f"{NOTEBOOK} .jp-gpuCkpt-button [data-phase]"
 BADGE = f"{NOTEBOOK} .jp-gpuCkpt-badge"
 WAKING = ".jp-gpuCkpt-waking"
+STATUS = ".jp-gpuCkpt-status button"
+SLEEPING_WIDGET = ".jp-gpuCkpt-sleepingWidget"
 
 
 #: A wake may be over before a look comes by: the page keeps what its cells said meanwhile.
@@ -95,6 +98,7 @@ class Window:
         self.context = context
         self.server = server
         self.pictures = pictures
+        self.events = EventBus(context)
 
     def tab(self, notebook: str, *, application: str = "lab") -> Tab:
         """Open a notebook, which must have a kernel or get one."""
@@ -181,6 +185,16 @@ class Tab:
         found = self.page.locator(".Toastify__toast", has_text=re.compile(text)).first
         found.hover(trial=True)  # it has slid in
         return found
+
+    def is_within_sight(self, selector: str) -> bool:
+        """Whether the whole element lies in the window, and nothing lies over its middle."""
+        return self.page.locator(selector).first.evaluate(
+            """element => {
+              const { left, right, top, bottom } = element.getBoundingClientRect();
+              const within = left >= 0 && top >= 0 && right <= innerWidth && bottom <= innerHeight && right > left;
+              return within && element.contains(document.elementFromPoint((left + right) / 2, (top + bottom) / 2));
+            }"""
+        )
 
     def picture(self, name: str, **options: Any) -> Path:
         """A screenshot."""

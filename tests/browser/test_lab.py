@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
-from desktop import BUTTON, WAKING, lab, write_notebook
-from live import until
+from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, WAKING, lab, write_notebook
+from live import TOKEN, until
 
 CELLS = ("x = 41\nprint('ready')", "print(x + 1)")
 
@@ -95,6 +96,88 @@ def test_reloading_the_page_wakes_nothing_and_shows_what_is(tab):
     assert (after["state"], after["image"]) == ("checkpointed", before["image"])
     tab.run(1)
     tab.wait_for_output(1, "42")
+
+
+@pytest.mark.parametrize("width", [1280, 600])
+def test_that_a_kernel_sleeps_is_within_sight_and_in_reach_however_narrow_the_window(tab, width):
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()  # 1280 pixels with a panel are too few for the badge
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    tab.page.locator(BADGE).first.wait_for(state="hidden")
+    until(lambda: tab.is_within_sight(STATUS) or tab.page.wait_for_timeout(50))
+    status = tab.page.locator(STATUS)
+    assert status.inner_text() == "Kernel asleep"
+    assert re.match(r"The kernel of \S+\.ipynb is asleep. Wake it now", status.get_attribute("aria-label"))
+    tab.picture(f"status-{width}")
+    status.focus()
+    tab.page.keyboard.press("Enter")
+    status.wait_for(state="hidden")
+    until(lambda: tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")["state"] == "running")
+
+
+def test_a_kernel_that_prints_is_awake_whatever_events_were_missed(tab):
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    tab.window.events.cut()
+    tab.run(1)
+    tab.wait_for_output(1, "42")
+    tab.wait_for_phase("running")
+    tab.page.locator(BADGE).first.wait_for(state="hidden")
+
+
+def test_a_protection_that_was_set_elsewhere_shows_in_the_tooltip(tab):
+    tab.window.events.say("kernel_protection/v1", tab.kernel_id(), protected_until=time.time() + 7200)
+    until(lambda: "protected for 2 h" in tab.tooltip or tab.page.wait_for_timeout(20))
+
+
+def test_a_notification_of_progress_goes_when_the_verb_ends(tab):
+    """JupyterLab draws late: what is dismissed right after an update would stay."""
+    events, kernel_id = tab.window.events, tab.kernel_id()
+    step = {"step": "dump", "status": "running", "bytes": 1, "expected_bytes": 2}
+    events.state(kernel_id, "dumping", "running")
+    progress = tab.toast("Checkpointing")
+    for fraction in (0.2, 0.6, 0.99):
+        events.say("kernel_step/v1", kernel_id, verb="checkpoint", fraction=fraction, **step)
+    events.state(kernel_id, "checkpointed", "dumping")
+    done = tab.toast("is checkpointed")
+    progress.wait_for(state="detached")
+    done.hover()  # it would go by itself otherwise
+    events.state(kernel_id, "restoring", "checkpointed")
+    done.wait_for(state="detached")
+    events.state(kernel_id, "running", "restoring")
+
+
+def test_a_notification_of_progress_that_was_closed_stays_closed(tab):
+    events, kernel_id = tab.window.events, tab.kernel_id()
+    step = {"verb": "checkpoint", "step": "dump", "status": "running", "bytes": 1, "expected_bytes": 2}
+    events.state(kernel_id, "dumping", "running")
+    progress = tab.toast("Checkpointing")
+    tab.page.wait_for_function("at => Date.now() > at", arg=1000 * time.time() + 1100)  # it counts as drawn
+    progress.get_by_title("Hide notification").click()
+    progress.wait_for(state="detached")
+    events.say("kernel_step/v1", kernel_id, fraction=0.5, **step)
+    until(lambda: "50 %" in tab.tooltip or tab.page.wait_for_timeout(20))
+    events.state(kernel_id, "checkpointed", "dumping")
+    tab.toast("is checkpointed")
+    assert tab.page.locator(".Toastify__toast", has_text="Checkpointing").count() == 0
+    events.state(kernel_id, "running", "restoring")
+
+
+def test_a_notification_ends_before_the_next_of_its_kind(tab):
+    server = tab.window.server
+    server.run(tab.kernel_id(), "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    for _ in range(3):
+        tab.choose("Checkpoint now")
+        tab.wait_for_phase("checkpointing")
+        tab.wait_for_phase("running")
+        toast = tab.toast("was not checkpointed. Nothing was lost.")
+    assert tab.page.locator(".Toastify__toast").count() == 1
+    assert "End them (close pools, DataLoader workers, background commands) and try again." in toast.inner_text()
+    server.run(tab.kernel_id(), "child.kill(); child.wait()")
+    tab.choose("Checkpoint now")
+    tab.wait_for_phase("checkpointed")
+    toast.wait_for(state="detached")
 
 
 def test_while_events_flow_the_page_asks_for_nothing(tab):
@@ -218,6 +301,25 @@ class TestWidgets:
         tab.run(1)
         tab.wait_for_output(1, "4")
 
+    def test_after_a_reload_they_sleep_visibly_until_somebody_wakes_them(self, tab):
+        tab.page.keyboard.press("Control+s")
+        tab.choose("Checkpoint now")
+        tab.wait_for_phase("checkpointed")
+        tab.reload()
+        sleeping = tab.page.locator(SLEEPING_WIDGET)
+        sleeping.nth(1).wait_for()
+        assert sleeping.all_inner_texts() == ["This widget sleeps with its kernel.\nWake the kernel"] * 2
+        assert tab.page.get_by_text("Loading widget").count() == 0
+        tab.page.locator(".jp-StatusBar-Widget", has_text="| Idle").wait_for()
+        tab.picture("sleeping-widgets")
+        kernel = tab.window.server.get(f"gpu-ckpt/kernels/{tab.kernel_id()}")
+        assert kernel["state"] == "checkpointed"
+        sleeping.first.get_by_role("button").click()
+        tab.page.locator(".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle").first.wait_for()
+        sleeping.first.wait_for(state="detached")
+        tab.run(1)
+        tab.wait_for_output(1, "3")
+
 
 def test_a_server_that_is_restarted_under_an_open_tab(desktop, tmp_path, runtime_base, criu_binary):
     home = tmp_path / "home"
@@ -288,6 +390,15 @@ def test_in_notebook_7(desktop, tmp_path, runtime_base, criu_binary):
         tab.wait_for_phase("checkpointed")
         tab.wait_for_badge("asleep")
         tab.picture("notebook7")
+        tab.page.set_viewport_size({"width": 600, "height": 800})
+        tab.page.locator(BADGE).first.wait_for(state="hidden")
+        until(lambda: tab.is_within_sight(STATUS) or tab.page.wait_for_timeout(50))
+        tab.picture("notebook7-narrow")
+        tree = window.context.new_page()
+        tree.goto(f"{running.url}tree?token={TOKEN}")
+        tree.get_by_role("tab", name="Running").click()
+        tree.locator(".jp-gpuCkpt-sleeper", has_text="classic.ipynb").get_by_text("Wake").wait_for()
+        tree.close()
         tab.run(1)
         tab.wait_for_output(1, "42")
         tab.wait_for_phase("running")

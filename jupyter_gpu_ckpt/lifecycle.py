@@ -10,10 +10,12 @@ import contextlib
 import copy
 import logging
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from . import machine
 from .engine.capsule import Capsule
+from .engine.cuda import CudaState
 from .errors import (
     AgentError,
     CapsuleError,
@@ -33,6 +35,7 @@ from .errors import (
 from .image.store import Image
 from .leaving import Leaving
 from .machine import Kernel, State, Step
+from .preflight import MARGIN, available_memory
 from .returning import Returning
 from .steps import Engine, Gate, Home, Saved, Settings
 from .trace import Step as Traced
@@ -40,6 +43,8 @@ from .trace import notify
 
 _log = logging.getLogger(__name__)
 
+#: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
+_OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 #: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
 _CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
 #: What such a step raises then, by its very class.  What is not here is the same however often it is tried: files and
@@ -95,6 +100,7 @@ class Lifecycle(Leaving, Returning):
             self.capsule = capsule
             self.exit_status = None
             self._saved = Saved()
+            self._restored_on_gpu = False
             self._take(machine.advance(self.kernel, machine.Launched())[0])
 
     def adopt(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
@@ -108,6 +114,7 @@ class Lifecycle(Leaving, Returning):
             # Its owner may have ended just after it had published an image.  Of a suspended kernel that still is the
             # state, and what it could come back from if it died now.
             self._outruns_images = capsule is not None
+            self._restored_on_gpu = capsule is not None  # nobody knows
             if state is State.RUNNING:
                 self._outrun_images()
             self._take(machine.advance(self.kernel, machine.Adopted(state))[0])
@@ -181,6 +188,7 @@ class Lifecycle(Leaving, Returning):
 
     def terminate(self) -> None:
         """End the kernel, now, whatever it is doing.  Its image, if there is one, stays until `discard_image`."""
+        self._end_gently()
         # Outside the lock: a verb under way then fails in its current step, unwinds, and lets the lock go.
         self._ending.set()
         self.gate.unask()
@@ -203,6 +211,39 @@ class Lifecycle(Leaving, Returning):
             self._forget_chunks()
             with contextlib.suppress(GpuCkptError):  # a gate that failed serves nobody who would have to know
                 self.gate.died()
+
+    def _end_gently(self) -> None:
+        """End a kernel that no verb is moving, and that has no image, as a kernel ends that nobody checkpoints."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            capsule, resting = self.capsule, self.kernel.plan is None and self.image is None
+            if capsule is not None and resting and self.state in (State.RUNNING, State.SUSPENDED):
+                if self.state is State.RUNNING and self._restored_on_gpu:
+                    self._take_off_gpu(capsule.host_pid)
+                capsule.end()
+        finally:
+            self._lock.release()
+
+    def _take_off_gpu(self, pid: int) -> None:
+        """Suspend the CUDA state of a process that is to be killed, if that can be done in `_OFF_GPU` seconds.
+
+        With a newer driver than those this project is made for, the end of a living process that the driver had
+        restored hung the host, and that of a suspended one did not (cuda-checkpoint's issue 53).
+        """
+
+        def suspend() -> None:
+            with contextlib.suppress(GpuCkptError):
+                cuda = self.engine.cuda
+                if cuda.state(pid) is CudaState.RUNNING:
+                    cuda.lock(pid, _OFF_GPU / 2)
+                    bytes = sum(self.engine.gpus.used_by(pid).values())
+                    if bytes < _OFF_GPU / 2 * _DRIVERS_RATE and bytes + MARGIN < available_memory():
+                        cuda.checkpoint(pid, timeout_s=_OFF_GPU / 2)
+
+        thread = threading.Thread(target=suspend, name="gpu-ckpt-off-gpu", daemon=True)
+        thread.start()
+        thread.join(_OFF_GPU)  # a driver that does not answer keeps nobody from ending the kernel
 
     def discard_image(self) -> None:
         """Delete the kernel's image: its owner wants a fresh kernel."""
@@ -230,6 +271,8 @@ class Lifecycle(Leaving, Returning):
             return None  # a verb is under way, and will notice
         try:
             if self.capsule is not None and self.kernel.plan is None and (status := self.capsule.poll()) is not None:
+                if self.image is None and self.capsule.tidying():
+                    return None  # as long as that takes: else the capsule's end would cut it short
                 self._bury(status)
                 return status
         finally:
@@ -403,6 +446,8 @@ class Lifecycle(Leaving, Returning):
     def _bury(self, status: int) -> None:
         self.exit_status = status
         if self.capsule is not None:
+            if self.image is None:
+                self.capsule.wait_tidy()
             self.capsule.close()
             self.capsule = None
         self._end_spill()

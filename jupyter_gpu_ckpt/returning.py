@@ -286,6 +286,7 @@ class Returning(Steps):
     def _bring_back(self, pid: int) -> None:
         deadline = self._deadline(sum(self._saved.device_bytes.values()))
         if self.engine.cuda.state(pid) not in _ON_GPU:
+            self._restored_on_gpu = True
             self.engine.cuda.restore(pid, self._mapping, timeout_s=deadline)
         self._fast_path().come_back(lock_s=self.settings.cuda, timeout_s=deadline)
         self._end_spill()

@@ -192,6 +192,8 @@ class Steps:
         self._outruns_images = False
         #: The generation of the last image that the kernel came from or went to.
         self._generation = 0
+        #: Whether the driver has restored the process's CUDA state since it was started.
+        self._restored_on_gpu = False
         self._room = ExitStack()
         self._gpu_map: Mapping[str, str] | None = None
         self._mapping: dict[str, str] | None = None

@@ -17,6 +17,7 @@ from gate_double import GateDouble
 from harness import alive
 from waiting import until
 
+from jupyter_gpu_ckpt import lifecycle
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
 from jupyter_gpu_ckpt.errors import (
@@ -36,7 +37,15 @@ from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
 from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver, FakeGpus
+from jupyter_gpu_ckpt.testing.fake_cuda import (
+    CHECKPOINTED,
+    LOCKED,
+    OPERATING_SYSTEM,
+    RUNNING,
+    FakeCuda,
+    FakeDriver,
+    FakeGpus,
+)
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
@@ -517,3 +526,46 @@ def test_a_locked_process_is_unlocked_by_the_next_verb_when_its_own_could_not(ri
     del rig.driver.refuse["cuda.unlock"]
     rig.lifecycle.wake()
     rig.runs_on()
+
+
+# -- the end of a kernel
+
+
+def asked(rig, pid: int) -> list[str]:
+    return [op for op, lane in rig.driver.calls if lane == pid and op in ("cuda.lock", "cuda.checkpoint")]
+
+
+def test_a_restored_process_is_off_the_gpu_before_it_is_killed(rig):
+    rig.cycle()
+    pid = rig.pid
+    rig.driver.calls.clear()
+    rig.lifecycle.terminate()
+    assert asked(rig, pid) == ["cuda.lock", "cuda.checkpoint"]
+    assert rig.fake.state == CHECKPOINTED
+    assert alive([pid]) == []
+
+
+def test_a_process_that_the_driver_never_restored_is_killed_as_it_is(rig):
+    pid = rig.pid
+    rig.lifecycle.terminate()
+    assert asked(rig, pid) == []
+    assert alive([pid]) == []
+
+
+@pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])
+def test_a_driver_that_refuses_keeps_nobody_from_ending_a_kernel(rig, op):
+    rig.cycle()
+    pid, rig.driver.refuse[op] = rig.pid, OPERATING_SYSTEM
+    rig.lifecycle.terminate()
+    assert alive([pid]) == []
+    assert rig.lifecycle.state is State.DEAD
+
+
+def test_a_driver_that_does_not_answer_delays_the_end_of_a_kernel_for_a_moment_only(rig, monkeypatch):
+    rig.cycle()
+    pid, answer, over = rig.pid, rig.driver.call, threading.Event()
+    monkeypatch.setattr(lifecycle, "_OFF_GPU", 0.2)
+    monkeypatch.setattr(rig.driver, "call", lambda *args, **more: over.wait(60) and answer(*args, **more))
+    rig.lifecycle.terminate()
+    assert alive([pid]) == []
+    over.set()

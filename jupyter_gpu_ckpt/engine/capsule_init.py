@@ -10,7 +10,8 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``spawn``   start the kernel                        -> ``{"pid", "pipes"}`` and a pidfd
 ``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
 ``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
-``status``  exit status of the kernel               -> ``{"status": int | null}``
+``status``  exit status of the kernel               -> ``{"status": int | null, "tidying": bool}``
+``end``     end the kernel                          -> ``{}``
 ``hurry``   the program is overdue as of now        -> no answer
 ``go_on``   undo a dump's stop                      -> ``{}``
 ``park``    stop the kernel's threads (`parking`)   -> ``{"threads"}``, how many
@@ -30,6 +31,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import resource
 import selectors
 import signal
@@ -51,6 +53,9 @@ from jupyter_gpu_ckpt.engine.terminals import Terminals
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
 PATIENCE = 15.0
+#: How long resource trackers may tidy up behind a kernel that has ended, in seconds; its other children half of it.
+TIDY = 2.0
+_TRACKER = re.compile(rb"\b(resource|semaphore)_tracker\b")
 
 
 class Init:
@@ -69,6 +74,10 @@ class Init:
         self.number = 0
         self.kernel = 0
         self.kernel_status: int | None = None
+        #: When it had ended, by the monotonic clock.
+        self.kernel_ended = 0.0
+        #: Whether there may be an image of it, which needs what its resource trackers would remove.
+        self.imaged = False
         self.job: dict[str, Any] | None = None
         #: Of a dump that went well: the processes that it left stopped.
         self.stopped: Rescue | None = None
@@ -97,7 +106,7 @@ class Init:
     def serve(self) -> int:
         """Until the owner has gone (and we may not outlive it), or nobody came."""
         while True:
-            wait = 1.0
+            wait = 0.02 if self.owner is None and self.kernel_status is not None else 1.0
             if self.job:
                 wait = min(wait, max(0.0, self.job["deadline"] - time.monotonic()))
             for key, _ in self.selector.select(wait):
@@ -115,8 +124,43 @@ class Init:
             if self.job and time.monotonic() >= self.job["deadline"]:
                 self.hurry(self.job)
             forsaken = self.owner is None and time.monotonic() >= self.deadline
-            if forsaken and (not self.outlive or self.kernel_status is not None):
+            if forsaken and (not self.outlive or self.kernel_status is not None) and not self.keeps_us():
                 return 0
+
+    def keeps_us(self) -> bool:
+        """Nobody wants the kernel: end it, if it lives.  Whether it, or what tidies up behind it, is still to end."""
+        if self.imaged or not self.kernel:
+            return False
+        if self.kernel_status is not None:
+            return self.tidying()
+        self.do_end()
+        return time.monotonic() < self.kernel_ended + TIDY
+
+    def tidying(self) -> bool:
+        """Whether resource trackers still remove what the kernel, which has ended, left behind.
+
+        They begin when the last process has ended that could register anything with them.
+        """
+        if self.kernel_status is None:
+            return False
+        trackers, others = self.others()
+        waited = time.monotonic() - self.kernel_ended
+        if waited > TIDY / 2:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        return bool(trackers) and waited < TIDY
+
+    @staticmethod
+    def others() -> tuple[list[int], list[int]]:
+        """The pids of the capsule's living processes but for this one: resource trackers, and all others."""
+        found: tuple[list[int], list[int]] = [], []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != os.getpid():
+                with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as file:
+                    if command := file.read():  # of a zombie there is none
+                        found[_TRACKER.search(command) is None].append(int(name))
+        return found
 
     def hurry(self, job: dict[str, Any]) -> None:
         """End a program that is overdue: by an error it can handle if it has a grace, after that by SIGKILL.
@@ -174,6 +218,7 @@ class Init:
             code = os.waitstatus_to_exitcode(status)
             if pid == self.kernel:
                 self.kernel_status = code
+                self.kernel_ended = time.monotonic()
             elif self.job and pid == self.job["pid"]:
                 job, self.job = self.job, None
                 seconds = time.monotonic() - job["began"]
@@ -311,6 +356,7 @@ class Init:
                 self.refill_terminals()
                 rescue.conclude(well=False)
             raise
+        self.imaged = True
         began = time.monotonic()
         self.job = {
             "pid": pid,
@@ -341,7 +387,14 @@ class Init:
 
     def do_status(self) -> None:
         self.reap()  # the owner may have seen the kernel's end before our own signal arrived
-        self.answer({"status": self.kernel_status, "kernel": self.kernel})
+        self.answer({"status": self.kernel_status, "kernel": self.kernel, "tidying": self.tidying()})
+
+    def do_end(self) -> None:
+        if self.kernel and self.kernel_status is None:
+            self.kernel_ended = self.kernel_ended or time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.kernel, signal.SIGKILL)
+        self.answer({})
 
     def do_hurry(self) -> None:
         if self.job and not self.job["timed_out"]:

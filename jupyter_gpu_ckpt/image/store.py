@@ -16,7 +16,7 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
-from . import absences, directory, draft, integrity, leases, links, spill
+from . import absences, directory, draft, integrity, leases, links, spill, tracked
 from .disk import mapped, write_private
 from .draft import Draft
 from .encryption import Vault
@@ -259,16 +259,28 @@ class Store:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
             if gone is not None:
                 absences.removed(self.root, gone, time.time())
+            forsaken = gone is not None and not leased and self._is_forsaken(gone)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"
             path.rename(doomed)
             if gone is not None:
                 links.remove(gone.manifest, current=self._is_current(gone))
+            if gone is not None and forsaken:
+                tracked.remove(gone.manifest)
             salvage(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
             # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
             for mark in ("lock", "retired", "accepts", "archived"):
                 path.with_name(f".{path.name}.{mark}").unlink(missing_ok=True)
+
+    def _is_forsaken(self, image: Image) -> bool:
+        """Whether the image, which goes, is proved to be the user's, and the last of a kernel that does not live."""
+        try:
+            sealed = integrity.require_sealed(image.path, self.keys)
+            leases.require_unclaimed(image.path)
+        except (GpuCkptError, OSError):
+            return False
+        return sealed == image.manifest and self._is_current(image)
 
     def _is_current(self, image: Image) -> bool:
         """Whether nobody came back from the image, nor made a newer one of its kernel; False where nobody knows."""

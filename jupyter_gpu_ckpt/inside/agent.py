@@ -39,6 +39,7 @@ from .iopub import IOPub
 from .magics import GpuMagics
 from .outside import Outside
 from .spared import spare
+from .trackers import Trackers
 
 NAME = "_jupyter_gpu_ckpt_agent"
 
@@ -51,6 +52,7 @@ class Agent:
         self._shell = shell
         self._history = History(shell)
         self._iopub = IOPub(kernel)
+        self._trackers = Trackers()
         self._healing = False
         self.outside = Outside(kernel)
         self.magics = GpuMagics(shell, kernel, self.outside, lambda: self._iopub.port)
@@ -65,6 +67,7 @@ class Agent:
             self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, getattr(self, verb))
         self.outside.register()
         self.magics.register()
+        probes.probe([], "trackers", self._trackers.watch, None)
         self._notice = os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", "")  # what this kernel starts is not meant
         if self._notice:
             self._shell.events.register("pre_run_cell", self._tell_notice)
@@ -79,6 +82,7 @@ class Agent:
         self._take_back([])
         for verb in ("report", "quiesce", "thaw"):
             self._kernel.shell_handlers.pop(f"gpu_ckpt_{verb}_request", None)
+        self._trackers.unwatch()
         self.magics.unregister()
         self.outside.unregister()
 
@@ -130,6 +134,7 @@ class Agent:
                 self._history.park()
                 self._iopub.unbind()
             report = probes.report(self._kernel, self._iopub.port, errors)
+            report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
             self._take_back(errors)
             raise

@@ -23,6 +23,7 @@ STANDARD = {
         "importlib",
         "logging",
         "mmap",
+        "multiprocessing",
         "os",
     ),
     *("platform", "re", "runpy", "signal", "socket", "sqlite3", "stat", "struct", "sys", "threading", "time"),

@@ -1,0 +1,173 @@
+"""A kernel that ends leaves behind what a stock kernel leaves: nothing, however it ends, awake or asleep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from harness import alive, notebook, until
+from jupyter_client.manager import AsyncKernelManager
+from waiting import until as wait_until
+
+from jupyter_gpu_ckpt.errors import NoSpace
+from jupyter_gpu_ckpt.leaving import Leaving
+from jupyter_gpu_ckpt.trace import Step
+
+#: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
+MAKE = """
+import json, os, sys, tempfile
+from multiprocessing import resource_tracker, shared_memory
+import _multiprocessing
+block = shared_memory.SharedMemory(create=True, size=1 << 20)
+block.buf[:5] = b"hello"
+name = f"/gc-test-{os.getpid()}-{os.urandom(4).hex()}"
+lock = _multiprocessing.SemLock(1, 1, 1, name, False)
+resource_tracker.register(name, "semaphore")
+print(json.dumps([f"/dev/shm/{block.name}", f"/dev/shm/sem.{name[1:]}"]))
+"""
+
+
+async def make(kernel) -> list[Path]:
+    made = [Path(path) for path in json.loads(await kernel.run(MAKE))]
+    assert all(path.exists() for path in made)
+    return made
+
+
+def left(made: list[Path]) -> list[Path]:
+    found = [path for path in made if path.exists()]
+    for path in found:
+        path.unlink()
+    return found
+
+
+async def shut_down(kernel) -> None:
+    await kernel.manager.shutdown_kernel()
+
+
+async def shut_down_now(kernel) -> None:
+    await kernel.manager.shutdown_kernel(now=True)
+
+
+async def restart(kernel) -> None:
+    await kernel.manager.restart_kernel()
+
+
+async def crash(kernel) -> None:
+    kernel.client.execute("import os; os._exit(7)")
+    await until(lambda: kernel.lifecycle.poll() is not None)
+
+
+async def be_killed(kernel) -> None:
+    os.kill(kernel.lifecycle.capsule.host_pid, signal.SIGKILL)
+    await until(lambda: kernel.lifecycle.poll() is not None)
+
+
+ENDS = [shut_down, shut_down_now, restart, crash, be_killed]
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_an_awake_kernel_leaves_no_shared_memory(kernel, end):
+    made = await make(kernel)
+    await end(kernel)
+    assert left(made) == []
+
+
+async def test_a_stock_kernel_leaves_none_either(tmp_path):
+    """What all of this is measured by."""
+    manager = AsyncKernelManager(kernel_name="python3", connection_file=str(tmp_path / "connection.json"))
+    await manager.start_kernel(env=dict(os.environ, IPYTHONDIR=str(tmp_path / "ipython")), cwd=str(tmp_path))
+    client = manager.client()
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=60)
+        printed = []
+        await client.execute_interactive(
+            MAKE, timeout=60, output_hook=lambda message: printed.append(message["content"].get("text", ""))
+        )
+        made = [Path(path) for path in json.loads("".join(printed))]
+    finally:
+        client.stop_channels()
+        await manager.shutdown_kernel()
+    await until(lambda: not any(path.exists() for path in made))
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_kernel_that_was_away_leaves_none_either(kernel, end):
+    made = await make(kernel)
+    await kernel.provisioner.checkpoint()
+    assert all(path.exists() for path in made), "its image needs them"
+    assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+    await kernel.settled("running")
+    await end(kernel)
+    assert left(made) == []
+
+
+async def test_a_sleeping_kernel_that_is_restarted_leaves_none(kernel):
+    made = await make(kernel)
+    await kernel.provisioner.checkpoint()
+    await kernel.manager.restart_kernel()
+    assert left(made) == []
+
+
+async def test_the_image_of_a_kernel_that_is_shut_down_takes_them_along(tmp_path, runtime_base, criu_binary):
+    async with notebook(tmp_path, runtime_base, keep_image_on_shutdown=True) as kernel:
+        made = await make(kernel)
+        image = await kernel.provisioner.checkpoint()
+        store = kernel.lifecycle.engine.store
+        await kernel.manager.shutdown_kernel()
+        assert all(path.exists() for path in made), "who brings it back needs them"
+        store.remove(image)
+    assert left(made) == []
+
+
+async def test_what_another_made_under_the_same_name_stays(kernel):
+    made = await make(kernel)
+    await kernel.provisioner.checkpoint()
+    made[0].unlink()
+    made[0].write_bytes(b"another's")
+    await kernel.manager.restart_kernel()
+    assert left(made) == made[:1]
+
+
+async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
+    """Its kernel lives, and works with its shared memory."""
+    made = await make(kernel)
+
+    publish = Leaving._publish
+
+    def publish_and_fail(self: Leaving, traced: Step) -> None:
+        publish(self, traced)
+        self._step_done = True
+        raise NoSpace("no room after all")
+
+    monkeypatch.setattr(Leaving, "_publish", publish_and_fail)
+    with pytest.raises(NoSpace):
+        await kernel.provisioner.checkpoint()
+    assert kernel.lifecycle.engine.store.images() == []
+    assert all(path.exists() for path in made)
+    assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+
+
+async def test_a_tracker_that_does_not_end_delays_nobody_for_long(kernel):
+    """One that is stopped, or that a grandchild keeps from seeing the end, has two seconds."""
+    made = await make(kernel)
+    await kernel.run(
+        "import signal; from multiprocessing.resource_tracker import _resource_tracker as t; os.kill(t._pid, 19)"
+    )
+    processes = [kernel.lifecycle.capsule.host_pid, *kernel.lifecycle.capsule.companions()]
+    await kernel.manager.shutdown_kernel(now=True)
+    assert alive(processes) == []
+    assert len(left(made)) == 2
+
+
+async def test_a_kernel_whose_server_is_gone_leaves_none(kernel):
+    """The capsule's init sees to it: there is no owner any more to ask for anything."""
+    made = await make(kernel)
+    capsule = kernel.lifecycle.capsule
+    processes = [capsule.host_pid, *capsule.companions()]
+    capsule.abandon()
+    wait_until(lambda: alive(processes) == [], "the end of the capsule")
+    assert left(made) == []

@@ -32,8 +32,6 @@ PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
-#: The same on all machines; the C library has a function for it since glibc 2.36 only.
-
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 #: What CRIU needs inside a capsule's user namespace.  CAP_SETUID and CAP_SETGID are left out on purpose: with them CRIU

@@ -35,6 +35,8 @@ ANSWER = 10.0
 GRACE = 10.0
 #: How long a kernel's resource trackers have for their work when it has ended, in seconds: a little more than they get.
 TIDY = 2.5
+#: Deadline of a look at every thread, descriptor and mapping of the kernel, in seconds.
+_INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
 _INIT = Path(__file__).with_name("capsule_init.py")
@@ -412,6 +414,27 @@ class Capsule:
     def hold(self, fd: int) -> None:
         """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
         self._ask({"verb": "hold"}, fds=[fd])
+
+    def inspect(self, *, allow_unconfined: bool = False) -> dict[str, Any]:
+        """What the kernel's processes are made of, as `process_state.Found.as_dict`.
+
+        After a dump, which leaves them stopped, it is all there is; of running ones only what can be seen without a
+        stop.  Raises `CapsuleError`.
+        """
+        _, fds = self._ask({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
+        with open(fds[0], "rb") as file:
+            file.seek(0)
+            found: dict[str, Any] = json.load(file)
+        return found
+
+    def put_back(self, notes: Mapping[str, Any]) -> list[str]:
+        """Put back what CRIU forgets into processes that it has restored and that have not run since.
+
+        ``notes`` are those of `inspect`.  Returns what could not be put back, in words.  Raises `CapsuleError`.
+        """
+        reply, _ = self._ask({"verb": "put_back", "notes": dict(notes)}, _INSPECTION)
+        failed: list[str] = reply["failed"]
+        return failed
 
     def clocks(self) -> Clocks:
         """The clocks as the kernel in the capsule reads them."""

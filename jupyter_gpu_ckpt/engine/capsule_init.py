@@ -18,6 +18,8 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``shield``  stop those that wait in the CUDA driver -> ``{"threads"}``, how many are stopped
 ``unpark``  let them go on                          -> ``{}``
 ``arena``   a file system in memory (`namespaces`) -> ``{}`` with a descriptor of its directory
+``inspect`` state of the processes (`process_state`) -> ``{}`` with a descriptor of a file of JSON
+``put_back`` what CRIU forgets (`state_restore`)    -> ``{"failed"}``, what could not be, in words
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
 ``hold``    keep the descriptor that comes with it  -> ``{}``
@@ -42,7 +44,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from jupyter_gpu_ckpt.engine import namespaces, syscalls
+from jupyter_gpu_ckpt.engine import namespaces, process_state, state_restore, syscalls
 from jupyter_gpu_ckpt.engine.parking import Parking
 from jupyter_gpu_ckpt.engine.ptrace import MACHINE, let_go
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
@@ -435,6 +437,20 @@ class Init:
         if self.arena < 0:
             self.arena = os.open(namespaces.mount_arena(self.directory), os.O_DIRECTORY | os.O_CLOEXEC)
         self.answer({}, self.arena)
+
+    def do_inspect(self, allow_unconfined: bool) -> None:
+        if not self.kernel:
+            raise RuntimeError("this capsule has no kernel")
+        found = process_state.inspect(
+            self.kernel, stopped=self.stopped is not None, allow_unconfined=allow_unconfined
+        )
+        with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
+            file.write(json.dumps(found.as_dict()).encode())
+            file.flush()
+            self.answer({}, file.fileno())
+
+    def do_put_back(self, notes: dict[str, Any]) -> None:
+        self.answer({"failed": state_restore.put_back(notes)})
 
     def do_clocks(self) -> None:
         self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})

@@ -1,0 +1,227 @@
+"""Questions to a stopped process that only the process itself can answer, and settings that only it can make.
+
+Each is a system call in the name of one of its threads (`ptrace.Tracee.call`).  What a call reads or writes in memory
+lies on the thread's own stack meanwhile, and what was there is put back.
+
+Standard library only, as `ptrace`: a capsule's init imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Iterator, Sequence
+
+from jupyter_gpu_ckpt.engine import kernel_calls, syscalls
+from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS, Numbers
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE, Machine, Tracee
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_MCE_KILL, PR_MCE_KILL_GET, PR_MCE_KILL_SET, PR_MCE_KILL_DEFAULT = 33, 34, 1, 2
+PR_SET_SPECULATION_CTRL = 53
+PR_SET_MDWE, PR_GET_MDWE = 65, 66
+PR_SET_MEMORY_MERGE, PR_GET_MEMORY_MERGE = 67, 68
+ARCH_GET_CPUID, ARCH_SET_CPUID, ARCH_GET_XCOMP_PERM, ARCH_REQ_XCOMP_PERM = 0x1011, 0x1012, 0x1022, 0x1023
+#: The state component of AMX's tiles, the only one that has to be asked for.
+_XTILEDATA = 18
+KEYCTL_GET_KEYRING_ID, KEYCTL_READ = 0, 11
+_THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING = -1, -2, -3, -4
+_KCMP_VM = 1
+_MCL_FUTURE = 2
+
+
+class Injection:
+    """The first thread of a stopped process, ours until the end of `into`."""
+
+    def __init__(self, pid: int, machine: Machine, numbers: Numbers, leader: Tracee, memory: int, gate: int) -> None:
+        self.pid = pid
+        self.numbers = numbers
+        self._machine = machine
+        self._leader = leader
+        self._memory = memory
+        self._gate = gate
+
+    @classmethod
+    @contextlib.contextmanager
+    def into(cls, pid: int) -> Iterator[Injection | None]:
+        """Hold the first thread of ``pid``, all of whose threads are in a group stop; it is so again afterwards.
+
+        None on a machine whose registers nobody wrote down.  Raises `OSError`.
+        """
+        if MACHINE is None or NUMBERS is None:
+            yield None
+            return
+        memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            gate = _gate(MACHINE, pid, memory)
+            with Tracee(MACHINE, pid) as leader:
+                yield cls(pid, MACHINE, NUMBERS, leader, memory, gate)
+        finally:
+            os.close(memory)
+
+    def call(self, number: int, *arguments: int, tid: int = 0) -> int:
+        """Run a system call in the process's name; its result, negative for an error.  ``tid``: by another thread."""
+        words = [argument & (1 << 64) - 1 for argument in arguments]
+        words += [0] * (6 - len(words))
+        if tid in (0, self.pid):
+            return self._leader.call(self._gate, number, *words)
+        with Tracee(self._machine, tid) as tracee:
+            return tracee.call(self._gate, number, *words)
+
+    @contextlib.contextmanager
+    def room(self, data: bytes, tid: int = 0) -> Iterator[int]:
+        """Put ``data`` into the thread's stack for as long as the body lasts; its address."""
+        if tid in (0, self.pid):
+            stack = self._leader.words()[self._machine.sp]
+        else:
+            with Tracee(self._machine, tid) as tracee:
+                stack = tracee.words()[self._machine.sp]
+        address = stack & ~15
+        kept = os.pread(self._memory, len(data), address)
+        os.pwrite(self._memory, data, address)
+        try:
+            yield address
+        finally:
+            os.pwrite(self._memory, kept, address)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Memory of the process."""
+        return os.pread(self._memory, size, address)
+
+    # -- questions
+
+    def settings(self) -> dict[str, int]:
+        """Settings of the process that CRIU forgets, by name; those that are as in a new process are left out."""
+        found = {}
+        prctl, arch_prctl = self.numbers.prctl, self.numbers.arch_prctl
+        if (policy := self.call(prctl, PR_MCE_KILL_GET)) in (0, 1):
+            found["mce_kill"] = policy
+        if (bits := self.call(prctl, PR_GET_MDWE)) > 0:
+            found["mdwe"] = bits
+        if self.call(prctl, PR_GET_MEMORY_MERGE) > 0:
+            found["memory_merge"] = 1
+        if self._locks_future():
+            found["lock_future"] = 1
+        if arch_prctl is not None:
+            if self.call(arch_prctl, ARCH_GET_CPUID) == 0:
+                found["no_cpuid"] = 1
+            if self._has_tiles():
+                found["tiles"] = 1
+        return found
+
+    def _locks_future(self) -> bool:
+        """Whether memory is locked as it is mapped (``mlockall(MCL_FUTURE)``), which only a new mapping shows."""
+        before = self._locked()
+        address = self.call(self.numbers.mmap, 0, mmap.PAGESIZE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        if address < 0:
+            return address == -errno.EAGAIN  # it would be, and is more than the limit allows
+        locked = self._locked() > before
+        self.call(self._machine.munmap, address, mmap.PAGESIZE)
+        return locked
+
+    def _locked(self) -> int:
+        with open(f"/proc/{self.pid}/status") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("VmLck:")), 0)
+
+    def _has_tiles(self) -> bool:
+        """Whether the process was permitted to use AMX."""
+        assert self.numbers.arch_prctl is not None
+        with self.room(bytes(8)) as address:
+            if self.call(self.numbers.arch_prctl, ARCH_GET_XCOMP_PERM, address) != 0:
+                return False
+            (permitted,) = struct.unpack("=Q", self.read(address, 8))
+        return bool(permitted >> _XTILEDATA & 1)
+
+    def unproven(self) -> Iterator[str]:
+        """State that does not come back, as noun phrases."""
+        keyctl = self.numbers.keyctl
+        if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _THREAD_KEYRING) > 0:
+            yield "a keyring of a thread"
+        if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _PROCESS_KEYRING) > 0:
+            yield "a keyring of its own"
+        with contextlib.suppress(OSError):  # a Linux without keyrings
+            mine = kernel_calls.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+            if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING) != mine:
+                yield "a session keyring of its own"
+            # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
+            if os.geteuid() != 0 and kernel_calls.call(keyctl, KEYCTL_READ, _USER_KEYRING) > 0:
+                yield "keys in the user's keyring"
+        if self.numbers.modify_ldt is not None:
+            with self.room(bytes(8)) as address:
+                if self.call(self.numbers.modify_ldt, 0, address, 8) > 0:
+                    yield "segments of its own (modify_ldt)"
+
+    def confined(self, tids: Sequence[int]) -> bool:
+        """Whether one of the threads is in a Landlock domain that the caller is not in.
+
+        A thread in a domain may not look into a process outside of it: kcmp(2) with such a process, of the same user
+        and without capabilities, gives EPERM.  The thread with itself may, unless a filter forbids the call.
+        """
+        # The caller itself is such a process where it has no more rights than they: root's.
+        if os.geteuid() == 0:
+            tids = [tid for tid in tids if self._may_not_see(tid, os.getpid())]
+        if not tids:
+            return False
+        with _bystander() as other:
+            return any(self._may_not_see(tid, other) for tid in tids)
+
+    def _may_not_see(self, tid: int, other: int) -> bool:
+        with contextlib.suppress(ProcessLookupError):  # it ended
+            return self.call(self.numbers.kcmp, tid, other, _KCMP_VM, tid=tid) == -errno.EPERM
+        return False
+
+    # -- settings
+
+    def make(self, settings: dict[str, int]) -> list[str]:
+        """Set what `settings` gave; the names of what could not be set."""
+        prctl, arch_prctl = self.numbers.prctl, self.numbers.arch_prctl or -1
+        calls = {
+            "mce_kill": (prctl, PR_MCE_KILL, PR_MCE_KILL_SET, settings.get("mce_kill", 0)),
+            "lock_future": (self.numbers.mlockall, _MCL_FUTURE),
+            "memory_merge": (prctl, PR_SET_MEMORY_MERGE, 1),
+            "no_cpuid": (arch_prctl, ARCH_SET_CPUID, 0),
+            "tiles": (arch_prctl, ARCH_REQ_XCOMP_PERM, _XTILEDATA),
+            "mdwe": (prctl, PR_SET_MDWE, settings.get("mdwe", 0)),
+        }
+        return [name for name, call in calls.items() if name in settings and self.call(*call) < 0]
+
+
+def _gate(machine: Machine, pid: int, memory: int) -> int:
+    """Address of a system call instruction, in the vdso: nothing has to be written for it."""
+    with open(f"/proc/{pid}/maps") as file:
+        for line in file:
+            if line.endswith("[vdso]\n"):
+                start, end = (int(word, 16) for word in line.split()[0].split("-"))
+                place = os.pread(memory, end - start, start).find(machine.instruction)
+                if place >= 0:
+                    return start + place
+    raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")
+
+
+@contextlib.contextmanager
+def _bystander() -> Iterator[int]:
+    """A process of the caller's user, outside of any domain that the caller is not in, that everybody may look into."""
+    ready, report = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel_calls.drop_capabilities()
+            syscalls.prctl(PR_SET_DUMPABLE, 1)
+            os.write(report, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        os.close(report)
+        with open(ready, "rb") as file:
+            if not file.read(1):
+                raise OSError(errno.ECHILD, "a process to compare with could not be made")
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)

@@ -142,6 +142,13 @@ class DebuggerAttached(PreflightError):
     default_hint = "Turn the debugger off and restart the kernel, or finish debugging first."
 
 
+class UnprovenState(PreflightError):
+    """The kernel has state of a kind that is not proven to come back from a checkpoint."""
+
+    code = "UNPROVEN_STATE"
+    default_hint = "Do without it, or do it in a process of its own that ends, and try again."
+
+
 class UnsupportedTerminal(PreflightError):
     """The kernel has a pseudo-terminal that could not be made again."""
 
@@ -306,6 +313,13 @@ class PortTaken(CriuError):
 
     code = "PORT_TAKEN"
     default_hint = "If another process uses the port, end it; connections that were closed are gone after a minute."
+
+
+class SocketTaken(CriuError):
+    """The path of a unix socket of the kernel belongs to another process now."""
+
+    code = "SOCKET_TAKEN"
+    default_hint = "End the process that listens there, remove the socket's file, then try again."
 
 
 class PidTaken(CriuError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,14 +25,24 @@ class Node(Protocol):
     store: Store
 
 
-def taken(directory: Path, node: Node, *, cuda: bool, device_bytes: Mapping[str, int], arena: int) -> dict[str, Any]:
+def taken(
+    directory: Path,
+    node: Node,
+    *,
+    cuda: bool,
+    device_bytes: Mapping[str, int],
+    arena: int,
+    sockets: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
-    ``arena``: bytes of device memory that a restore puts into the capsule's own memory.
+    ``arena``: bytes of device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
+    it makes again, by ``path``, ``device`` and ``inode``.
     """
     return fingerprint(
         files=map(vars, criu_images.regular_files(directory)),
         ports=map(dataclasses.asdict, criu_images.ports(directory)),
+        sockets=sockets,
         criu=node.criu_version,
         hashes=node.store.hashes,
         gpus=_gpus(node) if cuda else [],

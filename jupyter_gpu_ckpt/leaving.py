@@ -12,8 +12,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from . import fit, preflight
+from .engine import criu_tasks
 from .engine.capsule import Capsule
 from .engine.cuda import CudaState
 from .engine.sockets import let_ports_be_rebound
@@ -50,7 +52,10 @@ class Leaving(Steps):
 
     def findings(self, *, writes: bool = True) -> list[preflight.Finding]:
         """What preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
-        capsule, device_bytes = self._alive(), self.device_bytes()
+        capsule = self._alive()
+        if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
+            return [hidden]  # nothing more can be found out about it
+        device_bytes = self.device_bytes()
         found = preflight.look(
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
@@ -60,11 +65,18 @@ class Leaving(Steps):
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
+        if writes:
+            found += self._state_findings(capsule)
         if writes and (gone := self._without_sockets()) is not None:
             found.append(preflight.Finding(gone.code, gone.message, gone))
         if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
             found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
         return found
+
+    def _state_findings(self, capsule: Capsule) -> list[preflight.Finding]:
+        """State of the kernel that is not proven to come back, as far as it shows while the kernel runs."""
+        state = capsule.inspect(allow_unconfined=self.settings.allow_unconfined_wake)
+        return preflight.judge_state(state["refusals"])
 
     def _spillable(self) -> int:
         """Bytes of device memory that need no host memory, should there be too little."""
@@ -201,6 +213,7 @@ class Leaving(Steps):
             with draft.work_directory() as work, self._device_written(draft):
                 self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda, work=work)
             fit.require_restorable(draft.criu_directory)
+            self._notes = self._require_proven(capsule, draft.criu_directory)
             return draft.size()
         except BaseException:
             self._draft = None
@@ -208,6 +221,29 @@ class Leaving(Steps):
             with contextlib.suppress(CapsuleError):  # it ended
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
+
+    def _require_proven(self, capsule: Capsule, dump: Path) -> dict[str, Any]:
+        """Compare the stopped processes with their fresh dump; what CRIU forgets of them.
+
+        Raises the error of what is not proven to come back, and `CriuError` for what the dump lacks.
+        """
+        state = capsule.inspect(allow_unconfined=self.settings.allow_unconfined_wake)
+        preflight.require(preflight.judge_state(state["refusals"]))
+        if missing := criu_tasks.missing(dump, state["inventory"]):
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
+        notes: dict[str, Any] = state["notes"]
+        owners = {str(tid): pid for pid, was in state["inventory"].items() for tid in was["threads"]}
+        for tid, signal in criu_tasks.take_death_signals(dump).items():
+            threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})
+            threads.setdefault(str(tid), {})["death_signal"] = signal
+        return notes
+
+    def _bound_sockets(self) -> list[dict[str, Any]]:
+        """The unix sockets of the kernel that have a file, but for those in its own directory."""
+        own = str(self.home.known_as or self.home.runtime_dir)
+        sockets = (socket for process in self._notes.values() for socket in process.get("sockets", {}).values())
+        return [each["path"] for each in sockets if "path" in each and not each["path"]["path"].startswith(f"{own}/")]
 
     @contextlib.contextmanager
     def _device_written(self, draft: Draft) -> Iterator[None]:
@@ -331,7 +367,9 @@ class Leaving(Steps):
                 cuda=self._saved.cuda,
                 device_bytes=self._saved.device_bytes,
                 arena=self._arena,
+                sockets=self._bound_sockets(),
             ),
+            notes=self._notes,
             arena=self._arena,
         )
         if self.home.write_session is not None:

@@ -24,6 +24,9 @@ from .errors import (
     KernelBusy,
     NoMemory,
     NoSpace,
+    UnprovenState,
+    UnsupportedFile,
+    UnsupportedSocket,
     UnsupportedTerminal,
 )
 
@@ -37,6 +40,14 @@ _BENIGN = re.compile(
 
 #: The debugger's other half: debugpy starts it as a process of its own, which leaves the kernel's tree.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
+
+
+#: The error for what is not proven to come back, by what it is about.
+_UNPROVEN: dict[str, type[GpuCkptError]] = {
+    "file": UnsupportedFile,
+    "socket": UnsupportedSocket,
+    "state": UnprovenState,
+}
 
 
 @dataclass(frozen=True)
@@ -175,6 +186,32 @@ def look(
     if disk_free is not None and (refused := over_quota(needed)) is not None:
         findings.append(_blocking(refused))
     return findings
+
+
+def undumpable(pid: int) -> Finding | None:
+    """Whether the kernel hides itself from everybody but root (PR_SET_DUMPABLE): nobody can tell what it holds."""
+    if os.access(f"/proc/{pid}/fd", os.R_OK) or not os.access(f"/proc/{pid}", os.F_OK):
+        return None
+    return _blocking(
+        UnprovenState(
+            "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it.",
+            hint="In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again.",
+        )
+    )
+
+
+def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[Finding]:
+    """Findings from what the kernel's processes are made of (`process_state.inspect`)."""
+    return [
+        _blocking(
+            _UNPROVEN[refusal["kind"]](
+                f"The kernel has {refusal['what']}: that would not come back from a checkpoint.",
+                hint=refusal["hint"] or None,
+                culprit=refusal["what"],
+            )
+        )
+        for refusal in refusals
+    ]
 
 
 def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:

@@ -196,6 +196,7 @@ class Returning(Steps):
                     timeout=self._deadline(manifest.bytes),
                     park=manifest.cuda,
                     before_running=self._require_proved,
+                    notes=manifest.notes,
                 )
         except BaseException:
             capsule.close()

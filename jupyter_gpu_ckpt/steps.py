@@ -89,6 +89,8 @@ class Settings:
     refresh: tuple[str, ...] = REFRESHED
     #: Whether files that changed while a kernel was away are taken as they are now.
     accept_changed_files: bool = False
+    #: Whether a kernel that Landlock confines may leave, and come back without that.
+    allow_unconfined_wake: bool = False
     #: How long a user is given to say whether changed files are to be taken.
     question: float = 120.0
     #: Where the content of old images is.
@@ -170,6 +172,8 @@ class Steps:
         self._step_done = False
         self._draft: Draft | None = None
         self._clocks: Clocks | None = None
+        #: Of the processes in the draft: what CRIU forgets and a restore puts back (`process_state`).
+        self._notes: dict[str, Any] = {}
         self._arena_filling: Filling | None = None
         #: Device memory that is on the disk already, for the next image.
         self._chunks: Chunks | None = None

@@ -441,9 +441,7 @@ class Init:
     def do_inspect(self, allow_unconfined: bool) -> None:
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
-        found = process_state.inspect(
-            self.kernel, stopped=self.stopped is not None, allow_unconfined=allow_unconfined
-        )
+        found = process_state.inspect(self.kernel, stopped=self.stopped is not None, allow_unconfined=allow_unconfined)
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
             file.write(json.dumps(found.as_dict()).encode())
             file.flush()

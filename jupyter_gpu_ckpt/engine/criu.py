@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,12 +223,13 @@ class Criu:
         timeout: float,
         park: bool = False,
         before_running: Callable[[], object] = lambda: None,
+        notes: Mapping[str, Any] | None = None,
     ) -> float:
         """Bring the process tree in ``directory`` to life in the empty ``capsule``; returns seconds.
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
         ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
-        ``park``: see `Capsule.adopt`.
+        ``park``: see `Capsule.adopt`.  ``notes``: see `Capsule.put_back`; what cannot be put back is logged.
         After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
@@ -236,6 +237,8 @@ class Criu:
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
         before_running()
+        if notes and (failed := capsule.put_back(notes)):
+            _log.warning("The kernel comes back without what it was set to: %s", "; ".join(failed))
         capsule.adopt(pid, park=park)
         return ran.seconds
 

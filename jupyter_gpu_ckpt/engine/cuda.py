@@ -102,12 +102,15 @@ class Cuda:
         """Whether the process may have CUDA state: it has loaded the driver's library.  Cheap; asks /proc only.
 
         Not "has ``/dev/nvidia*`` open": a suspended process has none, and one that only uses NVML has.  A process that
-        loaded the library but never initialised it is in `state` ``NONE``.
+        loaded the library but never initialised it is in `state` ``NONE``.  One that nobody may look into
+        (PR_SET_DUMPABLE) has none on a host without the driver.
         """
-        return "/libcuda.so" in self._read(pid, "maps")
+        return not self._is_hidden(pid) and "/libcuda.so" in self._read(pid, "maps")
 
     def device_files(self, pid: int) -> list[str]:
         """The ``/dev/nvidia*`` the process has open or mapped, sorted; must be empty before a dump.  Cheap: /proc."""
+        if self._is_hidden(pid):
+            return []
         files = set(re.findall(r"/dev/nvidia\S+", self._read(pid, "maps")))
         directory = f"/proc/{pid}/fd"
         try:
@@ -201,6 +204,13 @@ class Cuda:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @staticmethod
+    def _is_hidden(pid: int) -> bool:
+        """Whether nobody may look into the process, and need not: the host has no driver that it could use."""
+        check_pid(pid)
+        hidden = os.path.exists(f"/proc/{pid}") and not os.access(f"/proc/{pid}/fd", os.R_OK)
+        return hidden and not os.path.exists("/dev/nvidiactl")
+
     def _do(self, verb: str, pid: int, timeout_s: float, *, left: str, **args: Any) -> None:
         self._check_process(pid)
         try:
@@ -236,7 +246,7 @@ def _unreadable(pid: int, error: OSError) -> CudaError:
         return CudaError(f"There is no process {pid}.", hint="Restart the kernel, or restore its image.", pid=pid)
     return CudaError(
         f"Process {pid} cannot be looked into: {error.strerror}.",
-        hint="It must be a process of the same user.",
+        hint="It must be a process of the same user, and dumpable (PR_SET_DUMPABLE).",
         pid=pid,
     )
 

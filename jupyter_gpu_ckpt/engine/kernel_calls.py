@@ -173,7 +173,7 @@ def readable_bytes(fd: int) -> int:
 
 
 def epoll_parameters(fd: int) -> bytes:
-    """How an epoll instance polls busily (``EPIOCGPARAMS``); all zeros by default.  Raises `OSError` before Linux 6.9."""
+    """How an epoll instance polls busily (``EPIOCGPARAMS``), zeros by default.  Raises `OSError` before Linux 6.9."""
     return fcntl.ioctl(fd, _EPIOCGPARAMS, bytes(8))
 
 

@@ -54,7 +54,35 @@ _ANONYMOUS_NAMES = {
     "bpf_link": "a BPF link",
 }
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that say nothing.
-_MAPPING_FLAGS = frozenset("rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl".split())
+_MAPPING_FLAGS = frozenset(
+    (
+        "rd",
+        "wr",
+        "ex",
+        "sh",
+        "mr",
+        "mw",
+        "me",
+        "ms",
+        "gd",
+        "lo",
+        "sr",
+        "rr",
+        "dc",
+        "ac",
+        "nr",
+        "dd",
+        "sd",
+        "mg",
+        "hg",
+        "nh",
+        "wf",
+        "dp",
+        "gu",
+        "lf",
+        "sl",
+    )
+)
 _MAPPING_NAMES = {
     "ht": "memory in huge pages (MAP_HUGETLB)",
     "ss": "a shadow stack",
@@ -65,10 +93,19 @@ _MAPPING_NAMES = {
     "pf": "memory of a device",
     "mm": "memory of a device",
 }
+#: Paths below /dev that are mapped as memory and no device's, or are `cuda.device_files`'s.
+_MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
 #: Mappings that Linux makes for every process, and that need no restore of ours.
 _OF_LINUX = re.compile(r"\[(vdso|vvar|vvar_vclock|vsyscall)\]$")
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "time_for_children", "user", "uts")
-_NAMESPACE_NAMES = {"mnt": "mount", "net": "network", "pid_for_children": "pid", "time_for_children": "time"}
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
+_NAMESPACE_NAMES = {
+    "ipc": "IPC",
+    "mnt": "mount",
+    "net": "network",
+    "pid": "PID",
+    "pid_for_children": "PID",
+    "uts": "UTS",
+}
 #: What ``/proc/PID/status`` says of a defence against speculation that ``prctl(2)`` switched on (here: number, value).
 _SPECULATION = {
     "Speculation_Store_Bypass": (0, {"thread mitigated": 4, "thread force mitigated": 8}),
@@ -293,7 +330,10 @@ class _Process:
         for name, other in self.mine.namespaces.items():
             if namespaces and namespaces.get(name) != other:  # it has none at all once it has ended
                 shown = _NAMESPACE_NAMES.get(name, name)
-                self.found.refuse(f"a {shown} namespace of its own", hint="Use it in a process of its own, and end that.")
+                self.found.refuse(f"a {shown} namespace of its own", hint="Use it in a process of its own.")
+        with contextlib.suppress(FileNotFoundError):  # CRIU makes a time namespace for what it restores
+            if os.readlink(f"{root}/ns/time") != os.readlink(f"{root}/ns/time_for_children"):
+                self.found.refuse("a time namespace for its children", hint="Use it in a process of its own.")
         restricted = status.get("NoNewPrivs", "0") != "0"
         powerful = int(status.get("CapPrm", "0"), 16) & _CAP_SYS_ADMIN
         if restricted or powerful or os.geteuid() == 0:
@@ -441,7 +481,10 @@ class _Process:
     def registrations(self, numbers: list[int]) -> dict[str, Any]:
         """An eventfd that is a semaphore: its descriptors, and the epoll registrations of them."""
         watched = [
-            {"epoll": epoll, **entry} for epoll, entries in self.epolls.items() for entry in entries if entry["fd"] in numbers
+            {"epoll": epoll, **entry}
+            for epoll, entries in self.epolls.items()
+            for entry in entries
+            if entry["fd"] in numbers
         ]
         return {"descriptors": numbers, "epolls": watched}
 
@@ -485,7 +528,7 @@ class _Process:
         elif name.startswith(("anon_inode:", "socket:")):
             known = _ANONYMOUS_NAMES.get(name.removeprefix("anon_inode:"), name)
             self.found.refuse(f"memory that it shares with Linux ({known})")
-        elif name.startswith("/dev/") and not name.startswith(("/dev/zero", "/dev/shm/", "/dev/nvidia")):
+        elif name.startswith("/dev/") and not name.startswith(_MAPPED_DEVICES):
             self.refuse_file(f"memory of the device {name}")
 
     def mappings(self) -> None:
@@ -548,5 +591,3 @@ def describe(refusals: list[dict[str, str]]) -> str:
     """The refusals as words: the first three, and how many more."""
     shown = ", ".join(refusal["what"] for refusal in refusals[:3])
     return shown + (f" and {len(refusals) - 3} more" if len(refusals) > 3 else "")
-
-

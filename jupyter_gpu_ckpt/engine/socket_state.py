@@ -171,7 +171,9 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
     if family == socket.AF_NETLINK and protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT):
         return ""
     if family in _INET:
-        return _PROTOCOLS.get(protocol, "a raw socket" if kind == socket.SOCK_RAW else f"a socket of protocol {protocol}")
+        return _PROTOCOLS.get(
+            protocol, "a raw socket" if kind == socket.SOCK_RAW else f"a socket of protocol {protocol}"
+        )
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
 
 
@@ -214,7 +216,10 @@ def options(sock: socket.socket) -> dict[str, str]:
     kind = kind_of(sock)
     if kind not in _UNIX | _IP_KINDS:
         return {}
-    if kind[:2] in {(family, socket.SOCK_STREAM) for family in _INET} and _tcp(sock)[0] not in (_TCP_CLOSE, _TCP_LISTEN):
+    if kind[:2] in {(family, socket.SOCK_STREAM) for family in _INET} and _tcp(sock)[0] not in (
+        _TCP_CLOSE,
+        _TCP_LISTEN,
+    ):
         return {}
     if kind not in _fresh:
         with socket.socket(*kind) as new:
@@ -297,7 +302,9 @@ def memberships(sock: socket.socket, candidates: list[tuple[str, bytes]]) -> lis
             filter_ = _source_filter(sock, level, socket.if_nametoindex(device), address)
             if filter_ is not None:
                 mode, sources = filter_
-                found.append({"device": device, "level": level, "address": address.hex(), "mode": mode, "sources": sources})
+                found.append(
+                    {"device": device, "level": level, "address": address.hex(), "mode": mode, "sources": sources}
+                )
     return found
 
 

@@ -213,7 +213,9 @@ class _Restorer:
                 done = inside.call(numbers.set_mempolicy, mode, address, _NODES if address else 0, tid=tid)
                 self.require(done, f"NUMA policy {notes['numa']} of thread {tid}")
         if "personality" in notes:
-            self.require(inside.call(numbers.personality, notes["personality"], tid=tid), f"personality of thread {tid}")
+            self.require(
+                inside.call(numbers.personality, notes["personality"], tid=tid), f"personality of thread {tid}"
+            )
         for which, value in notes.get("speculation", ()):
             done = inside.call(numbers.prctl, injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
             self.require(done, f"speculation control of thread {tid}")

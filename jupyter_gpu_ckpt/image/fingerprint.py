@@ -28,6 +28,7 @@ def fingerprint(
     files: Iterable[Facts],
     ports: Iterable[Facts],
     criu: str,
+    sockets: Iterable[Facts] = (),
     hashes: Hashes | None = None,
     gpus: Sequence[Facts] = (),
     cuda: bool = False,
@@ -43,6 +44,8 @@ def fingerprint(
         ``family``, ``type``, ``address`` and ``number``.
     criu:
         The version of CRIU that made the dump.
+    sockets:
+        Files of unix sockets: ``path``, ``device`` and ``inode``.
     hashes:
         Knows the contents of files; None: none is noted.
     gpus:
@@ -66,6 +69,7 @@ def fingerprint(
         "packages": node.packages(held),
         "mounts": {point: points[point] for point in sorted(used)},
         "ports": [dict(port) for port in ports],
+        "sockets": [dict(socket) for socket in sockets],
         "driver": str(gpus[0]["driver"]) if cuda and gpus else "",
         "cuda": str(gpus[0].get("cuda") or "unknown") if cuda and gpus else "",
         "gpus": [{key: gpu[key] for key in ("uuid", "name", "total")} for gpu in gpus] if cuda else [],
@@ -99,6 +103,7 @@ def look(
             {**port, "problem": node.unbindable(port["address"], port["number"], port["family"], port["type"])}
             for port in wanted.get("ports", [])
         ],
+        "sockets": [{**socket, "problem": node.taken(**socket)} for socket in wanted.get("sockets", [])],
         "driver": str(gpus[0]["driver"]) if gpus else "",
         "cuda": str(gpus[0].get("cuda") or "unknown") if gpus else "",
         "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],

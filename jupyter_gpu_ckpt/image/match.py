@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken
+from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from .fingerprint import fingerprint, look
 from .node import LINGERS, Facts
 
@@ -83,6 +83,7 @@ _ERRORS: dict[str, type[GpuCkptError]] = {
     "file_changed": ChangedFile,
     "file_missing": MissingFile,
     "port": PortTaken,
+    "socket": SocketTaken,
 }
 
 
@@ -198,6 +199,20 @@ def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
             )
 
 
+def _sockets(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    for socket in found["sockets"]:
+        if socket["problem"]:
+            yield Mismatch(
+                "socket",
+                f"Unix socket {socket['path']}",
+                "the kernel's own, or nothing",
+                socket["problem"],
+                "End the process that listens there and remove the file, or restore the kernel on another node.",
+                hard=True,
+                path=socket["path"],
+            )
+
+
 def _memory(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
     if found["memory"] < wanted["memory"]:
         yield Mismatch(
@@ -231,6 +246,7 @@ _COMPARE: dict[str, Callable[[Facts, Facts], Iterator[Mismatch]]] = {
     "packages": _packages,
     "mounts": _mounts,
     "ports": _ports,
+    "sockets": _sockets,
     "memory": _memory,
     "disk": _disk,
 }

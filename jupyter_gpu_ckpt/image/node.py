@@ -109,6 +109,20 @@ def keeps_inodes(kind: str) -> bool:
     return keeps_content(kind) and not kind.startswith(_RENUMBERED)
 
 
+def taken(path: str, device: int, inode: int) -> str:
+    """What is at the path of a unix socket, if it is not the file that the socket left there; else empty.
+
+    Opens nothing, and connects to nothing.
+    """
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return ""  # it was removed, or cannot be reached: a restore makes it again
+    if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):  # a device may get another number
+        return ""
+    return "a socket of another process" if stat.S_ISSOCK(status.st_mode) else "another file"
+
+
 def open_regular(path: str) -> FileIO:
     """Open a regular file for reading, and nothing else: no pipe that waits for a writer, no device that minds.
 

@@ -86,6 +86,11 @@ class GpuCkptProvisioner(LocalProvisioner):
         help="Wake a kernel although files it has open were changed while it was away (a log that was rotated, a table "
         "that grew): it goes on with them as they are now. Else the wake is refused, and the files are named.",
     ).tag(config=True)
+    allow_unconfined_wake = Bool(
+        False,
+        help="Let kernels sleep that are confined by Landlock, although they come back without that. Else they are "
+        "refused.",
+    ).tag(config=True)
     archive_url = Unicode(
         help="The cold tier: a URL for fsspec (file:, s3:, gs:, sftp:). The server extension sends the content "
         "of images there that are older than `archive_after`; a wake brings it back.  Default: "
@@ -407,6 +412,7 @@ class GpuCkptProvisioner(LocalProvisioner):
                 slowest_rate=self.slowest_rate,
                 refresh=tuple(self.refresh_environment),
                 accept_changed_files=self.accept_changed_files,
+                allow_unconfined_wake=self.allow_unconfined_wake,
                 archive_url=self.archive_url,
                 warm=self.warm_suspend,
                 keep_chunks=self.keep_chunks,

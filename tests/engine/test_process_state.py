@@ -1,0 +1,664 @@
+"""Each kind of state that is proven to come back, on a real process through a real dump and restore; and each refusal.
+
+All kinds that do not disturb each other share one trip, so that a new kind costs no time: what it is before and after
+is compared for each by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from round_trip import Subject, image
+
+from jupyter_gpu_ckpt.engine import criu_tasks
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.criu import Criu
+
+ROOT = os.geteuid() == 0
+
+#: For all code that the subject is told.
+PRELUDE = """
+import array, ctypes, errno, fcntl, mmap, os, re, resource, select, signal, socket, struct, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+def call(number, *arguments):
+    words = [ctypes.c_void_p(each & (1 << 64) - 1) if isinstance(each, int) else each for each in arguments]
+    result = libc.syscall(ctypes.c_long(number), *words)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+def prctl(*arguments):
+    return call(157, *arguments, *[0] * (5 - len(arguments)))
+def info(fd):
+    with open(f"/proc/self/fdinfo/{fd}") as file:
+        return file.read()
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+def memory(size=1 << 16, protection=3, flags=0x22, fd=-1):
+    # Alone between two pages that nobody may touch, so that Linux joins it with no other mapping.
+    page = mmap.PAGESIZE
+    start = libc.mmap(None, size + 2 * page, 0, 0x22, -1, 0) + page
+    at = libc.mmap(start, size, protection, flags | 0x10, fd, 0)
+    assert at == start, os.strerror(ctypes.get_errno())
+    return at
+def advise(at, size, advice):
+    assert libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), advice) == 0, os.strerror(ctypes.get_errno())
+def flags_of(at):
+    rights = inside = None
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            head = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\\S+)", line)
+            if head:
+                inside, rights = int(head[1], 16) <= at < int(head[2], 16), head[3]
+            elif inside and line.startswith("VmFlags:"):
+                return rights, sorted(line.split()[1:])
+def watched(fd):
+    return sorted(" ".join(line.split()[:6]) for line in info(fd).splitlines() if line.startswith("tfd:"))
+def in_thread(work):
+    ready, found = threading.Event(), {}
+    def run():
+        found["tid"] = threading.get_native_id()
+        found["work"] = work()
+        ready.set()
+        time.sleep(1 << 20)
+    threading.Thread(target=run, daemon=True).start()
+    assert ready.wait(20)
+    return found["tid"]
+def here(work):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    thread.join()
+    return answers[0]
+"""
+
+
+def option(
+    level: int, number: int, value: str, *, family: str = "AF_INET", kind: str = "SOCK_STREAM"
+) -> tuple[str, str]:
+    """A socket that listens (of TCP) or is bound, with one option set."""
+    lines = [f"s = socket.socket(socket.{family}, socket.{kind})"]
+    if family == "AF_INET":
+        lines.append("s.bind(('127.0.0.1', 0))")
+    lines.append(f"s.setsockopt({level}, {number}, {value})")
+    if family == "AF_INET" and kind == "SOCK_STREAM":
+        lines.append("s.listen(3)")
+    return "\n".join(lines), f"answer = s.getsockopt({level}, {number}, 64)"
+
+
+def udp(level: int, number: int, value: str) -> tuple[str, str]:
+    return option(level, number, value, kind="SOCK_DGRAM")
+
+
+def local(number: int, value: str, kind: str = "SOCK_STREAM") -> tuple[str, str]:
+    return option(1, number, value, family="AF_UNIX", kind=kind)
+
+
+def mapping(flags: str, after: str = "") -> tuple[str, str]:
+    return f"at = memory({flags})\n{after}", "answer = flags_of(at)"
+
+
+def device(name: str, how: str = "os.O_RDWR") -> tuple[str, str]:
+    return f"fd = os.open('/dev/{name}', {how})", "answer = os.readlink(f'/proc/self/fd/{fd}'), os.fstat(fd).st_rdev"
+
+
+FILE = "fd = os.open('FILE', os.O_RDWR | os.O_CREAT); os.write(fd, b'hello')"
+
+#: What each kind is: how it is made, and how it is read.  ``FILE`` is a path of its own.
+KINDS: dict[str, tuple[str, str]] = {
+    # -- threads
+    "affinity": (
+        "tid = in_thread(lambda: os.sched_setaffinity(0, {max(os.sched_getaffinity(0))}))",
+        "answer = os.sched_getaffinity(tid)",
+    ),
+    "nice": ("tid = in_thread(lambda: os.setpriority(0, 0, 7))", "answer = os.getpriority(0, tid)"),
+    "SCHED_BATCH": (
+        "tid = in_thread(lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)))",
+        "answer = os.sched_getscheduler(tid)",
+    ),
+    "SCHED_IDLE": (
+        "tid = in_thread(lambda: os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)))",
+        "answer = os.sched_getscheduler(tid)",
+    ),
+    "time slice": (
+        "attributes = struct.pack('=IIQiIQQQII', 56, 0, 0, 0, 0, 5_000_000, 0, 0, 0, 0)\n"
+        "tid = in_thread(lambda: call(314, 0, attributes, 0))",
+        "room = ctypes.create_string_buffer(56); call(315, tid, room, 56, 0); answer = room.raw",
+    ),
+    "I/O priority": ("tid = in_thread(lambda: call(251, 1, 0, 2 << 13 | 6))", "answer = call(252, 1, tid)"),
+    "timer slack": ("prctl(29, 123456)", "answer = prctl(30)"),
+    "death signal": ("prctl(1, 10)", "v = ctypes.c_int(); prctl(2, ctypes.byref(v)); answer = v.value"),
+    "personality": ("libc.personality(0x0040000)", "answer = libc.personality(0xFFFFFFFF)"),
+    "name of a thread": (
+        "tid = in_thread(lambda: prctl(15, b'worker'))",
+        "answer = open(f'/proc/self/task/{tid}/comm').read()",
+    ),
+    "NUMA policy": (
+        "nodes = ctypes.c_ulong(1); tid = in_thread(lambda: call(238, 2, ctypes.byref(nodes), 64))",
+        "answer = open(f'/proc/self/task/{tid}/numa_maps').readline().split()[1]",
+    ),
+    "speculation": (
+        "if prctl(52) & 1: tid = in_thread(lambda: prctl(53, 0, 4))\nelse: raise OSError('no such control')",
+        "answer = [l for l in open(f'/proc/self/task/{tid}/status') if l.startswith('Speculation_Store')]",
+    ),
+    "signals that wait": (
+        "def send():\n    for n in range(3): signal.pthread_kill(threading.get_ident(), 40)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {40}); send()",
+        "answer = 0\nwhile signal.sigtimedwait({40}, 0): answer += 1\nsend()",
+    ),
+    # -- the process
+    "machine check policy": ("prctl(33, 1, 1)", "answer = prctl(34)"),
+    "memory merge": ("prctl(67, 1)", "answer = prctl(68)"),
+    "core dump filter": (
+        "open('/proc/self/coredump_filter', 'w').write('0x7')",
+        "answer = open('/proc/self/coredump_filter').read()",
+    ),
+    "autogroup": (
+        "open('/proc/self/autogroup', 'w').write('7')",
+        "answer = open('/proc/self/autogroup').read().split()[-1]",
+    ),
+    "out of memory score": (
+        "open('/proc/self/oom_score_adj', 'w').write('500')",
+        "answer = open('/proc/self/oom_score_adj').read()",
+    ),
+    "no huge pages": ("prctl(41, 1)", "answer = prctl(42)"),
+    "subreaper": ("prctl(36, 1)", "v = ctypes.c_int(); prctl(37, ctypes.byref(v)); answer = v.value"),
+    "no new privileges": ("prctl(38, 1)", "answer = prctl(39)"),
+    "umask": ("os.umask(0o137)", "answer = os.umask(0o137)"),
+    "limits": (
+        "resource.setrlimit(resource.RLIMIT_CORE, (7, 9))",
+        "answer = resource.getrlimit(resource.RLIMIT_CORE)",
+    ),
+    "interval timer": (
+        "signal.setitimer(signal.ITIMER_REAL, 90_000, 500)",
+        "answer = round(signal.getitimer(signal.ITIMER_REAL)[0], -4), signal.getitimer(signal.ITIMER_REAL)[1]",
+    ),
+    "POSIX timers": (
+        "timers = [ctypes.c_void_p() for n in range(4)]\n"
+        "for clock, timer in enumerate(timers): assert libc.timer_create(clock, None, ctypes.byref(timer)) == 0",
+        "answer = open('/proc/self/timers').read()",
+    ),
+    "a child that has ended": (
+        "pid = os.fork()\nif pid == 0: os._exit(3)\nos.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)",
+        "answer = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)[3:]",
+    ),
+    # -- files
+    "/dev/null": device("null"),
+    "/dev/zero": device("zero"),
+    "/dev/full": device("full"),
+    "/dev/random": device("random", "os.O_RDONLY"),
+    "/dev/urandom": device("urandom", "os.O_RDONLY"),
+    "directory": ("fd = os.open('/usr', os.O_RDONLY | os.O_DIRECTORY)", "answer = sorted(os.listdir(fd))"),
+    "O_PATH": ("fd = os.open('/usr', os.O_PATH)", "answer = os.readlink(f'/proc/self/fd/{fd}'), fcntl.fcntl(fd, 3)"),
+    "position": (f"{FILE}; os.lseek(fd, 2, 0); other = os.dup(fd)", "answer = os.lseek(other, 0, 1)"),
+    "deleted file": (f"{FILE}; os.unlink('FILE')", "answer = os.pread(fd, 9, 0)"),
+    "flock": (f"{FILE}; fcntl.flock(fd, 2)", "answer = [l.split()[1:4] for l in info(fd).splitlines() if 'lock' in l]"),
+    "POSIX lock": (
+        f"{FILE}; fcntl.lockf(fd, 2, 10, 5)",
+        "answer = [l.split()[1:5] + l.split()[7:] for l in info(fd).splitlines() if 'lock' in l]",
+    ),
+    "OFD lock": (
+        f"{FILE}; fcntl.fcntl(fd, 37, struct.pack('hhqqi4x', 1, 0, 5, 10, 0))",
+        "answer = [l.split()[1:4] for l in info(fd).splitlines() if 'lock' in l]",
+    ),
+    "file's owner for signals": (
+        "a, b = socket.socketpair(); fcntl.fcntl(a, 8, os.getpid()); fcntl.fcntl(a, 10, 40)",
+        "answer = fcntl.fcntl(a, 9), fcntl.fcntl(a, 11)",
+    ),
+    "pipe": (
+        "r, w = os.pipe(); os.write(w, b'hello'); fcntl.fcntl(w, 1031, 1 << 18); os.set_blocking(r, False)",
+        "n = array.array('i', [0]); fcntl.ioctl(r, 0x541B, n)\n"
+        "answer = n[0], fcntl.fcntl(w, 1032), os.get_blocking(r), os.get_blocking(w)",
+    ),
+    "FIFO": (
+        "os.mkfifo('FILE'); fd = os.open('FILE', os.O_RDWR); os.write(fd, b'hi')",
+        "n = array.array('i', [0]); fcntl.ioctl(fd, 0x541B, n); answer = n[0]",
+    ),
+    "eventfd": (
+        "fd = call(290, 5, 0)",
+        "answer = [l for l in info(fd).splitlines() if 'eventfd-c' in l or 'flags' in l]",
+    ),
+    "semaphore": (
+        "fd = call(290, 5, 0o4001); again = os.dup(fd); os.set_inheritable(again, True)",
+        "os.eventfd_write(fd, 1) if False else None\n"
+        "answer = [os.read(again, 8), os.read(fd, 8)], os.get_inheritable(fd), os.get_inheritable(again)\n"
+        "os.write(fd, struct.pack('Q', 2))",
+    ),
+    "semaphore in epoll": (
+        "e = select.epoll(); fd = call(290, 1, 1); e.register(fd, select.EPOLLIN | select.EPOLLET)",
+        "answer = watched(e.fileno()), e.poll(0)\ne.modify(fd, select.EPOLLIN | select.EPOLLET)",
+    ),
+    "epoll": (
+        "e = select.epoll(); a, b = socket.socketpair(); a.send(b'x'); e.register(b, select.EPOLLIN)\n"
+        "inner = select.epoll(); e.register(inner.fileno(), select.EPOLLIN)",
+        "answer = watched(e.fileno()), e.poll(0)",
+    ),
+    "epoll's parameters": (
+        "e = select.epoll(); fcntl.ioctl(e.fileno(), 0x40088A01, struct.pack('IHBB', 100, 8, 0, 0))",
+        "answer = fcntl.ioctl(e.fileno(), 0x80088A02, bytes(8))",
+    ),
+    "signalfd": (
+        "fd = call(289, -1, struct.pack('Q', 1 << 11), 8, 0x800)",
+        "answer = [l for l in info(fd).splitlines() if 'sigmask' in l or 'flags' in l]",
+    ),
+    "timerfd": (
+        "fd = call(283, 1, 0x800); call(286, fd, 0, struct.pack('qqqq', 0, 0, 9000, 0), None)",
+        "answer = info(fd).split('clockid')[1].split('it_value')[0]",
+    ),
+    "memfd": (
+        "fd = os.memfd_create('x', 3); os.write(fd, b'hello'); fcntl.fcntl(fd, 1033, 6); at = memory(4096, 1, 1, fd)",
+        "answer = os.pread(fd, 9, 0), fcntl.fcntl(fd, 1034), ctypes.string_at(at, 5)",
+    ),
+    "pidfd": ("fd = os.pidfd_open(os.getpid())", "answer = re.findall(r'^(?:NS)?[Pp]id:.*', info(fd), re.M)"),
+    "network namespace": ("fd = os.open('/proc/self/ns/net', 0)", "answer = os.readlink(f'/proc/self/fd/{fd}')"),
+    # -- sockets
+    "TCP that listens": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(37)",
+        "answer = s.getsockname(), s.getsockopt(6, 11, 104)[28:32]",
+    ),
+    "TCP over IPv6": (
+        "s = socket.socket(socket.AF_INET6); s.setsockopt(41, 26, 1); s.setsockopt(41, 67, 8)\n"
+        "s.bind(('::1', 0)); s.listen(1)",
+        "answer = s.getsockname(), s.getsockopt(41, 26), s.getsockopt(41, 67)",
+    ),
+    "UDP": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 0))\n"
+        "c = socket.socket(type=socket.SOCK_DGRAM); c.connect(s.getsockname())",
+        "answer = s.getsockname(), c.getsockname(), c.getpeername()",
+    ),
+    "multicast": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 0)); s.settimeout(5)\n"
+        "s.setsockopt(0, 35, socket.inet_aton('239.1.2.3') + socket.inet_aton('127.0.0.1')); s.setsockopt(0, 34, 1)\n"
+        "c = socket.socket(type=socket.SOCK_DGRAM); c.setsockopt(0, 32, socket.inet_aton('127.0.0.1'))",
+        "c.sendto(b'hi', ('239.1.2.3', s.getsockname()[1])); answer = s.recv(9)",
+    ),
+    "multicast of one source": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('', 0)); s.settimeout(5)\n"
+        "lo = socket.inet_aton('127.0.0.1'); s.setsockopt(0, 39, socket.inet_aton('232.1.2.3') + lo + lo)\n"
+        "c = socket.socket(type=socket.SOCK_DGRAM); c.setsockopt(0, 32, lo)",
+        "c.sendto(b'hi', ('232.1.2.3', s.getsockname()[1])); answer = s.recv(9)",
+    ),
+    "netlink": (
+        "s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); s.bind((0, 1))",
+        "answer = s.getsockname()[1]",
+    ),
+    "unix stream": (
+        "a, b = socket.socketpair(); a.send(b'hello'); b.shutdown(socket.SHUT_WR)",
+        "answer = b.recv(9, socket.MSG_PEEK), a.recv(9, socket.MSG_DONTWAIT)",
+    ),
+    "unix datagrams": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.send(b'one'); a.send(b'two')",
+        "answer = b.recv(9, socket.MSG_PEEK)",
+    ),
+    "unix packets": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET); a.send(b'one'); a.send(b'two')",
+        "answer = b.recv(9, socket.MSG_PEEK)",
+    ),
+    "unix with a path": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('FILE'); s.listen(3)",
+        "c = socket.socket(socket.AF_UNIX); c.connect('FILE'); answer = s.accept()[0] is not None",
+    ),
+    "unix with an abstract name": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('\\0' + 'FILE'); s.listen(3)",
+        "answer = s.getsockname()",
+    ),
+    "SO_KEEPALIVE": option(1, 9, "1"),
+    "SO_LINGER": option(1, 13, "struct.pack('ii', 1, 5)"),
+    "SO_RCVBUF": option(1, 8, "40000"),
+    "SO_RCVLOWAT": option(1, 18, "9"),
+    "SO_RCVTIMEO": option(1, 20, "struct.pack('ll', 5, 0)"),
+    "SO_PRIORITY": option(1, 12, "4"),
+    "SO_REUSEPORT": option(1, 15, "1"),
+    "SO_TIMESTAMP": udp(1, 29, "1"),
+    "SO_TIMESTAMPNS": udp(1, 35, "1"),
+    "SO_TIMESTAMPING": udp(1, 37, "0x18"),
+    "SO_MAX_PACING_RATE": option(1, 47, "1_000_000"),
+    "SO_INCOMING_CPU": option(1, 49, "0"),
+    "SO_ZEROCOPY": option(1, 60, "1"),
+    "SO_TXREHASH": option(1, 74, "0"),
+    "SO_RXQ_OVFL": udp(1, 40, "1"),
+    "TCP_NODELAY": option(6, 1, "1"),
+    "TCP_DEFER_ACCEPT": option(6, 9, "7"),
+    "TCP_FASTOPEN": option(6, 23, "5"),
+    "TCP_KEEPIDLE": option(6, 4, "77"),
+    "TCP_SYNCNT": option(6, 7, "3"),
+    "TCP_LINGER2": option(6, 8, "9"),
+    "TCP_WINDOW_CLAMP": option(6, 10, "5000"),
+    "TCP_USER_TIMEOUT": option(6, 18, "5000"),
+    "TCP_MAXSEG": option(6, 2, "600"),
+    "TCP_CONGESTION": option(6, 13, "b'reno'"),
+    "TCP_NOTSENT_LOWAT": option(6, 25, "5000"),
+    "TCP_SAVE_SYN": option(6, 27, "1"),
+    "TCP_INQ": option(6, 36, "1"),
+    "IP_TOS": option(0, 1, "16"),
+    "IP_TTL": option(0, 2, "33"),
+    "IP_RECVERR": udp(0, 11, "1"),
+    "IP_PKTINFO": udp(0, 8, "1"),
+    "IP_MTU_DISCOVER": option(0, 10, "2"),
+    "IP_BIND_ADDRESS_NO_PORT": option(0, 24, "1"),
+    "IP_MINTTL": option(0, 21, "3"),
+    "IP_OPTIONS": option(0, 4, "b'\\x01\\x01\\x01\\x00'"),
+    "IP_MULTICAST_TTL": udp(0, 33, "5"),
+    "IP_MULTICAST_LOOP": udp(0, 34, "0"),
+    "IP_MULTICAST_IF": udp(0, 32, "socket.inet_aton('127.0.0.1')"),
+    "IP_MULTICAST_ALL": udp(0, 49, "0"),
+    "UDP_GRO": udp(17, 104, "1"),
+    "UDP_SEGMENT": udp(17, 103, "500"),
+    "SO_PASSCRED": local(16, "1"),
+    "SO_PASSPIDFD": local(76, "1"),
+    "SO_PASSRIGHTS": local(83, "0"),
+    "SO_PEEK_OFF": local(42, "3"),
+    "SO_TIMESTAMP of unix": local(29, "1", "SOCK_DGRAM"),
+    # -- memory
+    "private memory": mapping(""),
+    "shared memory": (
+        "at = memory(flags=0x21); ctypes.memset(at, 65, 9)",
+        "answer = flags_of(at), ctypes.string_at(at, 9)",
+    ),
+    "memory that nobody may touch": mapping("protection=0"),
+    "MAP_NORESERVE": mapping("flags=0x4022"),
+    "MAP_DROPPABLE": mapping("flags=0x28"),
+    "mlock": mapping("", "assert libc.mlock(ctypes.c_void_p(at), 1 << 16) == 0"),
+    "mlock2": mapping("", "call(325, at, 1 << 16, 1)"),
+    "MADV_HUGEPAGE": mapping("1 << 22", "advise(at, 1 << 22, 14)"),
+    "MADV_NOHUGEPAGE": mapping("1 << 22", "advise(at, 1 << 22, 15)"),
+    "MADV_MERGEABLE": mapping("", "advise(at, 1 << 16, 12)"),
+    "MADV_DONTFORK": mapping("", "advise(at, 1 << 16, 10)"),
+    "MADV_WIPEONFORK": mapping("", "advise(at, 1 << 16, 18)"),
+    "MADV_DONTDUMP": mapping("", "advise(at, 1 << 16, 16)"),
+    "MADV_SEQUENTIAL": mapping("", "advise(at, 1 << 16, 2)"),
+    "MADV_RANDOM": mapping("", "advise(at, 1 << 16, 1)"),
+    "MADV_GUARD_INSTALL": (
+        "at = memory(); ctypes.memset(at, 65, 1 << 16); advise(at + 8192, 4096, 102)",
+        "pages = os.open('/proc/self/pagemap', 0)\n"
+        "answer = flags_of(at), [os.pread(pages, 8, (at >> 12) * 8 + 8 * n)[7] >> 2 & 1 for n in range(4)]\n"
+        "os.close(pages)",
+    ),
+    "mseal": (
+        "at = memory(); call(462, at, 1 << 16, 0)",
+        "answer = flags_of(at), libc.mprotect(ctypes.c_void_p(at), 4096, 1)",
+    ),
+    "mbind": (
+        "at = memory(); nodes = ctypes.c_ulong(1); call(237, at, 1 << 16, 2, ctypes.byref(nodes), 64)",
+        "v = ctypes.c_int(); call(239, ctypes.byref(v), None, 0, at, 2); answer = v.value",
+    ),
+    "a file's memory": (
+        f"{FILE}; os.ftruncate(fd, 1 << 16); at = memory(flags=1, fd=fd); os.close(fd)",
+        "answer = flags_of(at), ctypes.string_at(at, 5)",
+    ),
+    "program code": mapping("protection=7"),
+    "membarrier": ("call(324, 16, 0, 0)", "answer = call(324, 8, 0, 0)"),
+}
+
+#: Those that change what the others may do.
+ALONE: dict[str, tuple[str, str]] = {
+    "memory that denies writing code": ("prctl(65, 1)", "answer = prctl(66)"),
+    "memory locked as it is mapped": (
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],) * 2)\n"
+        "assert libc.mlockall(2) == 0, os.strerror(ctypes.get_errno())",
+        "answer = flags_of(memory(4096))",
+    ),
+    "CPUID that faults": ("call(158, 0x1012, 0)", "answer = call(158, 0x1011)"),
+}
+if ROOT:
+    ALONE["seccomp"] = (
+        "filter = ctypes.create_string_buffer(struct.pack('=HBBIHBBIHBBIHBBI', 0x20, 0, 0, 0, 0x15, 0, 1, 135,\n"
+        "    6, 0, 0, 0x50000 | errno.EXDEV, 6, 0, 0, 0x7FFF0000))\n"
+        "program = ctypes.create_string_buffer(struct.pack('=HxxxxxxQ', 4, ctypes.addressof(filter)))\n"
+        "prctl(38, 1); prctl(22, 2, program)",
+        "answer = libc.personality(0xFFFFFFFF), os.strerror(ctypes.get_errno())",
+    )
+    KINDS["inotify"] = (
+        "fd = call(294, 0x800); call(254, fd, b'/usr', 2)",
+        "answer = re.findall(r'inotify wd:\\S+', info(fd))",
+    )
+    KINDS["capabilities"] = ("prctl(24, 21)", "answer = [l for l in open('/proc/self/status') if l.startswith('Cap')]")
+
+
+class Trip:
+    """What kinds of state were before and after a dump and a restore of the one process that had them all."""
+
+    def __init__(self, criu: Criu, kinds: dict[str, tuple[str, str]]) -> None:
+        self.impossible: dict[str, str] = {}
+        self.before: dict[str, str] = {}
+        self.after: dict[str, str] = {}
+        home = Path(tempfile.mkdtemp(prefix="gc-"))
+        try:
+            with Capsule.create(home) as capsule:
+                subject = Subject(capsule)
+                assert subject.tell(PRELUDE + "spaces = {}") == "None"
+                for number, (name, (make, read)) in enumerate(kinds.items()):
+                    code = make.replace("FILE", f"{home}/file-{number}")
+                    answer = subject.tell(f"exec({code!r}, spaces.setdefault({name!r}, dict(globals())))")
+                    if answer != "None":
+                        self.impossible[name] = answer
+                        continue
+                    self.before[name] = self._read(subject, name, read.replace("FILE", f"{home}/file-{number}"))
+                inner, pipes = capsule.inner_pid, capsule.pipes
+                assert capsule.inspect()["refusals"] == []
+                criu.dump(capsule, image(home), timeout=60)
+                state = capsule.inspect()
+                assert state["refusals"] == []
+                assert criu_tasks.missing(image(home), state["inventory"]) == []
+                notes = state["notes"]
+                note_death_signals(home, inner, notes)
+            with Capsule.create(home) as capsule:
+                criu.restore(capsule, image(home), pid=inner, pipes=pipes, timeout=60, notes=notes)
+                for number, (name, (_, read)) in enumerate(kinds.items()):
+                    if name in self.before:
+                        self.after[name] = self._read(subject, name, read.replace("FILE", f"{home}/file-{number}"))
+        finally:
+            shutil.rmtree(home)
+
+    @staticmethod
+    def _read(subject: Subject, name: str, read: str) -> str:
+        return subject.tell(f"exec({read!r}, spaces[{name!r}]); answer = spaces[{name!r}].pop('answer')")
+
+    def require(self, name: str) -> None:
+        """What ``name`` is after is what it was before."""
+        if name in self.impossible:
+            pytest.skip(f"cannot be made here: {self.impossible[name][:60]}")
+        assert self.after[name] == self.before[name]
+        assert "Error" not in self.before[name]
+
+
+def note_death_signals(home: Path, inner: int, notes: dict[str, Any]) -> None:
+    for tid, number in criu_tasks.take_death_signals(image(home)).items():
+        threads = notes.setdefault(str(inner), {}).setdefault("threads", {})
+        threads.setdefault(str(tid), {})["death_signal"] = number
+
+
+@pytest.fixture(scope="module")
+def trip(criu_binary):
+    return Trip(Criu(criu_binary.argv), KINDS)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_of_state_comes_back(trip, name):
+    trip.require(name)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_kind_of_state_that_rules_others_comes_back(criu, name):
+    Trip(criu, {name: ALONE[name]}).require(name)
+
+
+# -- what is refused
+
+#: How each is made, and the words by which it is refused while the kernel runs.
+REFUSED: dict[str, tuple[str, str]] = {
+    "io_uring": (
+        "room = ctypes.create_string_buffer(120); fd = call(425, 4, room)",
+        "an io_uring instance (descriptor ",
+    ),
+    "userfaultfd": ("fd = call(323, 1)", "a userfaultfd (descriptor "),
+    "Landlock ruleset": ("fd = call(444, struct.pack('Q', 1), 8, 0)", "a Landlock ruleset (descriptor "),
+    "secret memory": ("fd = call(447, 0)", "secret memory (memfd_secret, descriptor "),
+    "message queue": (
+        "fd = call(240, b'gpu-ckpt-test', 0o102, 0o600, None); call(241, b'gpu-ckpt-test')",
+        "message queue",
+    ),
+    "packet pipe": ("r, w = os.pipe2(os.O_DIRECT)", "a pipe in packet mode"),
+    "pidfd of another": ("fd = os.pidfd_open(1)", "a pidfd of a process that does not come along"),
+    "used-up registration": (
+        "e = select.epoll(); r, w = os.pipe(); e.register(w, select.EPOLLOUT | select.EPOLLONESHOT); e.poll()",
+        "a registration that was used up (EPOLLONESHOT)",
+    ),
+    "connection that waits": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(3); c = socket.create_connection(s.getsockname())",
+        "1 connection(s) to port ",
+    ),
+    "SCM_RIGHTS": (
+        "a, b = socket.socketpair(); a.send(b'x'); socket.send_fds(a, [b'y'], [0])",
+        "1 descriptor(s) sent through a unix socket (SCM_RIGHTS)",
+    ),
+    "SCM_CREDENTIALS": (
+        "a, b = socket.socketpair(); b.setsockopt(1, 16, 1); a.send(b'x')",
+        "credentials sent through a unix socket (SCM_CREDENTIALS)",
+    ),
+    "out-of-band data": (
+        "a, b = socket.socketpair(); a.send(b'x'); a.send(b'y', socket.MSG_OOB)",
+        "out-of-band data in a unix socket",
+    ),
+    "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
+    "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
+    "System V shared memory": (
+        "n = libc.shmget(0, 4096, 0o1600); libc.shmat.restype = ctypes.c_void_p; at = libc.shmat(n, None, 0)\n"
+        "libc.shmctl(n, 0, None)",
+        "System V shared memory",
+    ),
+    "directory of a thread": (
+        "tid = in_thread(lambda: (call(272, 0x200), os.chdir('/usr')))",
+        "a thread with directories of its own",
+    ),
+    "descriptors of a thread": ("tid = in_thread(lambda: call(272, 0x400))", "a thread with descriptors of its own"),
+}
+if ROOT:
+    REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "an ICMP (ping) socket")
+    REFUSED["packet socket"] = ("s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "a packet socket")
+    REFUSED["device"] = ("fd = os.open('/dev/fuse', os.O_RDWR)", "the device /dev/fuse (descriptor ")
+    REFUSED["performance counter"] = (
+        "room = ctypes.create_string_buffer(128); struct.pack_into('IIQ', room, 0, 1, 128, 0)\n"
+        "fd = call(298, room, 0, -1, -1, 0)",
+        "a performance counter",
+    )
+else:
+    REFUSED["inotify"] = ("fd = call(294, 0x800); call(254, fd, b'/usr', 2)", "an inotify watch (descriptor ")
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """What is refused of one process that has everything that is refused."""
+    home = Path(tempfile.mkdtemp(prefix="gc-"))
+    impossible = {}
+    try:
+        with Capsule.create(home) as capsule:
+            subject = Subject(capsule)
+            assert subject.tell(PRELUDE + "spaces = {}") == "None"
+            for name, (make, _) in REFUSED.items():
+                answer = subject.tell(f"exec({make!r}, spaces.setdefault({name!r}, dict(globals())))")
+                if answer != "None":
+                    impossible[name] = answer
+            yield [refusal["what"] for refusal in capsule.inspect()["refusals"]], impossible
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_kind_of_state_is_refused_by_its_name(refusals, name):
+    found, impossible = refusals
+    if name in impossible:
+        pytest.skip(f"cannot be made here: {impossible[name][:60]}")
+    assert [what for what in found if REFUSED[name][1] in what], found
+
+
+#: What only a stopped process shows.
+REFUSED_STOPPED: dict[str, tuple[str, str]] = {
+    "session keyring": ("call(250, 1, None)", "a session keyring of its own"),
+    "process keyring": ("call(248, b'user', b'gpu-ckpt', b'x', 1, -2)", "a keyring of its own"),
+    "thread keyring": ("call(248, b'user', b'gpu-ckpt', b'x', 1, -1)", "a keyring of a thread"),
+    "protection key": ("key = call(330, 0, 0); call(329, memory(), 4096, 3, key)", "memory with a protection key"),
+    "segments": ("call(154, 1, struct.pack('IIII', 5, 0x1000, 0xFFFFF, 0x51), 16)", "segments of its own (modify_ldt)"),
+    "Landlock": (
+        "prctl(38, 1); fd = call(444, struct.pack('Q', 1), 8, 0); call(446, fd, 0); os.close(fd)",
+        "a confinement by Landlock",
+    ),
+    "Landlock of a thread": (
+        "def confine():\n    prctl(38, 1)\n    fd = call(444, struct.pack('Q', 1 << 13), 8, 0)\n"
+        "    call(446, fd, 0)\n    os.close(fd)\nin_thread(confine)",
+        "a confinement by Landlock",
+    ),
+}
+if ROOT:
+    REFUSED_STOPPED["Landlock without no_new_privs"] = (
+        "fd = call(444, struct.pack('Q', 1 << 13), 8, 0); call(446, fd, 0); os.close(fd)",
+        "a confinement by Landlock",
+    )
+else:
+    REFUSED_STOPPED["user keyring"] = ("call(248, b'user', b'gpu-ckpt', b'x', 1, -4)", "keys in the user's keyring")
+
+
+@pytest.mark.parametrize("name", REFUSED_STOPPED)
+def test_what_only_a_stopped_process_shows_is_refused_by_its_name(criu, capsule, home, name):
+    subject = Subject(capsule)
+    make, words = REFUSED_STOPPED[name]
+    answer = subject.tell(PRELUDE + make)
+    if answer != "None":
+        pytest.skip(f"cannot be made here: {answer[:60]}")
+    criu.dump(capsule, image(home), timeout=60)
+    assert [refusal["what"] for refusal in capsule.inspect()["refusals"]] == [next_of(words, capsule)]
+    capsule.go_on()
+    assert subject.tell("answer = 41 + 1") == "42"
+
+
+def next_of(words: str, capsule: Capsule) -> str:
+    return next(refusal["what"] for refusal in capsule.inspect()["refusals"] if words in refusal["what"])
+
+
+def test_an_administrator_may_allow_a_kernel_to_lose_its_confinement(criu, capsule, home):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE + REFUSED_STOPPED["Landlock"][0])
+    criu.dump(capsule, image(home), timeout=60)
+    assert capsule.inspect(allow_unconfined=True)["refusals"] == []
+
+
+def test_a_death_signal_is_not_in_the_image(criu, capsule, home):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE + f"prctl(1, {int(signal.SIGTERM)})")
+    criu.dump(capsule, image(home), timeout=60)
+    assert criu_tasks.take_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
+    assert criu_tasks.take_death_signals(image(home)) == {}
+
+
+def test_what_a_dump_lacks_is_named(criu, capsule, home):
+    Subject(capsule)
+    criu.dump(capsule, image(home), timeout=60)
+    inventory = capsule.inspect()["inventory"]
+    mine = inventory[str(capsule.inner_pid)]
+    assert criu_tasks.missing(image(home), inventory) == []
+    at = max(end for _, end in mine["mappings"])
+    mine["threads"].append(77)
+    mine["descriptors"].append(88)
+    mine["mappings"].append([at + 4096, at + 8192])
+    pid = capsule.inner_pid
+    assert criu_tasks.missing(image(home), {**inventory, "99": mine}) == [
+        f"thread 77 of process {pid}",
+        f"descriptor 88 of process {pid}",
+        f"memory at {at + 4096:#x} of process {pid}",
+        "process 99",
+    ]
+
+
+def test_a_plain_process_has_nothing_to_be_noted(criu, capsule, home):
+    Subject(capsule)
+    assert capsule.inspect()["notes"] == {}
+    criu.dump(capsule, image(home), timeout=60)
+    state = capsule.inspect()
+    assert state["notes"] == {}
+    assert state["refusals"] == []

@@ -33,10 +33,13 @@ from .errors import (
 #: Room an image needs beyond the memory it holds, in bytes: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
 
-#: Children that hold nothing but the names of shared memory to clean up; they travel with the kernel.
+#: The program of a child that holds nothing but the names of shared memory to clean up: it travels with the kernel.
 _BENIGN = re.compile(
-    r"multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|loky\.backend\.resource_tracker"
+    r"from (multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|(\w+\.)*loky\.backend\.resource_tracker) "
+    r"import main; ?main\(.*\)"
 )
+#: Characters of a command line that are shown of a process.
+_SHOWN = 100
 
 #: The debugger's other half: debugpy starts it as a process of its own, which leaves the kernel's tree.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
@@ -76,16 +79,41 @@ class Process:
     command: str
     state: str
     rss: int
+    parent: int = 0
+    arguments: tuple[str, ...] = ()
+
+    def cleans_up_for(self, kernel: int) -> bool:
+        """Whether it is a child of ``kernel`` that only cleans up: a program of Python's own, by ``python -c``."""
+        code = self.arguments[self.arguments.index("-c") + 1 :][:1] if "-c" in self.arguments else ()
+        return self.parent == kernel and any(_BENIGN.fullmatch(text) for text in code)
+
+    def shown(self) -> str:
+        """Its command line for people: no directories but the last, and where it is long, beginning and end.
+
+        Workers of a pool differ at the end.
+        """
+        words = [f".../{'/'.join(word.split('/')[-2:])}" if word.count("/") > 2 else word for word in self.arguments]
+        words[:1] = [word.rpartition("/")[2] for word in words[:1]]
+        text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", " ".join(words)).strip() or self.command
+        return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def read_process(pid: int) -> Process | None:
     """The process, or None when it has gone.  ``rss`` in bytes."""
     with contextlib.suppress(OSError, ValueError):
         root = Path(f"/proc/{pid}")
-        words = root.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        line = root.joinpath("cmdline").read_bytes().decode(errors="replace")
+        words = line.replace("\0", " ").strip()
         status = dict(re.findall(r"^(\w+):\s*(.*)$", root.joinpath("status").read_text(), re.MULTILINE))
         rss = int(status.get("VmRSS", "0 kB").split()[0]) * 1024
-        return Process(pid, words or status.get("Name", "?"), status.get("State", "?")[0], rss)
+        return Process(
+            pid,
+            words or status.get("Name", "?"),
+            status.get("State", "?")[0],
+            rss,
+            int(status.get("PPid", "0")),
+            tuple(line.rstrip("\0").split("\0")) if line else (),
+        )
     return None
 
 
@@ -142,9 +170,9 @@ def look(
     others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
     if any(_DEBUGGER.search(process.command) for process in others):
         findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
-    unwelcome = [process for process in others if not _BENIGN.search(process.command)]
+    unwelcome = [process for process in others if not process.cleans_up_for(kernel_pid)]
     if unwelcome:
-        names = ", ".join(f"{process.command[:60]} (pid {process.pid})" for process in unwelcome[:3])
+        names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in unwelcome[:3])
         more = f" and {len(unwelcome) - 3} more" if len(unwelcome) > 3 else ""
         findings.append(
             _blocking(

@@ -70,6 +70,11 @@ def obstacle(pid: int) -> str:
     return ""
 
 
+def _is_zombie(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+
+
 def _numbers(pid: int) -> Iterator[int]:
     """The numbers of the pseudo-terminals that a process has open, of either end."""
     with contextlib.suppress(OSError):
@@ -141,8 +146,9 @@ class Terminals:
 
     def _find(self) -> None:
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
-            with contextlib.suppress(FileNotFoundError):  # ended: a zombie has no descriptors, either
-                for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+                # A zombie has no descriptors, and its directory of them is root's.
+                for name in os.listdir(f"/proc/{pid}/fd") if not _is_zombie(pid) else ():
                     self._look_at(pid, int(name))
 
     def _look_at(self, pid: int, fd: int) -> None:

@@ -1,0 +1,180 @@
+"""A kernel with state that is not proven to come back runs on and says so; what CRIU forgets is there after a wake."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from harness import notebook
+
+from jupyter_gpu_ckpt.errors import (
+    ChildProcesses,
+    SocketTaken,
+    UnprovenState,
+    UnsupportedFile,
+    UnsupportedSocket,
+)
+
+ROOT = os.geteuid() == 0
+
+SETTINGS = """
+import ctypes, os, select, signal, socket, struct, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+ended = []
+signal.signal(signal.SIGTERM, lambda *_: ended.append("SIGTERM"))
+libc.prctl(1, int(signal.SIGTERM), 0, 0, 0)
+libc.prctl(29, 123456, 0, 0, 0)
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+libc.syscall(251, 1, 0, 2 << 13 | 6)
+semaphore = os.eventfd(9, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
+poll = select.epoll(); poll.register(semaphore, select.EPOLLIN)
+listener = socket.socket(); listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_FASTOPEN, 5)
+listener.bind(("127.0.0.1", 0)); listener.listen()
+def settings():
+    signal_number = ctypes.c_int()
+    libc.prctl(2, ctypes.byref(signal_number), 0, 0, 0)
+    return (
+        signal_number.value, libc.prctl(30, 0, 0, 0, 0), os.sched_getaffinity(0), libc.syscall(252, 1, 0), ended,
+        os.eventfd_read(semaphore), poll.poll(0), listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_FASTOPEN),
+    )
+print(settings())
+"""
+
+
+async def test_what_criu_forgets_is_there_after_each_of_two_wakes(kernel):
+    before = await kernel.run(SETTINGS)
+    for _ in range(2):
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(settings())") == before
+        await kernel.settled("running")
+    assert "SIGTERM" not in before
+
+
+#: Code, the error, and a word of its message.
+UNPROVEN = [
+    (
+        "import ctypes; libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p\n"
+        "n = libc.shmget(0, 4096, 0o1600); at = libc.shmat(n, None, 0); libc.shmctl(n, 0, None)",
+        "libc.shmdt(ctypes.c_void_p(at))",
+        UnprovenState,
+        "System V shared memory",
+    ),
+    (
+        "import ctypes; libc = ctypes.CDLL(None); ring = libc.syscall(425, 4, ctypes.create_string_buffer(120))",
+        "import os; os.close(ring)",
+        UnsupportedFile,
+        "an io_uring instance (descriptor ",
+    ),
+    (
+        "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(3)\n"
+        "c = socket.create_connection(s.getsockname())",
+        "s.close(); c.close()",
+        UnsupportedSocket,
+        "not accepted yet",
+    ),
+    (
+        "import socket; a, b = socket.socketpair(); a.send(b'x'); socket.send_fds(a, [b'y'], [0])",
+        "a.close(); b.close()",
+        UnsupportedSocket,
+        "SCM_RIGHTS",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "end", "error", "words"), UNPROVEN, ids=[words for *_, words in UNPROVEN])
+async def test_a_kernel_with_what_is_not_proven_runs_on_and_leaves_when_it_is_gone(kernel, code, end, error, words):
+    await kernel.run(code)
+    (finding,) = [finding for finding in kernel.lifecycle.findings() if finding.blocks]
+    assert words in finding.text
+    with pytest.raises(error) as caught:
+        await kernel.provisioner.checkpoint()
+    assert words in caught.value.message
+    assert caught.value.left == "the kernel runs on"
+    assert caught.value.hint
+    assert "dump" not in {event.step for event in kernel.steps.events}, "it is refused before anything is written"
+    assert await kernel.run(f"x = 41\n{end}") == ""
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x)") == "41"
+
+
+LANDLOCK = """
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+ruleset = libc.syscall(444, struct.pack("Q", 1 << 13), 8, 0)  # only: no new names for files across directories
+assert ruleset >= 0 and libc.syscall(446, ruleset, 0) == 0
+import os; os.close(ruleset)
+"""
+
+
+async def test_a_kernel_in_a_sandbox_of_landlock_does_not_leave_it_by_sleeping(kernel):
+    await kernel.run(LANDLOCK)
+    with pytest.raises(UnprovenState) as caught:
+        await kernel.provisioner.checkpoint()
+    assert "Landlock" in caught.value.message
+    assert "allow_unconfined_wake" in caught.value.hint
+    assert not list(kernel.lifecycle.engine.store.root.glob(".draft-*"))
+    assert await kernel.run("print(6 * 7)") == "42"
+
+
+async def test_an_administrator_may_let_it(tmp_path, runtime_base):
+    async with notebook(tmp_path, runtime_base, allow_unconfined_wake=True) as kernel:
+        await kernel.run(f"{LANDLOCK}\nx = 41")
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(x)") == "41"
+
+
+@pytest.mark.skipif(ROOT, reason="root may look into any process: `tests/test_rootless.py` runs this as somebody else")
+async def test_a_kernel_that_is_not_dumpable_is_refused_in_words(kernel):
+    await kernel.run("import ctypes; print(ctypes.CDLL(None).prctl(4, 0, 0, 0, 0))")
+    (finding,) = [finding for finding in kernel.lifecycle.findings() if finding.blocks]
+    assert finding.code == "UNPROVEN_STATE"
+    with pytest.raises(UnprovenState) as caught:
+        await kernel.provisioner.checkpoint()
+    assert "PR_SET_DUMPABLE" in caught.value.message
+    assert await kernel.run("ctypes.CDLL(None).prctl(4, 1, 0, 0, 0); x = 41") == ""
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(x)") == "41"
+
+
+async def test_a_socket_that_another_service_has_taken_over_is_left_to_it(kernel, runtime_base):
+    path = runtime_base / "service.sock"
+    await kernel.run(f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(path)!r}); s.listen()")
+    await kernel.provisioner.checkpoint()
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as service:
+        service.bind(str(path))
+        service.listen()
+        with pytest.raises(SocketTaken) as caught:
+            await kernel.provisioner.restore()
+        assert str(path) in caught.value.message
+        assert kernel.state == "checkpointed"
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            assert service.accept()
+    path.unlink()
+    await kernel.provisioner.restore()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    assert await kernel.run("print(s.accept()[0] is not None)") == "True"
+
+
+async def test_a_process_that_left_the_kernels_tree_is_refused_whatever_it_is_called(kernel):
+    """Its parent is PID 1 of the capsule: CRIU would not save it, and the capsule's end would end it."""
+    code = "import sys, time; time.sleep(1000)  # multiprocessing.resource_tracker"
+    await kernel.run(
+        "import os, sys\n"
+        "if os.fork() == 0:\n"
+        "    if os.fork() == 0:\n"
+        "        os.setsid()\n"
+        f"        os.execv(sys.executable, [sys.executable, '-c', {code!r}])\n"
+        "    os._exit(0)\n"
+        "os.wait()"
+    )
+    with pytest.raises(ChildProcesses) as caught:
+        await kernel.provisioner.checkpoint()
+    (pid,) = caught.value.details["pids"]
+    assert Path(f"/proc/{pid}").exists()

@@ -38,6 +38,7 @@ from .image.remote import Remote
 from .image.store import Image
 from .machine import State
 from .steps import Saved, Steps
+from .terminal_text import printable
 from .trace import Step as Traced
 
 #: The driver's states in which a process holds its device memory.
@@ -114,7 +115,7 @@ class Returning(Steps):
 
     def _agrees(self, changed: list[str]) -> bool:
         """Whether the user whose cell waits takes the files as they are."""
-        files = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
         answer = self.gate.ask(prompt, self.settings.question)
         return answer is not None and answer.strip().lower() in ("y", "yes")

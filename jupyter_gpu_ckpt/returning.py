@@ -107,9 +107,18 @@ class Returning(Steps):
 
     def _mismatches(self, image: Image, accept: bool) -> list[match.Mismatch]:
         try:
-            found = fit.mismatches(image.manifest, self.engine, accept_changed_files=accept, gpu_map=self._gpu_map)
+            found = fit.mismatches(
+                image.manifest,
+                self.engine,
+                accept_changed_files=accept,
+                gpu_map=self._gpu_map,
+                go_on=lambda: not self._breaking_off.is_set(),
+            )
         except ValueError as error:
             raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        if self._breaking_off.is_set():
+            self._require_wanted()
+            raise CriuError("The restore was broken off: the kernel's owner leaves.")
         # Room on the GPU is the next step's, which has the lock that makes the answer last.
         return [mismatch for mismatch in found if mismatch.field != "device_memory"]
 

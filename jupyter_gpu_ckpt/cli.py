@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .errors import GpuCkptError
+from .terminal_text import printable
 
 if TYPE_CHECKING:
     from .errors import ImageFormat
@@ -120,16 +121,14 @@ def _list(options: argparse.Namespace) -> int:
     print(f"{'KERNEL':38} {'STATE':13} {'PID':>8}  IMAGE")
     for record in records:
         state = record["state"] if record["owned"] else "abandoned"
-        print(f"{record['kernel_id']:38} {state:13} {record['pid'] or '-':>8}  {record['image'] or '-'}")
+        print(printable(f"{record['kernel_id']:38} {state:13} {record['pid'] or '-':>8}  {record['image'] or '-'}"))
     print(f"\n{'IMAGE':32} {'SIZE':>10} {'ON GPU':>10} {'AGE':>8}  KERNEL")
     for image in images:
         age = time.time() - image["created"]
-        print(
-            f"{image['id']:32} {size(image['bytes']):>10} {size(image['device_bytes']):>10} {duration(age):>8}  "
-            f"{image['kernel_id']}"
-        )
+        shown = f"{image['id']:32} {size(image['bytes']):>10} {size(image['device_bytes']):>10} {duration(age):>8}  "
+        print(printable(f"{shown}{image['kernel_id']}"))
     for image in damaged:
-        print(f"{image['id']:32} {'-':>10} {'-':>10} {'-':>8}  {image['message']}")
+        print(printable(f"{image['id']:32} {'-':>10} {'-':>10} {'-':>8}  {image['message']}"))
     return 0
 
 
@@ -146,9 +145,9 @@ def _inspect(options: argparse.Namespace) -> int:
         if isinstance(value, dict):
             print(f"{name}:")
             for key, entry in value.items():
-                print(f"  {key:28} {json.dumps(entry)}")
+                print(printable(f"  {key:28} {json.dumps(entry)}"))
         else:
-            print(f"{name:30} {value}")
+            print(printable(f"{name:30} {value}"))
     return 0
 
 
@@ -173,7 +172,7 @@ def _rm(options: argparse.Namespace) -> int:
         print(json.dumps({"removed": freed}))
     else:
         for id, count in freed.items():
-            print(f"removed {id}, {size(count)}")
+            print(printable(f"removed {id}, {size(count)}"))
     return 0
 
 

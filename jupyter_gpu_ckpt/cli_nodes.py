@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .errors import BadRequest, CriuMissing, ImageBusy, ImageError
+from .terminal_text import printable
 
 if TYPE_CHECKING:
     from .engine.gpus import Gpus
@@ -169,7 +170,8 @@ def _list(options: argparse.Namespace, remote: Remote) -> int:
     print(f"{'IMAGE':32} {'SIZE':>10}  {'FROM':16} KERNEL")
     for image in found:
         taken = f"  (taken by {image['claimed']})" if image["claimed"] else ""
-        print(f"{image['id']:32} {size(image['bytes']):>10}  {image['hostname']:16} {image['kernel_id']}{taken}")
+        shown = f"{image['id']:32} {size(image['bytes']):>10}  {image['hostname']:16} {image['kernel_id']}{taken}"
+        print(printable(shown))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from .errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageNotFound
 from .image.store import Image, Store
+from .terminal_text import printable
 
 Command = Callable[[argparse.Namespace], int]
 #: Makes a subcommand: name, help, what runs it.
@@ -78,7 +79,7 @@ def _check(options: argparse.Namespace, store: Store) -> int:
     else:
         for each in found:
             why = each.get("error")
-            print(f"{each['id']:32} " + ("ok" if why is None else f"{why['code']}: {why['message']}"))
+            print(printable(f"{each['id']:32} " + ("ok" if why is None else f"{why['code']}: {why['message']}")))
     return ImageError.exit_status if broken else 0
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .terminal_text import printable
+
 
 class GpuCkptError(Exception):
     """Something went wrong that has no code of its own.
@@ -27,7 +29,7 @@ class GpuCkptError(Exception):
     left:
         What is left behind: "the kernel is running", "the image is kept as ...".
     details:
-        Further facts for programs (pids, paths, bytes); must be JSON-serialisable.
+        Further facts for programs (pids, paths, bytes), as they are; must be JSON-serialisable.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -35,16 +37,17 @@ class GpuCkptError(Exception):
     default_hint: ClassVar[str] = "Please report this with the log of the server."
 
     def __init__(self, message: str, *, hint: str | None = None, left: str = "", **details: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = self.default_hint if hint is None else hint
+        # Names of files and commands are in it, and end in terminals: whoever chose them is not to write there.
+        self.message = printable(message)
+        super().__init__(self.message)
+        self.hint = self.default_hint if hint is None else printable(hint)
         self.left = left
         self.details = details
 
     def __str__(self) -> str:
         parts = [f"[{self.code}] {self.message}"]
         if self.left:
-            parts.append(f"Left behind: {self.left}.")
+            parts.append(f"Left behind: {printable(self.left)}.")
         if self.hint:
             parts.append(f"Hint: {self.hint}")
         return " ".join(parts)

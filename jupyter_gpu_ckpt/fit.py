@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,8 +70,12 @@ def mismatches(
     *,
     accept_changed_files: bool = False,
     gpu_map: Mapping[str, str] | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[Mismatch]:
     """What this node lacks of the one the image was made on.  The GPUs are asked only for an image that needs them.
+
+    Files whose identity has changed are read, which takes its time; where ``go_on`` says no, nothing that is returned
+    means anything.
 
     Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
     """
@@ -87,6 +91,7 @@ def mismatches(
         memory=available_memory(),
         disk=free,
         hashes=node.store.hashes,
+        go_on=go_on,
     )
     node.store.hashes.begin()  # to save what had to be read
     mapping: Mapping[str, str] | None = None

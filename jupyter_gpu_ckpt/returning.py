@@ -38,6 +38,7 @@ from .image.remote import Remote
 from .image.store import Image
 from .machine import State
 from .steps import Saved, Steps
+from .terminal_text import printable
 from .trace import Step as Traced
 
 #: The driver's states in which a process holds its device memory.
@@ -106,15 +107,24 @@ class Returning(Steps):
 
     def _mismatches(self, image: Image, accept: bool) -> list[match.Mismatch]:
         try:
-            found = fit.mismatches(image.manifest, self.engine, accept_changed_files=accept, gpu_map=self._gpu_map)
+            found = fit.mismatches(
+                image.manifest,
+                self.engine,
+                accept_changed_files=accept,
+                gpu_map=self._gpu_map,
+                go_on=lambda: not self._breaking_off.is_set(),
+            )
         except ValueError as error:
             raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        if self._breaking_off.is_set():
+            self._require_wanted()
+            raise CriuError("The restore was broken off: the kernel's owner leaves.")
         # Room on the GPU is the next step's, which has the lock that makes the answer last.
         return [mismatch for mismatch in found if mismatch.field != "device_memory"]
 
     def _agrees(self, changed: list[str]) -> bool:
         """Whether the user whose cell waits takes the files as they are."""
-        files = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
         answer = self.gate.ask(prompt, self.settings.question)
         return answer is not None and answer.strip().lower() in ("y", "yes")

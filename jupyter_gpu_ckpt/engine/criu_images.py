@@ -152,7 +152,8 @@ def unrestorable(directory: Path) -> list[str]:
         thread = re.match(r"/proc/(\d+)/task/(\d+)(/|$)", path)
         elsewhere = _number(fields, _REG_ID) not in opened and mode is not None and stat.S_ISDIR(mode)
         if (thread and thread[1] != thread[2]) or (elsewhere and path.strip("/") != "proc"):
-            found.add(path)
+            # Of a working directory /proc/PID CRIU writes what comes after it in memory, too.
+            found.add(path if re.fullmatch(r"[\w./-]+", path, re.ASCII) else "/".join(path.split("/")[:3]))
     return sorted(found)
 
 

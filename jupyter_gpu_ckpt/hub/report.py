@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .. import terminal_text
 from ..errors import StoreUnwritable
 from . import survey
 from .confined import Unanswered, ask
@@ -130,8 +131,7 @@ def total(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 def printable(text: str, most: int = 40) -> str:
     """A user's text for an administrator's terminal: nothing in it moves the cursor, hides or pretends."""
-    shown = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[: most + 1])
-    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+    return terminal_text.printable(text, most)
 
 
 def _users(root: Path, now: float) -> Iterable[User]:

@@ -15,7 +15,7 @@ its hash, as far as `Hashes` has it; by size and build-id.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from . import node
@@ -87,16 +87,17 @@ def look(
     memory: int,
     disk: int,
     hashes: Hashes | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Any]:
     """What this node answers to the questions of a fingerprint.
 
     ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.  A file is read only if its identity
-    does not say that it is the same.
+    does not say that it is the same, and only while ``go_on`` says so; what was not read has no hash.
     """
     points = node.mounts()
     return {
         **_self(criu),
-        "files": {path: _present(path, was, hashes) for path, was in wanted.get("files", {}).items()},
+        "files": {path: _present(path, was, hashes, go_on) for path, was in wanted.get("files", {}).items()},
         "packages": {directory: node.installed(directory) for directory in wanted.get("packages", {})},
         "mounts": {point: points.get(point, "") for point in wanted.get("mounts", {})},
         "ports": [
@@ -181,7 +182,7 @@ def _noted(path: str, file: Facts, kind: str) -> dict[str, Any]:
     return entry
 
 
-def _present(path: str, was: Facts, hashes: Hashes | None) -> dict[str, Any] | None:
+def _present(path: str, was: Facts, hashes: Hashes | None, go_on: Callable[[], bool]) -> dict[str, Any] | None:
     """The facts of the file at ``path``, with ``same`` if they say that it is what it was; else with its content."""
     now = node.file_facts(path)
     if now is None:
@@ -192,5 +193,5 @@ def _present(path: str, was: Facts, hashes: Hashes | None) -> dict[str, Any] | N
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
         if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
-            now["blake3"] = hashes.of(path, now)
+            now["blake3"] = hashes.of(path, now, go_on)
     return now

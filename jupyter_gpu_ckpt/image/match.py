@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
+from ..terminal_text import printable
 from .fingerprint import fingerprint, look
 from .node import LINGERS, Facts
 
@@ -35,7 +36,7 @@ class Mismatch:
     path: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}: wanted {self.wanted}, found {self.found}. {self.advice}"
+        return printable(f"{self.what}: wanted {self.wanted}, found {self.found}. {self.advice}")
 
 
 def match(

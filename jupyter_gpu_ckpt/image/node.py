@@ -54,15 +54,23 @@ def glibc() -> str:
     return ""
 
 
+_MACHINE_ID = Path("/etc/machine-id")
+
 Facts = Mapping[str, Any]
 
 
 def machine() -> str:
-    """What tells this machine from others: its machine-id(5) and host name; empty where it has no id."""
+    """What tells this machine from others: its machine-id(5) and host name.
+
+    Containers may all have those of their image, and of a set of them each its old name on another host: where the root
+    is an overlay, or there is no id, a machine is one only until it is booted again.
+    """
+    id, root = "", mounts().get("/", "")
     with contextlib.suppress(OSError):
-        if id := Path("/etc/machine-id").read_text().strip():
-            return f"{id} {socket.gethostname()}"
-    return ""
+        id = _MACHINE_ID.read_text().strip()
+    if not id or root == "overlay":
+        id += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{id} {socket.gethostname()}"
 
 
 def file_facts(path: str) -> dict[str, Any] | None:

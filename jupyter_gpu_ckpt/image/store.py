@@ -146,7 +146,7 @@ class Store:
             facts = path.lstat()
         except PermissionError as error:
             raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no name of a file at all
             raise ImageNotFound(f"There is no image {id!r}.", image=id) from error
         if facts.st_uid != os.geteuid():
             raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id)

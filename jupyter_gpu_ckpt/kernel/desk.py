@@ -27,6 +27,9 @@ _TELL = 10.0
 
 _pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-desk")
 
+#: Seconds: beyond it there is no date that can be told.
+LONGEST_PROTECTION = 100 * 365 * 86400
+
 
 class Desk:
     """Answers for one kernel.
@@ -123,10 +126,14 @@ class Desk:
 
     def protect(self, seconds: Any) -> dict[str, Any]:
         """Keep policies off this kernel for ``seconds`` from now; 0 ends that.  Raises `BadRequest`."""
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+        # An integer of JSON may be too large for a float, and for a question about one.
+        number = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
+        if isinstance(seconds, bool) or not number:
             raise BadRequest("A protection lasts a number of seconds.")
         if seconds < 0:
             raise BadRequest("A protection cannot end in the past.")
+        if seconds > LONGEST_PROTECTION:
+            raise BadRequest(f"A protection lasts at most {LONGEST_PROTECTION} seconds, a hundred years.")
         self.protected_until = time.time() + seconds if seconds else None
         self._remember()
         return {"protected_until": self.protected_until}

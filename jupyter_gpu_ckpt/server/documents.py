@@ -142,9 +142,8 @@ def notebook(of: Session | None, root: Path) -> str | None:
     return place.relative_to(root).as_posix() if place.is_relative_to(root) and place.is_file() else None
 
 
-def remove(store: Store, id: str, *, force: bool) -> int:
+def remove(store: Store, doomed: Image, *, force: bool) -> int:
     """Delete an image; the bytes freed.  The only copy of a kernel only with ``force``, else `ImageBusy`."""
-    doomed = store.get(id)
     if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
         raise refusal
     return store.remove(doomed)

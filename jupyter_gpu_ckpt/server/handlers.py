@@ -24,6 +24,7 @@ from ..kernel.provisioner import GpuCkptProvisioner
 from . import documents
 
 if TYPE_CHECKING:
+    from ..image.store import Image
     from .app import GpuCkptApp
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
@@ -91,6 +92,12 @@ class Handler(ExtensionHandlerMixin, APIHandler):
             fields = f", which may have: {', '.join(sorted(allowed))}" if allowed else " without fields"
             raise BadRequest(f"The body may be empty or an object{fields}.")
         return body
+
+    def image(self, id: str) -> Image:
+        """The image of that id.  Asks the disk.  Raises `BadRequest` for what cannot be an id, and as `Store.get`."""
+        if not id.isprintable():
+            raise BadRequest("An image's id has no control characters.")
+        return self.app.store.get(id)
 
     def kernel(self, kernel_id: str) -> GpuCkptProvisioner | None:
         """The kernel's provisioner if it is ours.  404 when there is no such kernel."""
@@ -291,7 +298,7 @@ class ImageHandler(Handler):
     @_told
     async def get(self, id: str) -> None:
         """One image."""
-        self.reply(await asyncio.to_thread(lambda: documents.image(self.app.store.get(id), self.app.root)))
+        self.reply(await asyncio.to_thread(lambda: documents.image(self.image(id), self.app.root)))
 
     @web.authenticated
     @authorized
@@ -301,7 +308,8 @@ class ImageHandler(Handler):
         force = self.get_query_argument("force", "false")
         if force not in ("true", "false"):
             raise BadRequest("force must be true or false.")
-        freed = await asyncio.to_thread(documents.remove, self.app.store, id, force=force == "true")
+        image = await asyncio.to_thread(self.image, id)
+        freed = await asyncio.to_thread(documents.remove, self.app.store, image, force=force == "true")
         self.reply({"id": id, "bytes": freed})
 
 
@@ -314,7 +322,7 @@ class AdoptHandler(Handler):
     async def post(self, id: str) -> None:
         """Take over the kernel that sleeps in the image; it sleeps on."""
         self.body(set())
-        image = await asyncio.to_thread(self.app.store.get, id)
+        image = await asyncio.to_thread(self.image, id)
         kernel_id = image.manifest.kernel_id
         if kernel_id not in self.kernel_manager:
             await self.app.adopt(image)

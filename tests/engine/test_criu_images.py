@@ -151,3 +151,57 @@ def test_devices_keep_their_owners_and_pseudo_terminals_get_theirs(tmp_path):
 def test_a_dump_without_terminals_has_no_owners_to_forget(tmp_path):
     criu_images.spare_devices(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def vma(id: int, protection: int, flags: int, status: int) -> bytes:
+    return message(
+        (1, 1 << 40), (2, 1 << 41), (3, 0), (4, id), (5, protection), (6, flags), (7, status), (8, 1), (10, 0)
+    )
+
+
+def test_how_files_are_used(dump):
+    """Mapped as program code, or so that others see what is written; a mapping of memory has a number, too."""
+    private, shared, anonymous = 1 << 6, 1 << 7, 1 << 9
+    areas = [vma(2, 5, 2, private), vma(1, 3, 1, shared), vma(4, 5, 2, anonymous), vma(2, 1, 2, private)]
+    write(dump / "files.img", FILES, *(read_only(id, name) for id, name in ((1, "/a"), (2, "/b"), (4, "/c"))))
+    write(dump / "mm-2.img", 0x57492820, message((1, 7), *((14, area) for area in areas)))
+    found = {file.path: (file.writes, file.code) for file in criu_images.regular_files(dump)}
+    assert found == {"/a": (True, False), "/b": (False, True), "/c": (False, False)}
+
+
+def read_only(id: int, name: str, mode: int | None = 0o100644) -> bytes:
+    fields = [(1, id), (2, os.O_RDONLY), (6, name.encode(errors="surrogateescape"))]
+    return message((1, 1), (2, id), (3, message(*fields, *([(10, mode)] if mode is not None else []))))
+
+
+def test_names_that_the_dump_made(dump):
+    named = [(3, "/data/gone", 0o100644), (9, "/data/link_remap.9", None), (10, "/data/link_remap.10", 0o100644)]
+    write(dump / "files.img", FILES, *(read_only(*one) for one in named))
+    write(dump / "remap-fpath.img", REMAP, message((1, 3), (2, 9), (3, 0)))
+    assert criu_images.made_names(dump) == ["/data/link_remap.9"], "the other one is the user's"
+    assert [(file.path, file.made) for file in criu_images.regular_files(dump)] == [
+        ("/data/link_remap.10", False),
+        ("/data/link_remap.9", True),
+    ]
+    write(dump / "remap-fpath.img", REMAP, message((1, 3), (2, 9), (3, 1)))
+    assert criu_images.made_names(dump) == [], "what travels in the image has no name"
+    (dump / "remap-fpath.img").write_bytes(b"cut")
+    assert criu_images.made_names(dump) == []
+
+
+@pytest.mark.parametrize("name", ["/data/a.csv", "/data/link_remap.", "/data/link_remap.1x", "link_remap.1", "/x/../y"])
+def test_no_other_name_is_taken_for_one_that_a_dump_made(name):
+    assert not criu_images.is_made_name(name)
+
+
+def test_what_lies_in_proc_is_not_looked_for_on_the_host_and_may_not_come_back(dump):
+    directory = stat.S_IFDIR | 0o555
+    opened = ["/proc/8192/status", "/proc/meminfo", "/proc/8192/task/8192/stat", "/proc/8192/task/8193/stat", "/procs"]
+    cwd = [("/proc/8192/\udcf0;\n", directory), ("/proc", directory), ("/proc/8192/task", directory)]
+    records = [read_only(id, name) for id, name in enumerate(opened)]
+    records += [read_only(id, name, mode) for id, (name, mode) in enumerate(cwd, start=len(opened))]
+    write(dump / "files.img", FILES, *records)
+    write(dump / "fdinfo-2.img", FDINFO, *(message((1, id), (2, id)) for id in range(len(opened))))
+    write(dump / "remap-fpath.img", REMAP)
+    assert [file.path for file in criu_images.regular_files(dump)] == ["/procs"]
+    assert criu_images.unrestorable(dump) == ["/proc/8192", "/proc/8192/task", "/proc/8192/task/8193/stat"]

@@ -7,13 +7,15 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from harness import until
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.image.hashes import FILE
+from jupyter_gpu_ckpt.image.hashes import FILE, Hashes
 
 SIZE = 65536
 MAP = """
@@ -228,6 +230,35 @@ def wchan(pid: int) -> str:
         return ""
 
 
+@pytest.mark.parametrize("ends", ["shutdown", "leave"])
+async def test_nobody_waits_for_a_large_file_to_be_read(subject, array, ends, monkeypatch):
+    """Its owner ends the kernel, or leaves it, while a wake finds out whether a file is the same."""
+    await subject.run(USES["open for reading"][0])
+    await subject.provisioner.checkpoint()
+    array.touch()
+    reading, of = threading.Event(), Hashes.of
+
+    def endless(self, path, facts, go_on=lambda: True):
+        if path != str(array):
+            return of(self, path, facts, go_on)
+        reading.set()
+        while go_on():
+            time.sleep(0.001)
+        return ""
+
+    monkeypatch.setattr(Hashes, "of", endless)
+    lifecycle = subject.kernel.lifecycle
+    wake = asyncio.ensure_future(subject.provisioner.restore())
+    await until(reading.is_set)
+    if ends == "shutdown":
+        await asyncio.wait_for(subject.kernel.manager.shutdown_kernel(now=True), 30)
+    else:
+        await asyncio.wait_for(asyncio.to_thread(lifecycle.leave), 30)
+    with pytest.raises(GpuCkptError) as caught:
+        await asyncio.wait_for(wake, 30)
+    assert caught.value.code == ("KERNEL_LOST" if ends == "shutdown" else "CRIU_FAILED")
+
+
 # -- what is in /proc
 
 
@@ -294,6 +325,15 @@ async def test_an_image_that_is_dropped_takes_the_name_with_it(subject):
     mine.write_text("of the user")
     subject.kernel.lifecycle.engine.store.remove(image)
     assert made(directory) == [mine]
+    assert (directory / "second").read_text() == "kept"
+
+
+async def test_a_kernel_that_is_shut_down_asleep_leaves_no_name(subject):
+    directory = await deleted(subject)
+    await subject.provisioner.checkpoint()
+    assert len(made(directory)) == 1
+    await subject.kernel.manager.shutdown_kernel()
+    assert made(directory) == []
     assert (directory / "second").read_text() == "kept"
 
 

@@ -28,6 +28,7 @@ from .errors import (
     KernelLost,
     KernelSilent,
     PidTaken,
+    PipesExhausted,
     StateError,
 )
 from .image.store import Image
@@ -56,6 +57,7 @@ _BY_CHANCE = frozenset(
         HelperGone,
         KernelSilent,
         PidTaken,
+        PipesExhausted,
     }
 )
 _TRIED_TWICE = (

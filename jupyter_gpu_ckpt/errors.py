@@ -325,6 +325,17 @@ class SocketTaken(CriuError):
     default_hint = "End the process that listens there, remove the socket's file, then try again."
 
 
+class PipesExhausted(CriuError):
+    """The user's processes have more pipes than the system gives an ordinary user; it was tried for a while."""
+
+    code = "PIPES_EXHAUSTED"
+    exit_status = 75
+    default_hint = (
+        "Try again when fewer kernels leave at once, or end what else holds many pipes. An administrator can raise the "
+        "limit: sysctl fs.pipe-user-pages-soft."
+    )
+
+
 class PidTaken(CriuError):
     """A process id the kernel needs is in use."""
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ from .errors import (
     GateError,
     GpuCkptError,
     NoSpace,
+    PipesExhausted,
     PreflightError,
     RuntimeDirectory,
 )
@@ -40,6 +42,10 @@ from .steps import Saved, Steps
 from .trace import Step as Traced
 
 _log = logging.getLogger(__name__)
+
+#: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
+#: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
+_TURNS = threading.BoundedSemaphore(8)
 
 
 class Leaving(Steps):
@@ -197,20 +203,45 @@ class Leaving(Steps):
         needed = bytes + preflight.MARGIN
         self._make_room(needed)
         try:
-            traced.bytes = self._write_image(capsule, needed, self._deadline(bytes))
+            traced.bytes = self._write_patiently(capsule, needed, self._deadline(bytes))
         except NoSpace:  # checkpoints side by side saw the same room
             if not chunks.kept_in(self.engine.store.root):
                 raise
             self._forget_chunks(wait=True)
             chunks.make_room(self.engine.store.root)
-            traced.bytes = self._write_image(capsule, needed, self._deadline(bytes))
+            traced.bytes = self._write_patiently(capsule, needed, self._deadline(bytes))
+
+    def _write_patiently(self, capsule: Capsule, needed: int, deadline: float) -> int:
+        """`_write_image`, tried again while other processes of this user hold the pipes that CRIU needs."""
+        over, pause = time.monotonic() + self.settings.pipes, 0.1
+        while True:
+            try:
+                return self._write_image(capsule, needed, deadline)
+            except PipesExhausted:
+                if time.monotonic() + pause > over:
+                    raise
+                told = "Kernel %s: too many pipes (fs.pipe-user-pages-soft); the dump is tried again in %.1f s"
+                _log.warning(told, self.home.kernel_id, pause)
+            self._breaking_off.wait(pause * random.uniform(0.5, 1.5))  # noqa: S311 - so that not all come back at once
+            self._require_not_broken_off()
+            pause = min(2 * pause, 3.0)
+
+    @contextlib.contextmanager
+    def _turn_to_dump(self) -> Iterator[None]:
+        """One of the few dumps of this process that run at once, for the body."""
+        while not _TURNS.acquire(timeout=0.1):
+            self._require_not_broken_off()
+        try:
+            yield
+        finally:
+            _TURNS.release()
 
     def _write_image(self, capsule: Capsule, needed: int, deadline: float) -> int:
         """The draft, but for its manifest; its bytes.  After failure there is none, and the processes go on."""
         promised = needed + self._spilled()
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, promised)  # from here on `written` counts
         try:
-            with draft.work_directory() as work, self._device_written(draft):
+            with draft.work_directory() as work, self._device_written(draft), self._turn_to_dump():
                 self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda, work=work)
             fit.require_restorable(draft.criu_directory)
             self._notes = self._require_proven(capsule, draft.criu_directory)

@@ -30,6 +30,7 @@ from .errors import (
     KernelLost,
     KernelSilent,
     PidTaken,
+    PipesExhausted,
     StateError,
 )
 from .image.store import Image
@@ -61,6 +62,7 @@ _BY_CHANCE = frozenset(
         HelperGone,
         KernelSilent,
         PidTaken,
+        PipesExhausted,
     }
 )
 _TRIED_TWICE = (

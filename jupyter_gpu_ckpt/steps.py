@@ -83,6 +83,8 @@ class Settings:
     base: float = 60.0
     slowest_rate: float = 50e6
     room: float = 10.0
+    #: How long a dump waits for pipes that other processes of the user hold.
+    pipes: float = 30.0
     #: How long a wake waits for ports on which closed connections linger: Linux needs 60 s.
     lingering: float = 65.0
     #: Environment variables to refresh in a restored kernel from the server's own.

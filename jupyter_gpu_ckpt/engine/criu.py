@@ -32,6 +32,7 @@ from ..errors import (
     MissingFile,
     NoSpace,
     PidTaken,
+    PipesExhausted,
     PortTaken,
     RuntimeDirectory,
     UnsupportedFile,
@@ -85,6 +86,11 @@ _CAUSES = (
         r"Can't bind inet socket \(id \d+\): Address already in use()",
         PortTaken,
         "A TCP or UDP port the kernel had open cannot be bound: it is in use.",
+    ),
+    _cause(
+        r"(?:Unable to set a pipe size|Can't restore pipe size): Operation not permitted()",
+        PipesExhausted,
+        "The user's processes hold too many pipes (fs.pipe-user-pages-soft).",
     ),
     _cause(r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
     _cause(

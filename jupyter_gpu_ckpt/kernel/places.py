@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import secrets
 import socket
@@ -10,10 +12,16 @@ import stat
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
 from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import CapsuleError, RuntimeDirectory
 from ..image.directory import VARIABLE
+
+#: Seconds to wait for another server that looks for the directory of sockets.
+_PATIENCE = 10.0
+#: How many directories of sockets are remembered for a host.
+_KNOWN = 20
 
 
 def default_image_dir() -> Path:
@@ -28,14 +36,56 @@ def default_archive_url() -> str:
 
 
 def default_runtime_base() -> Path:
-    """``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else a directory per user in the temporary directory.
+    """``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else this user's own in the temporary directory.
 
-    Short on purpose: the path of a unix socket may have 107 bytes, and a kernel's sockets keep their paths for life.
+    There it has a name that nobody can guess and take first; a file in Jupyter's data directory remembers it for this
+    host, so that the next server finds the kernels of this one.  Short on purpose: the path of a unix socket may have
+    107 bytes, and a kernel's sockets keep their paths for life.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.access(runtime, os.W_OK):
+    if runtime and os.access(runtime, os.W_OK) and Path(runtime).stat().st_uid == os.geteuid():
         return Path(runtime) / "gpu-ckpt"
-    return Path(tempfile.gettempdir()) / f"gpu-ckpt-{os.geteuid()}"
+    return _remembered(Path(jupyter_data_dir()) / "gpu-ckpt" / "runtime")
+
+
+def _remembered(directory: Path) -> Path:
+    """The directory in the temporary one that a file in ``directory`` names for this host; made where there is none.
+
+    Where nothing can be remembered it has the name that it can be found by without, as long as nobody else has that.
+    """
+    place = Path(tempfile.gettempdir())
+    record = directory / hashlib.sha256(f"{socket.gethostname()} {place}".encode()).hexdigest()[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(record.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
+            # Several: containers may share the home directory and the name of the host, and not the temporary one.
+            known = [Path(line) for line in record.read_text().splitlines()] if record.exists() else []
+            for base in known:
+                if base.parent == place and _is_private(base):
+                    return base
+            base = Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=place))
+            draft = record.with_suffix(".new")
+            draft.touch(0o600)
+            draft.write_text("".join(f"{path}\n" for path in [*known[-_KNOWN:], base]))
+            draft.replace(record)
+            return base
+    except OSError:  # no home directory, or a full one
+        base = place / f"gpu-ckpt-{os.geteuid()}"
+        return base if _is_private(base) or not os.path.lexists(base) else _unremembered(place)
+
+
+@functools.cache
+def _unremembered(place: Path) -> Path:
+    """This process's own: kernels in it end with their server, unless they sleep."""
+    return Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=place))
+
+
+def _is_private(base: Path) -> bool:
+    try:
+        require_private(base)
+    except (OSError, CapsuleError):
+        return False
+    return True
 
 
 def require_private(base: Path) -> None:

@@ -54,7 +54,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         config=True
     )
     runtime_base = Unicode(
-        help="Directory for the kernels' sockets; keep it short. Default: gpu-ckpt below XDG_RUNTIME_DIR, or in /tmp."
+        help="Directory for the kernels' sockets; keep it short. Default: gpu-ckpt below XDG_RUNTIME_DIR, "
+        "or a directory of this user's own in /tmp."
     ).tag(config=True)
     drain_timeout = Float(
         10.0, help="Seconds a checkpoint waits for running requests before it gives up with KERNEL_BUSY."

@@ -76,7 +76,7 @@ async def test_what_lingers_is_told_as_what_it_is(subject):
     lifecycle.settings = dataclasses.replace(lifecycle.settings, lingering=0.3)
     error = await subject.fails(subject.provisioner.restore, "PORT_TAKEN")
     assert "connections that were closed linger" in error.message
-    assert "gone after a minute" in error.hint
+    assert "Wait a minute" in error.hint
     await subject.stays_away(error)
 
 

@@ -1,0 +1,92 @@
+"""Where the kernels' sockets lie: found again by the next server, and nobody else's to take first."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import CapsuleError, RuntimeDirectory
+from jupyter_gpu_ckpt.kernel import places
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """A temporary directory and a home, as an account without a session has them."""
+    directory = tmp_path / "tmp"
+    directory.mkdir(mode=0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    return directory
+
+
+def taken(path: Path) -> None:
+    """Another user was faster; or, where we cannot be another, everybody may write there."""
+    path.mkdir()
+    path.chmod(0o777)
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+
+
+def test_the_session_has_one(temporary, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert places.default_runtime_base() == tmp_path / "gpu-ckpt"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_somebody_elses_session_is_not_ours(temporary, tmp_path, monkeypatch):
+    """As with `sudo -E`: root may write there, and its user may move what lies there away."""
+    taken(tmp_path / "run")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    assert places.default_runtime_base().parent == temporary
+
+
+def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_again(temporary):
+    taken(temporary / f"gpu-ckpt-{os.geteuid()}")
+    base = places.default_runtime_base()
+    assert base.parent == temporary
+    assert base.name != f"gpu-ckpt-{os.geteuid()}"
+    assert stat.S_IMODE(base.stat().st_mode) == 0o700
+    places.make_runtime_dir(base)
+    assert places.default_runtime_base() == base, "the next server adopts this one's kernels"
+
+
+@pytest.mark.parametrize("becomes", ["gone", "taken"])
+def test_one_that_was_swept_away_is_followed_by_another(temporary, becomes):
+    base = places.default_runtime_base()
+    base.rmdir()
+    if becomes == "taken":
+        taken(base)
+    other = places.default_runtime_base()
+    assert other != base
+    assert places.make_runtime_dir(other).is_dir()
+    assert places.default_runtime_base() == other
+
+
+@pytest.mark.parametrize("first", ["free", "taken"])
+def test_where_nothing_can_be_remembered(temporary, tmp_path, monkeypatch, first):
+    """No home directory: the name that can be found without, or one that this process alone knows."""
+    (tmp_path / "data").write_text("not a directory")
+    guessable = temporary / f"gpu-ckpt-{os.geteuid()}"
+    if first == "taken":
+        taken(guessable)
+    places._unremembered.cache_clear()
+    base = places.default_runtime_base()
+    assert (base == guessable) is (first == "free")
+    assert places.make_runtime_dir(base).is_dir()
+    assert places.default_runtime_base() == base
+
+
+def test_a_directory_of_others_is_refused_and_one_that_cannot_be_made_is_told(temporary, tmp_path):
+    taken(temporary / "theirs")
+    with pytest.raises(CapsuleError, match="belongs to this user alone"):
+        places.make_runtime_dir(temporary / "theirs")
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeDirectory, match="cannot be made"):
+        places.make_runtime_dir(tmp_path / "file" / "below")

@@ -265,6 +265,11 @@ class Gate:
     # -- to the thread and back ---------------------------------------------------------------------------------------
 
     @property
+    def lag(self) -> int:
+        """Bytes of outputs that the slowest reader is behind, at the last look."""
+        return self._do(lambda proxy: proxy.readers.lag)
+
+    @property
     def under_way(self) -> UnderWay:
         """What the kernel has not yet done of that which clients asked of it."""
         return self._do(lambda proxy: proxy.under_way())

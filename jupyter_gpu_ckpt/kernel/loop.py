@@ -18,6 +18,9 @@ Socket = zmq.Socket[Any]
 # Messages read from one socket before the others have their turn.
 _BATCH = 50
 
+# Seconds between two lines about messages that were dropped on one socket.
+_SILENCE = 1.0
+
 
 class Loop:
     """Reads sockets in the order given, runs calls, and asks its owner when it wants to be called next.
@@ -32,6 +35,8 @@ class Loop:
         self._readers: dict[Socket, Reader] = {}
         self._poller = zmq.Poller()
         self._running = True
+        #: By the socket's name, until when no line is written for dropped messages, and how many were since.
+        self._drops: dict[str, tuple[float, int]] = {}
 
     def call(self, what: Callable[[], None]) -> None:
         """Have ``what`` run on the loop's thread, soon and in order.  It must not raise."""
@@ -76,10 +81,8 @@ class Loop:
 
     def pump(self, socket: Socket, limit: float = math.inf) -> None:
         """Read up to ``limit`` messages that are there; one that cannot be handled is dropped with one log line."""
-        if socket not in self._readers:
-            return
-        name, handle = self._readers[socket]
-        while limit > 0:
+        while limit > 0 and (reader := self._readers.get(socket)) is not None:  # a message may end the reading
+            name, handle = reader
             limit -= 1
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -88,9 +91,20 @@ class Loop:
             try:
                 handle(frames)
             except ValueError as error:
-                self._log.warning("gate: dropped a message on %s: %s", name, error)
+                self._dropped(name, error)
             except Exception as error:
                 self._log.warning("gate: dropped a message on %s: %s", name, type(error).__name__, exc_info=True)
+
+    def _dropped(self, name: str, error: ValueError) -> None:
+        """One log line, or one a while: whoever sends nonsense may send much of it, and must not fill the disk."""
+        now = time.monotonic()
+        silent_until, count = self._drops.get(name, (0.0, 0))
+        if now < silent_until:
+            self._drops[name] = silent_until, count + 1
+            return
+        more = f" (and {count} more since the last line)" if count else ""
+        self._log.warning("gate: dropped a message on %s: %s%s", name, error, more)
+        self._drops[name] = now + _SILENCE, 0
 
 
 def _milliseconds(until: float | None) -> int | None:

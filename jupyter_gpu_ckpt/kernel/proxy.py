@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import zmq
+
 from ..errors import GpuCkptError, KernelSilent, StateError
 from . import wire
 from .drain import Drain
@@ -23,6 +25,7 @@ from .errands import PROBE, Errand, Errands
 from .hold import Hold
 from .ledger import Entry, Ledger
 from .loop import Loop, Reader, Socket
+from .readers import Readers
 from .voice import Voice
 from .wake import wakes
 from .wire import CONTENT, HEADER, PARENT, Request
@@ -86,6 +89,7 @@ class Proxy:
         self.ledger = Ledger()
         self.back_info = dict(back)
         self._front, self._loop = sockets, loop
+        self.readers = Readers(sockets["iopub"], log)
         self._back: dict[str, Socket] = {}
         self._identity = f"gate-{kernel_id}".encode()[:255]  # ZMQ's limit
         self._on_wake, self._on_ask, self._log = on_wake, on_ask, log
@@ -96,7 +100,7 @@ class Proxy:
         self._drain = Drain(self.ledger, self._send_errand, self._freed)
         self._idlers: list[Future[None]] = []
         self._woken = False  # on_wake was called for this sleep
-        self._dead = False
+        self._dead = self._closing = False
         self._question: tuple[Request, Future[str | None]] | None = None
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
         self._rewire()
@@ -110,6 +114,7 @@ class Proxy:
     def shut(self, reason: str) -> None:
         """Close every socket and fail every call under way."""
         self._disconnect(reason)
+        self.readers.close()
         wire.close(self._front)
 
     def _rewire(self) -> None:
@@ -118,23 +123,30 @@ class Proxy:
         if self._back:
             for channel in ("control", "shell", "stdin"):
                 handlers[self._back[channel]] = (f"kernel {channel}", self._replies(channel))
-            handlers[self._back["iopub"]] = ("kernel iopub", self._output)
+            if not self.readers.full:
+                handlers[self._back["iopub"]] = ("kernel iopub", self._output)
             handlers[self._back["hb"]] = ("kernel hb", self._beat_back)
+        handlers[self.readers.monitor] = ("connections", self.readers.heard)
         handlers[self._front["iopub"]] = ("client iopub", self._subscription)
         for channel in ("control", "shell", "stdin"):
             if channel != "shell" or len(self.ledger) < _UNDER_WAY:
                 handlers[self._front[channel]] = (f"client {channel}", self._requests(channel))
         handlers[self._front["hb"]] = ("client hb", self._beat)
         self._loop.read(handlers)
+        if self._back:
+            # What is not read while somebody is behind waits in the kernel, and not here in ZMQ's own memory.
+            self._back["iopub"].setsockopt(zmq.RCVHWM, wire.PAUSED_HIGH_WATER if self.readers.full else 0)
 
     def _next_time(self) -> float | None:
-        times = (self._errands.next_time(), self._drain.next_time())
+        times = (self._errands.next_time(), self._drain.next_time(), self.readers.next_time())
         return min((at for at in times if at is not None), default=None)
 
     def _tick(self, now: float) -> None:
         for errand in self._errands.due(now):
             self._send_errand(errand)
         self._drain.tick(now)
+        if self.readers.late and self.readers.look(now):
+            self._rewire()
         if self._loop.reads(self._front["shell"]) != (len(self.ledger) < _UNDER_WAY):
             self._rewire()
 
@@ -201,8 +213,12 @@ class Proxy:
 
     def close(self) -> None:
         """Disconnect from the kernel and go on keeping."""
+        # What the kernel printed last, however far behind a reader of it is.
+        self._closing, self.readers.full = True, False
+        self._rewire()
         for socket in self._back.values():
-            self._loop.pump(socket)  # what the kernel printed last
+            self._loop.pump(socket)
+        self._closing = False
         if self.ledger:
             self._log.warning("gate: closed with %d requests under way; they are forgotten", len(self.ledger))
         self._disconnect("the gate was closed")
@@ -327,7 +343,15 @@ class Proxy:
             errand.failed(reason)
 
     def _to_clients(self, channel: str, frames: list[bytes]) -> None:
-        wire.send(self._front[channel], frames)
+        if channel == "iopub":
+            self._publish(frames)
+        else:
+            wire.send(self._front[channel], frames)
+
+    def _publish(self, frames: list[bytes]) -> None:
+        wire.send(self._front["iopub"], frames)
+        if self.readers.sent(frames) and not self._closing:
+            self._rewire()
 
     # -- from clients -----------------------------------------------------------------------------------------------
 
@@ -336,8 +360,11 @@ class Proxy:
             if self.state is not GateState.OPEN:
                 self._request_came(wire.read_request(self._verifier, channel, frames))
                 return
-            # On its way first, then looked at: the check takes longer than the way.  Of one that does not pass it no
-            # answer is waited for; the kernel does with it what it would without a gate.
+            # Only what has the key gets anywhere: a kernel that computes does not read, and what others send would wait
+            # for it in this process.  The rest is looked at when it is on its way, because that takes longer than the
+            # way: of what then is wrong no answer is waited for, and the kernel does with it what it would without a
+            # gate.
+            wire.require_signed(self._verifier, frames)
             wire.send(self._back[channel], frames)
             try:
                 request = wire.read_request(self._verifier, channel, frames)
@@ -404,7 +431,7 @@ class Proxy:
             self.voice.welcome(frames[0][1:])
 
     def _beat(self, frames: list[bytes]) -> None:
-        if self._dead:
+        if self._dead or sum(map(len, frames)) > wire.LONGEST_BEAT:
             return
         if self.state in (GateState.OPEN, GateState.DRAINING):
             self._beats.append(frames)
@@ -467,12 +494,12 @@ class Proxy:
         elif b'"' + ASK_TYPE.encode() + b'"' in header and self._ask_came(rest):
             pass
         else:
-            wire.send(self._front["iopub"], frames)
+            self._publish(frames)
 
     def _status_came(self, frames: list[bytes], rest: list[bytes]) -> None:
         own = self._errands.owns(rest[PARENT])
         if not own:
-            wire.send(self._front["iopub"], frames)
+            self._publish(frames)
         msg_id = str(self._signer.unpack(rest[PARENT]).get("msg_id"))
         state = self._signer.unpack(rest[CONTENT]).get("execution_state")
         if own and state == "idle":

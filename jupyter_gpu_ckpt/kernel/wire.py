@@ -7,6 +7,7 @@ Nothing here knows what a gate is for.  The layout of a message is "Messaging in
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import socket as stdlib_socket
 import threading
@@ -30,8 +31,21 @@ _FRONT = {"control": zmq.ROUTER, "shell": zmq.ROUTER, "stdin": zmq.ROUTER, "iopu
 _BACK = {"control": zmq.DEALER, "shell": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.SUB, "hb": zmq.DEALER}
 
 # A client that does not read costs memory; ZMQ's default of 1,000 would cost it outputs instead, and one `for` loop
-# that prints is more than that.  A client 100,000 messages behind loses messages, as it would without a gate.
+# that prints is more than that.  A client 100,000 messages behind loses messages, as it would without a gate.  How many
+# bytes that may be is for `readers` to see to.
 _IOPUB_HIGH_WATER = 100_000
+
+# What a client has sent and the gate has not read: beyond that ZMQ holds the sender up, as the kernel itself would.
+_REQUESTS_HIGH_WATER = 50
+
+# Echoes of heartbeats, which anybody may send, that a client does not read: beyond that they are dropped.
+_BEATS_HIGH_WATER = 64
+
+#: Messages of the kernel that wait in this process while nothing of them is read.
+PAUSED_HIGH_WATER = 100
+
+#: Bytes of a heartbeat that is echoed; clients send one word and their identity.
+LONGEST_BEAT = 1024
 
 # libzmq closes a listener some milliseconds after `close`; a gate started on the ports of one just stopped waits that
 # long.
@@ -88,6 +102,9 @@ def bind(front: Mapping[str, Any]) -> dict[str, zmq.Socket[Any]]:
         else:
             # A client that reconnects comes with the same identity before the old connection is known to be gone.
             made.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            made.setsockopt(zmq.RCVHWM, _REQUESTS_HIGH_WATER)
+        if channel == "hb":
+            made.setsockopt(zmq.SNDHWM, _BEATS_HIGH_WATER)
         if front.get("curve_secretkey"):
             made.curve_publickey = _bytes(front["curve_publickey"])
             made.curve_secretkey = _bytes(front["curve_secretkey"])
@@ -203,6 +220,15 @@ def split(frames: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     if len(frames) - at < 6:
         raise ValueError("too few frames")
     return frames[:at], frames[at + 1 :]
+
+
+def require_signed(verifier: Session, frames: list[bytes]) -> None:
+    """Raise `ValueError` for what is no message, or was not signed by somebody who has the key."""
+    _, rest = split(frames)
+    if verifier.auth is not None and not hmac.compare_digest(
+        verifier.sign(rest[HEADER : CONTENT + 1]), rest[SIGNATURE]
+    ):
+        raise ValueError("forged signature")
 
 
 def read_request(verifier: Session, channel: str, frames: list[bytes]) -> Request:

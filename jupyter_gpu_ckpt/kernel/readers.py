@@ -1,0 +1,170 @@
+"""Who reads a kernel's outputs, how far behind each reader is, and what is done about one that does not read.
+
+Everybody on this host may subscribe to a kernel's outputs, with its key or without, and ZMQ keeps for each subscriber
+what it has not read: the kernel's outputs could fill the server's memory.  ZMQ counts those messages and not their
+bytes, and tells of no subscriber how many wait.  Linux does: what a peer has acknowledged of a TCP connection, beside
+what was sent to everybody since that connection was idle, is how far it is behind.
+
+A reader that is behind and does not read is disconnected; an honest one connects again.  While one is very far behind,
+the kernel's outputs are read no further: then they wait in the kernel, which drops some as it would without a gate.
+
+Readers on unix sockets are not looked at: those lie in directories of the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import struct
+import termios
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+#: Bytes that a reader may be behind without being looked at closely, and beyond which the others wait for it.
+BEHIND = 64 << 20
+FAR_BEHIND = 192 << 20
+
+#: Seconds in which a reader that is behind must have read so many bytes.  (Without a gate a kernel drops for it what is
+#: more than 1,000 messages.)
+PATIENCE = 1.0
+PROGRESS = 4 << 20
+
+# Bytes sent between two looks, and seconds between them while somebody is behind.
+_LOOK_AFTER = 1 << 20
+_LOOK_EVERY = 0.02
+
+# `tcpi_bytes_acked`, linux/tcp.h, since Linux 4.1.
+_BYTES_ACKED = struct.Struct("=120xQ")
+
+# Bytes with which ZMTP 3 frames a frame, at most.
+_FRAMING = 9
+
+
+@dataclass
+class _Reader:
+    """One connection.  ``sent`` and ``acked`` are counters' values when it had read everything, in bytes."""
+
+    descriptor: int
+    sent: int
+    acked: int
+    behind: int = 0
+    #: Since when it is behind, monotonic seconds, and what it had acknowledged then.
+    since: float | None = None
+    since_acked: int = 0
+
+
+class Readers:
+    """The connections of one socket that publishes; for the thread that sends by it."""
+
+    def __init__(self, publisher: zmq.Socket[Any], log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
+        self._publisher, self._log = publisher, log
+        #: Tells of connections; to be read, message by message, into `heard`.
+        self.monitor: zmq.Socket[Any] = publisher.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._port = publisher.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self._readers: dict[int, _Reader] = {}
+        self._sent = self._looked = 0
+        #: Whether somebody is so far behind that nothing more is to be sent for now.
+        self.full = False
+        #: Whether somebody is to be looked at again soon, whatever is sent.
+        self.late = False
+
+    def close(self) -> None:
+        """Look at nobody any more."""
+        self._publisher.disable_monitor()
+        self.monitor.close(linger=0)
+        for reader in self._readers.values():
+            os.close(reader.descriptor)
+        self._readers.clear()
+
+    def heard(self, frames: list[bytes]) -> None:
+        """Called with each message of `monitor`."""
+        told = parse_monitor_message(frames)
+        number = int(told["value"])
+        if (gone := self._readers.pop(number, None)) is not None:  # also where its number was given to another one
+            os.close(gone.descriptor)
+        if told["event"] != zmq.EVENT_ACCEPTED:
+            return
+        with contextlib.suppress(OSError):  # it is gone already
+            # A descriptor of our own: ZMQ closes its own when it likes, and somebody else may get the number.
+            mine = os.dup(number)
+            if not _is_at(mine, self._port):
+                os.close(mine)
+                return
+            self._readers[number] = _Reader(mine, self._sent, _acked(mine))
+
+    def sent(self, frames: list[bytes]) -> bool:
+        """Called with each message that was sent; whether `full` has become true."""
+        self._sent += sum(map(len, frames)) + _FRAMING * len(frames)
+        return self._sent - self._looked >= _LOOK_AFTER and self.look(time.monotonic()) and self.full
+
+    @property
+    def lag(self) -> int:
+        """Bytes that the slowest reader is behind, at the last look."""
+        return max((reader.behind for reader in self._readers.values()), default=0)
+
+    def next_time(self) -> float | None:
+        """When to `look` again, monotonic seconds."""
+        return time.monotonic() + _LOOK_EVERY if self.late else None
+
+    def look(self, now: float) -> bool:
+        """See how far everybody is, and disconnect who does not read; whether `full` has changed."""
+        before, self._looked = self.full, self._sent
+        limit = FAR_BEHIND // 2 if before else FAR_BEHIND
+        self.full = self.late = False
+        for reader in self._readers.values():
+            try:
+                self._judge(reader, now)
+            except OSError:  # disconnected; the monitor will say so
+                reader.behind, reader.since = 0, None
+            self.full = self.full or reader.behind > limit
+            self.late = self.late or reader.since is not None
+        return self.full is not before
+
+    def _judge(self, reader: _Reader, now: float) -> None:
+        acked = _acked(reader.descriptor)
+        reader.behind = (self._sent - reader.sent) - (acked - reader.acked)
+        if reader.behind <= 0 or _unread(reader.descriptor) == 0:
+            # It has everything; it may have asked for a part of the outputs only.
+            reader.sent, reader.acked, reader.behind = self._sent, acked, 0
+        if reader.behind <= (BEHIND if reader.since is None else BEHIND // 2):
+            reader.since = None
+        elif reader.since is None:
+            reader.since, reader.since_acked = now, acked
+        elif now - reader.since >= PATIENCE:
+            if acked - reader.since_acked >= PROGRESS:
+                reader.since, reader.since_acked = now, acked
+                return
+            behind, reader.behind, reader.since = reader.behind, 0, None
+            self._log.warning(
+                "gate: a client that is %d MiB of outputs behind and does not read them was disconnected",
+                behind >> 20,
+            )
+            with socket.socket(fileno=os.dup(reader.descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_at(descriptor: int, port: str) -> bool:
+    """Whether a descriptor is a TCP connection at the local ``port``."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        return connection.family in (socket.AF_INET, socket.AF_INET6) and str(connection.getsockname()[1]) == port
+
+
+def _acked(descriptor: int) -> int:
+    """Bytes that the peer of a TCP connection has acknowledged."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
+    return int(_BYTES_ACKED.unpack(info)[0])
+
+
+def _unread(descriptor: int) -> int:
+    """Bytes that a socket has not yet sent, or its peer not acknowledged (SIOCOUTQ, which is TIOCOUTQ)."""
+    return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0" * 4))[0])

@@ -1,0 +1,177 @@
+"""Who has no key cannot fill the server's memory: neither by not reading, nor by sending."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from gate_world import DEADLINE, World, reply
+from waiting import until
+
+from jupyter_gpu_ckpt.kernel import readers, wire
+
+MIB = 1 << 20
+
+#: A subscriber in a process of its own, without a key.  It reads nothing (``stuck``), or everything and counts.
+SUBSCRIBER = """
+import sys, zmq
+address, how = sys.argv[1:]
+socket = zmq.Context().socket(zmq.SUB)
+socket.rcvhwm = 1 if how == "stuck" else 0
+socket.subscribe(b"")
+socket.connect(address)
+socket.recv_multipart()  # the welcome, or something else
+print("there", flush=True)
+if how == "stuck":
+    sys.stdin.read()
+count = 0
+while True:
+    frames = socket.recv_multipart()
+    count += any(b'"display_data"' in frame[:500] for frame in frames)
+    if any(b"the last one" in frame for frame in frames):
+        break
+print(count, flush=True)
+"""
+
+
+def cell(count: int, size: int) -> str:
+    """Code that displays ``count`` outputs of ``size`` bytes as fast as it can."""
+    return (
+        f"from IPython.display import display\ntext = 'x' * {size}\n"
+        f"for _ in range({count}): display({{'text/plain': text}}, raw=True)\n"
+        "print('the last ' + 'one')"
+    )
+
+
+@contextlib.contextmanager
+def subscriber(world: World, how: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUBSCRIBER, wire.address(world.front, "iopub"), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def there(world: World, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a subscriber has got something."""
+    assert process.stdout is not None
+    world.gate.say("status", {"execution_state": "idle"})
+    assert process.stdout.readline() == b"there\n"
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[list[int]]:
+    """The most memory that this process, and with it the gate, has beyond what it had, in bytes."""
+    grown: list[int] = []
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _high_water()
+    yield grown
+    grown.append(_high_water() - before)
+
+
+def _high_water() -> int:
+    return int(re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[0]) * 1024
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("count", "size"), [(40_000, 9_000), (400, MIB)], ids=["many of 9 kB", "some of 1 MiB"])
+def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(own_world, caplog, count, size) -> None:
+    world = own_world
+    world.up()
+    client = world.client(hb=False)
+    client.iopub_channel.stop()  # the outputs are for the others
+    with subscriber(world, "stuck") as stuck, subscriber(world, "counts") as good:
+        there(world, stuck)
+        there(world, good)
+        with peak() as grown:
+            reply_id = client.execute(cell(count, size))
+            assert good.stdout is not None
+            counted = good.stdout.readline()
+        assert client.get_shell_msg(timeout=120)["parent_header"]["msg_id"] == reply_id
+        assert int(counted) == count, "an output was lost"
+        assert grown[0] < 300 * MIB < count * size
+        until(lambda: "does not read them was disconnected" in caplog.text, "it was dropped")
+        assert caplog.text.count("was disconnected") == 1
+
+
+def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path, caplog) -> None:
+    """As a server whose event loop is busy for a moment."""
+    world = own_world
+    world.up()
+    client = world.client(hb=False)
+    client.iopub_channel.stop()
+    with subscriber(world, "counts") as good:
+        there(world, good)
+        good.send_signal(19)  # SIGSTOP
+        client.execute(cell(200, MIB))
+        until(lambda: world.gate.lag > readers.BEHIND, "it is far behind")
+        good.send_signal(18)
+        assert good.stdout is not None
+        assert int(good.stdout.readline()) == 200
+    assert "was disconnected" not in caplog.text
+
+
+def test_one_who_subscribes_to_a_little_of_it_is_not_taken_for_one_who_does_not_read(own_world, caplog) -> None:
+    world = own_world
+    world.up()
+    client = world.client(hb=False)
+    client.iopub_channel.stop()
+    with wire.context().socket(zmq.SUB) as picky, subscriber(world, "counts") as good:
+        picky.subscribe(b"nobody")
+        picky.connect(wire.address(world.front, "iopub"))
+        there(world, good)
+        client.execute(cell(300, MIB))
+        assert good.stdout is not None
+        assert int(good.stdout.readline()) == 300
+    assert "was disconnected" not in caplog.text
+
+
+def test_who_has_no_key_cannot_fill_the_way_to_a_kernel_that_computes(up: World, tmp_path: Path, caplog) -> None:
+    client = up.client()
+    go = tmp_path / "go"
+    busy = client.execute(f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)")
+    until(lambda: up.gate.under_way.cells == 1, "the cell runs")
+    forged = client.session.serialize(client.session.msg("execute_request", {"code": "x" * MIB}))
+    forged[1] = b"0" * len(forged[1])
+    with wire.context().socket(zmq.DEALER) as stranger, peak() as grown:
+        stranger.sndhwm = 10
+        stranger.connect(wire.address(up.front, "shell"))
+        for _ in range(300):
+            assert stranger.poll(DEADLINE * 1000, zmq.POLLOUT)
+            stranger.send_multipart(forged)
+        until(lambda: "forged signature" in caplog.text, "they arrived")
+        asked = client.comm_info()  # behind them, or beside
+        until(lambda: "comm_info_request" in up.gate.pending, "the gate is through")
+        assert up.gate.pending == ["execute_request", "comm_info_request"]
+    go.touch()
+    reply(client, busy)
+    reply(client, asked)
+    assert grown[0] < 100 * MIB
+    assert len(caplog.records) < 20, "a line each would fill the disk"
+
+
+def test_heartbeats_that_nobody_wants_back_are_not_kept(up: World) -> None:
+    with wire.context().socket(zmq.DEALER) as stranger, peak() as grown:
+        stranger.rcvhwm = 1
+        stranger.connect(wire.address(up.front, "hb"))
+        for size in (1000, 64 * 1024):
+            for _ in range(200 * MIB // size // (1 if size > 1000 else 4)):
+                assert stranger.poll(DEADLINE * 1000, zmq.POLLOUT)
+                stranger.send(b"x" * size)
+    assert grown[0] < 60 * MIB
+    with wire.context().socket(zmq.REQ) as heart:
+        heart.linger = 0
+        heart.connect(wire.address(up.front, "hb"))
+        heart.send(b"ping")
+        assert heart.poll(DEADLINE * 1000) and heart.recv() == b"ping"

@@ -221,12 +221,14 @@ export class Announcer {
       });
     };
     const actions: Notification.IAction[] = [{ label: trans.__('Details'), callback: () => void details() }];
-    if (code === BUSY && (verb === 'suspend' || verb === 'checkpoint')) {
+    const waits = code === BUSY && (verb === 'suspend' || verb === 'checkpoint');
+    if (waits) {
       const later = () => void commands.execute(IDS[verb], { kernelId: kernel.id, when: 'idle' });
-      actions.unshift({ label: trans.__('Sleep when the cell has finished'), displayType: 'accent', callback: later });
+      const caption = trans.__('Sleep when the cell has finished');
+      actions.unshift({ label: trans.__('Sleep after it'), caption, displayType: 'accent', callback: later });
     }
     const shown = { autoClose: READ, actions };
-    const message = brief(`${what} ${fate}`, cause, hint);
+    const message = brief(`${what} ${fate}`, cause, waits ? '' : hint); // the button is the hint
     // One for each kernel: what failed again has the place of what failed before.
     const id = this._failures.get(kernel.id);
     if (id === undefined || !Notification.update({ id, message, type: 'error', ...shown })) {

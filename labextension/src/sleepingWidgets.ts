@@ -84,13 +84,16 @@ function* loading(panel: NotebookPanel): Iterable<HTMLElement> {
     for (const [index, child] of widgets.entries()) {
       const output: Widget | undefined =
         child instanceof Panel ? child.widgets.find(part => part.hasClass('jp-OutputArea-output')) : undefined;
-      if (output && index < model.length && WIDGET in model.get(index).data && !output.node.firstElementChild) {
-        if (output.node.textContent) {
-          yield output.node;
-        }
+      if (output && index < model.length && WIDGET in model.get(index).data && isLoading(output.node)) {
+        yield output.node;
       }
     }
   }
+}
+
+/** ipywidgets marks what it has shown, and what it has given up. */
+function isLoading(node: HTMLElement): boolean {
+  return node.textContent !== '' && node.firstElementChild === null && !node.classList.contains('jupyter-widgets');
 }
 
 /** Stands in an output instead of its text. */

@@ -158,10 +158,9 @@ def test_a_notification_of_progress_that_was_closed_stays_closed(tab):
     progress.wait_for(state="detached")
     events.say("kernel_step/v1", kernel_id, fraction=0.5, **step)
     until(lambda: "50 %" in tab.tooltip or tab.page.wait_for_timeout(20))
-    events.state(kernel_id, "checkpointed", "dumping")
-    tab.toast("is checkpointed")
+    tab.page.wait_for_function("at => Date.now() > at", arg=1000 * time.time() + 1100)  # what is drawn is drawn by now
     assert tab.page.locator(".Toastify__toast", has_text="Checkpointing").count() == 0
-    events.state(kernel_id, "running", "restoring")
+    events.state(kernel_id, "running", "dumping")
 
 
 def test_a_notification_ends_before_the_next_of_its_kind(tab):
@@ -178,6 +177,32 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
     tab.choose("Checkpoint now")
     tab.wait_for_phase("checkpointed")
     toast.wait_for(state="detached")
+
+
+def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished(tab):
+    server, kernel_id, status = tab.window.server, tab.kernel_id(), tab.page.locator(STATUS)
+    offer = "Sleep when the cell has finished"
+    with server.busy(kernel_id):
+        tab.choose("Why can't I?")
+        dialog = tab.page.locator(".jp-Dialog")
+        dialog.get_by_text("A cell is running").wait_for()
+        assert "Not now" in dialog.inner_text()
+        tab.picture("busy")
+        dialog.get_by_role("button", name=offer).click()
+        status.get_by_text("Kernel sleeps after this cell").wait_for()
+        assert "sleeps when its cells have finished" in tab.tooltip
+        status.click()
+        status.wait_for(state="hidden")
+        tab.choose("Checkpoint now")
+        toast = tab.toast("was not checkpointed. Nothing was lost.")
+        tab.picture("busy-refused")
+        assert "A cell is running." in toast.inner_text()
+        toast.get_by_title(offer).click()
+        status.get_by_text("Kernel sleeps after this cell").wait_for()
+        assert tab.phase == "running"
+    tab.wait_for_phase("checkpointed")
+    tab.run(1)
+    tab.wait_for_output(1, "42")
 
 
 def test_while_events_flow_the_page_asks_for_nothing(tab):

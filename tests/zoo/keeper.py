@@ -140,6 +140,11 @@ class Zoo:
         """What the user is told who asks before the kernel leaves."""
         return await self.run("%gpu_checkpoint --status")
 
+    async def undone(self, keys: Sequence[str]) -> None:
+        """Take them back as far as that can be, so that nothing of theirs is left that no kernel would have removed."""
+        if self.runs:
+            await self.ask("undo", keys)
+
     @property
     def runs(self) -> bool:
         return self.kernel.state == "running"
@@ -156,15 +161,16 @@ async def together(directory: Path, keys: Sequence[str]) -> list[Outcome]:
     began = time.monotonic()
     outcomes: list[Outcome] = []
     try:
-        async with Zoo.opened(directory) as zoo:
+        async with AsyncExitStack() as stack:
+            zoo = await stack.enter_async_context(Zoo.opened(directory))
             before, outcomes = await zoo.made(keys)
+            stack.push_async_callback(zoo.undone, list(before))
             for number in range(1, CYCLES + 1):
                 await zoo.cycle()
                 changed = await zoo.differences(before, f"after cycle {number}")
                 outcomes += changed
                 for outcome in changed:
                     del before[outcome.key]
-            await zoo.ask("undo", list(before))
     except Exception as error:
         if len(keys) == 1:
             return [await alone_in_new(directory.with_name(directory.name + "-alone"), keys[0])]
@@ -258,12 +264,23 @@ def belongings() -> set[str]:
 
 @contextlib.contextmanager
 def outside(directory: Path) -> Iterator[None]:
-    """Something to connect to that is not the kernel's: a TCP port and a unix socket, named in the environment."""
+    """Something to connect to that is not the kernel's, named in the environment: two TCP ports and a unix socket.
+
+    The second port is one whose queue is full: a connection to it is for ever being made.
+    """
     name = str(directory / "outside.sock")
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as tcp, socket.socket(socket.AF_UNIX) as unix:
+    with contextlib.ExitStack() as stack:
+        tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):  # the queue takes one more than it says
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
         unix.bind(name)
         unix.listen(100)
-        os.environ["ZOO_PORT"], os.environ["ZOO_OUTSIDE"] = str(tcp.getsockname()[1]), name
+        os.environ["ZOO_PORT"], os.environ["ZOO_FULL"] = (str(one.getsockname()[1]) for one in (tcp, full))
+        os.environ["ZOO_OUTSIDE"] = name
         yield
 
 

@@ -8,6 +8,7 @@ the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` b
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import queue
@@ -241,10 +242,16 @@ class Wandering:
         return f"{what}: {answer['state']}, the same as before"
 
     def close(self) -> None:
-        if self.owner is not None:
-            if self.owner.process.poll() is None:
+        """End the owner, and the kernel with it."""
+        try:
+            if self.owner is not None and self.owner.process.poll() is None:
                 self.owner.ask("end")
-            self.owner.end()
+        finally:
+            if self.owner is not None:
+                self.owner.end()
+            for pid in self.inits():  # of a kernel that no owner would take
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         waiting.until(lambda: not alive(self.inits()), "no process is left", 30)
 
 

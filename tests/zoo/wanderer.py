@@ -101,7 +101,7 @@ async def main(directory: Path, base: Path) -> None:
 if __name__ == "__main__":
     places = Path(sys.argv[1]), Path(sys.argv[2])
     if sys.argv[3:] == ["truths"]:
-        print(json.dumps(truths(*places)))
+        print(json.dumps(truths(*places)), flush=True)
     else:
         asyncio.run(main(*places))
     os._exit(0)  # as a server that was ended: a kernel that is left runs on

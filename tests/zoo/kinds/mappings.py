@@ -196,7 +196,7 @@ def file_read_only():
     return lambda: (memory[:8].decode(), len(memory), memory.size())
 
 
-@kind("a mapped file that was deleted")
+@kind("a mapped file that was deleted", user=refused("DELETED_MAPPING", "deleted"), advice="Close it.")
 def file_deleted():
     path = place("map") / "file"
     path.write_bytes(b"gone" * 2048)
@@ -208,10 +208,14 @@ def file_deleted():
         memory[:4] = b"GONE"
         return memory[:8].decode(), len(memory)
 
-    return show
+    return show, memory.close
 
 
-@kind("a deleted file mapped twice, each sees what the other writes")
+@kind(
+    "a deleted file mapped twice, each sees what the other writes",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Close it.",
+)
 def file_deleted_twice():
     path = place("map") / "file"
     path.write_bytes(b"twin" * 2048)
@@ -223,7 +227,7 @@ def file_deleted_twice():
         one[:4] = b"SEEN"
         return two[:8].decode()
 
-    return show
+    return show, lambda: (one.close(), two.close())
 
 
 @kind("a file in memory, mapped (memfd)")
@@ -265,12 +269,16 @@ def shared_memory_block():
     return show
 
 
-@kind("multiprocessing.shared_memory that was unlinked and is still used")
+@kind(
+    "multiprocessing.shared_memory that was unlinked and is still used",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Close it.",
+)
 def shared_memory_unlinked():
     memory = shared_memory.SharedMemory(create=True, size=1 << 20)
     memory.buf[:5] = b"block"
     memory.unlink()
-    return lambda: bytes(memory.buf[:5]).decode()
+    return lambda: bytes(memory.buf[:5]).decode(), memory.close
 
 
 @kind("POSIX shared memory (shm_open)")
@@ -328,10 +336,18 @@ def dev_zero():
 
 @kind("a mapping that was moved and enlarged (mremap)")
 def moved():
-    memory = mmap.mmap(-1, PAGE)
+    memory = mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:5] = b"moved"
     memory.resize(64 * PAGE)
     return lambda: (memory[:5].decode(), len(memory))
+
+
+@kind("shared memory that was enlarged beyond its end (mmap.resize)", alone="may be refused", advice="Close it.")
+def moved_beyond():
+    memory = mmap.mmap(-1, PAGE)
+    memory[:5] = b"moved"
+    memory.resize(64 * PAGE)
+    return lambda: (memory[:5].decode(), len(memory)), memory.close
 
 
 @kind("memory bound to a node (mbind)", alone="may be refused")

@@ -232,7 +232,9 @@ async def one_by_one(directory: Path, keys: Sequence[str]) -> AsyncIterator[Outc
                 key, began = left.pop(0), time.monotonic()
                 try:
                     outcome = await alone(zoo, key)
-                    undone = zoo.runs and (await zoo.ask("undo", [key])).get(key, {}).get("value") == "true"
+                    undone = outcome.what == "impossible" or (
+                        zoo.runs and (await zoo.ask("undo", [key])).get(key, {}).get("value") == "true"
+                    )
                     if undone and outcome.what == "refused":
                         await zoo.cycle()
                 except Exception as error:

@@ -36,12 +36,12 @@ def policy():
 
 @kind(
     "a deadline from the scheduler (SCHED_DEADLINE)",
-    refused("ATTRIBUTE_UNSUPPORTED", "deadline"),
+    refused("UNPROVEN_STATE", "deadline"),
     user=IMPOSSIBLE,
     alone=WHOLE,
 )
 def deadline():
-    attributes = struct.pack("IIQiIQQQ", 48, 6, 0, 0, 0, 1_000_000, 100_000_000, 100_000_000)
+    attributes = struct.pack("IIQiIQQQ", 48, 6, 1, 0, 0, 1_000_000, 100_000_000, 100_000_000)
     system("sched_setattr", 0, ctypes.create_string_buffer(attributes), 0)
     return lambda: os.sched_getscheduler(0), lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
@@ -122,7 +122,7 @@ def no_new_privileges():
 
 @kind(
     "not to be looked at by others (PR_SET_DUMPABLE 0)",
-    refused("ATTRIBUTE_UNSUPPORTED", "dumpable"),
+    user=refused("UNPROVEN_STATE", "dumpable"),
     alone=WHOLE,
     advice="Set it to 1.",
 )
@@ -143,11 +143,7 @@ def keep_capabilities():
     return lambda: (prctl(7), prctl(27)), lambda: prctl(8, 0)
 
 
-@kind(
-    "no memory that can be written and run (PR_SET_MDWE)",
-    refused("ATTRIBUTE_UNSUPPORTED", "MDWE"),
-    alone="cannot be undone",
-)
+@kind("no memory that can be written and run (PR_SET_MDWE)", alone="cannot be undone")
 def write_xor_execute():
     try:
         prctl(65, 1)
@@ -258,7 +254,12 @@ def autogroup():
     return lambda: path.read_text().split()[-1], lambda: path.write_text("0")
 
 
-@kind("a keyring of its own, with a key in it", alone="cannot be undone")
+@kind(
+    "a keyring of its own, with a key in it",
+    refused("UNPROVEN_STATE", "keyring"),
+    alone="cannot be undone",
+    advice="The kernel stays where it is.",
+)
 def keyring():
     try:
         system("keyctl", 1, ctypes.c_char_p(b"zoo"))
@@ -276,7 +277,7 @@ def keyring():
 
 @kind(
     "confined by Landlock",
-    refused("CONFINED", "Landlock"),
+    refused("UNPROVEN_STATE", "Landlock"),
     alone="cannot be undone",
     advice="The kernel stays where it is.",
 )
@@ -294,7 +295,7 @@ def landlock():
 
 @kind(
     "confined by a filter of system calls (seccomp)",
-    refused("CONFINED", "seccomp"),
+    user=refused("UNPROVEN_STATE", "seccomp"),
     alone="cannot be undone",
     advice="The kernel stays where it is.",
 )

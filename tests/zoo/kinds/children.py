@@ -67,14 +67,25 @@ def background():
     return lambda: os.path.exists(f"/proc/{pid}"), undo
 
 
-@kind(
-    "a program that calls itself a resource tracker", refused(CODE, "multiprocessing.resource_tracker"), advice=ADVICE
-)
+@kind("a child that calls itself a resource tracker", alone="may be refused")
 def disguised():
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(1238)", "multiprocessing.resource_tracker"]
     )
     return lambda: process.poll(), lambda: ended(process)
+
+
+@kind("a daemon that calls itself a resource tracker", refused(CODE, "multiprocessing.resource_tracker"), advice=ADVICE)
+def disguised_daemon():
+    code = "import time; time.sleep(1240)"
+    line = f"setsid {sys.executable} -c '{code}' multiprocessing.resource_tracker >/dev/null 2>&1 & echo $!"
+    pid = int(subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True).stdout)
+
+    def undo():
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+
+    return lambda: os.path.exists(f"/proc/{pid}"), undo
 
 
 @kind("a pool of processes (multiprocessing.Pool)", refused(CODE, "python"), advice="Close the pool.")

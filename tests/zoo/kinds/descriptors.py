@@ -76,7 +76,7 @@ def pipe_full():
     return lambda: (peek(r), error_of(lambda: os.write(w, b"y" * 4096)), flags(w))
 
 
-@kind("a pipe of packets (O_DIRECT)")
+@kind("a pipe of packets (O_DIRECT)", refused("FILE_UNSUPPORTED", "O_DIRECT"), advice="Close it.")
 def pipe_of_packets():
     r, w = os.pipe2(os.O_DIRECT | NONBLOCK)
     for word in (b"one", b"three", b"seven"):
@@ -88,7 +88,7 @@ def pipe_of_packets():
             os.write(w, packet)
         return [packet.decode() for packet in packets], flags(r)
 
-    return show
+    return show, lambda: (os.close(r), os.close(w))
 
 
 @kind("a pipe whose writing end was closed, with bytes in it")
@@ -175,14 +175,16 @@ def epoll_edge():
     return show
 
 
-@kind("a one-shot epoll object that has fired")
+@kind(
+    "a one-shot epoll object that has fired", refused("FILE_UNSUPPORTED", "EPOLLONESHOT"), advice="Register it again."
+)
 def epoll_oneshot():
     r, w = os.pipe()
     poll = select.epoll()
     poll.register(r, select.EPOLLIN | select.EPOLLONESHOT)
     os.write(w, b"x")
     poll.poll(1)
-    return lambda: (poll.poll(0), fdinfo(poll.fileno()))
+    return lambda: (poll.poll(0), fdinfo(poll.fileno())), poll.close
 
 
 @kind("an epoll object that watches another epoll object")
@@ -283,7 +285,8 @@ def memfd_secret():
 
 @kind(
     "an inotify watch on a directory (watchdog, watchfiles)",
-    refused("FILE_UNSUPPORTED", "inotify"),
+    user=refused("FILE_UNSUPPORTED", "inotify"),
+    alone="may be refused",
     advice="Stop the watcher.",
 )
 def inotify():
@@ -299,13 +302,18 @@ def inotify():
     return show, lambda: os.close(fd)
 
 
-@kind("an inotify object without a watch", alone="may be refused", advice="Close it.")
+@kind(
+    "an inotify object without a watch",
+    user=refused("FILE_UNSUPPORTED", "inotify"),
+    alone="may be refused",
+    advice="Close it.",
+)
 def inotify_empty():
     fd = libc("inotify_init1", NONBLOCK)
     return lambda: (fdinfo(fd), error_of(lambda: os.read(fd, 100))), lambda: os.close(fd)
 
 
-@kind("a fanotify group", alone="may be refused", advice="Close it.")
+@kind("a fanotify group", refused("FILE_UNSUPPORTED", "fanotify"), advice="Close it.")
 def fanotify():
     # As an ordinary user may: with reports by file id.
     fd = system("fanotify_init", 0x200 | 0x2, os.O_RDONLY)

@@ -127,7 +127,7 @@ def protection_key():
     )
 
 
-@kind("sealed memory (mseal)", refused("MEMORY_UNSUPPORTED", "seal"), alone="cannot be undone")
+@kind("sealed memory (mseal)", refused("UNPROVEN_STATE", "seal"), alone="cannot be undone")
 def sealed():
     address = map_raw(PAGE)
     poke(address, b"for good")
@@ -292,7 +292,7 @@ def posix_shared_memory():
     return lambda: (memory[:5].decode(), path.read_bytes()[:5].decode()), lambda: path.unlink(missing_ok=True)
 
 
-@kind("System V shared memory", refused("MEMORY_UNSUPPORTED", "System V"), advice="Detach it.")
+@kind("System V shared memory", refused("UNPROVEN_STATE", "System V"), advice="Detach it.")
 def sysv_shared_memory():
     identity = system("shmget", 0, 1 << 16, 0o1600)
     address = libc("shmat", identity, None, 0) & (2**64 - 1)

@@ -89,7 +89,11 @@ def pair_closed():
     return lambda: (b.recv(100, socket.MSG_PEEK).decode(), error_of(lambda: b.send(b"x")))
 
 
-@kind("a descriptor on its way through a socket (SCM_RIGHTS)", alone="may be refused", advice="Receive it.")
+@kind(
+    "a descriptor on its way through a socket (SCM_RIGHTS)",
+    refused("SOCKET_UNSUPPORTED", "descriptor"),
+    advice="Receive it.",
+)
 def descriptor_in_flight():
     a, b = socket.socketpair()
     r, w = os.pipe()
@@ -154,7 +158,11 @@ def unix_own_connection():
     return lambda: swapped(client, served)
 
 
-@kind("a unix socket with a name that is no name any more (bound through /proc/self/fd)", alone="may be refused")
+@kind(
+    "a unix socket whose name is no name any more (bound through /proc/self/fd)",
+    refused("SOCKET_UNSUPPORTED", "socket"),
+    advice="Close it.",
+)
 def unix_through_descriptor():
     fd = os.open(place("unix"), os.O_PATH)
     name = f"/proc/self/fd/{fd}/listener"
@@ -185,7 +193,11 @@ def unix_listener():
     return show
 
 
-@kind("a unix listener with a connection that nobody has accepted yet")
+@kind(
+    "a unix listener with a connection that nobody has accepted yet",
+    refused("SOCKET_UNSUPPORTED", "not accepted yet"),
+    advice="Accept it.",
+)
 def unix_backlog():
     name = f"b{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)
@@ -218,7 +230,7 @@ def unix_abstract():
     return show
 
 
-@kind("a unix socket whose name was deleted")
+@kind("a unix socket whose name was deleted", refused("SOCKET_UNSUPPORTED", "socket"), advice="Close it.")
 def unix_deleted():
     name = f"d{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)
@@ -229,7 +241,7 @@ def unix_deleted():
         listener.getsockname(),
         os.path.exists(name),
         listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN),
-    )
+    ), listener.close
 
 
 @kind("a unix socket for messages, with some waiting")
@@ -384,7 +396,11 @@ def tcp_outside():
     return lambda: error_of(lambda: client.send(b"x"))
 
 
-@kind("a TCP listener with a connection that nobody has accepted yet", announced("connection"), advice=ADVICE)
+@kind(
+    "a TCP listener with a connection that nobody has accepted yet",
+    refused("SOCKET_UNSUPPORTED", "not accepted yet"),
+    advice="Accept it.",
+)
 def tcp_backlog():
     listener = socket.create_server((LOCAL, 0))
     client = socket.create_connection(listener.getsockname())
@@ -395,13 +411,13 @@ def tcp_backlog():
     return show, lambda: (client.close(), listener.close())
 
 
-@kind("a TCP connection that is being made", refused("SOCKET_UNSUPPORTED", "connection"), advice="Wait for it.")
+@kind("a TCP connection that is being made", announced("connection"), advice=ADVICE)
 def tcp_connecting():
     one = socket.socket()
     one.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         one.connect((LOCAL, int(os.environ["ZOO_FULL"])))
-    return lambda: error_of(one.getpeername), one.close
+    return lambda: one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0], one.close
 
 
 @kind("a UDP socket, bound")

@@ -278,7 +278,7 @@ def no_new_privileges():
 
 @kind(
     "a thread with a working directory of its own (unshare CLONE_FS)",
-    refused("THREAD_UNSUPPORTED", "directory"),
+    refused("UNPROVEN_STATE", "directories"),
     alone="may be refused",
     advice="End the thread.",
 )
@@ -291,7 +291,7 @@ def own_directory():
 
 @kind(
     "a thread with descriptors of its own (unshare CLONE_FILES)",
-    refused("THREAD_UNSUPPORTED", "descriptor"),
+    refused("UNPROVEN_STATE", "descriptor"),
     alone="may be refused",
     advice="End the thread.",
 )
@@ -304,7 +304,7 @@ def own_descriptors():
 
 @kind(
     "a thread of another user (setresuid of one thread)",
-    refused("THREAD_UNSUPPORTED", "user"),
+    refused("UNPROVEN_STATE", "user"),
     user=IMPOSSIBLE,
     alone="may be refused",
     advice="End the thread.",
@@ -430,7 +430,7 @@ def calculating():
 
 @kind(
     "a filter of system calls on one thread (seccomp)",
-    refused("FILE_UNSUPPORTED", "seccomp"),
+    user=refused("UNPROVEN_STATE", "seccomp"),
     alone="cannot be undone",
     advice="The kernel stays where it is.",
 )

@@ -38,7 +38,7 @@ def left(fd: int) -> tuple[float, float]:
 
 def near(seconds: float, what: float = HOUR) -> bool:
     """Whether ``seconds`` is a little less than ``what``."""
-    return what - 600 < seconds <= what
+    return what - 600 < seconds < what + 1
 
 
 @kind("a timer that goes off every 10 ms (timerfd)")
@@ -46,8 +46,8 @@ def timerfd_periodic():
     fd = timerfd(time.CLOCK_MONOTONIC, 0.01, 0.01)
 
     def show():
-        ready = bool(readable(fd))
-        return ready, struct.unpack("Q", os.read(fd, 8))[0] > 0, left(fd)[1]
+        ticks = [bool(readable(fd)) and struct.unpack("Q", os.read(fd, 8))[0] > 0 for _ in range(3)]
+        return ticks, left(fd)[1]
 
     return show
 

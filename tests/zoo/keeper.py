@@ -254,12 +254,15 @@ def packs(kinds: Iterable[Kind], who: str) -> tuple[list[list[str]], list[str]]:
 
 
 def belongings() -> set[str]:
-    """What this user has where things are forgotten: shared memory, temporary files."""
+    """What this user has where things are forgotten: shared memory, temporary files.
+
+    torch keeps a directory for its compiler, wherever it runs.
+    """
     found = set()
     for directory in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         for path in directory.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if path.lstat().st_uid == os.getuid():
+                if path.lstat().st_uid == os.getuid() and not path.name.startswith("torchinductor_"):
                     found.add(str(path))
     return found
 

@@ -114,7 +114,12 @@ def huge():
     return lambda: (hashlib.sha256(ctypes.string_at(address, 8 << 20)).hexdigest(), smaps(address)["VmFlags"])
 
 
-@kind("memory with a protection key", refused("FILE_UNSUPPORTED", "protection key"), alone="may not exist here")
+@kind(
+    "memory with a protection key",
+    refused("UNPROVEN_STATE", "protection key"),
+    alone="may not exist here",
+    advice="Unmap it.",
+)
 def protection_key():
     try:
         key = libc("pkey_alloc", 0, 0)
@@ -127,7 +132,7 @@ def protection_key():
     )
 
 
-@kind("sealed memory (mseal)", refused("UNPROVEN_STATE", "seal"), alone="cannot be undone")
+@kind("sealed memory (mseal)", alone="cannot be undone")
 def sealed():
     address = map_raw(PAGE)
     poke(address, b"for good")
@@ -342,7 +347,11 @@ def moved():
     return lambda: (memory[:5].decode(), len(memory))
 
 
-@kind("shared memory that was enlarged beyond its end (mmap.resize)", alone="may be refused", advice="Close it.")
+@kind(
+    "shared memory that was enlarged beyond its end (mmap.resize)",
+    refused("UNPROVEN_STATE", "shared memory"),
+    advice="Close it.",
+)
 def moved_beyond():
     memory = mmap.mmap(-1, PAGE)
     memory[:5] = b"moved"

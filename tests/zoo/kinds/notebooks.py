@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 
@@ -168,14 +169,11 @@ def subshell():
     supported = getattr(kernel, "_supports_kernel_subshells", False)
     if not supported or manager is None:
         return lambda: "this ipykernel has none"
-    subshells = manager.manager
-    answer = subshells.process_control_request if hasattr(subshells, "process_control_request") else None
-    made = subshells._create_subshell()
-    return lambda: (
-        answer is not None,
-        made in subshells.list_subshell(),
-        sorted(t.name for t in threading.enumerate() if "subshell" in t.name.lower()),
-    )
+    subshells, made = manager.manager, queue.SimpleQueue()
+    # As a request on the control channel does: on the thread of the shell channel.
+    subshells._shell_channel_io_loop.add_callback(lambda: made.put(subshells._create_subshell()))
+    identity = made.get(timeout=20)
+    return lambda: (identity in subshells.list_subshell(), subshells._cache[identity].is_alive())
 
 
 @kind("a task of the notebook that waits between cells (await in a later cell)")

@@ -1,0 +1,33 @@
+"""Who keeps the zoo, and the table that is written of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from keeping import EVERYBODY, users
+from kinds import all_kinds
+from table import DOCUMENT, table
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--zoo-table", action="store_true", help=f"Write {Path(DOCUMENT).name} from what this run finds; for all kinds."
+    )
+
+
+@pytest.fixture(scope="session")
+def zoo(criu_binary, request):
+    """Everybody by name, "root" and "user"; with ``--zoo-table`` what they found is written down in the end."""
+    with users(criu_binary) as made:
+        yield made
+        if request.config.getoption("--zoo-table"):
+            found = {who: user.outcomes for who, user in made.items()}
+            missing = [
+                key
+                for who in EVERYBODY
+                for key, kind in all_kinds().items()
+                if not (key in found[who] or kind.lacking())
+            ]
+            assert not missing, f"the table needs all kinds (no -m, no -k): {missing}"
+            DOCUMENT.write_text(table(all_kinds(), found))

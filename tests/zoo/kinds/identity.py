@@ -1,0 +1,118 @@
+"""Who the process is: numbers, users, groups, capabilities, names of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import uuid
+from pathlib import Path
+
+from . import IMPOSSIBLE, kind
+from .asking import status
+
+WHOLE = "changes the whole process"
+
+
+@kind("its numbers: process, parent, group, session, threads")
+def numbers():
+    return lambda: (os.getpid(), os.getppid(), os.getpgrp(), os.getsid(0), os.readlink("/proc/self"))
+
+
+@kind("its user and groups")
+def users():
+    return lambda: (os.getresuid(), os.getresgid(), os.getgroups(), status("Uid", "Gid", "Groups"))
+
+
+@kind("its capabilities")
+def capabilities():
+    return lambda: status("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+
+
+@kind("fewer capabilities than it began with (root)", user=IMPOSSIBLE, alone="cannot be undone")
+def fewer_capabilities():
+    import ctypes
+
+    from .asking import prctl
+
+    if os.getuid() != 0:
+        raise PermissionError("it has none")
+    prctl(24, 22)  # CAP_SYS_BOOT leaves the bounding set
+    header, data = (0x20080522, 0), ctypes.create_string_buffer(24)
+    words = (ctypes.c_uint * 2)(*header)
+    ctypes.CDLL(None).capget(words, data)
+    masks = (ctypes.c_uint * 6).from_buffer(data)
+    masks[0] &= ~(1 << 22)
+    masks[1] &= ~(1 << 22)
+    ctypes.CDLL(None).capset(words, data)
+    return lambda: status("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
+
+
+@kind("another user than it began as (root: setresuid)", user=IMPOSSIBLE, alone="cannot be undone")
+def other_user():
+    if os.getuid() != 0:
+        raise PermissionError("it has no right to")
+    os.setresgid(1234, 1234, 0)
+    os.setresuid(0, 1234, 0)
+
+    return lambda: (os.getresuid(), os.getresgid(), status("CapEff")), lambda: (
+        os.setresuid(0, 0, 0),
+        os.setresgid(0, 0, 0),
+    )
+
+
+@kind("supplementary groups (root: setgroups)", user=IMPOSSIBLE, alone=WHOLE)
+def groups():
+    before = os.getgroups()
+    os.setgroups([7, 8, 4242])
+    return lambda: os.getgroups(), lambda: os.setgroups(before)
+
+
+@kind("the name of the machine")
+def machine():
+    return lambda: (socket.gethostname(), platform.node(), platform.release(), os.uname().version)
+
+
+@kind("the namespaces it lives in: those that a restore must share with the host")
+def namespaces():
+    return lambda: [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "ipc", "uts", "cgroup")]
+
+
+@kind("its cgroup")
+def cgroup():
+    return lambda: Path("/proc/self/cgroup").read_text()
+
+
+@kind("identifiers made at run time: uuid1, id(), hash of a string")
+def identifiers():
+    made, thing = uuid.uuid1(), object()
+    return lambda: (str(made), uuid.getnode(), id(thing), hash("zoo"), sys.flags.hash_randomization)
+
+
+@kind("what it sees mounted")
+def mounts():
+    def show():
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return sorted((line[4], line[line.index("-") + 1]) for line in lines)
+
+    return show
+
+
+@kind("what it sees in /proc: itself, and nobody of the host")
+def processes():
+    return lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) >= os.getpid())
+
+
+@kind("its descriptors: none more, none fewer")
+def descriptors():
+    def show():
+        found = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                found.append((int(name), os.readlink(f"/proc/self/fd/{name}").split(":")[0].split("/")[-1][:12]))
+            except OSError:
+                continue
+        return len([one for one in found if "history" not in one[1]]) > 10
+
+    return show

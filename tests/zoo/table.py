@@ -1,0 +1,78 @@
+"""The table of the zoo: what becomes of each kind of state, for root and for an ordinary user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from keeper import Outcome
+from keeping import why_not
+from kinds import FAMILIES, Kind
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "process-state.md"
+
+HEAD = (
+    "# What becomes of a process's state\n\n"
+    "Each line is a small program in `tests/zoo` that makes the state in a real kernel, has it checkpointed and "
+    "brought back twice, and asks the system before and after. `python -m pytest tests/zoo --zoo-table` runs all of "
+    "them, for root and for an ordinary user, and writes this page from what it found.\n\n"
+    "*kept*: the same after every wake. *refused*: the checkpoint is refused with the code, in words that name the "
+    "thing, and the kernel runs on. *announced*: not kept, and `%gpu_checkpoint --status` says so beforehand. "
+    "*not to be had*: the system does not let this user have it, or has none. A word in **bold** is a loss that is "
+    "known and not mended yet.\n"
+)
+
+TITLES = {
+    "descriptors": "Descriptors",
+    "files": "Files",
+    "sockets": "Sockets",
+    "mappings": "Memory",
+    "threads": "Threads",
+    "signals": "Signals",
+    "timers": "Timers and clocks",
+    "attributes": "What the system holds about the process",
+    "identity": "Who the process is",
+    "terminals": "Terminals",
+    "children": "Children",
+    "runtime": "Python and its standard library",
+    "notebooks": "IPython, ipykernel, widgets",
+    "libraries": "Libraries",
+}
+ROW = re.compile(r"^\| (?!kind \|)([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]*) \|$", re.MULTILINE)
+
+
+def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
+    """What the table says of one kind for one user."""
+    if outcome is None:
+        return "not tried"
+    said = {"impossible": "not to be had", "refused": f"refused, `{outcome.code}`"}.get(outcome.what, outcome.what)
+    if outcome.what == "impossible":
+        return said
+    if why_not(kind, who, outcome):
+        return f"**{said}**"
+    return "announced" if kind.expected(who).what == "announced" and outcome.what == "changed" else said
+
+
+def table(kinds: Mapping[str, Kind], found: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for family in FAMILIES:
+        rows = [
+            f"| {kind.name} | {cell(kind, 'root', found.get('root', {}).get(key))} "
+            f"| {cell(kind, 'user', found.get('user', {}).get(key))} | {kind.advice} |"
+            for key, kind in kinds.items()
+            if kind.family == family
+        ]
+        parts += [
+            f"## {TITLES[family]}\n",
+            "| kind | root | ordinary user | what to do |\n|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    return "\n".join(parts)
+
+
+def rows(text: str) -> list[tuple[str, str, str, str]]:
+    """Kind, root, ordinary user, what to do, of each line of a page."""
+    return [tuple(part.strip() for part in row) for row in ROW.findall(text)]  # type: ignore[misc]

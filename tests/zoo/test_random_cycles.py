@@ -1,0 +1,278 @@
+"""Random kinds of state, random kill -9 at random moments: then the kernel runs, or its image restores, never both.
+
+What is killed: CRIU, the capsule's init, the owner (a server), the kernel itself.  A kernel that is killed while it is
+the only copy of itself is lost, by whoever killed it, and that is told; nothing else is ever lost.  ``ZOO_CYCLES`` is
+the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import waiting
+from harness import alive, descendants
+from keeper import packs
+from keeping import EVERYBODY, User
+from kinds import all_kinds
+from table import DOCUMENT, rows
+
+CYCLES = int(os.environ.get("ZOO_CYCLES", "1000"))
+SEED = int(os.environ.get("ZOO_SEED", "20"))
+VICTIMS = ("criu", "init", "owner", "kernel")
+#: Cycles of one kernel.
+LIFE = 10
+#: Seconds within which an owner answers, whatever was killed under it.
+ANSWER = 120
+#: Losses of a kernel that was killed while there was no image of it.
+LOSS = {"KERNEL_LOST", "CAPSULE_GONE", "KernelEnded"}
+
+
+def kept(who: str) -> list[str]:
+    """The kinds that share a kernel and that this user keeps, as the table says; none that brings much memory."""
+    column = {"root": 1, "user": 2}[who]
+    good = {row[0] for row in rows(DOCUMENT.read_text()) if row[column] == "kept"}
+    shared, _ = packs([kind for kind in all_kinds().values() if not kind.lacking() and kind.name in good], who)
+    return [
+        key
+        for pack in shared
+        for key in pack
+        if "torch" not in all_kinds()[key].needs and not key.endswith("random_bytes")
+    ]
+
+
+class Owner:
+    """One process of `wanderer.py`."""
+
+    def __init__(self, user: User, directory: Path, base: Path) -> None:
+        script = str(Path(__file__).with_name("wanderer.py"))
+        self._errors = (directory / "owner.log").open("a")
+        self.process = subprocess.Popen(
+            user.command(sys.executable, script, str(directory), str(base)),
+            env=user.environment,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.first = self.answer()
+
+    def _read(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+
+    def send(self, *words: str) -> None:
+        self.process.stdin.write(" ".join(words) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any] | None:
+        """Its next answer; None when it has ended."""
+        deadline = time.monotonic() + ANSWER
+        while True:
+            try:
+                return json.loads(self._lines.get(timeout=0.02))
+            except queue.Empty:
+                if self.process.poll() is not None and self._lines.empty():
+                    return None
+                assert time.monotonic() < deadline, "the owner does not answer"
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        self.send(*words)
+        answer = self.answer()
+        assert answer is not None, f"the owner ended during {words[0]}"
+        return answer
+
+    def end(self) -> None:
+        """Let it go, with whatever it holds."""
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self._errors.close()
+
+
+class Wandering:
+    """One kernel after the other, their owners, and what became of them."""
+
+    def __init__(self, user: User, name: str) -> None:
+        self.user = user
+        self.directory = user.own(user.home / name)
+        self.base = user.own(user.home / f"{name}r")
+        self.kinds = kept(user.who)
+        self.owner: Owner | None = None
+        self.shown: dict[str, str] = {}
+        self.usual = {"checkpoint": 0.5, "restore": 0.5}
+        self.count: collections.Counter[str] = collections.Counter()
+
+    # -- processes
+
+    def inits(self) -> list[int]:
+        found = []
+        for path in Path("/proc").iterdir():
+            if path.name.isdigit():
+                try:
+                    words = (path / "cmdline").read_bytes().decode(errors="replace")
+                except OSError:
+                    continue
+                if "capsule_init" in words and str(self.base) in words:
+                    found.append(int(path.name))
+        return found
+
+    def named(self, victim: str) -> list[int]:
+        """The processes of that name, now."""
+        if victim == "owner":
+            return [self.owner.process.pid]
+        inits = self.inits()
+        if victim == "init":
+            return inits
+        found = []
+        for pid in {below for init in inits for below in descendants(init)} - set(inits):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            is_criu = "dump" in words or "restore" in words
+            if is_criu == (victim == "criu") and any(words):
+                found.append(pid)
+        return found
+
+    def kill(self, victim: str, dice: random.Random) -> bool:
+        """Kill one of them, as soon as there is one; whether there was one before the verb had ended."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and self.owner._lines.empty():
+            pids = self.named(victim)
+            if pids:
+                try:
+                    os.kill(dice.choice(sorted(pids)), signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                return True
+        return False
+
+    # -- the promise
+
+    def truths(self) -> list[int]:
+        script = str(Path(__file__).with_name("wanderer.py"))
+        argv = self.user.command(sys.executable, script, str(self.directory), str(self.base), "truths")
+        told = subprocess.run(argv, env=self.user.environment, cwd="/", capture_output=True, text=True, timeout=60)
+        assert told.returncode == 0, told.stderr
+        return json.loads(told.stdout)
+
+    def begin(self, dice: random.Random) -> None:
+        """A fresh kernel with a random combination of kinds."""
+        if self.owner is not None:
+            self.owner.ask("end")
+            self.owner.end()
+        for image in (self.directory / "images").glob("*"):
+            subprocess.run(["rm", "-rf", str(image)], check=True)
+        self.owner = Owner(self.user, self.directory, self.base)
+        assert self.owner.first is not None, (self.directory / "owner.log").read_text()[-3000:]
+        answer = self.owner.ask("make", *dice.sample(self.kinds, dice.randint(3, 8)))
+        assert not answer["failed"], answer
+        self.shown = answer["shown"]
+
+    def brought_to(self, state: str) -> None:
+        """Without any fault: running or checkpointed."""
+        answer = self.owner.ask("restore" if state == "running" else "checkpoint")
+        assert answer["state"] == state, answer
+
+    def shows(self) -> None:
+        """The kernel runs and is what it was."""
+        answer = self.owner.ask("show", *self.shown)
+        assert answer.get("shown") == self.shown, answer
+
+    def cycle(self, seed: int) -> str:
+        """One verb, one death at a random moment, and the promise; what became of the kernel."""
+        dice = random.Random(seed)
+        if self.owner is None or dice.random() < 1 / LIFE:
+            self.begin(dice)
+        verb, victim = dice.choice(("checkpoint", "restore")), dice.choice(VICTIMS)
+        if verb == "restore":
+            self.brought_to("checkpointed")
+        began = time.monotonic()
+        self.owner.send(verb)
+        time.sleep(dice.uniform(0, 1.1 * self.usual[verb]))
+        killed = self.kill(victim, dice)
+        answer = self.owner.answer()
+        if not killed:
+            self.usual[verb] = 0.9 * self.usual[verb] + 0.1 * (time.monotonic() - began)
+        what = f"{verb}, {victim} {'killed' if killed else 'not met'}"
+        if answer is None or self.owner.process.poll() is not None:
+            assert victim == "owner", answer
+            self.owner.end()
+            waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
+            self.owner = Owner(self.user, self.directory, self.base)
+            answer = self.owner.first
+            assert answer is not None, (self.directory / "owner.log").read_text()[-3000:]
+        elif victim == "owner" and killed:  # it had answered before it was killed
+            self.owner.process.wait(30)
+            self.owner.end()
+            waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
+            self.owner = Owner(self.user, self.directory, self.base)
+            answer = self.owner.first
+        if answer["state"] == "running":
+            answer = {**answer, **self.owner.ask("show", *self.shown)}
+        if victim in ("kernel", "init") and killed and (answer.get("error") in LOSS or answer["state"] == "dead"):
+            state = self.owner.ask("show", *self.shown)["state"]
+            if state != "checkpointed":
+                assert state == "dead", (what, state, answer)
+                self.owner.end()
+                waiting.until(lambda: self.truths() == [0, 0], "neither a kernel nor an image", 60)
+                self.owner = None
+                return f"{what}: killed while it was the only copy, and said so"
+        if answer["state"] != "running":
+            assert answer["state"] in ("checkpointed", "suspended"), (what, answer)
+            self.brought_to("running")
+        self.shows()
+        return f"{what}: {answer['state']}, the same as before"
+
+    def close(self) -> None:
+        """End the owner, and the kernel with it."""
+        try:
+            if self.owner is not None and self.owner.process.poll() is None:
+                self.owner.ask("end")
+        finally:
+            if self.owner is not None:
+                self.owner.end()
+            for pid in self.inits():  # of a kernel that no owner would take
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        waiting.until(lambda: not alive(self.inits()), "no process is left", 30)
+
+
+@pytest.mark.parametrize("who", ["root", "user"])
+@pytest.mark.parametrize(
+    "cycles",
+    [
+        pytest.param(4, id="few"),
+        pytest.param(CYCLES, id="many", marks=[pytest.mark.torture, pytest.mark.timeout(60 + 20 * CYCLES)]),
+    ],
+)
+def test_exactly_one_is_true_after_any_death(zoo, who, cycles):
+    if who not in EVERYBODY:
+        pytest.skip("an ordinary user cannot be root")
+    wandering = Wandering(zoo[who], f"w{cycles}")
+    try:
+        for seed in range(SEED, SEED + cycles):
+            print(f"ZOO_SEED={seed}", end=" ", flush=True)
+            became = wandering.cycle(seed)
+            print(became, flush=True)
+            wandering.count[became] += 1
+    finally:
+        wandering.close()
+    print(*(f"{number:5} {what}" for what, number in wandering.count.most_common()), sep="\n")

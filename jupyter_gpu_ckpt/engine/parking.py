@@ -9,6 +9,7 @@ Standard library only, as `ptrace`: a capsule's init imports it with nothing els
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import os
@@ -17,7 +18,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .ptrace import WALL, Machine, Tracee
 
@@ -189,12 +190,12 @@ class Parking:
         if call is None:  # killed where it stood
             return False
         if call.number < 0:
-            return not any(call.pc in code for code in shared.code)
+            return call.pc not in shared.code
         if call.number == self._machine.futex:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
-            waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or any(address in data for data in shared.data)
+            waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or address in shared.data
             if command == _FUTEX_MUTEX and waits_for_everybody_s:
                 return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
         elif lenient and call.number not in self._machine.memory:
@@ -211,16 +212,16 @@ class Parking:
         call = _Call.of(self._pid, tid)
         if call is None or call.number not in self._machine.waits:
             return False
-        if not any(call.pc in code for code in shared.c_library):
-            return any(call.pc in code for code in shared.driver)
+        if call.pc not in shared.c_library:
+            return call.pc in shared.driver
         with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
             try:
                 stack = os.pread(memory.fileno(), _STACK_BYTES, call.sp & ~7)
             except OSError:
                 return False
         for (word,) in struct.iter_unpack("=Q", stack[: len(stack) & ~7]):
-            if any(word in code for code in shared.executable) and not any(word in code for code in shared.c_library):
-                return any(word in code for code in shared.driver)
+            if word in shared.executable and word not in shared.c_library:
+                return word in shared.driver
         return False
 
     def _is_file(self, descriptor: int) -> bool:
@@ -263,35 +264,50 @@ class _Call:
         return cls(int(words[0]), tuple(arguments), sp, pc)
 
 
+class _Places:
+    """Ranges of addresses, added in ascending order, none over another."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, begin: int, end: int) -> None:
+        self._begins.append(begin)
+        self._ends.append(end)
+
+    def __contains__(self, address: int) -> bool:
+        place = bisect.bisect_right(self._begins, address) - 1
+        return place >= 0 and address < self._ends[place]
+
+
 @dataclass(frozen=True)
 class _Shared:
     """Where code is in which a thread may hold a lock that others need, and where such locks lie."""
 
-    code: list[range]
-    data: list[range]
+    code: _Places = field(default_factory=_Places)
+    data: _Places = field(default_factory=_Places)
     #: All code, and of it the C library's and the CUDA driver's.
-    executable: list[range]
-    c_library: list[range]
-    driver: list[range]
+    executable: _Places = field(default_factory=_Places)
+    c_library: _Places = field(default_factory=_Places)
+    driver: _Places = field(default_factory=_Places)
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
         """Of a process, by proc_pid_maps(5)."""
-        found = cls([], [], [], [], [])
+        found = cls()
         with open(f"/proc/{pid}/maps") as file:
             for line in file:
                 words = line.split(None, 5)
                 begin, end = (int(word, 16) for word in words[0].split("-"))
                 path = words[5].rstrip("\n") if len(words) > 5 else ""
-                place = range(begin, end)
                 if "x" in words[1]:
-                    found.executable.append(place)
+                    found.executable.add(begin, end)
                     if _SHARED_CODE.search(path):
-                        found.code.append(place)
+                        found.code.add(begin, end)
                     if _C_LIBRARY.search(path):
-                        found.c_library.append(place)
+                        found.c_library.add(begin, end)
                     if _DRIVER.search(path):
-                        found.driver.append(place)
+                        found.driver.add(begin, end)
                 if _EVERYBODY_S.search(path):
-                    found.data.append(place)
+                    found.data.add(begin, end)
         return found

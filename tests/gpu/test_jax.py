@@ -25,10 +25,10 @@ from jax import random
 key = random.PRNGKey(7)
 devices = jax.devices()
 arrays = [
-    jax.device_put(random.normal(random.fold_in(key, number), (4096, 4096)), devices[number % len(devices)])
+    jax.device_put(random.normal(random.fold_in(key, number), (1024, 1024)), devices[number % len(devices)])
     for number in range(8)
 ]
-step = jax.jit(lambda x: jnp.tanh(x @ x.T / 4096))
+step = jax.jit(lambda x: jnp.tanh(x @ x.T / 1024))
 results = [step(array).block_until_ready() for array in arrays]
 """
 DIGEST = """

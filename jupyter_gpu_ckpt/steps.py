@@ -82,7 +82,8 @@ class Settings:
     #: CRIU and the CUDA driver get ``base`` plus the time the bytes take at this rate (bytes per second).
     base: float = 60.0
     slowest_rate: float = 50e6
-    room: float = 10.0
+    #: For another kernel to be back on the same GPU, first.
+    room: float = 30.0
     #: How long a dump waits for pipes that other processes of the user hold.
     pipes: float = 30.0
     #: How long a wake waits for ports on which closed connections linger: Linux needs 60 s.

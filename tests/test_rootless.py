@@ -135,8 +135,8 @@ def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
 def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
     """CRIU finds other words for some failures when it lacks root's rights; the codes are the same."""
     nobody = Nobody(place, criu)
-    chosen = "grew or moved or somebody or unix or deleted or written or kill_in or dump"
-    tests = ["tests/faults/test_leaving.py", "tests/faults/test_returning.py"]
+    chosen = "grew or moved or somebody or unix or deleted or written or kill_in or dump or in_proc or cannot_come_back"
+    tests = [f"tests/faults/test_{name}.py" for name in ("leaving", "returning", "replaced_files")]
     nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}
 

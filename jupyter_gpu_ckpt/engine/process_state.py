@@ -507,7 +507,7 @@ class _Process:
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
                 with contextlib.suppress(OSError):  # removed since it was bound
                     facts = os.stat(f"{self.root}/root{where}")
-                    notes["path"] = {"path": where, "device": facts.st_dev, "inode": facts.st_ino}
+                    notes["path"] = {"path": where, "inode": facts.st_ino, "mtime": facts.st_mtime_ns}
             if notes:
                 self.sockets[number] = notes
 

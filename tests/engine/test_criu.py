@@ -169,7 +169,11 @@ LINES = [
         "FILE_UNSUPPORTED",
         "/tmp/big",
     ),
-    ("(00.1) Error (criu/sk-inet.c:185): inet: In-flight connection (l) for 36e77", "SOCKET_UNSUPPORTED", "not accepted"),
+    (
+        "(00.1) Error (criu/sk-inet.c:185): inet: In-flight connection (l) for 36e77",
+        "SOCKET_UNSUPPORTED",
+        "not accepted",
+    ),
     (
         "(00.1) Error (criu/sk-queue.c:144): skqueue: Control messages in queue, not supported",
         "SOCKET_UNSUPPORTED",

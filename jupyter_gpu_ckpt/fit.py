@@ -37,7 +37,7 @@ def taken(
     """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
     ``arena``: bytes of device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
-    it makes again, by ``path``, ``device`` and ``inode``.
+    it makes again, by ``path``, ``inode`` and ``mtime``.
     """
     return fingerprint(
         files=map(vars, criu_images.regular_files(directory)),

@@ -71,10 +71,10 @@ class Leaving(Steps):
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
-        if writes:
-            found += self._state_findings(capsule)
         if writes and (gone := self._without_sockets()) is not None:
             found.append(preflight.Finding(gone.code, gone.message, gone))
+        if writes:
+            found += self._state_findings(capsule)
         if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
             found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
         return found

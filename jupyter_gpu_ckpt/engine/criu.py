@@ -99,6 +99,12 @@ _CAUSES = (
         UnsupportedSocket,
         "The kernel is connected to a process outside through a unix socket ({0}).",
     ),
+    _cause(r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
+    _cause(
+        r"Control messages in queue()",
+        UnsupportedSocket,
+        "Credentials or descriptors were sent through a unix socket of the kernel and are not received yet.",
+    ),
     _cause(
         r"Unsupported (?:proto|type|socket family)\D*(\d+)",
         UnsupportedSocket,

@@ -281,6 +281,7 @@ class _Process:
         self.inventory["threads"] = tids
         noted: dict[str, Notes] = {}
         self.suspects: list[int] = []
+        self.user: tuple[str | None, str | None] = None, None
         for tid in tids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if notes := self.thread(tid):
@@ -322,6 +323,10 @@ class _Process:
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
         """What confines a thread: all of it must come back, or the thread would have rights that it gave away."""
+        if tid == self.pid:
+            self.user = status.get("Uid"), status.get("Gid")
+        elif self.user != (status.get("Uid"), status.get("Gid")):
+            self.found.refuse("a thread of another user", hint="End that thread.")
         seccomp = status.get("Seccomp", "0")
         if seccomp != "0" and (os.geteuid() != 0 or self.mine.seccomp != "0"):
             why = "Only root's CRIU can save it, outside of a container that has such a filter itself."
@@ -505,9 +510,13 @@ class _Process:
                     notes["groups"] = groups
             if sock.family == socket_state.AF_UNIX and (path := socket_state.bound_path(sock)):
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
-                with contextlib.suppress(OSError):  # removed since it was bound
+                try:
                     facts = os.stat(f"{self.root}/root{where}")
-                    notes["path"] = {"path": where, "device": facts.st_dev, "inode": facts.st_ino}
+                    notes["path"] = {"path": where, "inode": facts.st_ino, "mtime": facts.st_mtime_ns}
+                except OSError:
+                    if socket_state.is_found_by_path(sock):
+                        what = f"a unix socket whose file {where} was deleted (descriptor {number})"
+                        self.found.refuse(what, "socket", "Close the socket and try again.")
             if notes:
                 self.sockets[number] = notes
 

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import os
 import re
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -167,22 +168,24 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
             state, waiting = _tcp(sock)
             if state == _TCP_LISTEN and waiting:
                 return f"{waiting} connection(s) to port {sock.getsockname()[1]} that are not accepted yet"
+        elif _waiting(sock):
+            return "a datagram in a UDP socket that is not received yet"
         return ""
     if family == socket.AF_NETLINK and protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT):
         return ""
+    if family in _INET and kind == socket.SOCK_RAW:
+        return "a raw socket"
     if family in _INET:
-        return _PROTOCOLS.get(
-            protocol, "a raw socket" if kind == socket.SOCK_RAW else f"a socket of protocol {protocol}"
-        )
+        return _PROTOCOLS.get(protocol, f"a socket of protocol {protocol}")
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
 
 
 def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
     if descriptors:
         return f"{descriptors} descriptor(s) sent through a unix socket (SCM_RIGHTS) and not received yet"
-    if sock.type != socket.SOCK_DGRAM and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return ""
-    if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED) and _readable(sock):
+    if _listens(sock):
+        return "connections to a unix socket that are not accepted yet" if _waiting(sock) else ""
+    if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED) and _waiting(sock) and _has_data(sock):
         return "credentials sent through a unix socket (SCM_CREDENTIALS) and not received yet"
     if sock.type == socket.SOCK_STREAM:
         with contextlib.suppress(OSError):
@@ -191,7 +194,18 @@ def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
     return ""
 
 
-def _readable(sock: socket.socket) -> bool:
+def _listens(sock: socket.socket) -> bool:
+    return sock.type != socket.SOCK_DGRAM and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _waiting(sock: socket.socket) -> bool:
+    """Whether something waits to be received or accepted; takes nothing out."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return any(events & select.POLLIN for _, events in poll.poll(0))
+
+
+def _has_data(sock: socket.socket) -> bool:
     try:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:
@@ -202,6 +216,11 @@ def _tcp(sock: socket.socket) -> tuple[int, int]:
     """State, and of a listening socket the connections that wait to be accepted (``tcpi_unacked``)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 104)
     return info[0], struct.unpack_from("=I", info, 24)[0]
+
+
+def is_found_by_path(sock: socket.socket) -> bool:
+    """Whether others reach the unix socket by the path that it is bound to, and not an accepted connection of it."""
+    return sock.type == socket.SOCK_DGRAM or _listens(sock)
 
 
 def bound_path(sock: socket.socket) -> str:

@@ -4,9 +4,9 @@ A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at th
 questions on the node the image is to be restored on, and `match` compares the two.
 
 Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
-(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``cuda`` (the version the
-driver knows; empty: the kernel never used CUDA, and nothing about GPUs is asked), ``driver``, ``gpus``,
-``device_bytes`` (by UUID), ``memory`` and ``disk``.
+(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``sockets`` (unix sockets in
+the file system), ``cuda`` (the version the driver knows; empty: the kernel never used CUDA, and nothing about GPUs is
+asked), ``driver``, ``gpus``, ``device_bytes`` (by UUID), ``memory`` and ``disk``.
 
 A file is known by its identity (`node.identity`), noted after the dump, which itself may have changed it by a link; by
 its hash, as far as `Hashes` has it; by size and build-id.
@@ -45,7 +45,7 @@ def fingerprint(
     criu:
         The version of CRIU that made the dump.
     sockets:
-        Files of unix sockets: ``path``, ``device`` and ``inode``.
+        Files of unix sockets: ``path``, ``inode`` and ``mtime`` (ns).
     hashes:
         Knows the contents of files; None: none is noted.
     gpus:

@@ -117,16 +117,16 @@ def keeps_inodes(kind: str) -> bool:
     return keeps_content(kind) and not kind.startswith(_RENUMBERED)
 
 
-def taken(path: str, device: int, inode: int) -> str:
+def taken(path: str, inode: int, mtime: int) -> str:
     """What is at the path of a unix socket, if it is not the file that the socket left there; else empty.
 
-    Opens nothing, and connects to nothing.
+    Opens nothing, and connects to nothing.  An inode alone says nothing: the next file may get that of a removed one.
     """
     try:
         status = os.lstat(path)
     except OSError:
         return ""  # it was removed, or cannot be reached: a restore makes it again
-    if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):  # a device may get another number
+    if (status.st_ino, status.st_mtime_ns) == (inode, mtime) and stat.S_ISSOCK(status.st_mode):
         return ""
     return "a socket of another process" if stat.S_ISSOCK(status.st_mode) else "another file"
 

@@ -169,6 +169,16 @@ LINES = [
         "FILE_UNSUPPORTED",
         "/tmp/big",
     ),
+    (
+        "(00.1) Error (criu/sk-inet.c:185): inet: In-flight connection (l) for 36e77",
+        "SOCKET_UNSUPPORTED",
+        "not accepted",
+    ),
+    (
+        "(00.1) Error (criu/sk-queue.c:144): skqueue: Control messages in queue, not supported",
+        "SOCKET_UNSUPPORTED",
+        "Credentials",
+    ),
     ("(00.1) Error (criu/something.c:1): never seen before", "CRIU_FAILED", "could not dump"),
 ]
 

@@ -526,6 +526,19 @@ REFUSED: dict[str, tuple[str, str]] = {
         "a, b = socket.socketpair(); a.send(b'x'); a.send(b'y', socket.MSG_OOB)",
         "out-of-band data in a unix socket",
     ),
+    "datagram that waits": (
+        "s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 0)); s.sendto(b'', s.getsockname())",
+        "a datagram in a UDP socket that is not received yet",
+    ),
+    "connection that waits at a path": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('waits'); s.listen(3)\n"
+        "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
+        "connections to a unix socket that are not accepted yet",
+    ),
+    "deleted path": (
+        "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
+        "a unix socket whose file ",
+    ),
     "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
     "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
     "System V shared memory": (
@@ -540,7 +553,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "descriptors of a thread": ("tid = in_thread(lambda: call(272, 0x400))", "a thread with descriptors of its own"),
 }
 if ROOT:
-    REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "an ICMP (ping) socket")
+    REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "a raw socket")
+    REFUSED["thread of another user"] = ("tid = in_thread(lambda: call(117, 1000, 1000, 1000))", "another user")
     REFUSED["packet socket"] = ("s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "a packet socket")
     REFUSED["device"] = ("fd = os.open('/dev/fuse', os.O_RDWR)", "the device /dev/fuse (descriptor ")
     REFUSED["performance counter"] = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken
+from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from jupyter_gpu_ckpt.image import match, node
 from jupyter_gpu_ckpt.image.hashes import Hashes
 
@@ -423,3 +423,23 @@ def test_the_working_directory_must_be_there(data):
     os.rename(data.parent, away)
     found = {mismatch.path for mismatch in match.match(wanted, seen(wanted)) if mismatch.field == "file_missing"}
     assert found == {str(data), str(data.parent)}
+
+
+def test_a_unix_socket_that_another_process_has_made_since_is_told(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(str(path))
+    facts = path.stat()
+    noted = [{"path": str(path), "inode": facts.st_ino, "mtime": facts.st_mtime_ns}]
+    wanted = match.fingerprint(files=[], ports=[], criu="4.2.1", sockets=noted)
+    assert compared(wanted) == [], "the file that the socket left"
+    path.unlink()
+    assert compared(wanted) == []
+    path.write_text("")
+    assert compared(wanted) == [("socket", True)]
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        assert compared(wanted) == [("socket", True)], "also where it has the inode of the old one"
+        with pytest.raises(SocketTaken):
+            match.require(match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)))

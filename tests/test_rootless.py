@@ -145,7 +145,8 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
 def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)
-    nobody.run(pytest_of("tests/test_terminals.py", "tests/test_ended_kernels.py"), timeout=HANGS)
+    chosen = "a_pair or data or master or half or session or refused or taken_back or awake or restarted or gone"
+    nobody.run(pytest_of("tests/test_terminals.py", "tests/test_ended_kernels.py", "-k", chosen), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}
 
 

@@ -54,11 +54,12 @@ linked: $(FRONT)/dist/package.json
 	ln -sf $(abspath jupyter_gpu_ckpt/server/jupyter_gpu_ckpt.json) $(VENV)/etc/jupyter/jupyter_server_config.d/
 
 $(FRONT)/dist/package.json: $(FRONT_SOURCES) $(FRONT)/node_modules/.made
-	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm build
+	@cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH ../scripts/quietly "Building the JupyterLab front end ..." jlpm build
 
 $(FRONT)/node_modules/.made: $(FRONT)/package.json $(FRONT)/yarn.lock | $(VENV)/ready
-	cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH jlpm install --immutable
-	touch $@
+	@cd $(FRONT) && PATH=$(abspath $(BIN)):$$PATH ../scripts/quietly "Installing the front end's packages ..." \
+		jlpm install --immutable
+	@touch $@
 
 front-end-test: labextension
 	@if [ -e $(FRONT)/node_modules/.made ]; then $(MAKE) --no-print-directory front-end-checked; fi
@@ -95,11 +96,12 @@ gpu-check:
 	scripts/gpu-check
 
 $(VENV)/ready: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[test,lint,hub-test]' $(TORCH)
-	$(BIN)/jupyter gpu-ckpt install-criu
-	touch $@
+	@scripts/quietly "Making a virtual environment in $(VENV) ..." $(PYTHON) -m venv $(VENV)
+	@scripts/quietly "Bringing pip up to date ..." $(BIN)/python -m pip install --upgrade pip
+	@scripts/quietly "Installing this package and what its demo and tests use (minutes, with torch) ..." \
+		$(BIN)/python -m pip install --editable '.[test,lint,hub-test]' $(TORCH)
+	@$(BIN)/jupyter gpu-ckpt install-criu
+	@touch $@
 
 clean:
 	rm -rf $(FRONT)/dist $(FRONT)/lib $(FRONT)/node_modules $(VENV) build dist *.egg-info gpu-bundle .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,7 @@ if not (Path(__file__).parent / "labextension" / "dist" / "package.json").is_fil
     print("jupyter_gpu_ckpt: without the JupyterLab front end; `make labextension` builds it.", file=sys.stderr)
 
 NATIVE = "jupyter_gpu_ckpt/engine/native"
-PARTS = ("arena", "blocks", "control", "copies", "door", "driver", "transfer")
+PARTS = ("arena", "blocks", "child", "control", "copies", "door", "driver", "transfer")
 
 setup(
     ext_modules=[

@@ -216,7 +216,8 @@ class Lifecycle(Leaving, Returning):
 
     def _end_gently(self) -> None:
         """End a kernel that no verb is moving, and that has no image, as a kernel ends that nobody checkpoints."""
-        if not self._lock.acquire(blocking=False):
+        # A verb that has done its steps lets go in a moment; one that has not is broken off by what comes next.
+        if not self._lock.acquire(timeout=0.0 if self.kernel.plan is not None else 1.0):
             return
         try:
             capsule, resting = self.capsule, self.kernel.plan is None and self.image is None

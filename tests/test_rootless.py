@@ -143,6 +143,15 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
+    """The group of terminals is none of this user's, and its trackers are no children of ours."""
+    nobody = Nobody(place, criu)
+    chosen = "a_pair or data or master or half or session or refused or taken_back or awake or restarted or gone"
+    nobody.run(pytest_of("tests/test_terminals.py", "tests/test_ended_kernels.py", "-k", chosen), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_a_user_with_supplementary_groups(place, criu):
     """They cannot be mapped into a user namespace without help; the kernel keeps them all the same, as overflow ids."""
     nobody = Nobody(place, criu, groups=(UID, 60001, 60002))

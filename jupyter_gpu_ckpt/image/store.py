@@ -307,6 +307,12 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
+        # Of a writer that ended just after it had given its draft its name, or to which the disk refused the removal.
+        for path in self.root.glob(f"{draft.PREFIX}*.lock") if ours else ():
+            lock = FileLock(path, timeout=0, mode=0o600)
+            with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
+                if not path.with_suffix("").is_dir():
+                    path.unlink(missing_ok=True)
         for promise in self.root.glob(f"{draft.PREFIX}*{SUFFIX}") if ours else ():
             if not promise.with_name(promise.name.removesuffix(SUFFIX)).exists():
                 promise.unlink(missing_ok=True)

@@ -85,7 +85,7 @@ def test_what_was_preloaded_before_still_is(built, monkeypatch, tmp_path):
 def test_what_the_process_starts_inherits_nothing_of_it(built, tmp_path):
     library = fastpath.preload(built).path
     env = {**os.environ, "LD_PRELOAD": str(library), fastpath.VARIABLE: str(tmp_path / "socket")}
-    code = "import os, subprocess; print(os.environ.get('LD_PRELOAD')); subprocess.run(['env'])"
+    code = "import os, subprocess; print(os.environ.get('LD_PRELOAD'), flush=True); subprocess.run(['env'])"
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert said.startswith("None\n") and "LD_PRELOAD" not in said and fastpath.VARIABLE not in said
 

@@ -316,3 +316,16 @@ def test_a_link_to_where_nobody_may_look_is_passed_over(store, tmp_path):
         assert store.damaged() == {}
     finally:
         closed.chmod(0o700)
+
+
+def test_a_sweep_removes_the_locks_whose_drafts_are_gone(store):
+    """Of a writer that was killed just after the rename, or to which the disk refused the removal."""
+    published = publish(store)
+    left = store.root / f".draft-{published.id}.lock"
+    left.touch()
+    writing = store.begin("kernel")
+    store.sweep()
+    assert not left.exists()
+    assert sorted(path.name for path in store.root.glob(".draft-*")) == [writing.path.name, f"{writing.path.name}.lock"]
+    writing.discard()
+    store.check(published)

@@ -8,6 +8,8 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "child.h"
+
 #define FIRST_SLOTS 4096
 
 /* Open addressing, keyed by address.  Under a lock that is held for a few instructions and never across a call of the
@@ -39,6 +41,14 @@ bool blocks_hold(void)
 }
 
 void blocks_release(void) { unlock(); }
+
+/* Some other thread may have been changing the table. */
+void blocks_in_child(void)
+{
+    table = NULL;
+    slots = taken = taken_bytes = 0;
+    unlock();
+}
 
 /* The product's upper half: its lower bits know nothing of the address's upper ones. */
 static size_t home(CUdeviceptr address)
@@ -119,6 +129,8 @@ static bool take(CUdeviceptr address, struct block *taken_out)
 
 bool block_known(CUdeviceptr address, CUcontext *context)
 {
+    if (is_inert())
+        return false;
     lock();
     struct block *block = find(address);
     if (block != NULL)

@@ -45,5 +45,8 @@ void blocks_amount(size_t *count, size_t *bytes);
 bool blocks_hold(void);
 void blocks_release(void);
 
+/* In a child, just forked: there are none. */
+void blocks_in_child(void);
+
 /* All blocks: slots of a table, some of them free.  Only while it is held. */
 struct block *blocks_table(size_t *slots);

@@ -17,6 +17,7 @@
 #include "control.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -29,6 +30,7 @@
 #include <unistd.h>
 
 #include "arena.h"
+#include "child.h"
 #include "copies.h"
 #include "door.h"
 #include "transfer.h"
@@ -41,6 +43,7 @@ static char path[sizeof((struct sockaddr_un *)0)->sun_path];
 static pid_t owner;
 static _Atomic int listening; /* 0: not yet, 1: yes, -1: cannot */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static atomic_int listener = -1, peer = -1; /* descriptors, for a child to close */
 
 /* What this process starts is not meant: neither the socket nor the preloading is handed on. */
 __attribute__((constructor)) static void begin(void)
@@ -112,7 +115,7 @@ static CUresult perform(const char *verb)
     return result;
 }
 
-static void answer(int peer, const char *verb)
+static void answer(const char *verb)
 {
     double began = now();
     CUresult result = perform(verb);
@@ -122,17 +125,36 @@ static void answer(int peer, const char *verb)
                           "{\"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, \"seconds\": %.6f}\n", result,
                           amounts.blocks, amounts.bytes, amounts.away, now() - began);
     /* Not by a stream, not even dprintf's: a process that ends flushes it once more, and SIGPIPE is what it dies of. */
-    send(peer, line, (size_t)length, MSG_NOSIGNAL);
+    send(atomic_load(&peer), line, (size_t)length, MSG_NOSIGNAL);
     transfer_tidy();
 }
 
+/* What was read from the connection and not used: no stream, whose end in a child would seek in it. */
+struct input {
+    char bytes[64];
+    ssize_t at, count;
+};
+
+static int next_byte(struct input *input)
+{
+    if (input->at == input->count) {
+        input->at = 0;
+        do
+            input->count = recv(atomic_load(&peer), input->bytes, sizeof input->bytes, 0);
+        while (input->count < 0 && errno == EINTR);
+        if (input->count <= 0)
+            return input->count = 0, EOF;
+    }
+    return (unsigned char)input->bytes[input->at++];
+}
+
 /* The next line; one that is too long for a verb, or has a zero byte in it, is the empty one.  False at the end. */
-static bool read_verb(FILE *stream, char *verb, size_t room)
+static bool read_verb(struct input *input, char *verb, size_t room)
 {
     size_t length = 0;
     bool good = true;
     int next;
-    while ((next = getc(stream)) != EOF && next != '\n') {
+    while ((next = next_byte(input)) != EOF && next != '\n') {
         good = good && next != '\0' && length + 1 < room;
         if (good)
             verb[length++] = (char)next;
@@ -141,49 +163,63 @@ static bool read_verb(FILE *stream, char *verb, size_t room)
     return next == '\n';
 }
 
-static void serve(int connection)
+static bool is_ours(int connection)
 {
-    struct ucred peer;
-    socklen_t size = sizeof peer;
-    FILE *stream = NULL;
-    if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && (peer.uid == geteuid() || peer.uid == 0))
-        stream = fdopen(connection, "r");
-    if (stream == NULL) {
-        close(connection);
-        return;
-    }
+    struct ucred other;
+    socklen_t size = sizeof other;
+    return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &other, &size) == 0 &&
+           (other.uid == geteuid() || other.uid == 0);
+}
+
+static void serve(void)
+{
+    struct input input = {.at = 0};
     char verb[16];
-    while (read_verb(stream, verb, sizeof verb))
-        answer(connection, verb);
+    while (read_verb(&input, verb, sizeof verb))
+        answer(verb);
     if (transfer_amounts().away == 0) {
         door_close(); /* first: it takes no time */
         tell(false);
     }
     transfer_forget();
-    fclose(stream);
 }
 
 static void *listen_for_ever(void *argument)
 {
-    int listener = (int)(long)argument;
+    (void)argument;
     tell(false);
     for (;;) {
-        int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        if (connection >= 0)
-            serve(connection);
-        else
+        int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);
+        if (connection < 0) {
             nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: who waits stays in the queue */
+            continue;
+        }
+        atomic_store(&peer, connection);
+        if (is_ours(connection))
+            serve();
+        atomic_store(&peer, -1); /* first: its number may soon be another file's, which is not a child's to close */
+        close(connection);
     }
     return NULL;
+}
+
+void control_in_child(void)
+{
+    int inherited[] = {atomic_exchange(&listener, -1), atomic_exchange(&peer, -1)};
+    for (size_t at = 0; at < sizeof inherited / sizeof *inherited; at++)
+        if (inherited[at] >= 0)
+            close(inherited[at]);
+    opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 static int start(void)
 {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     strcpy(name.sun_path, path);
-    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (listener < 0)
+    int made = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (made < 0)
         return -1;
+    atomic_store(&listener, made);
     sigset_t all, before;
     sigfillset(&all);
     /* A fault of ours is told like one of the program's. */
@@ -191,11 +227,12 @@ static int start(void)
         sigdelset(&all, *fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    bool begun = bind(listener, (struct sockaddr *)&name, sizeof name) == 0 && listen(listener, 4) == 0 &&
-                 pthread_create(&thread, NULL, listen_for_ever, (void *)(long)listener) == 0;
+    bool begun = bind(made, (struct sockaddr *)&name, sizeof name) == 0 && listen(made, 4) == 0 &&
+                 pthread_create(&thread, NULL, listen_for_ever, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!begun) {
-        close(listener);
+        atomic_store(&listener, -1);
+        close(made);
         return -1;
     }
     pthread_detach(thread);
@@ -204,7 +241,7 @@ static int start(void)
 
 bool control_open(void)
 {
-    if (path[0] == '\0' || getpid() != owner) /* not asked for; or a child, which cannot use CUDA anyway */
+    if (path[0] == '\0' || is_inert() || getpid() != owner) /* not asked for; or a child, however it was made */
         return false;
     int state = atomic_load_explicit(&listening, memory_order_acquire);
     if (state == 0) {

@@ -10,6 +10,9 @@
 
 static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;
 
+/* What was found stays so; who was looking just then is not there to go on. */
+void driver_in_child(void) { looking = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; }
+
 static struct driver found_driver;
 static bool found_all;
 static _Atomic(const struct driver *) the_driver;

@@ -99,6 +99,9 @@ struct driver {
 };
 #undef MEMBER
 
+/* In a child, just forked. */
+void driver_in_child(void);
+
 /* The driver that this process has loaded; NULL while it has none, or one that lacks a function. */
 const struct driver *driver(void);
 

@@ -2,6 +2,7 @@
  * (LD_PRELOAD): what it does not serve, and every error, is theirs. */
 #define _GNU_SOURCE
 #include "blocks.h"
+#include "child.h"
 #include "control.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -33,7 +34,7 @@ EXPORT int cudaMalloc(void **address, size_t bytes)
     if (cudart == NULL)
         return cudaErrorInitializationError;
     CUdevice chosen, current;
-    if (address != NULL && bytes >= SMALLEST && driver() != NULL && cudart->cudaGetDevice(&chosen) == 0 &&
+    if (address != NULL && bytes >= SMALLEST && !is_inert() && driver() != NULL && cudart->cudaGetDevice(&chosen) == 0 &&
         driver()->cuCtxGetDevice(&current) == CUDA_SUCCESS && chosen == current) {
         CUdeviceptr made = make(bytes);
         if (made != 0) {

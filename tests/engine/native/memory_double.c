@@ -246,8 +246,14 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
     return CUDA_SUCCESS;
 }
 
+static pid_t loader; /* a child that it forks cannot use CUDA */
+
+__attribute__((constructor)) static void load(void) { loader = getpid(); }
+
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
+    if (getpid() != loader)
+        return CUDA_ERROR_NOT_INITIALIZED;
     ENTER();
     if (current_context() == NULL)
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -268,6 +274,8 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
 {
+    if (getpid() != loader)
+        return CUDA_ERROR_NOT_INITIALIZED;
     ENTER();
     if (address == 0)
         return CUDA_SUCCESS;

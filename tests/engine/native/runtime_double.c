@@ -3,10 +3,11 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "double.h"
 
-enum { cudaErrorInvalidValue = 1, cudaErrorInsufficientDriver = 35, cudaMemcpyDefault = 4 };
+enum { cudaErrorInvalidValue = 1, cudaErrorInitializationError = 3, cudaErrorInsufficientDriver = 35, cudaMemcpyDefault = 4 };
 
 static struct {
     void *library;
@@ -21,8 +22,11 @@ static struct {
 } cu;
 static long mallocs;
 
+static pid_t loader; /* a child that it forks cannot use CUDA */
+
 static void load(void)
 {
+    loader = getpid();
     cu.library = dlopen("libcuda.so.1", RTLD_NOW);
     if (cu.library == NULL)
         return;
@@ -45,6 +49,8 @@ static int begin(void)
     pthread_once(&once, load);
     if (cu.library == NULL)
         return cudaErrorInsufficientDriver;
+    if (getpid() != loader)
+        return cudaErrorInitializationError;
     CUcontext context;
     cu.cuCtxGetCurrent(&context);
     if (context != NULL)

@@ -9,7 +9,9 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <signal.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -239,6 +241,50 @@ static void in_child(void)
     puts(answer);
 }
 
+/* Children that free what the parent has, and allocate: each must be refused, and soon. */
+static void in_children(size_t count)
+{
+    size_t refused = 0, hung = 0;
+    for (size_t at = 0; at < count; at++) {
+        pid_t child = fork();
+        if (child == 0) {
+            void *memory = blocks[0].memory;
+            bool good = cudaFree(memory) == 3 && driver_free(memory) == 3 && cudaMalloc(&memory, (size_t)4 << 20) == 3;
+            _exit(good ? 0 : 1);
+        }
+        int status = 0;
+        pid_t ended = 0;
+        for (size_t turn = 0; turn < 20000 && (ended = waitpid(child, &status, WNOHANG)) == 0; turn++)
+            usleep(500);
+        if (ended == 0) {
+            kill(child, SIGKILL);
+            waitpid(child, NULL, 0);
+            hung++;
+            break;
+        }
+        refused += WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    }
+    printf("%zu refused, %zu hung\n", refused, hung);
+}
+
+/* The sockets that a child inherits. */
+static void child_sockets(void)
+{
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        int sockets = 0;
+        for (int fd = 3; fd < 256; fd++) {
+            struct stat facts;
+            sockets += fstat(fd, &facts) == 0 && S_ISSOCK(facts.st_mode);
+        }
+        _exit(sockets);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    printf("%d\n", WIFEXITED(status) ? WEXITSTATUS(status) : -1);
+}
+
 static void perform(char *line)
 {
     char *words = strchr(line, ' ');
@@ -315,6 +361,10 @@ static void perform(char *line)
         printf("%ld\n", atomic_load(&wrong));
     } else if (strcmp(line, "fork") == 0)
         in_child();
+    else if (strcmp(line, "forks") == 0)
+        in_children(number);
+    else if (strcmp(line, "child-sockets") == 0)
+        child_sockets();
     else if (strcmp(line, "shell") == 0) {
         fflush(stdout);
         if (system(words) != 0)

@@ -179,7 +179,7 @@ def test_no_driver_at_all(programs, doubles, tmp_path, with_library):
 
 
 def test_a_child_is_served_by_the_original(listener):
-    assert listener.ask("fork") == "0 original"
+    assert listener.ask("fork") == "3 original"
     listener.intact(3)
     with listener.control() as control:
         control.must("leave", "free", "return")
@@ -200,3 +200,21 @@ def test_it_listens_only_once_it_serves(subject):
     assert not subject.path.exists()
     subject.alloc(1, 2 * MIB)
     until(subject.path.exists)
+
+
+def test_a_child_has_no_socket_of_ours_not_even_of_a_connection(listener):
+    with listener.control() as control:
+        control.must("status")
+        assert listener.ask("child-sockets") == "0"
+        control.must("leave", "free", "return")
+    listener.intact(3)
+
+
+def test_children_are_refused_whatever_another_thread_was_at(programs, doubles):
+    """Forked while threads allocate and free: whoever had a lock is not there to give it back."""
+    with running(programs, doubles) as subject:
+        subject.alloc(1, 2 * MIB)
+        assert subject.ask("churn", 4) == "ok"
+        assert subject.ask("forks", 300) == "300 refused, 0 hung"
+        assert subject.ask("end") == "0"
+        subject.intact(1)

@@ -110,6 +110,22 @@ def test_threads_rest_under_tsan(with_tsan, doubles):
         hammer(subject, 3, 6, resting)
 
 
+def test_children_under_asan(with_asan, doubles):
+    with running(with_asan, doubles, environment=OPTIONS) as subject:
+        subject.alloc(1, 2 * MIB)
+        assert subject.ask("churn", 3) == "ok"
+        assert subject.ask("forks", 20) == "20 refused, 0 hung"
+        assert subject.ask("end") == "0"
+
+
+def test_children_under_tsan(with_tsan, doubles):
+    with running(with_tsan, doubles, environment=OPTIONS) as subject:
+        subject.alloc(1, 2 * MIB)
+        assert subject.ask("churn", 3) == "ok"
+        assert subject.ask("forks", 20) == "20 refused, 0 hung"
+        assert subject.ask("end") == "0"
+
+
 @pytest.mark.torture
 def test_threads_are_parked_for_long(programs, with_asan, doubles):
     for built, rounds in ((programs, 1000), (with_asan, 300)):

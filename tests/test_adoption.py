@@ -18,6 +18,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone
+from jupyter_gpu_ckpt.image import hashes
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
 from jupyter_gpu_ckpt.kernel.adoption import Session, orphans
@@ -224,17 +225,20 @@ async def test_a_kernel_that_was_ended_in_order_is_replaced_without_a_notice(ser
     assert await said(second, "pass") == ""
 
 
-async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_kept(server):
+async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_kept(server, caplog):
     first = await server.start(keep_image_on_shutdown=True)
-    await first.provisioner.checkpoint()
-    await first.manager.shutdown_kernel()
+    image = await first.provisioner.checkpoint()
+    with caplog.at_level("INFO"):
+        await first.manager.shutdown_kernel()
+    assert f"was shut down; its image is kept as {image.id}" in caplog.text
+    assert "died" not in caplog.text
     assert server.orphans() == []
     assert [image.retired for image in server.store.images()] == [True]
     second = await server.start()
     with pytest.raises(CellFailed, match="NameError"):
         await second.run("x")
     server.store.remove(server.store.images()[0])
-    assert [path.name for path in server.store.root.iterdir()] == []
+    assert [path.name for path in server.store.root.iterdir() if path.name != hashes.FILE] == []
 
 
 async def said(kernel: Notebook, code: str) -> str:

@@ -262,8 +262,17 @@ class Lifecycle(Leaving, Returning):
     def retire_image(self) -> None:
         """Keep the image of a kernel that was ended; no server brings it back by itself."""
         with self._lock:
-            if self.state is not State.CHECKPOINTED:
-                self._retire_image()
+            if self.image is not None and self.state is not State.CHECKPOINTED:
+                image, self.image = self.image, None
+                with contextlib.suppress(OSError):
+                    image.retire()
+
+    def forget(self) -> None:
+        """The kernel has ended for good: where no image of it is left, its record is put away."""
+        store, kernel_id = self.engine.store, self.home.kernel_id
+        with contextlib.suppress(GpuCkptError, OSError):
+            if not any(image.manifest.kernel_id == kernel_id for image in store.images()):
+                store.generations.put_away(kernel_id)
 
     def poll(self) -> int | None:
         """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""

@@ -18,10 +18,12 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone
+from jupyter_gpu_ckpt.image import hashes
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
 from jupyter_gpu_ckpt.kernel.adoption import Session, orphans
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
+from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle import Lifecycle
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
@@ -38,6 +40,7 @@ class Server:
         self.config.GpuCkptProvisioner.image_dir = str(place / "images")
         self.config.GpuCkptProvisioner.runtime_base = str(base)
         self.started: list[Notebook] = []
+        self.kernel_id = KERNEL_ID
 
     async def start(self, **traits) -> Notebook:
         self.config.GpuCkptProvisioner.update(traits)
@@ -47,7 +50,7 @@ class Server:
         manager = AsyncKernelManager(kernel_name="python3", config=self.config, connection_file=str(file))
         environment = dict(os.environ, IPYTHONDIR=str(self.place / "ipython"))
         environment.pop("PYTEST_CURRENT_TEST", None)
-        await manager.start_kernel(kernel_id=KERNEL_ID, env=environment, cwd=str(self.place))
+        await manager.start_kernel(kernel_id=self.kernel_id, env=environment, cwd=str(self.place))
         client = manager.client()
         client.start_channels()
         await client.wait_for_ready(timeout=60)
@@ -165,6 +168,8 @@ async def test_a_kernel_that_is_shut_down_while_it_sleeps_goes_with_its_image(se
         await first.manager.shutdown_kernel(now=now)
     assert server.store.images() == []
     assert f"its image {image.id} is deleted" in caplog.text
+    assert not (server.store.generations.directory / f"{KERNEL_ID}.json").exists(), "put away"
+    assert server.store.generations.next(KERNEL_ID, 0) > image.manifest.generation, "and not forgotten"
 
 
 async def test_a_shutdown_by_message_while_it_sleeps_deletes_the_image_too(server):
@@ -183,17 +188,57 @@ async def test_a_kernel_that_its_user_protected_is_shut_down_but_kept(server):
     assert [(one.id, one.retired) for one in server.store.images()] == [(image.id, True)]
 
 
-async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_kept(server):
+@pytest.mark.parametrize("which", ["same id", "same notebook"])
+async def test_a_kernel_that_ended_together_with_its_server_is_not_replaced_without_a_word(
+    server, monkeypatch, caplog, which
+):
+    """The next one says so in its first cell, and in the log, also where another kernel was started in between."""
+    monkeypatch.setenv("JPY_SESSION_NAME", str(server.place / "a.ipynb"))
+    arguments = [str(Path(__file__).parent), str(server.place), str(server.base), "running"]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    os.kill(owner.pid, signal.SIGSTOP)  # it must not see its kernel die, as in a power cut
+    os.kill(pids[0], signal.SIGKILL)
+    owner.kill()
+    owner.wait(60)
+    owner.stdout.close()
+    await until(lambda: alive(pids) == [])
+    reap(server.base)  # what the start of any other kernel does
+    if which == "same notebook":
+        server.kernel_id = KERNEL_ID[:-1] + "2"
+    with caplog.at_level("WARNING"):
+        second = await server.start()
+    notice = await said(second, "print('x' in globals())")
+    assert notice.startswith("This is a fresh kernel, without the variables of the one before: that one ended")
+    assert "together with its server" in notice
+    assert notice.strip() in caplog.text
+    await second.manager.shutdown_kernel(now=True)
+    third = await server.start()
+    assert await said(third, "pass") == "", "said once"
+
+
+async def test_a_kernel_that_was_ended_in_order_is_replaced_without_a_notice(server, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", str(server.place / "a.ipynb"))
+    first = await server.start()
+    await first.manager.shutdown_kernel(now=True)
+    second = await server.start()
+    assert await said(second, "pass") == ""
+
+
+async def test_a_kernel_that_was_shut_down_is_nobodys_orphan_where_its_image_is_kept(server, caplog):
     first = await server.start(keep_image_on_shutdown=True)
-    await first.provisioner.checkpoint()
-    await first.manager.shutdown_kernel()
+    image = await first.provisioner.checkpoint()
+    with caplog.at_level("INFO"):
+        await first.manager.shutdown_kernel()
+    assert f"was shut down; its image is kept as {image.id}" in caplog.text
+    assert "died" not in caplog.text
     assert server.orphans() == []
     assert [image.retired for image in server.store.images()] == [True]
     second = await server.start()
     with pytest.raises(CellFailed, match="NameError"):
         await second.run("x")
     server.store.remove(server.store.images()[0])
-    assert [path.name for path in server.store.root.iterdir()] == []
+    assert [path.name for path in server.store.root.iterdir() if path.name != hashes.FILE] == []
 
 
 async def said(kernel: Notebook, code: str) -> str:

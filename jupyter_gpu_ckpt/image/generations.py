@@ -3,11 +3,16 @@
 A seal proves that this user made an image, not that it is the last one: who can write the image directory can put back
 an older copy.  So the generation that was published last, and the last one that a kernel came back from, are kept
 outside it, beside the keys.  A machine that never saw the kernel knows nothing of it and accepts what is sealed.
+
+A kernel has a file of its own, which goes when the kernel has ended and has no image any more.  What it said stays, as
+a line in one file for all of them: else an image of the ended kernel could be put back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import secrets
 from pathlib import Path
@@ -21,6 +26,8 @@ from .manifest import Manifest
 
 #: Seconds to wait for another process that is writing a record, which takes it a moment.
 _PATIENCE = 10.0
+#: The file with the records of kernels that have ended: a line each, id, `published` and `spent`.
+ENDED = "ended"
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
 
@@ -57,6 +64,44 @@ class Generations:
         if manifest.generation and manifest.generation <= record["spent"]:
             raise ImageStale("The kernel came back from this image and has run on since.", image=manifest.id)
 
+    def put_away(self, kernel_id: str) -> None:
+        """The kernel has ended, and no image of it is left: its record becomes a line among many.
+
+        Raises `KeyUnusable`; the record then stays where it was.
+        """
+        path = self._path(kernel_id)
+        if not path.exists():
+            return
+        try:
+            with FileLock(self.directory / ".lock", timeout=_PATIENCE, mode=0o600):
+                record = self._read(kernel_id)
+                self._append(f"{kernel_id} {record['published']} {record['spent']}")
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unusable() from error
+
+    def _append(self, line: str) -> None:
+        """On disk when this returns.  After a crash in the middle the record is still in its own file."""
+        fd = os.open(self.directory / ENDED, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "a") as file:
+            file.write(f"\n{line}\n")  # what a crash cut off before it is no part of it
+            file.flush()
+            os.fsync(fd)
+        flush(self.directory)
+
+    def _ended(self, kernel_id: str) -> dict[str, int]:
+        """What the lines of `put_away` say of a kernel; those of other shapes are passed over."""
+        found = {"published": 0, "spent": 0}
+        with contextlib.suppress(FileNotFoundError), (self.directory / ENDED).open(errors="replace") as lines:
+            for line in lines:
+                words = line.split()
+                if len(words) == 3 and words[0] == kernel_id and words[1].isdecimal() and words[2].isdecimal():
+                    found = {
+                        "published": max(found["published"], int(words[1])),
+                        "spent": max(found["spent"], int(words[2])),
+                    }
+        return found
+
     def _read(self, kernel_id: str) -> dict[str, int]:
         record: Any = None
         try:
@@ -70,7 +115,11 @@ class Generations:
             record = {}
         if not isinstance(record, dict) or not all(type(value) is int for value in record.values()):
             raise self._unusable()
-        return {"published": record.get("published", 0), "spent": record.get("spent", 0)}
+        try:
+            ended = self._ended(kernel_id)
+        except OSError as error:
+            raise self._unusable() from error
+        return {name: max(record.get(name, 0), known) for name, known in ended.items()}
 
     def _raise_to(self, kernel_id: str, **facts: int) -> None:
         path = self._path(kernel_id)

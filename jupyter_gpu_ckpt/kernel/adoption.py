@@ -131,7 +131,7 @@ _FRESH = "This is a fresh kernel, without the variables of the one before:"
 def ended(last: Orphan | None) -> str:
     """What the user of a fresh kernel reads when the one to adopt had ended; ``last`` is what it left on disk."""
     kept = f" An earlier state of it is kept as image {last.image.id}." if last and last.image else ""
-    return f"{_FRESH} that one ended while no server had it.{kept}"
+    return f"{_FRESH} that one ended while no server had it, or together with its server.{kept}"
 
 
 def not_adopted(found: Orphan, error: HostError) -> str:

@@ -30,7 +30,7 @@ from .desk import Desk
 from .gate import Gate, GateState
 from .inject import NOTICE, rewrite
 from .places import free_ports, make_runtime_dir
-from .registry import Registration, reap
+from .registry import Registration, reap, take_lost
 from .worker import Worker
 
 
@@ -178,6 +178,7 @@ class Premises:
     def _launch(self, engine: Engine, launch: Launch) -> None:
         if self._registration is None:
             reap(launch.base)
+            launch = self._with_notice(engine, launch)
             self._registration = Registration(make_runtime_dir(launch.base))
         else:
             self._registration.renew()
@@ -216,6 +217,15 @@ class Premises:
             lifecycle.launch(rewritten or argv, env, launch.cwd)
         finally:
             launched.set_result(lifecycle.state is State.RUNNING)
+
+    def _with_notice(self, engine: Engine, launch: Launch) -> Launch:
+        """The launch of a kernel that says so if it takes the place of one that ended together with its server."""
+        lost = take_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
+        if not lost or NOTICE in launch.env:
+            return launch
+        notice = ended(sleeper(lost, engine.store))
+        self._log.warning("Kernel %s: %s", self.kernel_id, notice)
+        return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
 
     def _adopt(self, engine: Engine, launch: Launch, found: Orphan) -> None:
         """Instead of launching: be the owner of a kernel whose own is gone."""

@@ -486,6 +486,8 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.to_thread(self._settle_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
+            if lifecycle is not None:
+                await asyncio.to_thread(lifecycle.forget)
             await asyncio.to_thread(self._premises.end)
         await super().cleanup(restart)
 

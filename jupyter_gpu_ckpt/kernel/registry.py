@@ -28,6 +28,9 @@ from .places import make_runtime_dir, require_private
 
 RECORD = "kernel.json"
 _LOCK = "owner.lock"
+#: Below the base: notes of kernels that ended together with their server.
+_LOST = ".lost"
+_MOST_LOST = 100
 #: Seconds to wait for one's turn; a turn takes milliseconds, or `engine.capsule.ANSWER` for a capsule that hangs.
 _TURN = 30.0
 
@@ -130,9 +133,41 @@ def reap(base: Path) -> list[Path]:
         with _turn(base):
             for directory in _directories(base):
                 if not _is_owned(directory) and not _is_alive(directory):
+                    with contextlib.suppress(OSError):
+                        _note_lost(base, directory)
                     shutil.rmtree(directory, ignore_errors=True)
                     removed.append(directory)
     return removed
+
+
+def take_lost(base: Path, kernel_id: str, notebook: str) -> str:
+    """The id of a kernel that ended together with its server, and that a new one takes the place of; empty if none.
+
+    It is the one of this id, or else of this ``notebook``; and it is said once.  Called after `reap`, which notes them.
+    """
+    with contextlib.suppress(OSError, CapsuleError), _turn(base):
+        notes = [(path, _json(path)) for path in sorted((base / _LOST).glob("*.json"))]
+        mine = [(path, note) for path, note in notes if note.get("kernel_id") == kernel_id]
+        same = [(path, note) for path, note in notes if notebook and note.get("notebook") == notebook]
+        for path, _ in [*mine, *same]:
+            path.unlink(missing_ok=True)
+        if mine or same:
+            return str((mine or same)[-1][1]["kernel_id"])
+    return ""
+
+
+def _note_lost(base: Path, directory: Path) -> None:
+    """A kernel whose server and whose process have ended, and that was not asleep: remember it for who comes after."""
+    record, session = _record(directory) or {}, _json(directory / "session.json")
+    if record.get("state") in (None, "dead", "checkpointed") or not record.get("kernel_id"):
+        return
+    place = base / _LOST
+    place.mkdir(mode=0o700, exist_ok=True)
+    for old in sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime)[: -_MOST_LOST or None]:
+        old.unlink(missing_ok=True)
+    note = place / f"{directory.name}.json"
+    note.touch(0o600)
+    note.write_text(json.dumps({"kernel_id": record["kernel_id"], "notebook": session.get("notebook", "")}))
 
 
 @contextlib.contextmanager
@@ -174,11 +209,16 @@ def _directories(base: Path) -> list[Path]:
 
 def _record(directory: Path) -> dict[str, Any] | None:
     """The record in ``directory``; none while a kernel is being started there."""
+    return _json(directory / RECORD) or None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
     try:
-        record: dict[str, Any] = json.loads((directory / RECORD).read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None
-    return record
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_owned(directory: Path) -> bool:

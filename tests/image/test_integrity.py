@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import socket
+import stat
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -148,6 +149,44 @@ def test_the_last_image_put_back_after_its_kernel_went_on(store, image, tmp_path
 def test_a_machine_that_never_saw_the_kernel_takes_what_is_sealed(store, image, tmp_path):
     shutil.copytree(store.keys.directory, tmp_path / "elsewhere", ignore=lambda *_: ["generations"])
     Store(store.root, Keyring(tmp_path / "elsewhere")).check(image)
+
+
+def test_the_record_of_a_kernel_that_has_ended_is_put_away_and_forgets_nothing(store, tmp_path):
+    """One file for all of them; an old image that is put back is refused as before."""
+    generations = store.generations
+    old, new = publish(store, generation=1), publish(store, generation=2)
+    shutil.copytree(old.path, tmp_path / "copy")
+    kernel_id = old.manifest.kernel_id
+    generations.spent(kernel_id, new.manifest.generation)
+    store.remove(old)
+    store.remove(new)
+    for other in ("a", "b"):
+        generations._raise_to(other, published=3)
+        generations.put_away(other)
+    for _ in range(2):
+        generations.put_away(kernel_id)
+    assert list(generations.directory.glob("*.json")) == []
+    assert stat.S_IMODE((generations.directory / "ended").stat().st_mode) == 0o600
+    (tmp_path / "copy").rename(old.path)
+    with pytest.raises(ImageStale):
+        store.check(store.get(old.id))
+    assert generations.next(kernel_id, 0) == new.manifest.generation + 1
+    assert (generations.next("a", 0), generations.next("c", 0)) == (4, 1)
+    # The same id again: its own file, and nothing below what is known.
+    generations._raise_to("a", published=4)
+    generations.put_away("a")
+    assert generations.next("a", 0) == 5
+
+
+def test_a_line_that_a_crash_cut_off_hides_none_of_the_others(store):
+    generations = store.generations
+    generations._raise_to("a", published=3)
+    generations.put_away("a")
+    with (generations.directory / "ended").open("a") as file:
+        file.write("b 7")
+    generations._raise_to("c", published=9)
+    generations.put_away("c")
+    assert [generations.next(id, 0) for id in ("a", "b", "c")] == [4, 1, 10]
 
 
 def test_generations_go_on_from_the_image_a_kernel_came_from(store):

@@ -116,6 +116,7 @@ class GpuCkptApp(ExtensionApp):
                 one.presence = self._presence
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.kernel_listeners.append(self.watcher.follow)
+            manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:
         """Called from jupyter_server, which puts its base URL before each."""

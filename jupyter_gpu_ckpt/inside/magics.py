@@ -18,7 +18,7 @@ from IPython.core.error import UsageError
 
 from . import gpu_memory, probes, tensors
 from .outside import Outside, Refused
-from .tables import columns, status_text
+from .tables import columns, moment, status_text
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -217,8 +217,7 @@ class GpuMagics:
         if until is None:
             print("Idle policies apply to this kernel again.")
         else:
-            clock = time.strftime("%H:%M", time.localtime(until))
-            print(f"No idle policy takes this kernel off the GPU before {clock}.")
+            print(f"No idle policy takes this kernel off the GPU before {moment(until)}.")
 
     # -- what the agent and IPython call ------------------------------------------------------------------------------
 

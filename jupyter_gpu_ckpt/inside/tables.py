@@ -24,6 +24,12 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def moment(at: float) -> str:
+    """A moment (seconds since the epoch) as people here write it: the time, and the date where that is not today's."""
+    there = time.localtime(at)
+    return time.strftime("%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", there)
+
+
 def status_text(
     status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: Refused | None
 ) -> str:
@@ -46,7 +52,7 @@ def status_text(
         ("time", f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back")
     )
     if status.get("protected_until"):
-        lines.append(("protected", f"until {time.strftime('%H:%M', time.localtime(status['protected_until']))}"))
+        lines.append(("protected", f"until {moment(status['protected_until'])}"))
     if released:
         lines.append(("released", ", ".join(released)))
     blocking = [finding for finding in status["findings"] if finding["blocks"]]

@@ -44,9 +44,10 @@ class Desk:
         *,
         protected_until: float | None = None,
         remember: Callable[[], None] = lambda: None,
+        on_protected: Callable[[float | None], None] = lambda _: None,
     ) -> None:
         self._log = log
-        self._remember = remember
+        self._remember, self._on_protected = remember, on_protected
         #: Until when no policy may suspend or checkpoint this kernel, seconds since the epoch.  Who asks for it in so
         #: many words is not kept from it.
         self.protected_until = protected_until
@@ -136,6 +137,7 @@ class Desk:
             raise BadRequest(f"A protection lasts at most {LONGEST_PROTECTION} seconds, a hundred years.")
         self.protected_until = time.time() + seconds if seconds else None
         self._remember()
+        self._on_protected(self.protected_until)
         return {"protected_until": self.protected_until}
 
     def protection(self) -> float | None:

@@ -243,6 +243,11 @@ class Gate:
         return self._proxy.last_activity if self._proxy else time.monotonic()
 
     @property
+    def questions(self) -> int:
+        """How many requests the kernel was given so far that only ask: what pages and monitors do by themselves."""
+        return self._proxy.questions if self._proxy else 0
+
+    @property
     def held(self) -> int:
         """How many messages are kept."""
         return len(self._proxy.hold) if self._proxy else 0

@@ -110,6 +110,7 @@ class Premises:
     ``on_stillborn`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
     that and the command by which to start it plainly; it returns the process, or None where nobody wants it.
     ``on_fallback`` is called when that one has answered.
+    ``on_protected`` is called with the moment until which the kernel is protected, when that was set or (None) ended.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Premises:
         faults: list[Sink],
         on_stillborn: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
         on_fallback: Callable[[KernelUnfit], None],
+        on_protected: Callable[[float | None], None],
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
         self.kernel_id = kernel_id
@@ -135,6 +137,7 @@ class Premises:
         self._on_state, self._on_step, self._on_shutdown = on_state, on_step, on_shutdown
         self._faults, self._log = faults, log
         self._on_stillborn, self._on_fallback = on_stillborn, on_fallback
+        self._on_protected = on_protected
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
@@ -270,7 +273,10 @@ class Premises:
 
         # What an earlier process had asked for went with it; what an adopted one has, its session says.
         desk = self.desk = Desk(
-            self._log, protected_until=session.protected_until, remember=lambda: write_session(directory)
+            self._log,
+            protected_until=session.protected_until,
+            remember=lambda: write_session(directory),
+            on_protected=self._on_protected,
         )
         if self.gate is None or session.front != self._front:
             self._stop_gate()

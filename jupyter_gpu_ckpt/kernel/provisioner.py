@@ -185,6 +185,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             faults=self.faults,
             on_stillborn=self._start_again_plainly,
             on_fallback=self._note_fallback,
+            on_protected=self._note_protection,
             log=self.log,
         )
         #: Called with each new state, on the thread of whoever made it.  Unlike the lifecycle's own listeners these
@@ -192,6 +193,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.on_state: list[Callable[[State], None]] = []
         #: Set where the kernel is ended by nobody's wish: its image is kept.  For the next shutdown only.
         self.keep_image = False
+        #: Called with the end of a protection (seconds since the epoch), or None, when that was set; must not raise.
+        self.on_protected: list[Callable[[float | None], None]] = []
         self._orphan: Orphan | None = None
         #: Only a first launch adopts; a restart is to be a fresh kernel.
         self._launched = False
@@ -427,6 +430,10 @@ class GpuCkptProvisioner(LocalProvisioner):
     def _note_state(self, state: State, pid: int | None) -> None:
         self.pid = self.pgid = pid
         notify(self.on_state, state)
+
+    def _note_protection(self, until: float | None) -> None:
+        for told in tuple(self.on_protected):
+            told(until)
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""

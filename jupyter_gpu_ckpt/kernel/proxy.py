@@ -85,6 +85,7 @@ class Proxy:
     ) -> None:
         self.state = GateState.CLOSED
         self.last_activity = time.monotonic()
+        self.questions = 0
         self.hold = Hold()
         self.ledger = Ledger()
         self.back_info = dict(back)
@@ -408,6 +409,8 @@ class Proxy:
     def _forwarded(self, request: Request) -> None:
         if wakes(request):
             self.last_activity = time.monotonic()
+        else:
+            self.questions += 1
         if request.channel != "stdin":
             self.ledger.forwarded(request)
             self._drain.news()

@@ -106,6 +106,7 @@ class GpuCkptApp(ExtensionApp):
         self.usage = GpuUsage(self.provisioners, self.watcher, self.store.named, events.usage, parent=self)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
         self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
+        self.watcher.on_protected.append(events.protected)
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
@@ -116,6 +117,7 @@ class GpuCkptApp(ExtensionApp):
                 one.presence = self._presence
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.kernel_listeners.append(self.watcher.follow)
+            manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:
         """Called from jupyter_server, which puts its base URL before each."""

@@ -18,12 +18,13 @@ _BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"
 STATE = f"{_BASE}/kernel_state/v1"
 STEP = f"{_BASE}/kernel_step/v1"
 FAILURE = f"{_BASE}/kernel_failure/v1"
+PROTECTION = f"{_BASE}/kernel_protection/v1"
 USAGE = f"{_BASE}/gpu_usage/v1"
 
 
 def register(bus: EventLogger) -> None:
     """Make our schemas known; one that is known already is left alone."""
-    for schema_id in (STATE, STEP, FAILURE, USAGE):
+    for schema_id in (STATE, STEP, FAILURE, PROTECTION, USAGE):
         if schema_id not in bus.schemas:
             bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
@@ -72,6 +73,10 @@ class Events:
         """The failure of a verb."""
         said = {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left")}
         self._emit(FAILURE, failure.kernel_id, **said)
+
+    def protected(self, kernel_id: str, until: float | None) -> None:
+        """A protection was set, or ended by somebody; called for `Watcher.on_protected`."""
+        self._emit(PROTECTION, kernel_id, protected_until=until)
 
     def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
         self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})

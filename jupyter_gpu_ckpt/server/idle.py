@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from traitlets import Dict, Float, Int, TraitError, default, validate
+from traitlets import Bool, Dict, Float, Int, TraitError, default, validate
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError, PreflightError, StateError
@@ -42,7 +43,14 @@ class IdlePolicy(LoggingConfigurable):
         300.0, min=0, help="Seconds of idleness after which a kernel that holds device memory is suspended; 0: never."
     ).tag(config=True)
     checkpoint_after = Float(
-        1800.0, min=0, help="Seconds of idleness after which a kernel is checkpointed, suspended or not; 0: never."
+        1800.0,
+        min=0,
+        help="Seconds of idleness after which a kernel that holds device memory, or is suspended, is checkpointed; "
+        "0: never.",
+    ).tag(config=True)
+    without_device_memory = Bool(
+        False,
+        help="Whether idle kernels that hold no device memory are checkpointed, too, for the sake of host memory.",
     ).tag(config=True)
     kernelspecs: Dict[str, Any] = Dict(
         help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "
@@ -110,6 +118,7 @@ class IdlePolicy(LoggingConfigurable):
             "checkpoint_after": self.checkpoint_after,
             "kernelspecs": dict(self.kernelspecs),
             "suspended_memory_limit": self.suspended_memory_limit,
+            "without_device_memory": self.without_device_memory,
             "max_parallel": self.max_parallel,
             "under_way": len(self._under_way),
         }
@@ -117,6 +126,11 @@ class IdlePolicy(LoggingConfigurable):
     def outlook(self, kernel_id: str) -> dict[str, Any] | None:
         """What will become of a kernel, as of the last look (`Policy.outlook`); None for one not looked at yet."""
         return self._policy.outlook(kernel_id, time.monotonic())
+
+    def idle_seconds(self, kernel_id: str) -> float:
+        """For how long a kernel has not been used and has not worked; infinite for one that was not looked at."""
+        outlook = self.outlook(kernel_id)
+        return math.inf if outlook is None else float(outlook["idle_s"])
 
     # -- the rounds
 
@@ -168,6 +182,7 @@ class IdlePolicy(LoggingConfigurable):
                 self._failed(action, GpuCkptError(f"{type(error).__name__}: {error}"))
             else:
                 self._policy.succeeded(action)
+            self._senses.forget(action.kernel_id)
             self._sooner.set()  # the next kernel may have its turn
         finally:
             self._policy.dropped(action)
@@ -185,6 +200,7 @@ class IdlePolicy(LoggingConfigurable):
             rule=Rule(**common),
             rules={name: Rule(**{**common, **rule}) for name, rule in self.kernelspecs.items()},
             memory_limit=self.suspended_memory_limit,
+            without_device_memory=self.without_device_memory,
             parallel=self.max_parallel,
             retry_after=self.retry_after,
             longest_retry=self.longest_retry,

@@ -11,6 +11,7 @@ A site with a kernel manager of its own puts the mixin before it::
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -56,6 +57,8 @@ class CheckpointKernelManagerMixin(_Base):
         super().__init__(**kwargs)
         self.kernel_listeners: list[KernelListener] = []
         self.presence = Presence()
+        #: For how long a kernel has not worked, as the idle policy sees it, in seconds.
+        self.idle_seconds: Callable[[str], float] = lambda _: math.inf
         self._expiry_callback: PeriodicCallback | None = None
         self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
@@ -164,6 +167,10 @@ class CheckpointKernelManagerMixin(_Base):
         died = getattr(self._kernels.get(kernel_id), "execution_state", None) == "dead"
         can_sleep = self._state(kernel_id) not in (None, State.DEAD) and not died
         if _culling.get() == kernel_id and provisioner is not None and can_sleep:
+            if self.idle_seconds(kernel_id) < self.cull_idle_timeout:
+                # jupyter_server counts messages; a thread that computes, or a web server in a notebook, sends none.
+                self.log.info("Kernel %s was not culled: it works, though no cell runs.", kernel_id)
+                return
             try:
                 image = await provisioner.checkpoint()
                 self.log.info("Kernel %s was checkpointed instead of culled: image %s", kernel_id, image.id)

@@ -1,8 +1,9 @@
 """Which kernels should leave, and when: looks in, decisions out.  No I/O and no clock of its own.
 
-A kernel is idle from the last moment at which a client had it do something, it computed on a GPU, or it came back.  An
+A kernel is idle from the last moment at which a client had it do something, it worked by itself, or it came back.  An
 idle kernel that holds device memory is suspended after a while, and checkpointed after a longer while; suspended
-kernels are checkpointed before that when they fill the host's memory.  All times are in seconds, those of a moment by
+kernels are checkpointed before that when they fill the host's memory.  Kernels without device memory are left alone
+unless the settings say otherwise: the GPU is what this is for.  All times are in seconds, those of a moment by
 the caller's monotonic clock.
 """
 
@@ -48,13 +49,15 @@ class Settings:
     """How to judge.
 
     ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
-    suspended kernels may hold together (0: no limit).  ``parallel``: how many verbs run at once.  A kernel that refused
+    suspended kernels may hold together (0: no limit).  ``without_device_memory``: whether kernels that hold none leave,
+    too.  ``parallel``: how many verbs run at once.  A kernel that refused
     is asked again after ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
     """
 
     rule: Rule = field(default_factory=Rule)
     rules: Mapping[str, Rule] = field(default_factory=dict)
     memory_limit: int = 0
+    without_device_memory: bool = False
     parallel: int = 2
     retry_after: float = 120.0
     longest_retry: float = 3600.0
@@ -70,7 +73,8 @@ class Look:
 
     ``process``: its pid; another one means that it was restored or restarted.  ``last_activity``: when a client last
     had it do something.  ``working``: it is at it still, or cannot be looked at.  ``on_gpu``: it holds device memory.
-    ``computing``: it used a GPU since the last look.  ``resident``: bytes of host memory its processes hold.
+    ``computing``: it worked since the last look, though no cell may have run: on a GPU or a processor, or it accepted a
+    connection.  ``resident``: bytes of host memory its processes hold.
     ``protected``: seconds for which its user wants it left alone.
     """
 
@@ -220,7 +224,8 @@ class Policy:
     def _may_act(self, look: Look, now: float) -> bool:
         trouble = self._known[look.kernel_id].trouble
         held_back = trouble is not None and now < trouble.retry_at
-        return not (look.working or look.protected > 0 or held_back or look.kernel_id in self._under_way)
+        at_work = look.working or look.computing
+        return not (at_work or look.protected > 0 or held_back or look.kernel_id in self._under_way)
 
     def _rank(self, action: Action) -> tuple[bool, bool, float]:
         """Host memory first, because suspending takes more of it; then what gives a GPU back; then the longest idle."""
@@ -247,7 +252,8 @@ class Policy:
         running = look.state is State.RUNNING
         if running and look.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
-        if (running or look.state is State.SUSPENDED) and rule.checkpoint_after > 0:
+        leaves = look.on_gpu or self.settings.without_device_memory if running else look.state is State.SUSPENDED
+        if leaves and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
     def _for_memory(self, seen: Iterable[Look], ready: Iterable[Look], now: float) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""How the idle policy learns what its kernels are doing: from their gates, from /proc and from NVML.
+"""How the idle policy learns what its kernels are doing: from their gates, from /proc (`activity`) and from NVML.
 
 Not from HTTP traffic: an open browser tab polls for ever, and a script that trains has no browser.
 """
@@ -18,6 +18,7 @@ from ..kernel.gate import Gate
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle import Lifecycle
 from ..machine import State
+from .activity import Activity
 from .policy import Look
 
 #: Seconds of samples to ask NVML for at first.
@@ -30,6 +31,8 @@ class Senses:
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self._log = log
         self._sampled = time.time() - _FIRST
+        self._activity = Activity()
+        self._states: dict[str, State] = {}
 
     def look(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> list[Look]:
         """One look at each kernel that can be checkpointed.
@@ -57,11 +60,30 @@ class Senses:
             except GpuCkptError as error:
                 self._log.debug("Kernel %s cannot be looked at: %s", kernel_id, error.code)
                 look, pids = replace(look, working=True), []
+            else:
+                look = replace(look, computing=self._worked(look, lifecycle, gate))
             looks.append(look)
             if look.on_gpu:
                 holders[kernel_id], gpus = pids, lifecycle.engine.gpus
+        self._activity.keep(look.kernel_id for look in looks)
+        self._states = {look.kernel_id: look.state for look in looks}
         computing = self._computing(gpus, holders) if gpus else set()
-        return [replace(look, computing=look.kernel_id in computing) for look in looks]
+        return [replace(look, computing=look.computing or look.kernel_id in computing) for look in looks]
+
+    def forget(self, kernel_id: str) -> None:
+        """A verb was done to a kernel, or was tried: what that cost is none of its own work."""
+        self._activity.forget(kernel_id)
+
+    def _worked(self, look: Look, lifecycle: Lifecycle, gate: Gate) -> bool:
+        """Whether its processes worked since the last look, cell or not."""
+        capsule, home = lifecycle.capsule, lifecycle.home
+        if look.state is not self._states.get(look.kernel_id):
+            self.forget(look.kernel_id)
+        if capsule is None or look.state not in (State.RUNNING, State.SUSPENDED):
+            return False
+        own = [directory for directory in (home.runtime_dir, home.known_as) if directory is not None]
+        pids = {capsule.host_pid, *capsule.companions()}
+        return self._activity.worked(look.kernel_id, pids, now=time.monotonic(), questions=gate.questions, own=own)
 
     def _computing(self, gpus: Gpus, holders: Mapping[str, list[int]]) -> set[str]:
         """Which of the kernels with device memory (by id, with their processes) used a GPU since the last time."""

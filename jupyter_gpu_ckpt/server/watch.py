@@ -124,6 +124,8 @@ class Watcher:
         self.loop = loop
         self.log = log
         self.listeners: list[Listener] = []
+        #: Called with a kernel's id and until when it is protected (seconds since the epoch), or None.
+        self.on_protected: list[Callable[[str, float | None], None]] = []
         self.kernels: dict[str, Watched] = {}
         #: GPU-seconds of absences that have ended.
         self.given_back = 0.0
@@ -203,6 +205,7 @@ class Watched:
         self._told = 0.0
         provisioner.sinks.append(self._hear_step)
         provisioner.on_state.append(self._hear_state)
+        provisioner.on_protected.append(self._hear_protection)
         if provisioner.lifecycle is not None:
             self._hear_state(provisioner.lifecycle.state, measure=False)  # the event loop has no time for NVML
 
@@ -211,12 +214,20 @@ class Watched:
         self.step = None
         self.provisioner.sinks.remove(self._hear_step)
         self.provisioner.on_state.remove(self._hear_state)
+        self.provisioner.on_protected.remove(self._hear_protection)
         self._return(time.time())
 
     # -- on the worker's thread.  A listener that raises would make the step fail, so these never do.
 
     def _hear_step(self, event: StepEvent) -> None:
         self._post(lambda: self._take_step(event))
+
+    def _hear_protection(self, until: float | None) -> None:
+        def tell() -> None:
+            for told in self.watcher.on_protected:
+                told(self.kernel_id, until)
+
+        self._post(tell)
 
     def _hear_state(self, state: State, measure: bool = True) -> None:
         at, lifecycle = time.time(), self.provisioner.lifecycle

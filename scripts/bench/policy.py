@@ -53,6 +53,7 @@ async def main() -> int:
                 lambda: {name: kernel.provisioner for name, kernel in kernels.items()},
                 suspend_after=0,
                 checkpoint_after=1,
+                without_device_memory=True,
                 interval=0.2,
             )
             policy.start()

@@ -190,6 +190,9 @@ async def test_a_protection_reaches_the_policies_and_ends(kernel):
     assert "protected" in await kernel.run("%gpu_checkpoint --status")
     await kernel.run("%gpu_checkpoint\n")  # in so many words: goes all the same
     await kernel.settled("checkpointed")
+    day = time.strftime("%Y-%m-%d", time.localtime(time.time() + 365 * 86400))
+    assert f" before {day} " in await kernel.run("%gpu_checkpoint --protect 365d")
+    assert f"until {day} " in await kernel.run("%gpu_checkpoint --status")
     await kernel.run("%gpu_checkpoint --protect off")
     assert desk.protection() is None
 

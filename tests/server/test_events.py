@@ -18,7 +18,7 @@ from tornado.ioloop import IOLoop
 from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.machine import PLANS, Checkpoint, Restore, State, Step
 from jupyter_gpu_ckpt.server import progress, watch
-from jupyter_gpu_ckpt.server.events import FAILURE, SCHEMAS, STATE, STEP, Events
+from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, STEP, Events
 from jupyter_gpu_ckpt.server.progress import Progress, Sizes
 from jupyter_gpu_ckpt.server.watch import VERBS, Stepped, Watcher
 from jupyter_gpu_ckpt.trace import StepEvent
@@ -41,6 +41,20 @@ def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:
         if events[-1]["schema_id"] == STATE and events[-1]["state"] == until_state:
             return events
     raise AssertionError(f"{until_state} did not come")
+
+
+def test_a_protection_is_told_whoever_sets_it(live, kernel_id):
+    def told(next_event) -> dict:
+        while (event := next_event())["schema_id"] != PROTECTION:
+            pass
+        assert event["kernel_id"] == kernel_id
+        return event
+
+    with live.events() as next_event:
+        live.run(kernel_id, "%gpu_checkpoint --protect 2h")
+        assert told(next_event)["protected_until"] == pytest.approx(time.time() + 7200, abs=60)
+        live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/protect", json={"seconds": 0})
+        assert told(next_event)["protected_until"] is None
 
 
 def test_a_checkpoint_is_told_step_by_step(live, kernel_id):

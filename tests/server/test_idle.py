@@ -23,6 +23,9 @@ from jupyter_gpu_ckpt.server.idle import IdlePolicy, memory_of_host
 
 ROOT = Path(__file__).resolve().parents[2]
 
+#: The kernels here have no GPU.
+ALL = {"without_device_memory": True}
+
 
 class Stub:
     """A provisioner, and its lifecycle and capsule, in all that the policy looks at; its kernel holds no GPU."""
@@ -30,12 +33,12 @@ class Stub:
     def __init__(self, error: Exception | None = None) -> None:
         self.state, self.error, self.tries = State.RUNNING, error, 0
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
-        self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False)
+        self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, questions=0)
         self.desk = Desk(None)
         self.lifecycle = self.capsule = self
-        self.host_pid, self.processes = 1, lambda: [1]
+        self.host_pid, self.processes, self.companions = 1, lambda: [1], list
         self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
-        self.home = SimpleNamespace(kernel_name="python3")
+        self.home = SimpleNamespace(kernel_name="python3", runtime_dir=Path("/nowhere"), known_as=None)
 
     async def checkpoint(self) -> None:
         self.tries += 1
@@ -56,7 +59,7 @@ async def started():
     policies = []
 
     def start(kernels, **traits) -> IdlePolicy:
-        settings = {"suspend_after": 0, "checkpoint_after": 0.05, "interval": 0.05, **traits}
+        settings = {"suspend_after": 0, "checkpoint_after": 0.05, "interval": 0.05, **ALL, **traits}
         policies.append(IdlePolicy(lambda: kernels, **settings))
         policies[-1].start()
         return policies[-1]
@@ -91,7 +94,8 @@ class TestTurns:
     async def test_stopping_at_the_moment_a_kernel_has_left(self):
         for _ in range(20):
             kernels = stubs(1)
-            policy = IdlePolicy(lambda kernels=kernels: kernels, suspend_after=0, checkpoint_after=0.01, interval=0.05)
+            times = {"suspend_after": 0, "checkpoint_after": 0.01, "interval": 0.05}
+            policy = IdlePolicy(lambda kernels=kernels: kernels, **times, **ALL)
             policy.start()
             await kernels["0"].begun.wait()
             kernels["0"].go_on.set()
@@ -108,7 +112,7 @@ class TestTurns:
 
     async def test_a_kernel_used_between_the_look_and_the_verb_is_not_touched(self):
         kernels = stubs(1)
-        policy = IdlePolicy(lambda: kernels, suspend_after=0, checkpoint_after=0.01)
+        policy = IdlePolicy(lambda: kernels, suspend_after=0, checkpoint_after=0.01, **ALL)
         await policy.round()
         deadline = time.monotonic() + 60
         while not (actions := await policy.round()):  # the verb runs once this test waits for anything
@@ -129,7 +133,7 @@ class TestTurns:
                 raise RuntimeError("the map changed")
             return kernels
 
-        policy = IdlePolicy(listing, suspend_after=0, checkpoint_after=0.05, interval=0.05)
+        policy = IdlePolicy(listing, suspend_after=0, checkpoint_after=0.05, interval=0.05, **ALL)
         policy.start()
         await until(lambda: "could not look" in caplog.text)
         broken.clear()
@@ -216,6 +220,56 @@ class TestRealKernels:
             await asyncio.sleep(0.05)  # a tenth of the time after which it goes
         await kernel.client.kernel_info(reply=True, timeout=60)
         assert kernel.state == "checkpointed"
+
+    async def test_one_without_device_memory_is_left_alone(self, kernel, started):
+        policy = started({"k": kernel.provisioner}, checkpoint_after=0.1, interval=0.05, without_device_memory=False)
+        await until(lambda: (policy.outlook("k") or {"idle_s": 0})["idle_s"] > 1)
+        assert (kernel.state, policy.outlook("k")["next"]) == ("running", None)
+
+    async def test_a_thread_that_computes_keeps_its_kernel(self, kernel, started):
+        await kernel.run(
+            "import threading\ngo_on = True\ndef work():\n  while go_on: pass\nthreading.Thread(target=work).start()"
+        )
+        policy = started({"k": kernel.provisioner}, checkpoint_after=1.5, interval=0.2)
+        await until(lambda: policy.outlook("k") is not None)
+        begun = time.monotonic()
+        while time.monotonic() < begun + 5:
+            assert kernel.state == "running"
+            await asyncio.sleep(0.1)
+        assert policy.outlook("k")["idle_s"] < 1.5
+        await kernel.run("go_on = False")
+        await kernel.settled("checkpointed")
+
+    async def test_a_suspended_kernel_that_computes_keeps_its_process(self, kernel, started):
+        await kernel.run("import threading\ndef work():\n  while True: pass\nthreading.Thread(target=work).start()")
+        await kernel.provisioner.suspend()
+        policy = started({"k": kernel.provisioner}, checkpoint_after=1.0, interval=0.2)
+        await until(lambda: policy.outlook("k") is not None)
+        begun = time.monotonic()
+        while time.monotonic() < begun + 3:
+            assert kernel.state == "suspended"
+            await asyncio.sleep(0.1)
+
+    async def test_a_web_server_keeps_its_kernel_while_it_is_asked(self, kernel, started):
+        port = int(
+            await kernel.run(
+                "import threading, http.server\n"
+                "class Handler(http.server.SimpleHTTPRequestHandler):\n  def log_message(self, *_): pass\n"
+                "served = http.server.HTTPServer(('127.0.0.1', 0), Handler)\n"
+                "threading.Thread(target=served.serve_forever, daemon=True).start()\nprint(served.server_port)"
+            )
+        )
+        policy = started({"k": kernel.provisioner}, checkpoint_after=2.0, interval=0.1)
+        begun = time.monotonic()
+        while time.monotonic() < begun + 6:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"HEAD / HTTP/1.0\r\n\r\n")
+            assert (await asyncio.wait_for(reader.read(), 60)).startswith(b"HTTP/1.0 200")
+            writer.close()
+            assert kernel.state == "running"
+            await asyncio.sleep(0.5)
+        assert policy.outlook("k")["idle_s"] < 2.0
+        await kernel.settled("checkpointed")
 
     async def test_a_running_cell_is_not_idle(self, kernel, started):
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05)

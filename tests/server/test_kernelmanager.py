@@ -85,6 +85,20 @@ async def test_culling_a_live_kernel_checkpoints_it(tmp_path, runtime_base, criu
         assert kernel_id in made
 
 
+async def test_a_kernel_that_works_though_no_cell_runs_is_not_culled(tmp_path, runtime_base, criu_binary, caplog):
+    caplog.set_level("INFO")
+    async with manager(tmp_path, runtime_base, cull_idle_timeout=100, cull_interval=3600) as made:
+        kernel_id = await start(made, tmp_path)
+        idle_for(made, kernel_id, 200)
+        made.idle_seconds = lambda _: 99.0
+        await made.cull_kernels()
+        assert "was not culled: it works" in caplog.text
+        assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "running"
+        made.idle_seconds = lambda _: 101.0
+        await made.cull_kernels()
+        assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "checkpointed"
+
+
 async def test_a_kernel_that_refuses_is_not_culled_and_the_log_says_the_code(
     tmp_path, runtime_base, criu_binary, caplog
 ):

@@ -13,10 +13,10 @@ BROKEN = {"code": "CRIU_FAILED", "message": "CRIU failed.", "hint": "", "left": 
 
 
 class Server:
-    """A policy, a clock, and kernels that do as they are told."""
+    """A policy, a clock, and kernels that do as they are told.  With device memory or without, they may leave."""
 
     def __init__(self, **settings) -> None:
-        self.policy = Policy(Settings(**{"rule": RULE, "parallel": 100, **settings}))
+        self.policy = Policy(Settings(**{"rule": RULE, "parallel": 100, "without_device_memory": True, **settings}))
         self.now = 10_000.0
         self.kernels: dict[str, dict] = {}
 
@@ -66,6 +66,22 @@ class TestTimes:
         server = Server()
         server.kernel()
         assert server.verbs(1799) == {}
+        assert server.verbs(1) == {"k": "checkpoint"}
+
+    def test_without_device_memory_a_kernel_is_left_alone_by_default(self):
+        server = Server(without_device_memory=Settings().without_device_memory)
+        server.kernel()
+        server.kernel("suspended by hand", state=State.SUSPENDED)
+        assert server.verbs(1e6) == {"suspended by hand": "checkpoint"}
+        assert server.policy.outlook("k", server.now)["next"] is None
+        server.change(on_gpu=True)
+        assert server.verbs() == {"k": "checkpoint"}
+
+    def test_what_works_is_not_touched_even_where_memory_is_short(self):
+        server = Server(memory_limit=1)
+        server.kernel(state=State.SUSPENDED, resident=1 << 30, computing=True)
+        assert server.verbs(1e6) == {}
+        server.change(computing=False)
         assert server.verbs(1) == {"k": "checkpoint"}
 
     def test_long_overdue_goes_all_the_way_at_once(self):

@@ -216,7 +216,7 @@ def process_locks():
     return show
 
 
-@kind("what is known of children that have ended (times, usage)")
+@kind("what is known of children that have ended (times, usage)", loss="They begin anew.")
 def usage():
     import resource
 

@@ -44,7 +44,7 @@ def pair_with_bytes():
     return show
 
 
-@kind("a socket pair with messages under way, their bounds kept")
+@kind("a socket pair with messages under way, their bounds kept", loss="An empty message among others is dropped.")
 def pair_of_messages():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for word in (b"one", b"", b"three"):

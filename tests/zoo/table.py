@@ -54,13 +54,18 @@ def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
     return "announced" if kind.expected(who).what == "announced" and outcome.what == "changed" else said
 
 
+def remark(kind: Kind) -> str:
+    """What to do about it, or what is lost."""
+    return f"**Not mended yet:** {kind.loss}" if kind.loss else kind.advice
+
+
 def table(kinds: Mapping[str, Kind], found: Mapping[str, Mapping[str, Outcome]]) -> str:
     """The whole page."""
     parts = [HEAD]
     for family in FAMILIES:
         rows = [
             f"| {kind.name} | {cell(kind, 'root', found.get('root', {}).get(key))} "
-            f"| {cell(kind, 'user', found.get('user', {}).get(key))} | {kind.advice} |"
+            f"| {cell(kind, 'user', found.get('user', {}).get(key))} | {remark(kind)} |"
             for key, kind in kinds.items()
             if kind.family == family
         ]

@@ -98,6 +98,12 @@ class Owner:
         assert answer is not None, f"the owner ended during {words[0]}"
         return answer
 
+    def shut_down(self) -> None:
+        """Have it end the kernel, and then itself."""
+        self.send("end")
+        self.process.wait(ANSWER)
+        self.end()
+
     def end(self) -> None:
         """Let it go, with whatever it holds."""
         self.process.kill()
@@ -176,8 +182,7 @@ class Wandering:
     def begin(self, dice: random.Random) -> None:
         """A fresh kernel with a random combination of kinds."""
         if self.owner is not None:
-            self.owner.ask("end")
-            self.owner.end()
+            self.owner.shut_down()
         for image in (self.directory / "images").glob("*"):
             subprocess.run(["rm", "-rf", str(image)], check=True)
         self.owner = Owner(self.user, self.directory, self.base)
@@ -199,8 +204,9 @@ class Wandering:
     def cycle(self, seed: int) -> str:
         """One verb, one death at a random moment, and the promise; what became of the kernel."""
         dice = random.Random(seed)
-        if self.owner is None or dice.random() < 1 / LIFE:
-            self.begin(dice)
+        fresh = dice.random() < 1 / LIFE
+        if fresh or self.owner is None:
+            self.begin(random.Random(seed))  # what is drawn below is the same whether a kernel is there or not
         verb, victim = dice.choice(("checkpoint", "restore")), dice.choice(VICTIMS)
         if verb == "restore":
             self.brought_to("checkpointed")
@@ -245,7 +251,7 @@ class Wandering:
         """End the owner, and the kernel with it."""
         try:
             if self.owner is not None and self.owner.process.poll() is None:
-                self.owner.ask("end")
+                self.owner.shut_down()
         finally:
             if self.owner is not None:
                 self.owner.end()

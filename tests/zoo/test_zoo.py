@@ -9,7 +9,7 @@ import pytest
 from keeper import TOGETHER, packs
 from keeping import EVERYBODY, sample, why_not
 from kinds import all_kinds
-from table import DOCUMENT, rows
+from table import DOCUMENT, remark, rows
 
 KINDS = all_kinds()
 QUICK = sample(KINDS)
@@ -66,4 +66,4 @@ def test_nothing_was_left_behind(zoo, who):
 def test_the_table_has_exactly_the_declared_kinds():
     """`python -m pytest tests/zoo --zoo-table` writes it."""
     found = rows(DOCUMENT.read_text())
-    assert [(name, advice) for name, _, _, advice in found] == [(kind.name, kind.advice) for kind in KINDS.values()]
+    assert [(name, advice) for name, _, _, advice in found] == [(kind.name, remark(kind)) for kind in KINDS.values()]

@@ -78,23 +78,21 @@ async def main(directory: Path, base: Path) -> None:
         if verb == "show":
             answers = await zoo.ask("show", keys)
             return {"shown": {key: answer.get("value") or answer["error"] for key, answer in answers.items()}}
-        if verb == "end":
-            await manager.shutdown_kernel(now=True)
-            return {}
         await getattr(kernel.provisioner, verb)()
         return {}
 
     tell()
     while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
         verb, *keys = line.split()
+        if verb == "end":
+            await manager.shutdown_kernel(now=True)
+            break
         try:
             tell(**await obey(verb, keys))
         except GpuCkptError as error:
             tell(error=error.code, message=str(error))
         except (KernelEnded, RuntimeError) as error:
             tell(error=type(error).__name__, message=str(error))
-        if verb == "end":
-            break
     client.stop_channels()
 
 

@@ -74,7 +74,8 @@ class Kind:
     """One kind of state.
 
     ``alone``: why it shares no kernel with others; empty for most.  ``needs``: a module without which it cannot be.
-    ``advice``: what a user does about it, for the table.
+    ``advice``: what a user does about it, for the table.  ``loss``: what becomes of it otherwise than declared, where
+    that is known and not mended yet: its test fails until it is, and the table says so.
     """
 
     key: str
@@ -85,6 +86,7 @@ class Kind:
     alone: str
     needs: tuple[str, ...]
     advice: str
+    loss: str
 
     @property
     def family(self) -> str:
@@ -111,13 +113,14 @@ def kind(
     alone: str = "",
     needs: str = "",
     advice: str = "",
+    loss: str = "",
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Declare the function a kind.  ``root`` and ``user`` where one of them differs from ``expect``."""
 
     def declare(make: Callable[[], Any]) -> Callable[[], Any]:
         key = f"{make.__module__.rpartition('.')[2]}.{make.__name__}"
         assert key not in _kinds, key
-        _kinds[key] = Kind(key, name, make, root or expect, user or expect, alone, tuple(needs.split()), advice)
+        _kinds[key] = Kind(key, name, make, root or expect, user or expect, alone, tuple(needs.split()), advice, loss)
         return make
 
     return declare

@@ -194,7 +194,11 @@ def tracker():
     return show
 
 
-@kind("locks, events and queues for processes, without processes")
+@kind(
+    "locks, events and queues for processes, without processes",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Delete shared values (multiprocessing.Value, Array).",
+)
 def process_locks():
     context = multiprocessing.get_context("fork")
     lock, event, value, queue = context.RLock(), context.Event(), context.Value("i", 7), context.Queue()
@@ -212,7 +216,7 @@ def process_locks():
     return show
 
 
-@kind("what is known of children that have ended (times, usage)")
+@kind("what is known of children that have ended (times, usage)", loss="They begin anew.")
 def usage():
     import resource
 

@@ -200,7 +200,7 @@ def temporary_directory():
     return lambda: Path(directory.name, "inside").read_text()
 
 
-@kind("a directory, open")
+@kind("a directory, open", loss="The flag O_DIRECTORY is not shown any more (F_GETFL).")
 def directory_open():
     directory = place("directory")
     (directory / "a").touch()
@@ -309,7 +309,12 @@ def lease():
     return lambda: fcntl.fcntl(fd, fcntl.F_GETLEASE), lambda: os.close(fd)
 
 
-@kind("a notification on a directory (dnotify)", refused("FILE_UNSUPPORTED", "notif"), advice="Take it back.")
+@kind(
+    "a notification on a directory (dnotify)",
+    refused("FILE_UNSUPPORTED", "notif"),
+    advice="Take it back.",
+    loss="No notification comes any more.",
+)
 def dnotify():
     directory, number, count = place("notified"), signal.SIGRTMIN + 12, [0]
     before = signal.signal(number, lambda *_: count.__setitem__(0, count[0] + 1))
@@ -484,6 +489,7 @@ def mode_changed():
     refused("FILE_UNSUPPORTED", "root directory"),
     user=IMPOSSIBLE,
     alone="changes the whole process",
+    loss="Refused without its name.",
 )
 def chroot():
     root = os.open("/", os.O_RDONLY)
@@ -513,6 +519,7 @@ def chroot():
     refused("FILE_UNSUPPORTED", "mount"),
     user=IMPOSSIBLE,
     alone="changes the mounts",
+    loss="The mount is not there any more.",
 )
 def own_mount():
     target = place("mount")

@@ -49,7 +49,12 @@ def fewer_capabilities():
     return lambda: status("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 
 
-@kind("another user than it began as (root: setresuid)", user=IMPOSSIBLE, alone="cannot be undone")
+@kind(
+    "another user than it began as (root: setresuid)",
+    user=IMPOSSIBLE,
+    alone="cannot be undone",
+    loss="Refused without its name.",
+)
 def other_user():
     if os.getuid() != 0:
         raise PermissionError("it has no right to")

@@ -250,7 +250,12 @@ def zmq_tcp():
     return show
 
 
-@kind("a process as psutil knows it", needs="psutil", alone="compares start times")
+@kind(
+    "a process as psutil knows it",
+    needs="psutil",
+    alone="compares start times",
+    loss="is_running() says False: make it anew.",
+)
 def psutil_process():
     import psutil
 

@@ -351,6 +351,7 @@ def moved():
     "shared memory that was enlarged beyond its end (mmap.resize)",
     refused("UNPROVEN_STATE", "shared memory"),
     advice="Close it.",
+    loss="Refused without its name.",
 )
 def moved_beyond():
     memory = mmap.mmap(-1, PAGE)

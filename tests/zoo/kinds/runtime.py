@@ -37,7 +37,7 @@ import weakref
 import zlib
 from pathlib import Path
 
-from . import kind
+from . import kind, refused
 from .asking import error_of, moves, place
 
 
@@ -218,7 +218,11 @@ def loaded_library():
     return lambda: ctypes.c_int.in_dll(library, "signgam").value
 
 
-@kind("a library whose file was replaced after it was loaded")
+@kind(
+    "a library whose file was replaced after it was loaded",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Import it anew before (restart the kernel).",
+)
 def replaced_library():
     source = next(
         Path(directory) / "libm.so.6"

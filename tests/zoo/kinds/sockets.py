@@ -44,7 +44,7 @@ def pair_with_bytes():
     return show
 
 
-@kind("a socket pair with messages under way, their bounds kept")
+@kind("a socket pair with messages under way, their bounds kept", loss="An empty message among others is dropped.")
 def pair_of_messages():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for word in (b"one", b"", b"three"):
@@ -230,7 +230,12 @@ def unix_abstract():
     return show
 
 
-@kind("a unix socket whose name was deleted", refused("SOCKET_UNSUPPORTED", "socket"), advice="Close it.")
+@kind(
+    "a unix socket whose name was deleted",
+    user=refused("SOCKET_UNSUPPORTED", "socket"),
+    alone="may be refused",
+    advice="Close it.",
+)
 def unix_deleted():
     name = f"d{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)
@@ -513,7 +518,7 @@ def netlink():
     return show, one.close
 
 
-@kind("a raw socket (ping)", refused("SOCKET_UNSUPPORTED", "raw"), user=IMPOSSIBLE, advice="Close it.")
+@kind("a raw socket (ping)", refused("SOCKET_UNSUPPORTED", "ping"), user=IMPOSSIBLE, advice="Close it.")
 def raw():
     one = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
     return lambda: flags(one.fileno()), one.close

@@ -142,7 +142,7 @@ class DebuggerAttached(PreflightError):
     """The kernel's debugger is in use; its adapter lives outside the process tree."""
 
     code = "DEBUGGER_ATTACHED"
-    default_hint = "Turn the debugger off and restart the kernel, or finish debugging first."
+    default_hint = "Turn the debugger off (the bug button) and try again."
 
 
 class UnprovenState(PreflightError):

@@ -66,6 +66,7 @@ class Leaving(Steps):
             kernel_pid=capsule.host_pid,
             companions=capsule.companions(),
             device_bytes=device_bytes,
+            has_agent=self.home.has_agent,
             away=self._fast_path().in_memory(),
             spillable=self._spillable,
             disk_free=self._room_for_image() if writes else None,

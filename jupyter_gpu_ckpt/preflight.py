@@ -142,6 +142,7 @@ def look(
     companions: Iterable[int],
     device_bytes: Mapping[str, int],
     disk_free: int | None,
+    has_agent: bool = False,
     away: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
@@ -158,6 +159,8 @@ def look(
         Device memory the kernel holds, in bytes by GPU UUID.
     disk_free:
         Bytes free where the image goes; None for a suspend, which writes none.
+    has_agent:
+        Whether the kernel has an agent, which ends a debugger that was turned off.
     away:
         Bytes of device memory that are in host memory already, and in no process.
     spillable:
@@ -168,9 +171,11 @@ def look(
     findings = []
     kernel = read_process(kernel_pid)
     others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
-    if any(_DEBUGGER.search(process.command) for process in others):
-        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
-    unwelcome = [process for process in others if not process.cleans_up_for(kernel_pid)]
+    adapters = [process for process in others if _DEBUGGER.search(process.command)]
+    if any(not has_agent or _is_used(adapter) for adapter in adapters):
+        hint = None if has_agent else "Its adapter ends only with the kernel: restart the kernel."
+        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.", hint=hint)))
+    unwelcome = [one for one in others if one not in adapters and not one.cleans_up_for(kernel_pid)]
     if unwelcome:
         names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in unwelcome[:3])
         more = f" and {len(unwelcome) - 3} more" if len(unwelcome) > 3 else ""
@@ -240,6 +245,19 @@ def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[Finding]:
         )
         for refusal in refusals
     ]
+
+
+def _is_used(adapter: Process) -> bool:
+    """Whether a client is connected to a debugger's adapter, at the port that its command line names."""
+    found = re.search(r" --port (\d+)( |$)", adapter.command)
+    if found is None:
+        return True
+    connected = re.compile(rf"^ *\d+: [0-9A-F]+:{int(found[1]):04X} [0-9A-F]+:[0-9A-F]{{4}} 01 ", re.MULTILINE)
+    try:
+        tables = [Path(f"/proc/{adapter.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    except OSError:  # it has just ended
+        return False
+    return any(connected.search(table) for table in tables)
 
 
 def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:

@@ -133,7 +133,7 @@ def test_the_debuggers_adapter_is_the_debugger_and_not_a_child_to_be_ended(proce
         device_bytes={},
         disk_free=PLENTY,
     )
-    assert isinstance(found[0].error, DebuggerAttached)
+    assert [type(finding.error) for finding in found] == [DebuggerAttached]
 
 
 def test_a_child_that_is_gone_or_only_not_waited_for_is_no_child():

@@ -11,8 +11,9 @@ It answers three requests on the shell channel, so on the kernel's main thread a
 ``gpu_ckpt_quiesce_request``  {"trim": true, "files": true}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
     kernel stays), collect garbage and free the caches of GPU libraries.  ``files``: let go of what
-    cannot be saved by CRIU, or not be restored by it: the history database, the TCP listener for children's output,
-    shared mappings of deleted files.  An error reply means that all of it has been undone.
+    cannot be saved by CRIU, or not be restored by it: a debugger that was turned off (for good, until it is turned on
+    again), the history database, the TCP listener for children's output, shared mappings of deleted files.  An error
+    reply means that all of it has been undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}}
     Set (null: unset) environment variables and take back what quiesce let go of.  What cannot be taken back is told in
     ``probe_errors`` and hurts nobody: the kernel works without it.
@@ -33,7 +34,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import gpu_memory, mappings, probes
+from . import debugging, gpu_memory, mappings, probes
 from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
@@ -129,6 +130,8 @@ class Agent:
                 # After an error of CUDA's own nothing can be trimmed; whether it can be suspended is the driver's say.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):
+                if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
+                    probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
                 rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))
                 self._watch_for_cells()
                 self._history.park()

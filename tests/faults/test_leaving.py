@@ -225,24 +225,60 @@ async def test_a_living_child_process(subject, code):
     await subject.leaves_and_wakes()
 
 
-async def test_a_debugger_attached_as_jupyterlab_does_it(subject):
-    client = subject.kernel.client
+class Debugger:
+    """Debugs as JupyterLab does."""
 
-    async def debug(sequence: int, command: str, arguments: dict) -> dict:
-        content = {"type": "request", "seq": sequence, "command": command, "arguments": arguments}
-        message = client.session.msg("debug_request", content)
-        client.control_channel.send(message)
+    def __init__(self, client) -> None:
+        self.client, self.sequence = client, 0
+
+    async def ask(self, command: str, arguments: dict) -> dict:
+        self.sequence += 1
+        content = {"type": "request", "seq": self.sequence, "command": command, "arguments": arguments}
+        message = self.client.session.msg("debug_request", content)
+        self.client.control_channel.send(message)
         while True:
-            reply = await client.get_control_msg(timeout=60)
+            reply = await self.client.get_control_msg(timeout=60)
             if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
                 return reply["content"]
 
-    arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "linesStartAt1": True}
-    assert (await debug(1, "initialize", arguments))["success"]
-    assert (await debug(2, "attach", {}))["success"]
-    error = await subject.fails(subject.provisioner.checkpoint, "DEBUGGER_ATTACHED", "CHILD_PROCESSES")
-    assert error.code == "DEBUGGER_ATTACHED"
+    async def begin(self) -> None:
+        arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "linesStartAt1": True}
+        assert (await self.ask("initialize", arguments))["success"]
+        assert (await self.ask("attach", {}))["success"]
+
+    async def stop_in_a_cell(self) -> None:
+        """Run a cell that stops at a breakpoint, and let it go on."""
+        code = "a = 1\nb = a + 1\nc = b + 1"
+        path = (await self.ask("dumpCell", {"code": code}))["body"]["sourcePath"]
+        where = {"source": {"path": path}, "breakpoints": [{"line": 2}], "sourceModified": False}
+        assert (await self.ask("setBreakpoints", where))["success"]
+        assert (await self.ask("configurationDone", {}))["success"]
+        cell = self.client.execute(code)
+        while (event := await self.client.get_iopub_msg(timeout=60))["content"].get("event") != "stopped":
+            pass
+        assert (await self.ask("continue", {"threadId": event["content"]["body"]["threadId"]}))["success"]
+        while (await self.client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != cell:
+            pass
+
+    async def end(self) -> None:
+        assert (await self.ask("disconnect", {"restart": False, "terminateDebuggee": False}))["success"]
+
+
+async def test_a_debugger_attached_as_jupyterlab_does_it(subject):
+    await Debugger(subject.kernel.client).begin()
+    error = await subject.fails(subject.provisioner.checkpoint, "DEBUGGER_ATTACHED")
+    assert "bug button" in error.hint
     await subject.runs_on(error)
+
+
+async def test_a_debugger_that_was_turned_off_keeps_nobody_and_can_be_turned_on_again(subject):
+    debugger = Debugger(subject.kernel.client)
+    for _ in range(2):
+        await debugger.begin()
+        await debugger.stop_in_a_cell()
+        await debugger.end()
+        await subject.leaves_and_wakes()
+    assert await subject.run("import subprocess; print(subprocess.run(['true']).returncode)") == "0"
 
 
 async def test_a_unix_socket_to_somebody_outside(subject, runtime_base):

@@ -1,0 +1,60 @@
+"""Ends what ipykernel's debugger leaves behind when it is turned off: debugpy's adapter, and pydevd in this process.
+
+The adapter is a process of its own beside the kernel, and cannot be saved.  ipykernel starts it with its debugger and
+never ends it (ipykernel 7.4, debugpy 1.8); once it is ended as here, turning the debugger on starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+#: Seconds that the adapter is given to end by itself, as it does when its debuggee is gone; then it is told to.
+_PATIENCE = 3.0
+
+
+def close(kernel: Any) -> bool:
+    """End the debugger of a kernel where it is off and not gone; whether that was done.  On the main thread.
+
+    The caller has found that no client is attached (`probes.debugger_in_use`).
+    """
+    debugger = getattr(kernel, "debugger", None)
+    server: Any = sys.modules.get("debugpy.server.api")
+    if debugger is None or server is None or not getattr(debugger, "debugpy_initialized", False):
+        return False
+    sys.modules["pydevd"].stoptrace()  # type: ignore[attr-defined]
+    # What this thread starts would have the debugger injected still, and so would the next adapter, which hangs then.
+    monkey: Any = sys.modules["_pydev_bundle.pydev_monkey"]
+    monkey._arg_patch.apply_arg_patching = False
+    server.listen.called = False
+    debugger.debugpy_initialized = False
+    debugger.debugpy_client.debugpy_port = -1  # another one next time: on another node this one may be taken
+    _end(list(server._adapter_process.args))
+    return True
+
+
+def _end(command: list[str]) -> None:
+    """Wait until no process has this command, which holds a token of its own; end one that stays."""
+    deadline, number = time.monotonic() + _PATIENCE, 0
+    while found := _running(command):
+        if time.monotonic() > deadline:
+            deadline, number = time.monotonic() + _PATIENCE, signal.SIGKILL if number else signal.SIGTERM
+            for pid in found:
+                os.kill(pid, number)
+        time.sleep(0.01)
+
+
+def _running(command: list[str]) -> list[int]:
+    wanted = b"".join(os.fsencode(word) + b"\0" for word in command)
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                if file.read() == wanted:
+                    found.append(int(name))
+        except OSError:
+            continue  # it has just ended
+    return found

@@ -282,7 +282,8 @@ class _Process:
         noted: dict[str, Notes] = {}
         self.suspects: list[int] = []
         self.user: tuple[str | None, str | None] = None, None
-        for tid in tids:
+        # The main thread first: the others are compared with it, and one made after a wake may have a lower number.
+        for tid in sorted(tids, key=lambda tid: tid != self.pid):
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if notes := self.thread(tid):
                     noted[str(tid)] = notes

@@ -44,7 +44,9 @@ class Comeback(LoggingConfigurable):
     """Adopts at the start, checkpoints at the stop; a part of the server extension."""
 
     checkpoint_on_stop = Bool(
-        True, help="Checkpoint the kernels when the server stops, for the next one to adopt; else they end with it."
+        True,
+        help="Checkpoint the kernels when the server stops, for the next one to adopt; else those that are awake end "
+        "with it.",
     ).tag(config=True)
     adopt = Bool(True, help="Adopt kernels that an earlier server left, when this one starts.").tag(config=True)
     stop_timeout = Float(

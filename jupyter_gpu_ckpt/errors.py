@@ -135,7 +135,7 @@ class ChildProcesses(PreflightError):
     """The kernel has living child processes that cannot travel with it."""
 
     code = "CHILD_PROCESSES"
-    default_hint = "End child processes (pools, DataLoader workers, background commands) and try again."
+    default_hint = "End child processes (pools, DataLoader workers, commands) and try again."
 
 
 class DebuggerAttached(PreflightError):

@@ -5,7 +5,7 @@ import { nullTranslator } from './translation';
 
 const trans = nullTranslator.load();
 const WHAT = 'train.ipynb was not checkpointed. Nothing was lost.';
-const HINT = 'End child processes (pools, DataLoader workers, background commands) and try again.';
+const HINT = 'End child processes (pools, DataLoader workers, commands) and try again.';
 
 test('a failure carries its hint, however long the cause is', () => {
   const text = words.failure(WHAT, `The kernel has 3 living child processes: ${'python '.repeat(40)}`, HINT);

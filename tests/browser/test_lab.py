@@ -172,7 +172,7 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
         tab.wait_for_phase("running")
         toast = tab.toast("was not checkpointed. Nothing was lost.")
     assert tab.page.locator(".Toastify__toast").count() == 1
-    assert "End child processes (pools, DataLoader workers, background commands) and try again." in toast.inner_text()
+    assert "End child processes (pools, DataLoader workers, commands) and try again." in toast.inner_text()
     server.run(tab.kernel_id(), "child.kill(); child.wait()")
     tab.choose("Checkpoint now")
     tab.wait_for_phase("checkpointed")

@@ -230,6 +230,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "answer = [os.read(again, 8), os.read(fd, 8)], os.get_inheritable(fd), os.get_inheritable(again)\n"
         "os.write(fd, struct.pack('Q', 2))",
     ),
+    "eventfd that is full": (
+        "fd = call(290, 0, 0o4000); os.write(fd, struct.pack('Q', (1 << 64) - 2))",
+        "answer = [l for l in info(fd).splitlines() if 'eventfd-c' in l]",
+    ),
     "semaphore in epoll": (
         "e = select.epoll(); fd = call(290, 1, 1); e.register(fd, select.EPOLLIN | select.EPOLLET)",
         "answer = watched(e.fileno()), e.poll(0)\ne.modify(fd, select.EPOLLIN | select.EPOLLET)",
@@ -414,6 +418,10 @@ if ROOT:
         "prctl(38, 1); prctl(22, 2, program)",
         "answer = libc.personality(0xFFFFFFFF), os.strerror(ctypes.get_errno())",
     )
+    KINDS["unix whose path was deleted"] = (
+        "s = socket.socket(socket.AF_UNIX); s.bind('FILE'); s.listen(3); os.unlink('FILE')",
+        "answer = s.getsockname(), s.getsockopt(1, 30)",
+    )
     KINDS["inotify"] = (
         "fd = call(294, 0x800); call(254, fd, b'/usr', 2)",
         "answer = re.findall(r'inotify wd:\\S+', info(fd))",
@@ -535,10 +543,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
         "connections to a unix socket that are not accepted yet",
     ),
-    "deleted path": (
-        "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
-        "a unix socket whose file ",
-    ),
     "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
     "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
     "System V shared memory": (
@@ -563,6 +567,10 @@ if ROOT:
         "a performance counter",
     )
 else:
+    REFUSED["deleted path"] = (
+        "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
+        "a unix socket whose file ",
+    )
     REFUSED["inotify"] = ("fd = call(294, 0x800); call(254, fd, b'/usr', 2)", "an inotify watch (descriptor ")
 
 

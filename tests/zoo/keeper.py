@@ -175,7 +175,7 @@ async def together(directory: Path, keys: Sequence[str]) -> list[Outcome]:
         if len(keys) == 1:
             return [await alone_in_new(directory.with_name(directory.name + "-alone"), keys[0])]
         half = len(keys) // 2
-        print(f"{directory.name}: {type(error).__name__} {getattr(error, 'code', '')}, halved", file=sys.stderr)
+        print(f"{directory.name} is halved: {type(error).__name__}: {error}"[:300], file=sys.stderr)
         first = await together(directory.with_name(directory.name + "a"), keys[:half])
         return first + await together(directory.with_name(directory.name + "b"), keys[half:])
     share = (time.monotonic() - began) / len(keys)

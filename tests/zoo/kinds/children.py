@@ -151,7 +151,10 @@ def zombie():
     return show, lambda: process.wait()
 
 
-@kind("a program killed by a signal, and not waited for")
+@kind(
+    "a program killed by a signal, and not waited for",
+    loss="After the second wake an ordinary user is told that it ended by itself.",
+)
 def zombie_killed():
     process = subprocess.Popen(["sleep", "99"])
     process.kill()

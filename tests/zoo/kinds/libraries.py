@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 
-from . import kind
+from . import kind, refused
 from .asking import error_of, eventually, place
 
 ALLOCATOR = "brings much memory"
@@ -146,7 +146,12 @@ def torch_random():
     )
 
 
-@kind("a tensor in shared memory (share_memory_)", needs="torch")
+@kind(
+    "a tensor in shared memory (share_memory_)",
+    needs="torch",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Use a copy: tensor.clone().",
+)
 def shared_tensor():
     import torch
 
@@ -357,7 +362,12 @@ def requests_session():
     return lambda: (session.headers["X-Zoo"], session.cookies.get_dict(), sorted(session.adapters))
 
 
-@kind("a loop of aiohttp with a client session", needs="aiohttp")
+@kind(
+    "a loop of aiohttp with a client session",
+    needs="aiohttp",
+    user=refused("FILE_UNSUPPORTED", "inotify"),
+    advice="Close the session.",
+)
 def aiohttp_session():
     import asyncio
 

@@ -349,9 +349,10 @@ def moved():
 
 @kind(
     "shared memory that was enlarged beyond its end (mmap.resize)",
-    refused("UNPROVEN_STATE", "shared memory"),
+    user=refused("UNPROVEN_STATE", "shared memory"),
+    alone="may be refused",
     advice="Close it.",
-    loss="Refused without its name.",
+    loss="Refused to an ordinary user without its name.",
 )
 def moved_beyond():
     memory = mmap.mmap(-1, PAGE)

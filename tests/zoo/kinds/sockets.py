@@ -230,12 +230,7 @@ def unix_abstract():
     return show
 
 
-@kind(
-    "a unix socket whose name was deleted",
-    user=refused("SOCKET_UNSUPPORTED", "socket"),
-    alone="may be refused",
-    advice="Close it.",
-)
+@kind("a unix socket whose name was deleted", refused("SOCKET_UNSUPPORTED", "deleted"), advice="Close it.")
 def unix_deleted():
     name = f"d{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)
@@ -265,7 +260,12 @@ def unix_messages():
     return show
 
 
-@kind("a unix connection to a service outside the notebook", refused("SOCKET_UNSUPPORTED", "unix"), advice="Close it.")
+@kind(
+    "a unix connection to a service outside the notebook",
+    refused("SOCKET_UNSUPPORTED", "unix"),
+    advice="Close it.",
+    loss="The kernel sleeps, and no wake succeeds.",
+)
 def unix_outside():
     # A daemon of this very process would be inside: the one outside is the server of the other network end.
     name = os.environ["ZOO_OUTSIDE"]

@@ -49,6 +49,7 @@ async def test_what_criu_forgets_is_there_after_each_of_two_wakes(kernel):
     for _ in range(2):
         await kernel.provisioner.checkpoint()
         assert await kernel.run("print(settings())") == before
+        await kernel.run("threading.Thread(target=time.sleep, args=(1 << 20,), daemon=True).start()")  # of a low number
         await kernel.settled("running")
     assert "SIGTERM" not in before
 

@@ -281,9 +281,9 @@ class _Process:
         self.inventory["threads"] = tids
         noted: dict[str, Notes] = {}
         self.suspects: list[int] = []
-        self.user: tuple[str | None, str | None] = None, None
-        # The main thread first: the others are compared with it, and one made after a wake may have a lower number.
-        for tid in sorted(tids, key=lambda tid: tid != self.pid):
+        first = _fields(_read(f"{self.root}/status"))  # not the first in the list, once threads are made after a wake
+        self.user = first.get("Uid"), first.get("Gid")
+        for tid in tids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if notes := self.thread(tid):
                     noted[str(tid)] = notes
@@ -324,9 +324,7 @@ class _Process:
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
         """What confines a thread: all of it must come back, or the thread would have rights that it gave away."""
-        if tid == self.pid:
-            self.user = status.get("Uid"), status.get("Gid")
-        elif self.user != (status.get("Uid"), status.get("Gid")):
+        if tid != self.pid and (status.get("Uid"), status.get("Gid")) != self.user:
             self.found.refuse("a thread of another user", hint="End that thread.")
         seccomp = status.get("Seccomp", "0")
         if seccomp != "0" and (os.geteuid() != 0 or self.mine.seccomp != "0"):
@@ -438,6 +436,8 @@ class _Process:
         text = _read(f"{self.root}/fdinfo/{number}")
         if name == "[eventfd]":
             facts = _fields(text)
+            if (count := int(facts.get("eventfd-count", "0"), 16)) >= 1 << 32:  # CRIU makes it anew with 32 bits
+                self.notes.setdefault("eventfd_counts", {})[str(number)] = count
             if facts.get("eventfd-semaphore", "0") == "1":
                 self.eventfds.setdefault(facts["eventfd-id"], []).append(number)
         elif name == "[eventpoll]":

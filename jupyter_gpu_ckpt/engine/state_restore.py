@@ -87,7 +87,16 @@ class _Restorer:
                     self.failed.append("settings that only the process can make")
                 else:
                     self.inject(inside)
+        for number, count in self.notes.get("eventfd_counts", {}).items():
+            with self.trying("count of an eventfd"), self.borrowed(int(number)) as descriptor:
+                if (lacking := count - int(self.descriptor_facts(int(number))["eventfd-count"], 16)) > 0:
+                    os.write(descriptor, lacking.to_bytes(8, "little"))
         return self.failed
+
+    def descriptor_facts(self, number: int) -> dict[str, str]:
+        """The lines of a descriptor's fdinfo, by name."""
+        with open(f"/proc/{self.pid}/fdinfo/{number}") as file:
+            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
 
     def needs_injection(self) -> bool:
         """Whether some note can only be put back in the name of the process."""
@@ -226,20 +235,16 @@ class _Restorer:
     def semaphore(self, inside: Injection, semaphore: Notes) -> None:
         """Give the place of a plain eventfd to a semaphore of the same count, and register that where it was."""
         numbers, descriptors = inside.numbers, semaphore["descriptors"]
-        with open(f"/proc/{self.pid}/fdinfo/{descriptors[0]}") as file:
-            facts = dict(line.split(":", 1) for line in file.read().splitlines() if ":" in line)
-        if facts.get("eventfd-semaphore", "0").strip() == "1":
+        facts = self.descriptor_facts(descriptors[0])
+        if facts.get("eventfd-semaphore", "0") == "1":
             return  # this CRIU knows of them
         count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
-        if count >= 1 << 32:  # more than eventfd2(2) takes
-            raise ValueError(f"a semaphore of {count}")
         made = inside.call(numbers.eventfd2, count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
         if made < 0:
             self.require(made, "an eventfd that is a semaphore")
             return
         for number in descriptors:
-            with open(f"/proc/{self.pid}/fdinfo/{number}") as file:
-                closes = int(file.read().split("flags:")[1].split()[0], 8) & os.O_CLOEXEC
+            closes = int(self.descriptor_facts(number)["flags"], 8) & os.O_CLOEXEC
             self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}")
         inside.call(numbers.close, made)
         for watched in semaphore["epolls"]:

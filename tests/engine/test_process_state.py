@@ -230,6 +230,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "answer = [os.read(again, 8), os.read(fd, 8)], os.get_inheritable(fd), os.get_inheritable(again)\n"
         "os.write(fd, struct.pack('Q', 2))",
     ),
+    "eventfd that is full": (
+        "fd = call(290, 0, 0o4000); os.write(fd, struct.pack('Q', (1 << 64) - 2))",
+        "answer = [l for l in info(fd).splitlines() if 'eventfd-c' in l]",
+    ),
     "semaphore in epoll": (
         "e = select.epoll(); fd = call(290, 1, 1); e.register(fd, select.EPOLLIN | select.EPOLLET)",
         "answer = watched(e.fileno()), e.poll(0)\ne.modify(fd, select.EPOLLIN | select.EPOLLET)",

@@ -174,7 +174,7 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
     if family == socket.AF_NETLINK and protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT):
         return ""
     if family in _INET and kind == socket.SOCK_RAW:
-        return "a raw socket"
+        return "a raw socket (ping)"
     if family in _INET:
         return _PROTOCOLS.get(protocol, f"a socket of protocol {protocol}")
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")

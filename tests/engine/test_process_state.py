@@ -418,6 +418,10 @@ if ROOT:
         "prctl(38, 1); prctl(22, 2, program)",
         "answer = libc.personality(0xFFFFFFFF), os.strerror(ctypes.get_errno())",
     )
+    KINDS["unix whose path was deleted"] = (
+        "s = socket.socket(socket.AF_UNIX); s.bind('FILE'); s.listen(3); os.unlink('FILE')",
+        "answer = s.getsockname(), s.getsockopt(1, 30)",
+    )
     KINDS["inotify"] = (
         "fd = call(294, 0x800); call(254, fd, b'/usr', 2)",
         "answer = re.findall(r'inotify wd:\\S+', info(fd))",
@@ -539,10 +543,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
         "connections to a unix socket that are not accepted yet",
     ),
-    "deleted path": (
-        "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
-        "a unix socket whose file ",
-    ),
     "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
     "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
     "System V shared memory": (
@@ -567,6 +567,10 @@ if ROOT:
         "a performance counter",
     )
 else:
+    REFUSED["deleted path"] = (
+        "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
+        "a unix socket whose file ",
+    )
     REFUSED["inotify"] = ("fd = call(294, 0x800); call(254, fd, b'/usr', 2)", "an inotify watch (descriptor ")
 
 

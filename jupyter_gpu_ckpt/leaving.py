@@ -32,6 +32,7 @@ from .errors import (
     PipesExhausted,
     PreflightError,
     RuntimeDirectory,
+    UnsupportedSocket,
 )
 from .image import chunks, device
 from .image.chunks import Chunks
@@ -264,6 +265,10 @@ class Leaving(Steps):
         if missing := criu_tasks.missing(dump, state["inventory"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
+        if criu_tasks.has_foreign_peer(dump):
+            raise UnsupportedSocket(
+                "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
+            )
         notes: dict[str, Any] = state["notes"]
         owners = {str(tid): pid for pid, was in state["inventory"].items() for tid in was["threads"]}
         for tid, signal in criu_tasks.take_death_signals(dump).items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .criu_images import _COMMON_MAGIC, _encode, _fields, _number, _records
+from .criu_images import _COMMON_MAGIC, _FILES_MAGIC, _encode, _fields, _number, _records, _submessage
 
 _CORE_MAGIC = 0x55053847
 _IDS_MAGIC = 0x54432030
@@ -23,6 +23,8 @@ _MM_MAGIC = 0x57492820
 _CORE_THREAD, _THREAD_DEATH_SIGNAL = 5, 8
 # messages task_kobj_ids_entry and fdinfo_entry
 _IDS_FILES, _FDINFO_FD = 2, 4
+# messages file_entry and unix_sk_entry
+_ENTRY_UNIX, _UNIX_INODE, _UNIX_PEER = 16, 2, 8
 # messages mm_entry and vma_entry; all fields of the latter are varints, the first two the addresses
 _MM_MAPPINGS = 14
 _MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7f])")
@@ -75,6 +77,20 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
         uncovered = _uncovered(_mappings(directory, pid), was["mappings"])
         lacking += [f"memory at {start:#x} of process {pid}" for start in uncovered]
     return lacking
+
+
+def has_foreign_peer(directory: Path) -> bool:
+    """Whether a unix socket of the dump is connected to one that is not in it.
+
+    CRIU refuses those by itself, but not a connection that the process outside has not accepted yet; the restore fails.
+    """
+    sockets = [
+        fields
+        for record in _records(directory / "files.img", _FILES_MAGIC)
+        if (fields := _submessage(record, _ENTRY_UNIX))
+    ]
+    present = {_number(fields, _UNIX_INODE) for fields in sockets}
+    return any((peer := _number(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
 
 
 def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:

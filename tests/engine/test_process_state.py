@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -656,6 +657,21 @@ def test_a_death_signal_is_not_in_the_image(criu, capsule, home):
     criu.dump(capsule, image(home), timeout=60)
     assert criu_tasks.take_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
     assert criu_tasks.take_death_signals(image(home)) == {}
+
+
+def test_a_connection_that_nobody_outside_has_accepted_is_seen_in_the_image(criu, capsule, home):
+    subject = Subject(capsule)
+    subject.tell(f"{PRELUDE}a, b = socket.socketpair()")
+    criu.dump(capsule, image(home), timeout=60)
+    assert not criu_tasks.has_foreign_peer(image(home))
+    capsule.go_on()
+    shutil.rmtree(image(home))
+    with socket.socket(socket.AF_UNIX) as outside:
+        outside.bind(str(home / "outside"))
+        outside.listen()
+        subject.tell(f"c = socket.socket(socket.AF_UNIX); c.connect({str(home / 'outside')!r})")
+        criu.dump(capsule, image(home), timeout=60)
+        assert criu_tasks.has_foreign_peer(image(home))
 
 
 def test_what_a_dump_lacks_is_named(criu, capsule, home):

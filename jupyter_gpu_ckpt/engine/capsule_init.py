@@ -197,7 +197,7 @@ class Init:
         self.owner.close()
         self.owner = None
         self.deadline = time.monotonic()
-        self.do_go_on()
+        self.go_on_alone()
         if self.job:
             self.selector.unregister(self.listener)
             self.do_hurry()
@@ -230,9 +230,17 @@ class Init:
                 failure = self.fill_terminals(job) if code == 0 and not job["rescue"] else None
                 self.stopped = job["rescue"] if code == 0 else None
                 if self.owner is None:
-                    self.do_go_on()
+                    self.go_on_alone()
                     self.selector.register(self.listener, selectors.EVENT_READ, "connect")
                 self.answer({"number": job["number"], **(failure or told), "unmended": unmended})
+
+    def go_on_alone(self) -> None:
+        """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
+        try:
+            self.do_go_on()
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                print(f"gpu-ckpt-init: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def fill_terminals(self, job: dict[str, Any]) -> dict[str, Any] | None:
         """After a restore, before the processes run: put into their terminals what was under way; the error, if any."""
@@ -269,8 +277,8 @@ class Init:
             return ""
         try:
             terminals.put_back()
-        except OSError as error:
-            return f"terminals: {error}"
+        except Exception as error:
+            return f"terminals: {type(error).__name__}: {error}"
         finally:
             terminals.close()
         return ""
@@ -309,9 +317,9 @@ class Init:
                 packet = file.read()
         if not packet:
             return False
-        request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
-        self.number = request.pop("number", 0)
         try:
+            request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
+            self.number = request.pop("number", 0)
             getattr(self, "do_" + request.pop("verb"))(**request)
         except Exception as error:
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})

@@ -439,11 +439,20 @@ class Rescue:
                 raise
 
     def go_on(self) -> None:
-        """Let all processes run that ran before."""
+        """Let all processes run that ran before.  Raises `OSError` after they do: what could not be put right."""
+        failures = []
         for pid in self._ran:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            try:
                 leader = None
                 if self._parking is not None and pid == self._root:
                     self._parking.waiting_in_driver()
                     leader = self._parking.leader
                 resume(pid, leader)
+            except (ProcessLookupError, FileNotFoundError):  # it ended
+                continue
+            except Exception as error:
+                failures.append(f"process {pid}: {type(error).__name__}: {error}")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        if failures:
+            raise OSError(", ".join(failures))

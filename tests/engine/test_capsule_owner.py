@@ -148,6 +148,17 @@ class Unmendable:
     def conclude(self, well: bool) -> None:
         raise KeyError("registers")
 
+    def go_on(self) -> None:
+        raise TimeoutError("a thread does not stop")
+
+
+def test_what_cannot_go_on_without_an_owner_does_not_end_the_init(capsys):
+    init = Init.__new__(Init)
+    init.owner, init.terminals, init.stopped = None, None, Unmendable()
+    init.go_on_alone()
+    assert "TimeoutError: a thread does not stop" in capsys.readouterr().err
+    assert init.stopped is None
+
 
 def test_what_cannot_be_made_good_is_told_and_ends_nothing(directory):
     output = directory / "output"

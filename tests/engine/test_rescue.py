@@ -296,6 +296,19 @@ def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
     until(lambda: rescue._state(process.pid, process.pid) == "S")
 
 
+def test_a_process_that_cannot_be_put_right_goes_on_all_the_same(process, monkeypatch):
+    """And so do those that come after it: a stop that stays is what nobody could undo any more."""
+    stopped = rescue.Rescue(process.pid, time.monotonic() + 5)
+
+    def refused(pid, leader):
+        raise PermissionError("another tracer")
+
+    monkeypatch.setattr(rescue, "resume", refused)
+    with pytest.raises(OSError, match=f"process {process.pid}: PermissionError: another tracer"):
+        stopped.go_on()
+    until(lambda: rescue._state(process.pid, process.pid) == "S", "it goes on")
+
+
 def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
     def late(tracee):
         raise TimeoutError

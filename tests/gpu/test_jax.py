@@ -18,7 +18,7 @@ ROUNDS = int(os.environ.get("GPU_CHECK_ROUNDS", "3"))
 #: Bytes that JAX takes at its start, where it does.
 MEMORY = 4 << 30
 #: Of one kernel; then a fresh one, for what decides is where its threads are.
-OF_ONE = 4
+OF_ONE = int(os.environ.get("GPU_CHECK_ROUNDS_OF_ONE", "4"))
 SETUP = """
 import jax, jax.numpy as jnp
 from jax import random
@@ -56,7 +56,7 @@ def in_all_ways(test):
 
 @in_all_ways
 async def test_jax_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("GPU_CHECK_DEVICE", "0"))
     await comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record)
 
 

@@ -30,7 +30,6 @@ from .errors import (
     GpuCkptError,
     NoSpace,
     PipesExhausted,
-    PreflightError,
     RuntimeDirectory,
     UnsupportedSocket,
 )
@@ -124,8 +123,8 @@ class Leaving(Steps):
         report = self._ask_agent("quiesce", {"trim": True, "files": True}).get("report", {})
         traced.bytes = report.get("trimmed_bytes")
         try:
-            preflight.require(preflight.judge_report(report))
-        except PreflightError:
+            preflight.require(preflight.judge_report(report, gpus=len(self.device_bytes())))
+        except GpuCkptError:
             self._ask_agent("thaw", {"environ": {}})
             raise
         self._saved.report = report

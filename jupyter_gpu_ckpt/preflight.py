@@ -25,10 +25,15 @@ from .errors import (
     NoMemory,
     NoSpace,
     UnprovenState,
+    UnsupportedCuda,
     UnsupportedFile,
     UnsupportedSocket,
     UnsupportedTerminal,
 )
+
+#: The agent's reason for a deleted file that is still mapped, before a quiesce has tried to mend that
+#: (`inside.mappings.still_deleted`).
+NOT_TRIED = "not tried"
 
 #: Room an image needs beyond the memory it holds, in bytes: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
@@ -274,14 +279,25 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def judge_report(report: Mapping[str, Any]) -> list[Finding]:
-    """Findings from the agent's report."""
+def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[Finding]:
+    """Findings from the agent's report, of a kernel that holds memory of so many ``gpus``."""
     findings = []
+    if gpus > 1 and report.get("jax_preallocates"):
+        findings.append(
+            _blocking(
+                UnsupportedCuda(
+                    "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back.",
+                    hint="Start the kernel with XLA_PYTHON_CLIENT_PREALLOCATE=false, or show it one GPU "
+                    "(CUDA_VISIBLE_DEVICES).",
+                )
+            )
+        )
     if report.get("debugger"):
         findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
-    if report.get("deleted_mappings") and os.geteuid() != 0:
-        path = report["deleted_mappings"][0]["path"]
+    stays = [each for each in report.get("deleted_mappings") or () if each.get("reason") != NOT_TRIED]
+    if stays and os.geteuid() != 0:
+        path = stays[0]["path"]
         findings.append(_blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     outside = report.get("sockets") or []
     if outside:

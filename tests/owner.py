@@ -19,6 +19,7 @@ from traitlets.config import Config
 def main(connection_file: str) -> None:
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+    config.GpuCkptProvisioner.keep_image_on_shutdown = True
     KernelProvisionerFactory.instance(config=config)
     manager = KernelManager(kernel_name="python3", config=config, connection_file=connection_file)
     manager.start_kernel(cwd=os.path.dirname(connection_file))

@@ -182,12 +182,12 @@ async def test_restart_of_a_checkpointed_kernel_gives_a_fresh_one_and_drops_the_
     assert await kernel.run("print(1)") == "1"
 
 
-async def test_shutdown_of_a_checkpointed_kernel_is_quick_and_keeps_its_image(kernel):
+async def test_shutdown_of_a_checkpointed_kernel_is_quick_and_deletes_its_image(kernel):
     image = await kernel.provisioner.checkpoint()
     kernel.manager.shutdown_wait_time = 600
     await asyncio.wait_for(kernel.manager.shutdown_kernel(), 60)
     assert not await kernel.manager.is_alive()
-    assert image.path.exists()
+    assert not image.path.exists()
 
 
 async def test_shutdown_and_restart_of_a_running_kernel_leave_nothing_behind(kernel, runtime_base):

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt import preflight
-from jupyter_gpu_ckpt.errors import ChildProcesses, DebuggerAttached, DeletedMapping, NoMemory, NoSpace, QuotaExceeded
+from jupyter_gpu_ckpt.errors import (
+    ChildProcesses,
+    DebuggerAttached,
+    DeletedMapping,
+    NoMemory,
+    NoSpace,
+    QuotaExceeded,
+    UnsupportedCuda,
+)
 from jupyter_gpu_ckpt.preflight import MARGIN, judge_report, look, read_process, require
 
 PLENTY = 1 << 50
@@ -204,6 +212,20 @@ def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
     assert finding.error.details["culprit"] == "/dev/shm/x"
     monkeypatch.setattr(preflight.os, "geteuid", lambda: 0)
     assert judge_report(report) == []
+
+
+def test_a_mapping_that_a_quiesce_has_not_tried_to_mend_forbids_nothing_yet(monkeypatch):
+    """Of `multiprocessing.Lock`, which every tqdm bar has."""
+    monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
+    assert judge_report({"deleted_mappings": [{"path": "/dev/shm/sem.x", "reason": "not tried"}]}) == []
+
+
+def test_jax_s_preallocated_memory_on_several_gpus_is_refused():
+    report = {"jax_preallocates": True}
+    assert judge_report(report) == judge_report(report, gpus=1) == judge_report({}, gpus=2) == []
+    (finding,) = judge_report(report, gpus=2)
+    assert isinstance(finding.error, UnsupportedCuda)
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" in finding.error.hint
 
 
 def test_the_first_finding_that_blocks_is_the_one_that_is_raised():

@@ -47,6 +47,7 @@ def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, A
         ("children", children, []),
         ("debugger", lambda: debugger_in_use(kernel), False),
         ("cuda", gpu_memory.report, {"modules": [], "initialized": False, "devices": []}),
+        ("jax_preallocates", jax_preallocates, False),
         ("nvml", gpu_memory.nvml_initialized, False),
         ("sockets", lambda: foreign_sockets(own_endpoints(kernel, pipe_port)), []),
         ("deleted_mappings", mappings.still_deleted, []),
@@ -69,6 +70,19 @@ def debugger_in_use(kernel: Any) -> bool:
     # happened.
     server = sys.modules.get("debugpy.server.api")
     return bool(server is not None and server.is_client_connected())
+
+
+def jax_preallocates() -> bool:
+    """Whether JAX is loaded and takes most of each GPU as one block (its documentation, "GPU memory allocation").
+
+    The NVIDIA driver 580.159 does not restore such blocks of two GPUs (CUDA_ERROR_INVALID_VALUE; seen with JAX 0.11.2).
+    """
+    settings = {name: os.environ.get(f"XLA_PYTHON_CLIENT_{name}", "").lower() for name in ("PREALLOCATE", "ALLOCATOR")}
+    return (
+        "jaxlib" in sys.modules
+        and settings["PREALLOCATE"] not in ("false", "0")
+        and settings["ALLOCATOR"] != "platform"
+    )
 
 
 def children() -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ class Desk:
             findings = lifecycle.findings()
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.Finding(error.code, error.message, error))
-        findings += preflight.judge_report(report)
+        findings += preflight.judge_report(report, gpus=len(device))
         on_device = sum(device.values())
         resident = lifecycle.resident()
         estimate = RATES.estimate(resident, on_device)

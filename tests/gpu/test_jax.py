@@ -11,6 +11,8 @@ import pytest
 from harness import notebook
 from waiting import until
 
+from jupyter_gpu_ckpt.errors import UnsupportedCuda
+
 pytestmark = pytest.mark.gpu
 
 #: Checkpoints of each way to have memory; 20 were asked for once (docs/measurements.md).
@@ -41,30 +43,34 @@ print(all(bool((one == other).all()) for one, other in zip(again, results)))
 """
 
 
-WAYS = [
-    pytest.mark.timeout(1200),
-    pytest.mark.parametrize("fast_path", ["auto", "off"]),
-    pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "as-needed"]),
-]
-
-
-def in_all_ways(test):
-    for way in WAYS:
-        test = way(test)
-    return test
-
-
-@in_all_ways
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("fast_path", ["auto", "off"])
+@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "as-needed"])
 async def test_jax_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("GPU_CHECK_DEVICE", "0"))
     await comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record)
 
 
 @pytest.mark.two_gpus
-@in_all_ways
-async def test_jax_on_two_gpus_comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("fast_path", ["auto", "off"])
+async def test_jax_on_two_gpus_comes_back(tmp_path, runtime_base, monkeypatch, gpus, fast_path, record):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    await comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record)
+    await comes_back(tmp_path, runtime_base, monkeypatch, gpus, False, fast_path, record)
+
+
+@pytest.mark.two_gpus
+async def test_jax_s_preallocated_memory_on_two_gpus_is_refused(tmp_path, runtime_base, monkeypatch):
+    """The driver 580.159 does not restore it (CUDA_ERROR_INVALID_VALUE)."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.05")
+    async with notebook(tmp_path, runtime_base) as kernel:
+        await kernel.run(SETUP)
+        digest = await kernel.run(DIGEST)
+        with pytest.raises(UnsupportedCuda, match="JAX"):
+            await kernel.provisioner.checkpoint()
+        assert await kernel.run(DIGEST) == digest
 
 
 async def comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fast_path, record):

@@ -27,7 +27,7 @@ from typing import Any
 from jupyter_gpu_ckpt.engine import kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS
-from jupyter_gpu_ckpt.engine.state_restore import readable_policy
+from jupyter_gpu_ckpt.engine.state_restore import readable_policy, timer_time
 
 Notes = dict[str, Any]
 
@@ -448,6 +448,28 @@ class _Process:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
             self.inotify(pidfd, number)
+        elif name == "[timerfd]":
+            self.timer(pidfd, number, text)
+
+    def timer(self, pidfd: int, number: int, text: str) -> None:
+        """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
+        facts = _fields(text)
+        interval = timer_time(facts["it_interval"])
+        if not interval or timer_time(facts["it_value"]):
+            return
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            kernel_calls.rearm_timer(descriptor)
+        finally:
+            os.close(descriptor)
+        facts = _fields(_read(f"{self.root}/fdinfo/{number}"))
+        self.notes.setdefault("timers", {})[str(number)] = {
+            "clock": int(facts["clockid"]),
+            "flags": int(facts["settime flags"], 8),
+            "ticks": int(facts["ticks"]),
+            "value": timer_time(facts["it_value"]) or interval,
+            "interval": interval,
+        }
 
     def inotify(self, pidfd: int, number: int) -> None:
         """CRIU finds the watched files by their handles, which an ordinary user may not open."""

@@ -256,6 +256,21 @@ KINDS: dict[str, tuple[str, str]] = {
         "fd = call(283, 1, 0x800); call(286, fd, 0, struct.pack('qqqq', 0, 0, 9000, 0), None)",
         "answer = info(fd).split('clockid')[1].split('it_value')[0]",
     ),
+    "timerfd that has gone off": (
+        "def tick(clock, flags):\n"
+        "    fd = call(283, clock, 0x800)\n"
+        "    first = time.clock_gettime_ns(clock) + 10**6 if flags else 10**6\n"
+        "    call(286, fd, flags, struct.pack('qqqq', 0, 10**8, *divmod(first, 10**9)), None)\n"
+        "    assert select.select([fd], [], [], 9)[0]\n"
+        "    return fd\n"
+        "fds = [tick(0, 0), tick(1, 0), tick(1, 1), tick(0, 3)]",
+        "answer = []\n"
+        "for fd in fds:\n"
+        "    ticks = [(select.select([fd], [], [], 9)[0] == [fd], struct.unpack('Q', os.read(fd, 8))[0] >= 1)\n"
+        "             for n in range(3)]\n"
+        "    answer.append((ticks, re.findall('(clockid|flags|it_interval): (.*)', info(fd))))\n"
+        "    assert select.select([fd], [], [], 9)[0]",
+    ),
     "memfd": (
         "fd = os.memfd_create('x', 3); os.write(fd, b'hello'); fcntl.fcntl(fd, 1033, 6); at = memory(4096, 1, 1, fd)",
         "answer = os.pread(fd, 9, 0), fcntl.fcntl(fd, 1034), ctypes.string_at(at, 5)",

@@ -264,7 +264,6 @@ def unix_messages():
     "a unix connection to a service outside the notebook",
     refused("SOCKET_UNSUPPORTED", "unix"),
     advice="Close it.",
-    loss="The kernel sleeps, and no wake succeeds.",
 )
 def unix_outside():
     # A daemon of this very process would be inside: the one outside is the server of the other network end.

@@ -41,7 +41,7 @@ def near(seconds: float, what: float = HOUR) -> bool:
     return what - 600 < seconds < what + 1
 
 
-@kind("a timer that goes off every 10 ms (timerfd)", loss="One that has gone off and was not read goes off no more.")
+@kind("a timer that goes off every 10 ms (timerfd)")
 def timerfd_periodic():
     fd = timerfd(time.CLOCK_MONOTONIC, 0.01, 0.01)
 

@@ -17,10 +17,11 @@ Standard library only, as `ptrace`: a capsule's init imports this module.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,9 @@ _SPECULATION = {
     "SpeculationIndirectBranch": (1, {"conditional disabled": 4, "conditional force disabled": 8}),
 }
 
+#: File systems of the network, below which Linux mounts others of the same kind as somebody enters them.
+_MOUNTED_BY_LINUX = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"})
+
 _O_DIRECT = 0o40000
 _CAP_SYS_ADMIN = 1 << 21
 _DEFAULT_SLACK = 50_000
@@ -138,7 +142,48 @@ class Found:
         return {"refusals": self.refusals, "notes": self.notes, "inventory": self.inventory}
 
 
-def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Found:
+@dataclass(frozen=True)
+class Mount:
+    """A line of ``/proc/PID/mountinfo``; ``arrived``: it came from another mount namespace (a slave)."""
+
+    number: str
+    parent: str
+    device: str
+    root: str
+    place: str
+    kind: str
+    arrived: bool
+
+
+def mounts(table: str) -> list[Mount]:
+    """The mounts that the text of a ``mountinfo`` file lists."""
+    found = []
+    for line in table.splitlines():
+        head, _, tail = line.partition(" - ")
+        number, parent, device, root, place, _, *marks = head.split(" ")
+        arrived = any(mark.startswith("master:") for mark in marks)
+        found.append(Mount(number, parent, device, root, place, tail.partition(" ")[0], arrived))
+    return found
+
+
+def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
+    """Those of a capsule's mounts that somebody in it has made.
+
+    ``before``: what there was before the kernel; ``outside``: mounts of the host.  Linux itself mounts what lies below
+    a file system of the network as somebody enters it, and does so again.
+    """
+    known = {mount.number for mount in before}
+    kinds = {mount.number: mount.kind for mount in now}
+    of_host = {(mount.device, mount.root, mount.place) for mount in outside}
+    return [
+        mount
+        for mount in now
+        if not (mount.arrived or mount.number in known or (mount.device, mount.root, mount.place) in of_host)
+        and not (mount.kind in _MOUNTED_BY_LINUX and kinds.get(mount.parent) == mount.kind)
+    ]
+
+
+def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
     """Inspect process ``root`` and its descendants.
 
     Parameters
@@ -149,10 +194,14 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Foun
         All threads are in a group stop: also look at what only a stopped process shows.
     allow_unconfined:
         The administrator lets a kernel that is confined by Landlock come back without that.
+    own:
+        What was mounted in the capsule since the kernel began (`own_mounts`).
 
     A process or thread that ends meanwhile is left out.  Raises `OSError` where ``/proc`` cannot be read.
     """
     found = Found()
+    for mount in own:
+        found.refuse(f"a file system that it has mounted itself ({mount.place})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
     mine = _Mine.read()
     for pid in tree:
@@ -262,6 +311,8 @@ class _Process:
         """Fill `Found` with what there is of this process."""
         if _read(f"{self.root}/stat").rpartition(")")[2].split()[0] in "ZX":
             return
+        if (directory := os.readlink(f"{self.root}/root")) != "/":
+            self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
         self.threads()
         self.descriptors()
         self.process()
@@ -283,6 +334,11 @@ class _Process:
         self.suspects: list[int] = []
         first = _fields(_read(f"{self.root}/status"))  # not the first in the list, once threads are made after a wake
         self.user = first.get("Uid"), first.get("Gid")
+        if any(len(set((ids or "").split())) > 1 for ids in self.user):
+            self.found.refuse(
+                "real, effective and saved user or group ids that are not the same (setresuid)",
+                hint="Make them the same, or use them in a process of its own.",
+            )
         for tid in tids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if notes := self.thread(tid):
@@ -551,6 +607,23 @@ class _Process:
         for words in (line.split(None, 5) for line in maps.splitlines()):
             if len(words) > 5:
                 self.mapping_name(words[5])
+                if words[5] == "/dev/zero (deleted)" and os.geteuid() != 0:
+                    self.shared_memory(int(words[0].partition("-")[2], 16))
+
+    def shared_memory(self, end: int) -> None:
+        """An ordinary user's CRIU cannot save shared memory that mremap(2) has enlarged: nothing lies behind its end.
+
+        Whoever reads there gets an error instead of bytes.
+        """
+        with open(f"{self.root}/mem", "rb", buffering=0) as memory:
+            try:
+                os.pread(memory.fileno(), 1, end - 1)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    self.found.refuse(
+                        "shared memory that was enlarged beyond its end (mremap)",
+                        hint="Close it: make new memory of that size and copy what was in it.",
+                    )
 
     def mapping_name(self, name: str) -> None:
         """One mapping's name."""

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks
+from jupyter_gpu_ckpt.engine import criu_tasks, process_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -71,6 +72,16 @@ def in_thread(work):
     threading.Thread(target=run, daemon=True).start()
     assert ready.wait(20)
     return found["tid"]
+def in_child(work):
+    ready, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os.write(report, b"1")
+        signal.pause()
+    os.close(report)
+    assert os.read(ready, 1)
+    os.close(ready)
 def here(work):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(work()))
@@ -573,6 +584,18 @@ REFUSED: dict[str, tuple[str, str]] = {
     "descriptors of a thread": ("tid = in_thread(lambda: call(272, 0x400))", "a thread with descriptors of its own"),
 }
 if ROOT:
+    REFUSED["mount"] = (
+        "os.mkdir('mounted'); assert libc.mount(b'tmpfs', b'mounted', b'tmpfs', 0, None) == 0",
+        "a file system that it has mounted itself (/",
+    )
+    REFUSED["root directory"] = (
+        "os.mkdir('root'); in_child(lambda: os.chroot('root'))",
+        "a root directory of its own (/",
+    )
+    REFUSED["another user in part"] = (
+        "in_child(lambda: os.setresuid(0, 1234, 0))",
+        "real, effective and saved user or group ids that are not the same",
+    )
     REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "a raw socket")
     REFUSED["thread of another user"] = ("tid = in_thread(lambda: call(117, 1000, 1000, 1000))", "another user")
     REFUSED["packet socket"] = ("s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "a packet socket")
@@ -583,6 +606,10 @@ if ROOT:
         "a performance counter",
     )
 else:
+    REFUSED["enlarged shared memory"] = (
+        "at = mmap.mmap(-1, 4096); at.resize(1 << 16)",
+        "shared memory that was enlarged beyond its end",
+    )
     REFUSED["deleted path"] = (
         "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
         "a unix socket whose file ",
@@ -614,6 +641,50 @@ def test_a_kind_of_state_is_refused_by_its_name(refusals, name):
     if name in impossible:
         pytest.skip(f"cannot be made here: {impossible[name][:60]}")
     assert [what for what in found if REFUSED[name][1] in what], found
+
+
+@pytest.mark.skipif(not ROOT, reason="an ordinary user may mount nothing")
+def test_what_the_host_mounts_is_not_taken_for_the_kernels(directory):
+    shared, place = directory / "shared", directory / "shared" / "later"
+    place.mkdir(parents=True)
+    mount("--bind", shared, shared)
+    try:
+        mount("--make-shared", shared)
+        with Capsule.create(directory) as capsule:
+            Subject(capsule)
+            mount("-t", "tmpfs", "tmpfs", place)
+            seen = Path(f"/proc/{capsule.host_pid}/mountinfo")
+            assert f" {place} " in seen.read_text()
+            mount("--make-private", place)  # as runtimes of containers do: nothing says any more where it came from
+            assert capsule.inspect()["refusals"] == []
+    finally:
+        subprocess.run(["umount", "--recursive", shared], check=True)
+
+
+def mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("50 20 0:50 / /made rw - tmpfs tmpfs rw", True),
+        ("50 20 0:50 / /arrived rw master:1 - tmpfs tmpfs rw", False),
+        ("50 20 0:50 / /both rw shared:7 master:1 - tmpfs tmpfs rw", False),
+        ("50 20 0:50 / /shared rw shared:7 - tmpfs tmpfs rw", True),
+        ("30 20 0:30 / /net/home/ada rw - nfs4 server:/home/ada rw", False),
+        ("50 30 0:51 / /net/home/ada rw - nfs4 server:/home/ada rw", False),
+        ("50 20 0:51 / /mnt rw - nfs4 server:/home/ada rw", True),
+        ("50 20 0:60 / /of_host rw - tmpfs tmpfs rw", False),
+        ("50 20 0:60 /part /of_host rw - tmpfs tmpfs rw", True),
+    ],
+)
+def test_a_mount_of_the_kernel_is_told_from_others(line, own):
+    before = ["20 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", "30 20 0:30 / /net rw - nfs4 server:/ rw"]
+    outside = [*before, "77 20 0:60 / /of_host rw - tmpfs tmpfs rw"]
+    now, was, host = ("\n".join(lines) for lines in ([*before, line], before, outside))
+    found = process_state.own_mounts(*map(process_state.mounts, (now, was, host)))
+    assert [mount.place for mount in found] == ([line.split()[4]] if own else [])
 
 
 #: What only a stopped process shows.

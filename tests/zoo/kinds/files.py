@@ -489,7 +489,6 @@ def mode_changed():
     refused("FILE_UNSUPPORTED", "root directory"),
     user=IMPOSSIBLE,
     alone="changes the whole process",
-    loss="Refused without its name.",
 )
 def chroot():
     root = os.open("/", os.O_RDONLY)
@@ -519,7 +518,7 @@ def chroot():
     refused("FILE_UNSUPPORTED", "mount"),
     user=IMPOSSIBLE,
     alone="changes the mounts",
-    loss="The mount is not there any more.",
+    advice="Unmount it.",
 )
 def own_mount():
     target = place("mount")

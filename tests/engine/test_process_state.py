@@ -570,6 +570,11 @@ REFUSED: dict[str, tuple[str, str]] = {
         "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
         "connections to a unix socket that are not accepted yet",
     ),
+    "empty message": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "for word in (b'one', b'', b'three'): a.send(word)",
+        "an empty message in a unix socket",
+    ),
     "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
     "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
     "System V shared memory": (
@@ -641,6 +646,35 @@ def test_a_kind_of_state_is_refused_by_its_name(refusals, name):
     if name in impossible:
         pytest.skip(f"cannot be made here: {impossible[name][:60]}")
     assert [what for what in found if REFUSED[name][1] in what], found
+
+
+EMPTY = "an empty message in a unix socket that is not received yet"
+
+
+@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET"])
+@pytest.mark.parametrize(
+    ("words", "end", "empty"),
+    [
+        (["one", "two"], "", False),
+        (["one", "two"], "a.close()", False),
+        ([], "a.close()", False),
+        (["one", "", "three"], "", True),
+        (["one", "", "three"], "a.close()", True),
+        (["", "two"], "a.close()", True),
+        (["one", ""], "", True),
+        (["x" * 70_000, "two"], "", False),
+    ],
+)
+def test_an_empty_message_is_found_wherever_it_is_until_it_is_received(capsule, kind, words, end, empty):
+    subject = Subject(capsule)
+    subject.tell(f"{PRELUDE}a, b = socket.socketpair(socket.AF_UNIX, socket.{kind})")
+    subject.tell(f"for word in {words}: a.send(word.encode())\n{end}")
+    for _ in range(2):  # Linux shows it but once
+        found = [refusal["what"].partition(" (")[0] for refusal in capsule.inspect()["refusals"]]
+        assert found == ([EMPTY] if empty else [])
+    received = subject.tell(f"answer = [b.recv(100_000).decode() for word in {words}], b.getsockopt(1, 42)")
+    assert received == repr((words, -1))
+    assert capsule.inspect()["refusals"] == []
 
 
 @pytest.mark.skipif(not ROOT, reason="an ordinary user may mount nothing")

@@ -44,8 +44,28 @@ def pair_with_bytes():
     return show
 
 
-@kind("a socket pair with messages under way, their bounds kept", loss="An empty message among others is dropped.")
+@kind("a socket pair with messages under way, their bounds kept")
 def pair_of_messages():
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for word in (b"one", b"two", b"three"):
+        a.send(word)
+
+    def show():
+        words = [b.recv(10) for _ in range(3)]
+        for word in words:
+            a.send(word)
+        return [word.decode() for word in words]
+
+    return show
+
+
+@kind(
+    "a socket pair with an empty message under way",
+    refused("SOCKET_UNSUPPORTED", "empty message"),
+    alone="is refused",
+    advice="Receive it.",
+)
+def pair_with_empty():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for word in (b"one", b"", b"three"):
         a.send(word)
@@ -56,7 +76,7 @@ def pair_of_messages():
             a.send(word)
         return [word.decode() for word in words]
 
-    return show
+    return show, lambda: (a.close(), b.close())
 
 
 @kind("a socket pair of sequenced packets")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -477,8 +478,21 @@ class _Process:
             with contextlib.suppress(OSError):
                 if what := _FILE_SYSTEMS.get(kernel_calls.file_system(path)):
                     self.refuse_file(f"{what} ({target}, descriptor {number})")
-        elif not (stat.S_ISDIR(kind) or stat.S_ISLNK(kind)):
+        elif stat.S_ISDIR(kind):
+            self.directory(pidfd, number, target)
+        elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def directory(self, pidfd: int, number: int, path: str) -> None:
+        """A notification on a directory (``F_NOTIFY``) shows by the owner that ``fs/notify/dnotify`` gives the file."""
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            with contextlib.suppress(OSError):  # O_PATH: there is nothing to be notified of
+                if fcntl.fcntl(descriptor, fcntl.F_GETOWN):
+                    hint = "Close the directory and try again."
+                    self.refuse_file(f"a notification on the directory {path} (F_NOTIFY, descriptor {number})", hint)
+        finally:
+            os.close(descriptor)
 
     def refuse_file(self, what: str, hint: str = "") -> None:
         self.found.refuse(what, "file", hint)

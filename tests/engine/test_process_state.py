@@ -582,6 +582,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "libc.shmctl(n, 0, None)",
         "System V shared memory",
     ),
+    "dnotify": (
+        "os.mkdir('noticed'); fd = os.open('noticed', 0); fcntl.fcntl(fd, 1026, 0x80000004)",
+        "a notification on the directory /",
+    ),
     "directory of a thread": (
         "tid = in_thread(lambda: (call(272, 0x200), os.chdir('/usr')))",
         "a thread with directories of its own",

@@ -312,8 +312,8 @@ def lease():
 @kind(
     "a notification on a directory (dnotify)",
     refused("FILE_UNSUPPORTED", "notif"),
-    advice="Take it back.",
-    loss="No notification comes any more.",
+    alone="is refused",
+    advice="Close the directory.",
 )
 def dnotify():
     directory, number, count = place("notified"), signal.SIGRTMIN + 12, [0]

@@ -12,7 +12,7 @@ import sys
 import threading
 from multiprocessing import resource_tracker, shared_memory
 
-from . import kind, refused
+from . import documented, kind, refused
 from .asking import eventually, place
 
 CODE = "CHILD_PROCESSES"
@@ -219,7 +219,11 @@ def process_locks():
     return show
 
 
-@kind("what is known of children that have ended (times, usage)", loss="They begin anew.")
+@kind(
+    "what is known of children that have ended (times, usage)",
+    documented("RUSAGE_CHILDREN"),
+    advice="Measure within a cell.",
+)
 def usage():
     import resource
 

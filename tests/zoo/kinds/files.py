@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from . import IMPOSSIBLE, kind, refused
+from . import IMPOSSIBLE, documented, kind, refused
 from .asking import error_of, eventually, fdinfo, flags, libc, place
 
 
@@ -200,7 +200,7 @@ def temporary_directory():
     return lambda: Path(directory.name, "inside").read_text()
 
 
-@kind("a directory, open", loss="The flag O_DIRECTORY is not shown any more (F_GETFL).")
+@kind("a directory, open", documented("O_DIRECTORY"))
 def directory_open():
     directory = place("directory")
     (directory / "a").touch()

@@ -10,7 +10,7 @@ import signal
 import struct
 import time
 
-from . import kind
+from . import documented, kind
 from .asking import fdinfo, libc, moves, readable, system
 
 HOUR = 3600
@@ -166,7 +166,11 @@ def clocks():
     return lambda: (time.monotonic() >= asleep[0], time.monotonic() - asleep[0] <= time.time() - asleep[1] + 1)
 
 
-@kind("time.process_time and time.thread_time never go back", advice="Measure within a cell.", loss="They begin anew.")
+@kind(
+    "time.process_time and time.thread_time never go back",
+    documented("CPU time starts anew"),
+    advice="Measure within a cell.",
+)
 def processor_time():
     sum(range(5_000_000))
     latest = [time.process_time(), time.thread_time()]

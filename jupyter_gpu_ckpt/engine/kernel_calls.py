@@ -49,6 +49,7 @@ class Numbers:
     mlock2: int
     mlockall: int
     mmap: int
+    waitid: int
     mseal: int = 462
     #: Only x86 has these.
     modify_ldt: int | None = None
@@ -74,6 +75,7 @@ _TABLES = {
         mlock2=325,
         mlockall=151,
         mmap=9,
+        waitid=247,
         modify_ldt=154,
         arch_prctl=158,
     ),
@@ -95,6 +97,7 @@ _TABLES = {
         mlock2=284,
         mlockall=230,
         mmap=222,
+        waitid=95,
     ),
 }
 #: Of this host, or None where nobody wrote them down.

@@ -697,6 +697,7 @@ class _Process:
                 return
             if (mine := injection.settings()) != {}:
                 self.notes["settings"] = mine
+            self.ended_children(injection)
             for what in injection.unproven():
                 self.found.refuse(what)
             if not allow_unconfined and self.suspects and injection.confined(self.suspects):
@@ -705,6 +706,17 @@ class _Process:
                     hint="It would come back without it. Run what is to be confined in a process of its own, or the "
                     "administrator sets GpuCkptProvisioner.allow_unconfined_wake.",
                 )
+
+    def ended_children(self, injection: Injection) -> None:
+        """Linux may hide from an ordinary user's CRIU how a child ended that CRIU itself had made again."""
+        for tid in os.listdir(f"{self.root}/task"):
+            for child in _read(f"{self.root}/task/{tid}/children").split():
+                fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
+                if fields[0] == "Z" and injection.end_of(int(child)) not in (None, int(fields[-1])):
+                    self.found.refuse(
+                        f"an ended child (process {child}) of which Linux does not tell how it ended",
+                        hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
+                    )
 
 
 def describe(refusals: list[dict[str, str]]) -> str:

@@ -764,6 +764,38 @@ def test_what_only_a_stopped_process_shows_is_refused_by_its_name(criu, capsule,
     assert subject.tell("answer = 41 + 1") == "42"
 
 
+def test_how_a_child_ended_comes_back_or_is_refused(criu, capsule, home):
+    subject = Subject(capsule)
+    subject.tell(
+        f"{PRELUDE}children = []\n"
+        "for number in (9, 15, 0):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: signal.pause() if number else os._exit(7)\n"
+        "    if number: os.kill(pid, number)\n"
+        "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT); children.append(pid)"
+    )
+    ask = "answer = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)[3:] for pid in children]"
+    before = subject.tell(ask)
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    assert capsule.inspect()["refusals"] == []
+    capsule.close()
+    with Capsule.create(home) as second:
+        criu.restore(second, image(home), pid=inner, pipes=pipes, timeout=60)
+        assert subject.tell(ask) == before
+        shutil.rmtree(image(home))
+        criu.dump(second, image(home), timeout=60)
+        found = [refusal["what"] for refusal in second.inspect()["refusals"]]
+        pipes = second.pipes
+        if found:
+            assert not ROOT
+            assert {" ".join(what.split()[5:]) for what in found} == {"of which Linux does not tell how it ended"}
+            return
+    with Capsule.create(home) as third:
+        criu.restore(third, image(home), pid=inner, pipes=pipes, timeout=60)
+        assert subject.tell(ask) == before
+
+
 def next_of(words: str, capsule: Capsule) -> str:
     return next(refusal["what"] for refusal in capsule.inspect()["refusals"] if words in refusal["what"])
 

@@ -153,7 +153,8 @@ def zombie():
 
 @kind(
     "a program killed by a signal, and not waited for",
-    loss="After the second wake an ordinary user is told that it ended by itself.",
+    user=refused("UNPROVEN_STATE", "how it ended"),
+    advice="Wait for it (only after a wake refused).",
 )
 def zombie_killed():
     process = subprocess.Popen(["sleep", "99"])

@@ -63,8 +63,11 @@ _TRACKER = re.compile(rb"\b(resource|semaphore)_tracker\b")
 class Init:
     """The event loop of PID 1."""
 
-    def __init__(self, listener: socket.socket, rootless: bool, directory: str) -> None:
+    def __init__(self, listener: socket.socket, rootless: bool, directory: str, outside: int) -> None:
         self.listener = listener
+        #: The mount table of the host: a file shows that of the namespace it was opened in.
+        self.outside = outside
+        self.mounted = self.mounts()
         self.directory = directory
         self.arena = -1
         self.rootless = rootless
@@ -441,15 +444,37 @@ class Init:
             parked.leave()
         self.answer({})
 
+    @staticmethod
+    def mounts() -> list[process_state.Mount]:
+        """What is mounted in the capsule."""
+        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
+            return process_state.mounts(file.read())
+
+    def own_mounts(self) -> list[process_state.Mount]:
+        """What the kernel has mounted: an ordinary user's has no right to."""
+        if self.rootless:
+            return []
+        with open(self.outside, errors="surrogateescape", closefd=False) as file:
+            file.seek(0)
+            outside = process_state.mounts(file.read())
+        return process_state.own_mounts(self.mounts(), self.mounted, outside)
+
     def do_arena(self) -> None:
         if self.arena < 0:
+            before = self.mounts()
             self.arena = os.open(namespaces.mount_arena(self.directory), os.O_DIRECTORY | os.O_CLOEXEC)
+            self.mounted += [mount for mount in self.mounts() if mount not in before]
         self.answer({}, self.arena)
 
     def do_inspect(self, allow_unconfined: bool) -> None:
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
-        found = process_state.inspect(self.kernel, stopped=self.stopped is not None, allow_unconfined=allow_unconfined)
+        found = process_state.inspect(
+            self.kernel,
+            stopped=self.stopped is not None,
+            allow_unconfined=allow_unconfined,
+            own=self.own_mounts(),
+        )
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
             file.write(json.dumps(found.as_dict()).encode())
             file.flush()
@@ -558,12 +583,14 @@ def main(argument: str) -> int:
     at = "namespaces"
     try:
         directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
+        outside = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
         pid = os.fork()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if pid:
             os.close(directory)
+            os.close(outside)
             os.close(report)
             return wait_for_init(pid)
         at = "init"
@@ -584,7 +611,7 @@ def main(argument: str) -> int:
         listener.listen(4)
         os.close(directory)
         os.chdir("/")
-        init = Init(listener, rootless, options.get("known_as") or options["directory"])
+        init = Init(listener, rootless, options.get("known_as") or options["directory"], outside)
     except OSError as error:
         os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
         return 1

@@ -32,6 +32,7 @@ _XTILEDATA = 18
 KEYCTL_GET_KEYRING_ID, KEYCTL_READ = 0, 11
 _THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING = -1, -2, -3, -4
 _KCMP_VM = 1
+_SIGINFO_BYTES = 128
 _MCL_FUTURE = 2
 
 
@@ -155,6 +156,17 @@ class Injection:
             with self.room(bytes(8)) as address:
                 if self.call(self.numbers.modify_ldt, 0, address, 8) > 0:
                     yield "segments of its own (modify_ldt)"
+
+    def end_of(self, child: int) -> int | None:
+        """How a child has ended that is still to be waited for, as ``wait(2)`` gives it; None where there is none."""
+        with self.room(bytes(_SIGINFO_BYTES)) as address:
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if self.call(self.numbers.waitid, os.P_PID, child, address, options) != 0:
+                return None
+            code, pid, status = struct.unpack("=8xi4xi4xi", self.read(address, 28))
+        if pid != child:
+            return None
+        return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))
 
     def confined(self, tids: Sequence[int]) -> bool:
         """Whether one of the threads is in a Landlock domain that the caller is not in.

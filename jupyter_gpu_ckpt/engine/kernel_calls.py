@@ -24,6 +24,7 @@ SCHED_ATTR_BYTES = 56
 PIDFD_GETFD = 438
 
 _EPIOCSPARAMS, _EPIOCGPARAMS = 0x40088A01, 0x80088A02
+_TFD_IOC_SET_TICKS = 0x40085400
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -48,6 +49,7 @@ class Numbers:
     mlock2: int
     mlockall: int
     mmap: int
+    waitid: int
     mseal: int = 462
     #: Only x86 has these.
     modify_ldt: int | None = None
@@ -73,6 +75,7 @@ _TABLES = {
         mlock2=325,
         mlockall=151,
         mmap=9,
+        waitid=247,
         modify_ldt=154,
         arch_prctl=158,
     ),
@@ -94,6 +97,7 @@ _TABLES = {
         mlock2=284,
         mlockall=230,
         mmap=222,
+        waitid=95,
     ),
 }
 #: Of this host, or None where nobody wrote them down.
@@ -102,6 +106,8 @@ NUMBERS = _TABLES.get(os.uname().machine)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.syscall.argtypes = [ctypes.c_long, *[ctypes.c_ulong] * 5]
+#: ``struct itimerspec``: interval and time until it goes off, each in seconds and nanoseconds.
+_TIMER = struct.Struct("=4q")
 
 
 def call(number: int, *arguments: int) -> int:
@@ -180,6 +186,25 @@ def epoll_parameters(fd: int) -> bytes:
 def set_epoll_parameters(fd: int, parameters: bytes) -> None:
     """Write what `epoll_parameters` gave."""
     fcntl.ioctl(fd, _EPIOCSPARAMS, parameters)
+
+
+def rearm_timer(fd: int) -> None:
+    """Have a periodic timerfd that went off and was not read count on; its reader sees the same as otherwise.
+
+    Linux stops such a timer until somebody reads it or asks for its time (``fs/timerfd.c: do_timerfd_gettime``), and
+    then adds the times that it would have gone off.
+    """
+    if _libc.timerfd_gettime(fd, ctypes.create_string_buffer(_TIMER.size)):
+        raise OSError(ctypes.get_errno(), "timerfd_gettime")
+
+
+def set_timer(fd: int, flags: int, value: int, interval: int, ticks: int) -> None:
+    """Set a timerfd (``timerfd_settime(2)``), times in nanoseconds, and how often it has gone off unread."""
+    buffer = ctypes.create_string_buffer(_TIMER.pack(*divmod(interval, 10**9), *divmod(value, 10**9)), _TIMER.size)
+    if _libc.timerfd_settime(fd, flags, buffer, None):
+        raise OSError(ctypes.get_errno(), "timerfd_settime")
+    if ticks:
+        fcntl.ioctl(fd, _TFD_IOC_SET_TICKS, struct.pack("=Q", ticks))
 
 
 def drop_capabilities() -> None:

@@ -17,17 +17,19 @@ Standard library only, as `ptrace`: a capsule's init imports this module.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpu_ckpt.engine import kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS
-from jupyter_gpu_ckpt.engine.state_restore import readable_policy
+from jupyter_gpu_ckpt.engine.state_restore import readable_policy, timer_time
 
 Notes = dict[str, Any]
 
@@ -112,6 +114,9 @@ _SPECULATION = {
     "SpeculationIndirectBranch": (1, {"conditional disabled": 4, "conditional force disabled": 8}),
 }
 
+#: File systems of the network, below which Linux mounts others of the same kind as somebody enters them.
+_MOUNTED_BY_LINUX = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"})
+
 _O_DIRECT = 0o40000
 _CAP_SYS_ADMIN = 1 << 21
 _DEFAULT_SLACK = 50_000
@@ -138,7 +143,48 @@ class Found:
         return {"refusals": self.refusals, "notes": self.notes, "inventory": self.inventory}
 
 
-def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Found:
+@dataclass(frozen=True)
+class Mount:
+    """A line of ``/proc/PID/mountinfo``; ``arrived``: it came from another mount namespace (a slave)."""
+
+    number: str
+    parent: str
+    device: str
+    root: str
+    place: str
+    kind: str
+    arrived: bool
+
+
+def mounts(table: str) -> list[Mount]:
+    """The mounts that the text of a ``mountinfo`` file lists."""
+    found = []
+    for line in table.splitlines():
+        head, _, tail = line.partition(" - ")
+        number, parent, device, root, place, _, *marks = head.split(" ")
+        arrived = any(mark.startswith("master:") for mark in marks)
+        found.append(Mount(number, parent, device, root, place, tail.partition(" ")[0], arrived))
+    return found
+
+
+def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
+    """Those of a capsule's mounts that somebody in it has made.
+
+    ``before``: what there was before the kernel; ``outside``: mounts of the host.  Linux itself mounts what lies below
+    a file system of the network as somebody enters it, and does so again.
+    """
+    known = {mount.number for mount in before}
+    kinds = {mount.number: mount.kind for mount in now}
+    of_host = {(mount.device, mount.root, mount.place) for mount in outside}
+    return [
+        mount
+        for mount in now
+        if not (mount.arrived or mount.number in known or (mount.device, mount.root, mount.place) in of_host)
+        and not (mount.kind in _MOUNTED_BY_LINUX and kinds.get(mount.parent) == mount.kind)
+    ]
+
+
+def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
     """Inspect process ``root`` and its descendants.
 
     Parameters
@@ -149,10 +195,14 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Foun
         All threads are in a group stop: also look at what only a stopped process shows.
     allow_unconfined:
         The administrator lets a kernel that is confined by Landlock come back without that.
+    own:
+        What was mounted in the capsule since the kernel began (`own_mounts`).
 
     A process or thread that ends meanwhile is left out.  Raises `OSError` where ``/proc`` cannot be read.
     """
     found = Found()
+    for mount in own:
+        found.refuse(f"a file system that it has mounted itself ({mount.place})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
     mine = _Mine.read()
     for pid in tree:
@@ -262,6 +312,8 @@ class _Process:
         """Fill `Found` with what there is of this process."""
         if _read(f"{self.root}/stat").rpartition(")")[2].split()[0] in "ZX":
             return
+        if (directory := os.readlink(f"{self.root}/root")) != "/":
+            self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
         self.threads()
         self.descriptors()
         self.process()
@@ -283,6 +335,11 @@ class _Process:
         self.suspects: list[int] = []
         first = _fields(_read(f"{self.root}/status"))  # not the first in the list, once threads are made after a wake
         self.user = first.get("Uid"), first.get("Gid")
+        if any(len(set((ids or "").split())) > 1 for ids in self.user):
+            self.found.refuse(
+                "real, effective and saved user or group ids that are not the same (setresuid)",
+                hint="Make them the same, or use them in a process of its own.",
+            )
         for tid in tids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if notes := self.thread(tid):
@@ -421,8 +478,21 @@ class _Process:
             with contextlib.suppress(OSError):
                 if what := _FILE_SYSTEMS.get(kernel_calls.file_system(path)):
                     self.refuse_file(f"{what} ({target}, descriptor {number})")
-        elif not (stat.S_ISDIR(kind) or stat.S_ISLNK(kind)):
+        elif stat.S_ISDIR(kind):
+            self.directory(pidfd, number, target)
+        elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def directory(self, pidfd: int, number: int, path: str) -> None:
+        """A notification on a directory (``F_NOTIFY``) shows by the owner that ``fs/notify/dnotify`` gives the file."""
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            with contextlib.suppress(OSError):  # O_PATH: there is nothing to be notified of
+                if fcntl.fcntl(descriptor, fcntl.F_GETOWN):
+                    hint = "Close the directory and try again."
+                    self.refuse_file(f"a notification on the directory {path} (F_NOTIFY, descriptor {number})", hint)
+        finally:
+            os.close(descriptor)
 
     def refuse_file(self, what: str, hint: str = "") -> None:
         self.found.refuse(what, "file", hint)
@@ -448,6 +518,28 @@ class _Process:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
             self.inotify(pidfd, number)
+        elif name == "[timerfd]":
+            self.timer(pidfd, number, text)
+
+    def timer(self, pidfd: int, number: int, text: str) -> None:
+        """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
+        facts = _fields(text)
+        interval = timer_time(facts["it_interval"])
+        if not interval or timer_time(facts["it_value"]):
+            return
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            kernel_calls.rearm_timer(descriptor)
+        finally:
+            os.close(descriptor)
+        facts = _fields(_read(f"{self.root}/fdinfo/{number}"))
+        self.notes.setdefault("timers", {})[str(number)] = {
+            "clock": int(facts["clockid"]),
+            "flags": int(facts["settime flags"], 8),
+            "ticks": int(facts["ticks"]),
+            "value": timer_time(facts["it_value"]) or interval,
+            "interval": interval,
+        }
 
     def inotify(self, pidfd: int, number: int) -> None:
         """CRIU finds the watched files by their handles, which an ordinary user may not open."""
@@ -529,6 +621,23 @@ class _Process:
         for words in (line.split(None, 5) for line in maps.splitlines()):
             if len(words) > 5:
                 self.mapping_name(words[5])
+                if words[5] == "/dev/zero (deleted)" and os.geteuid() != 0:
+                    self.shared_memory(int(words[0].partition("-")[2], 16))
+
+    def shared_memory(self, end: int) -> None:
+        """An ordinary user's CRIU cannot save shared memory that mremap(2) has enlarged: nothing lies behind its end.
+
+        Whoever reads there gets an error instead of bytes.
+        """
+        with open(f"{self.root}/mem", "rb", buffering=0) as memory:
+            try:
+                os.pread(memory.fileno(), 1, end - 1)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    self.found.refuse(
+                        "shared memory that was enlarged beyond its end (mremap)",
+                        hint="Close it: make new memory of that size and copy what was in it.",
+                    )
 
     def mapping_name(self, name: str) -> None:
         """One mapping's name."""
@@ -588,6 +697,7 @@ class _Process:
                 return
             if (mine := injection.settings()) != {}:
                 self.notes["settings"] = mine
+            self.ended_children(injection)
             for what in injection.unproven():
                 self.found.refuse(what)
             if not allow_unconfined and self.suspects and injection.confined(self.suspects):
@@ -596,6 +706,17 @@ class _Process:
                     hint="It would come back without it. Run what is to be confined in a process of its own, or the "
                     "administrator sets GpuCkptProvisioner.allow_unconfined_wake.",
                 )
+
+    def ended_children(self, injection: Injection) -> None:
+        """Linux may hide from an ordinary user's CRIU how a child ended that CRIU itself had made again."""
+        for tid in os.listdir(f"{self.root}/task"):
+            for child in _read(f"{self.root}/task/{tid}/children").split():
+                fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
+                if fields[0] == "Z" and injection.end_of(int(child)) not in (None, int(fields[-1])):
+                    self.found.refuse(
+                        f"an ended child (process {child}) of which Linux does not tell how it ended",
+                        hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
+                    )
 
 
 def describe(refusals: list[dict[str, str]]) -> str:

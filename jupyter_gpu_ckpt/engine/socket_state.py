@@ -21,6 +21,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from jupyter_gpu_ckpt.engine import kernel_calls
+
 _TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
 _SO_PASSCRED = 16
 _MCAST_JOIN_GROUP, _MCAST_MSFILTER = 42, 48
@@ -146,6 +148,9 @@ _FAMILIES = {
 }
 _PROTOCOLS = {1: "an ICMP (ping) socket", 58: "an ICMP (ping) socket", 132: "an SCTP socket", 262: "an MPTCP socket"}
 
+#: Sockets, by inode, in which an empty message was found: `_has_empty_message` finds each but once.
+_with_empty_message: set[int] = set()
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _fresh: dict[tuple[int, int, int], dict[str, str]] = {}
 
@@ -191,6 +196,8 @@ def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
         with contextlib.suppress(OSError):
             if sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 return "out-of-band data in a unix socket"
+    elif _has_empty_message(sock):
+        return "an empty message in a unix socket that is not received yet"
     return ""
 
 
@@ -200,9 +207,7 @@ def _listens(sock: socket.socket) -> bool:
 
 def _waiting(sock: socket.socket) -> bool:
     """Whether something waits to be received or accepted; takes nothing out."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return any(events & select.POLLIN for _, events in poll.poll(0))
+    return bool(_events(sock) & select.POLLIN)
 
 
 def _has_data(sock: socket.socket) -> bool:
@@ -210,6 +215,56 @@ def _has_data(sock: socket.socket) -> bool:
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:
         return False
+
+
+def _has_empty_message(sock: socket.socket) -> bool:
+    """Whether an empty message is queued in a unix socket of messages: CRIU takes it for the end of the queue.
+
+    With ``SO_PEEK_OFF`` Linux shows each message by its turn, but an empty one only to the first who looks
+    (``net/core/datagram.c: __skb_try_recv_from_queue``), which would be CRIU at the next try: found ones are remembered
+    until the queue is empty.
+    """
+    inode = os.fstat(sock.fileno()).st_ino
+    events = _events(sock)
+    # Behind the last message, the end of a connection reads like an empty one.
+    ends = sock.type == socket.SOCK_SEQPACKET and bool(events & select.POLLRDHUP)
+    if not events & select.POLLIN or (ends and not kernel_calls.readable_bytes(sock.fileno())):
+        _with_empty_message.discard(inode)
+        return False
+    if inode in _with_empty_message:
+        return True
+    if events & select.POLLERR:  # receiving anything would take the error away from the program
+        return False
+    before = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"])
+    sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], 0)
+    try:
+        found = _peeks_empty(sock, ends=ends)
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], before)
+    if found:
+        _with_empty_message.add(inode)
+    return found
+
+
+def _peeks_empty(sock: socket.socket, *, ends: bool) -> bool:
+    """``ends``: the connection's end comes behind the last message, again and again."""
+    empty = False
+    while True:
+        try:
+            message = sock.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # there is no more
+            return False
+        if not message and not ends:
+            return True
+        if empty:
+            return bool(message)
+        empty = not message
+
+
+def _events(sock: socket.socket) -> int:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLRDHUP)
+    return next((events for _, events in poll.poll(0)), 0)
 
 
 def _tcp(sock: socket.socket) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ Notes = dict[str, Any]
 
 _EPOLL_CTL_ADD = 1
 _EFD_SEMAPHORE = 1
+_TFD_TIMER_ABSTIME = 1
 _MLOCK_ONFAULT = 1
 _MPOL_MF_NONE = 0
 #: set_mempolicy(2): modes and their flags, as ``mm/mempolicy.c: mpol_to_str`` writes them.
@@ -47,6 +49,12 @@ def put_back(notes: dict[str, Notes]) -> list[str]:
 def readable_policy(text: str) -> bool:
     """Whether a policy can be put back that ``/proc/PID/numa_maps`` shows so."""
     return _policy(text) is not None
+
+
+def timer_time(text: str) -> int:
+    """Nanoseconds of a time as a timerfd's fdinfo writes it: ``(seconds, nanoseconds)``."""
+    seconds, nanoseconds = text.strip("()").split(",")
+    return int(seconds) * 10**9 + int(nanoseconds)
 
 
 def _policy(text: str) -> tuple[int, bytes] | None:
@@ -91,6 +99,11 @@ class _Restorer:
             with self.trying("count of an eventfd"), self.borrowed(int(number)) as descriptor:
                 if (lacking := count - int(self.descriptor_facts(int(number))["eventfd-count"], 16)) > 0:
                     os.write(descriptor, lacking.to_bytes(8, "little"))
+        for number, timer in self.notes.get("timers", {}).items():
+            with self.trying("periodic timer (timerfd)"), self.borrowed(int(number)) as descriptor:
+                begin = time.clock_gettime_ns(timer["clock"]) if timer["flags"] & _TFD_TIMER_ABSTIME else 0
+                value, interval = begin + timer["value"], timer["interval"]
+                kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
         return self.failed
 
     def descriptor_facts(self, number: int) -> dict[str, str]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks
+from jupyter_gpu_ckpt.engine import criu_tasks, process_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -71,6 +72,16 @@ def in_thread(work):
     threading.Thread(target=run, daemon=True).start()
     assert ready.wait(20)
     return found["tid"]
+def in_child(work):
+    ready, report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os.write(report, b"1")
+        signal.pause()
+    os.close(report)
+    assert os.read(ready, 1)
+    os.close(ready)
 def here(work):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(work()))
@@ -255,6 +266,21 @@ KINDS: dict[str, tuple[str, str]] = {
     "timerfd": (
         "fd = call(283, 1, 0x800); call(286, fd, 0, struct.pack('qqqq', 0, 0, 9000, 0), None)",
         "answer = info(fd).split('clockid')[1].split('it_value')[0]",
+    ),
+    "timerfd that has gone off": (
+        "def tick(clock, flags):\n"
+        "    fd = call(283, clock, 0x800)\n"
+        "    first = time.clock_gettime_ns(clock) + 10**6 if flags else 10**6\n"
+        "    call(286, fd, flags, struct.pack('qqqq', 0, 10**8, *divmod(first, 10**9)), None)\n"
+        "    assert select.select([fd], [], [], 9)[0]\n"
+        "    return fd\n"
+        "fds = [tick(0, 0), tick(1, 0), tick(1, 1), tick(0, 3)]",
+        "answer = []\n"
+        "for fd in fds:\n"
+        "    ticks = [(select.select([fd], [], [], 9)[0] == [fd], struct.unpack('Q', os.read(fd, 8))[0] >= 1)\n"
+        "             for n in range(3)]\n"
+        "    answer.append((ticks, re.findall('(clockid|flags|it_interval): (.*)', info(fd))))\n"
+        "    assert select.select([fd], [], [], 9)[0]",
     ),
     "memfd": (
         "fd = os.memfd_create('x', 3); os.write(fd, b'hello'); fcntl.fcntl(fd, 1033, 6); at = memory(4096, 1, 1, fd)",
@@ -544,12 +570,21 @@ REFUSED: dict[str, tuple[str, str]] = {
         "c = socket.socket(socket.AF_UNIX); c.connect('waits')",
         "connections to a unix socket that are not accepted yet",
     ),
+    "empty message": (
+        "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "for word in (b'one', b'', b'three'): a.send(word)",
+        "an empty message in a unix socket",
+    ),
     "virtual socket": ("s = socket.socket(socket.AF_VSOCK)", "AF_VSOCK"),
     "MPTCP": ("s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)", "an MPTCP socket"),
     "System V shared memory": (
         "n = libc.shmget(0, 4096, 0o1600); libc.shmat.restype = ctypes.c_void_p; at = libc.shmat(n, None, 0)\n"
         "libc.shmctl(n, 0, None)",
         "System V shared memory",
+    ),
+    "dnotify": (
+        "os.mkdir('noticed'); fd = os.open('noticed', 0); fcntl.fcntl(fd, 1026, 0x80000004)",
+        "a notification on the directory /",
     ),
     "directory of a thread": (
         "tid = in_thread(lambda: (call(272, 0x200), os.chdir('/usr')))",
@@ -558,6 +593,18 @@ REFUSED: dict[str, tuple[str, str]] = {
     "descriptors of a thread": ("tid = in_thread(lambda: call(272, 0x400))", "a thread with descriptors of its own"),
 }
 if ROOT:
+    REFUSED["mount"] = (
+        "os.mkdir('mounted'); assert libc.mount(b'tmpfs', b'mounted', b'tmpfs', 0, None) == 0",
+        "a file system that it has mounted itself (/",
+    )
+    REFUSED["root directory"] = (
+        "os.mkdir('root'); in_child(lambda: os.chroot('root'))",
+        "a root directory of its own (/",
+    )
+    REFUSED["another user in part"] = (
+        "in_child(lambda: os.setresuid(0, 1234, 0))",
+        "real, effective and saved user or group ids that are not the same",
+    )
     REFUSED["raw socket"] = ("s = socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "a raw socket")
     REFUSED["thread of another user"] = ("tid = in_thread(lambda: call(117, 1000, 1000, 1000))", "another user")
     REFUSED["packet socket"] = ("s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)", "a packet socket")
@@ -568,6 +615,10 @@ if ROOT:
         "a performance counter",
     )
 else:
+    REFUSED["enlarged shared memory"] = (
+        "at = mmap.mmap(-1, 4096); at.resize(1 << 16)",
+        "shared memory that was enlarged beyond its end",
+    )
     REFUSED["deleted path"] = (
         "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
         "a unix socket whose file ",
@@ -599,6 +650,79 @@ def test_a_kind_of_state_is_refused_by_its_name(refusals, name):
     if name in impossible:
         pytest.skip(f"cannot be made here: {impossible[name][:60]}")
     assert [what for what in found if REFUSED[name][1] in what], found
+
+
+EMPTY = "an empty message in a unix socket that is not received yet"
+
+
+@pytest.mark.parametrize("kind", ["SOCK_DGRAM", "SOCK_SEQPACKET"])
+@pytest.mark.parametrize(
+    ("words", "end", "empty"),
+    [
+        (["one", "two"], "", False),
+        (["one", "two"], "a.close()", False),
+        ([], "a.close()", False),
+        (["one", "", "three"], "", True),
+        (["one", "", "three"], "a.close()", True),
+        (["", "two"], "a.close()", True),
+        (["one", ""], "", True),
+        (["x" * 70_000, "two"], "", False),
+    ],
+)
+def test_an_empty_message_is_found_wherever_it_is_until_it_is_received(capsule, kind, words, end, empty):
+    subject = Subject(capsule)
+    subject.tell(f"{PRELUDE}a, b = socket.socketpair(socket.AF_UNIX, socket.{kind})")
+    subject.tell(f"for word in {words}: a.send(word.encode())\n{end}")
+    for _ in range(2):  # Linux shows it but once
+        found = [refusal["what"].partition(" (")[0] for refusal in capsule.inspect()["refusals"]]
+        assert found == ([EMPTY] if empty else [])
+    received = subject.tell(f"answer = [b.recv(100_000).decode() for word in {words}], b.getsockopt(1, 42)")
+    assert received == repr((words, -1))
+    assert capsule.inspect()["refusals"] == []
+
+
+@pytest.mark.skipif(not ROOT, reason="an ordinary user may mount nothing")
+def test_what_the_host_mounts_is_not_taken_for_the_kernels(directory):
+    shared, place = directory / "shared", directory / "shared" / "later"
+    place.mkdir(parents=True)
+    mount("--bind", shared, shared)
+    try:
+        mount("--make-shared", shared)
+        with Capsule.create(directory) as capsule:
+            Subject(capsule)
+            mount("-t", "tmpfs", "tmpfs", place)
+            seen = Path(f"/proc/{capsule.host_pid}/mountinfo")
+            assert f" {place} " in seen.read_text()
+            mount("--make-private", place)  # as runtimes of containers do: nothing says any more where it came from
+            assert capsule.inspect()["refusals"] == []
+    finally:
+        subprocess.run(["umount", "--recursive", shared], check=True)
+
+
+def mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("50 20 0:50 / /made rw - tmpfs tmpfs rw", True),
+        ("50 20 0:50 / /arrived rw master:1 - tmpfs tmpfs rw", False),
+        ("50 20 0:50 / /both rw shared:7 master:1 - tmpfs tmpfs rw", False),
+        ("50 20 0:50 / /shared rw shared:7 - tmpfs tmpfs rw", True),
+        ("30 20 0:30 / /net/home/ada rw - nfs4 server:/home/ada rw", False),
+        ("50 30 0:51 / /net/home/ada rw - nfs4 server:/home/ada rw", False),
+        ("50 20 0:51 / /mnt rw - nfs4 server:/home/ada rw", True),
+        ("50 20 0:60 / /of_host rw - tmpfs tmpfs rw", False),
+        ("50 20 0:60 /part /of_host rw - tmpfs tmpfs rw", True),
+    ],
+)
+def test_a_mount_of_the_kernel_is_told_from_others(line, own):
+    before = ["20 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", "30 20 0:30 / /net rw - nfs4 server:/ rw"]
+    outside = [*before, "77 20 0:60 / /of_host rw - tmpfs tmpfs rw"]
+    now, was, host = ("\n".join(lines) for lines in ([*before, line], before, outside))
+    found = process_state.own_mounts(*map(process_state.mounts, (now, was, host)))
+    assert [mount.place for mount in found] == ([line.split()[4]] if own else [])
 
 
 #: What only a stopped process shows.
@@ -638,6 +762,38 @@ def test_what_only_a_stopped_process_shows_is_refused_by_its_name(criu, capsule,
     assert [refusal["what"] for refusal in capsule.inspect()["refusals"]] == [next_of(words, capsule)]
     capsule.go_on()
     assert subject.tell("answer = 41 + 1") == "42"
+
+
+def test_how_a_child_ended_comes_back_or_is_refused(criu, capsule, home):
+    subject = Subject(capsule)
+    subject.tell(
+        f"{PRELUDE}children = []\n"
+        "for number in (9, 15, 0):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: signal.pause() if number else os._exit(7)\n"
+        "    if number: os.kill(pid, number)\n"
+        "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT); children.append(pid)"
+    )
+    ask = "answer = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)[3:] for pid in children]"
+    before = subject.tell(ask)
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    assert capsule.inspect()["refusals"] == []
+    capsule.close()
+    with Capsule.create(home) as second:
+        criu.restore(second, image(home), pid=inner, pipes=pipes, timeout=60)
+        assert subject.tell(ask) == before
+        shutil.rmtree(image(home))
+        criu.dump(second, image(home), timeout=60)
+        found = [refusal["what"] for refusal in second.inspect()["refusals"]]
+        pipes = second.pipes
+        if found:
+            assert not ROOT
+            assert {" ".join(what.split()[5:]) for what in found} == {"of which Linux does not tell how it ended"}
+            return
+    with Capsule.create(home) as third:
+        criu.restore(third, image(home), pid=inner, pipes=pipes, timeout=60)
+        assert subject.tell(ask) == before
 
 
 def next_of(words: str, capsule: Capsule) -> str:

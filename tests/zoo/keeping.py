@@ -149,6 +149,12 @@ def sample(kinds: dict[str, Kind]) -> set[str]:
     return {*chooser.sample(shared, SAMPLE - 3), *chooser.sample(single, 3)}
 
 
+def what_does_not_come_back() -> str:
+    """What the user's documentation says of it."""
+    text = (REPOSITORY / "docs" / "usage.md").read_text()
+    return text.partition("## What comes back, and what does not\n")[2].partition("\n## ")[0]
+
+
 def why_not(kind: Kind, who: str, outcome: Outcome) -> str:
     """Why an outcome is not the declared one; empty where it is."""
     expected = kind.expected(who)
@@ -158,6 +164,10 @@ def why_not(kind: Kind, who: str, outcome: Outcome) -> str:
             return ""  # kept after all is no loss
         good = outcome.what == "changed" and expected.word in outcome.announcement.lower()
         return "" if good else f"{told}\nbeforehand it was said: {outcome.announcement}"
+    if expected.what == "documented":
+        if outcome.what == "kept":
+            return ""
+        return "" if outcome.what == "changed" and expected.word in what_does_not_come_back() else told
     if outcome.what != expected.what:
         return f"declared {expected}, but {told}"
     if expected.what == "refused" and (

@@ -19,6 +19,8 @@ HEAD = (
     "them, for root and for an ordinary user, and writes this page from what it found.\n\n"
     "*kept*: the same after every wake. *refused*: the checkpoint is refused with the code, in words that name the "
     "thing, and the kernel runs on. *announced*: not kept, and `%gpu_checkpoint --status` says so beforehand. "
+    "*documented*: not kept, not to be mended from outside, and [the "
+    "documentation](../usage.md#what-comes-back-and-what-does-not) says so. "
     "*not to be had*: the system does not let this user have it, or has none. A word in **bold** is a loss that is "
     "known and not mended yet.\n"
 )
@@ -51,7 +53,8 @@ def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
         return said
     if why_not(kind, who, outcome):
         return f"**{said}**"
-    return "announced" if kind.expected(who).what == "announced" and outcome.what == "changed" else said
+    expected = kind.expected(who).what
+    return expected if expected in ("announced", "documented") and outcome.what == "changed" else said
 
 
 def remark(kind: Kind) -> str:

@@ -8,8 +8,8 @@ possible by asking the system itself; state that stands in the way of other kind
         fd = os.eventfd(7)
         return lambda: fdinfo(fd)
 
-What is declared of it is what must become of it, for root and for an ordinary user: `KEPT`, `refused`, `announced` or
-`IMPOSSIBLE`.  One module is one family.
+What is declared of it is what must become of it, for root and for an ordinary user: `KEPT`, `refused`, `announced`,
+`documented` or `IMPOSSIBLE`.  One module is one family.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Undo = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What must become of a kind.  ``code`` and ``word``: of the refusal or of the announcement."""
+    """What must become of a kind.  ``code`` and ``word``: of the refusal, the announcement or the documentation."""
 
     what: str
     code: str = ""
@@ -67,6 +67,11 @@ def refused(code: str, word: str) -> Expectation:
 def announced(word: str) -> Expectation:
     """Not kept, and said beforehand: ``%gpu_checkpoint --status`` has that word, and ``show`` has ``lost`` set."""
     return Expectation("announced", word=word)
+
+
+def documented(word: str) -> Expectation:
+    """Not kept, and not to be mended from outside: ``docs/usage.md`` says so in a sentence with that word."""
+    return Expectation("documented", word=word)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import threading
 from multiprocessing import resource_tracker, shared_memory
 
-from . import kind, refused
+from . import documented, kind, refused
 from .asking import eventually, place
 
 CODE = "CHILD_PROCESSES"
@@ -153,7 +153,8 @@ def zombie():
 
 @kind(
     "a program killed by a signal, and not waited for",
-    loss="After the second wake an ordinary user is told that it ended by itself.",
+    user=refused("UNPROVEN_STATE", "how it ended"),
+    advice="Wait for it (only after a wake refused).",
 )
 def zombie_killed():
     process = subprocess.Popen(["sleep", "99"])
@@ -219,7 +220,11 @@ def process_locks():
     return show
 
 
-@kind("what is known of children that have ended (times, usage)", loss="They begin anew.")
+@kind(
+    "what is known of children that have ended (times, usage)",
+    documented("RUSAGE_CHILDREN"),
+    advice="Measure within a cell.",
+)
 def usage():
     import resource
 

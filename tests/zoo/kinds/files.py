@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from . import IMPOSSIBLE, kind, refused
+from . import IMPOSSIBLE, documented, kind, refused
 from .asking import error_of, eventually, fdinfo, flags, libc, place
 
 
@@ -200,7 +200,7 @@ def temporary_directory():
     return lambda: Path(directory.name, "inside").read_text()
 
 
-@kind("a directory, open", loss="The flag O_DIRECTORY is not shown any more (F_GETFL).")
+@kind("a directory, open", documented("O_DIRECTORY"))
 def directory_open():
     directory = place("directory")
     (directory / "a").touch()
@@ -312,8 +312,8 @@ def lease():
 @kind(
     "a notification on a directory (dnotify)",
     refused("FILE_UNSUPPORTED", "notif"),
-    advice="Take it back.",
-    loss="No notification comes any more.",
+    alone="is refused",
+    advice="Close the directory.",
 )
 def dnotify():
     directory, number, count = place("notified"), signal.SIGRTMIN + 12, [0]
@@ -489,7 +489,6 @@ def mode_changed():
     refused("FILE_UNSUPPORTED", "root directory"),
     user=IMPOSSIBLE,
     alone="changes the whole process",
-    loss="Refused without its name.",
 )
 def chroot():
     root = os.open("/", os.O_RDONLY)
@@ -519,7 +518,7 @@ def chroot():
     refused("FILE_UNSUPPORTED", "mount"),
     user=IMPOSSIBLE,
     alone="changes the mounts",
-    loss="The mount is not there any more.",
+    advice="Unmount it.",
 )
 def own_mount():
     target = place("mount")

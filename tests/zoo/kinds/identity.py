@@ -9,7 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from . import IMPOSSIBLE, kind
+from . import IMPOSSIBLE, kind, refused
 from .asking import status
 
 WHOLE = "changes the whole process"
@@ -51,9 +51,9 @@ def fewer_capabilities():
 
 @kind(
     "another user than it began as (root: setresuid)",
+    refused("UNPROVEN_STATE", "setresuid"),
     user=IMPOSSIBLE,
     alone="cannot be undone",
-    loss="Refused without its name.",
 )
 def other_user():
     if os.getuid() != 0:

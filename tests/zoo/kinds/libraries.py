@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 
-from . import kind, refused
+from . import documented, kind, refused
 from .asking import error_of, eventually, place
 
 ALLOCATOR = "brings much memory"
@@ -257,9 +257,10 @@ def zmq_tcp():
 
 @kind(
     "a process as psutil knows it",
+    documented("`is_running() == False`"),
     needs="psutil",
     alone="compares start times",
-    loss="is_running() says False: make it anew.",
+    advice="Make it anew.",
 )
 def psutil_process():
     import psutil

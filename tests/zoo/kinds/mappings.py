@@ -352,7 +352,6 @@ def moved():
     user=refused("UNPROVEN_STATE", "shared memory"),
     alone="may be refused",
     advice="Close it.",
-    loss="Refused to an ordinary user without its name.",
 )
 def moved_beyond():
     memory = mmap.mmap(-1, PAGE)

@@ -44,8 +44,28 @@ def pair_with_bytes():
     return show
 
 
-@kind("a socket pair with messages under way, their bounds kept", loss="An empty message among others is dropped.")
+@kind("a socket pair with messages under way, their bounds kept")
 def pair_of_messages():
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    for word in (b"one", b"two", b"three"):
+        a.send(word)
+
+    def show():
+        words = [b.recv(10) for _ in range(3)]
+        for word in words:
+            a.send(word)
+        return [word.decode() for word in words]
+
+    return show
+
+
+@kind(
+    "a socket pair with an empty message under way",
+    refused("SOCKET_UNSUPPORTED", "empty message"),
+    alone="is refused",
+    advice="Receive it.",
+)
+def pair_with_empty():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for word in (b"one", b"", b"three"):
         a.send(word)
@@ -56,7 +76,7 @@ def pair_of_messages():
             a.send(word)
         return [word.decode() for word in words]
 
-    return show
+    return show, lambda: (a.close(), b.close())
 
 
 @kind("a socket pair of sequenced packets")
@@ -264,7 +284,6 @@ def unix_messages():
     "a unix connection to a service outside the notebook",
     refused("SOCKET_UNSUPPORTED", "unix"),
     advice="Close it.",
-    loss="The kernel sleeps, and no wake succeeds.",
 )
 def unix_outside():
     # A daemon of this very process would be inside: the one outside is the server of the other network end.

@@ -10,7 +10,7 @@ import signal
 import struct
 import time
 
-from . import kind
+from . import documented, kind
 from .asking import fdinfo, libc, moves, readable, system
 
 HOUR = 3600
@@ -41,7 +41,7 @@ def near(seconds: float, what: float = HOUR) -> bool:
     return what - 600 < seconds < what + 1
 
 
-@kind("a timer that goes off every 10 ms (timerfd)", loss="One that has gone off and was not read goes off no more.")
+@kind("a timer that goes off every 10 ms (timerfd)")
 def timerfd_periodic():
     fd = timerfd(time.CLOCK_MONOTONIC, 0.01, 0.01)
 
@@ -166,7 +166,11 @@ def clocks():
     return lambda: (time.monotonic() >= asleep[0], time.monotonic() - asleep[0] <= time.time() - asleep[1] + 1)
 
 
-@kind("time.process_time and time.thread_time never go back", advice="Measure within a cell.", loss="They begin anew.")
+@kind(
+    "time.process_time and time.thread_time never go back",
+    documented("CPU time starts anew"),
+    advice="Measure within a cell.",
+)
 def processor_time():
     sum(range(5_000_000))
     latest = [time.process_time(), time.thread_time()]

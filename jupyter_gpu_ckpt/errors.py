@@ -156,7 +156,7 @@ class UnsupportedTerminal(PreflightError):
     """The kernel has a pseudo-terminal that could not be made again."""
 
     code = "TERMINAL_UNSUPPORTED"
-    default_hint = "Close pseudo-terminals that are no longer used (pexpect: `child.close()`) and try again."
+    default_hint = "Close pseudo-terminals that are no longer used (pexpect: `child.close()`), or read what is in them."
 
 
 class DeviceHeld(PreflightError):

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
+import json
 import os
 import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.terminals import obstacle
+from jupyter_gpu_ckpt.engine import terminals
+from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.engine.criu import Criu
+from jupyter_gpu_ckpt.engine.terminals import FILE, Content, Terminals, obstacle
 from jupyter_gpu_ckpt.errors import NoSpace, UnsupportedTerminal
 from jupyter_gpu_ckpt.image.draft import Draft
 
@@ -71,6 +86,18 @@ KINDS = {
         "    return got\n"
         "fill()",
         "read(s) == long and read(m) == long[::-1] and fill() is None",
+    ),
+    "as_much_as_a_new_one_takes_in_both_directions": (
+        "m, s = pty.openpty(); tty.setraw(s); typed, said = os.urandom(4000), os.urandom(16384)\n"
+        "def fill():\n"
+        "    os.write(m, typed)\n"
+        "    for at in range(0, len(said), 256): os.write(s, said[at:at + 256])\n"
+        "def read(fd, length):\n"
+        "    got = b''\n"
+        "    while len(got) < length: got += os.read(fd, 4096)\n"
+        "    return got\n"
+        "fill()",
+        "read(s, 4000) == typed and read(m, 16384) == said and fill() is None",
     ),
     "lines_that_were_not_read_yet": (
         "m, s = pty.openpty(); os.write(m, b'one\\ntwo\\n')",
@@ -164,6 +191,27 @@ REFUSED = {
         "foreground",
         "os.tcsetpgrp(t, os.getpgrp())",
     ),
+    "more_said_than_a_new_one_takes": (
+        "m, s = pty.openpty(); tty.setraw(s); piece = os.urandom(256)\n"
+        "for _ in range(70): assert os.write(s, piece) == 256\n"
+        "os.close(s)",
+        "pseudo-terminal 0 .* holds more",
+        "got = b''\nwhile len(got) < 70 * 256: got += os.read(m, 4096)\nassert got == 70 * piece",
+    ),
+    "one_that_is_full": (
+        "m, s = pty.openpty(); tty.setraw(s); os.set_blocking(s, False); full = 0\n"
+        "while select.select([], [s], [], 0.1)[1]: full += os.write(s, bytes(255))\n"
+        "os.close(s)",
+        "pseudo-terminal 0 .* holds more",
+        "got = 0\nwhile got < full: got += len(os.read(m, 4096))",
+    ),
+    "more_lines_typed_than_a_new_one_takes": (
+        "m, s = pty.openpty(); modes = termios.tcgetattr(s); modes[3] &= ~termios.ECHO\n"
+        "termios.tcsetattr(s, termios.TCSANOW, modes); lines = [b'%0100d\\n' % n for n in range(60)]\n"
+        "for line in lines: os.write(m, line)",
+        "pseudo-terminal 0 .* holds more",
+        "assert [os.read(s, 4096) for _ in lines] == lines",
+    ),
 }
 
 
@@ -187,6 +235,118 @@ def test_a_terminal_of_the_hosts_could_not_come_back():
     finally:
         for end in ends:
             os.close(end)
+
+
+def test_other_files_are_not_asked_for_their_status(tmp_path, monkeypatch):
+    """One whose server does not answer (NFS, FUSE) would let whoever asks wait for it."""
+    ends = os.openpty()
+    with open(tmp_path / "file", "w") as file:
+        asked = []
+
+        def status(path: str, real: Callable[[str], os.stat_result] = os.stat) -> os.stat_result:
+            asked.append(path)
+            return real(path)
+
+        monkeypatch.setattr(terminals.os, "stat", status)
+        try:
+            assert "the host's" in obstacle(os.getpid())
+        finally:
+            monkeypatch.undo()
+            for end in ends:
+                os.close(end)
+        assert f"/proc/{os.getpid()}/fd/{ends[1]}" in asked
+        assert f"/proc/{os.getpid()}/fd/{file.fileno()}" not in asked
+
+
+def of(*masters: int) -> Terminals:
+    """Those terminals, of this process."""
+    found = Terminals.__new__(Terminals)
+    found._masters, found._slaves, found.contents = {}, {}, {}
+    for master in masters:
+        found._masters[word(master)] = master
+    return found
+
+
+def word(master: int) -> int:
+    (number,) = struct.unpack("i", fcntl.ioctl(master, 0x80045430, bytes(4)))  # TIOCGPTN
+    return int(number)
+
+
+@pytest.fixture
+def pairs():
+    """Two pairs of terminals, neither of which edits."""
+    made = [os.openpty() for _ in range(2)]
+    for _, slave in made:
+        tty.setraw(slave)
+    yield made
+    for pair in made:
+        for end in pair:
+            os.close(end)
+
+
+def test_what_does_not_fit_into_one_terminal_keeps_nothing_from_the_others(pairs):
+    (first, _), (second, slave) = pairs
+    found = of(first, second)
+    found.contents = {word(first): Content(said=bytes(40000)), word(second): Content(rest=b"typed", said=b"said")}
+    lost = found.put_back()
+    assert f"pseudo-terminal {word(first)}: " in lost
+    assert "did not fit" in lost
+    assert f"pseudo-terminal {word(second)}" not in lost
+    assert (os.read(slave, 99), os.read(second, 99)) == (b"typed", b"said")
+
+
+def test_terminals_that_are_silent_are_waited_for_together(pairs):
+    """Every line that does not fit was waited for by itself."""
+    for _, slave in pairs:
+        modes = termios.tcgetattr(slave)
+        modes[3] |= termios.ICANON
+        termios.tcsetattr(slave, termios.TCSANOW, modes)
+    masters = [master for master, _ in pairs]
+    found = of(*masters)
+    found.contents = {word(master): Content(lines=[b"%0100d\n" % n for n in range(60)]) for master in masters}
+    began = time.monotonic()
+    found.put_back()
+    assert time.monotonic() - began < 5  # 2, on a machine that is not busy; it was 38
+
+
+def test_terminals_of_which_one_half_cannot_be_had_are_the_hosts():
+    """Masters of the host with slaves of the capsule would be nobody's."""
+    code = """
+import os
+from jupyter_gpu_ckpt.engine import namespaces, syscalls
+namespaces.enter_namespaces(os.geteuid() != 0, 0, 0)
+syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+syscalls.mount("tmpfs", "/dev", "tmpfs", 0)
+os.mkdir("/dev/pts")
+os.symlink("/nowhere", "/dev/ptmx")
+before = os.stat("/dev/pts").st_dev
+try:
+    namespaces.mount_terminals(os.geteuid() != 0)
+except OSError as error:
+    print("refused", os.stat("/dev/pts").st_dev == before)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "refused True\n"
+
+
+async def test_a_kernel_comes_back_without_what_does_not_fit(kernel, monkeypatch, caplog):
+    """As from a dump by an earlier version, which did not count."""
+    await kernel.run(
+        SETUP + "m, s = pty.openpty(); tty.setraw(s); n, t = pty.openpty(); tty.setraw(t); os.write(t, b'x')"
+    )
+    real = Criu.restore
+
+    def restore(criu: Criu, capsule: Capsule, directory: Path, **options: Any) -> float:
+        file = directory / FILE
+        rows = json.loads(file.read_text())
+        file.write_text(json.dumps([{**rows[0], "number": 0, "said": base64.b64encode(bytes(40000)).decode()}, *rows]))
+        return real(criu, capsule, directory, **options)
+
+    await kernel.provisioner.checkpoint()
+    monkeypatch.setattr(Criu, "restore", restore)
+    assert await kernel.run("print(os.read(n, 9), len(os.read(m, 100)))") == "b'x' 100"
+    assert "pseudo-terminal 0: " in caplog.text
+    assert "did not fit" in caplog.text
 
 
 async def test_a_dump_that_is_taken_back_leaves_what_was_under_way(kernel, monkeypatch):

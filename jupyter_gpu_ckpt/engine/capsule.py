@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, RuntimeDirectory
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, RuntimeDirectory, UnsupportedTerminal
 from .clocks import UNSHIFTED, Clocks
 
 #: Deadline of a request that the init answers at once, in seconds.
@@ -354,6 +354,7 @@ class Capsule:
         the program ends well, else it goes on, and those that wait in the CUDA driver's code are parked again.  What
         is under way in the kernel's terminals is then in the file ``terminals``, if anything is; of a program that does
         not work ``on_kernel`` but makes one, it is put into the terminals when the program has ended well.
+        Raises `UnsupportedTerminal`, before the program runs, if those of a kernel hold too much.
         """
         request = {
             "verb": "run",
@@ -368,6 +369,8 @@ class Capsule:
             "terminals": str(terminals or ""),
         }
         reply, _ = self._ask(request, timeout + grace + ANSWER)
+        if "unsupported_terminal" in reply:
+            raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
 
     def hurry(self) -> None:

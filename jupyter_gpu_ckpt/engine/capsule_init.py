@@ -50,7 +50,7 @@ from jupyter_gpu_ckpt.engine.ptrace import MACHINE, let_go
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
 from jupyter_gpu_ckpt.engine.raw_output import Pipe
 from jupyter_gpu_ckpt.engine.rescue import Rescue, unguard
-from jupyter_gpu_ckpt.engine.terminals import Terminals
+from jupyter_gpu_ckpt.engine.terminals import Terminals, Unsupported
 
 PACKET = 1 << 20
 #: How long a capsule without an owner waits for one, in seconds.
@@ -230,12 +230,13 @@ class Init:
                 told = {"status": code, "timed_out": job["timed_out"], "seconds": seconds}
                 lost = self.refill_terminals() if code != 0 else ""  # before the processes run on
                 unmended = self.conclude(job, code) or lost
-                failure = self.fill_terminals(job) if code == 0 and not job["rescue"] else None
+                if code == 0 and not job["rescue"]:
+                    unmended = self.fill_terminals(job)
                 self.stopped = job["rescue"] if code == 0 else None
                 if self.owner is None:
                     self.go_on_alone()
                     self.selector.register(self.listener, selectors.EVENT_READ, "connect")
-                self.answer({"number": job["number"], **(failure or told), "unmended": unmended})
+                self.answer({"number": job["number"], **told, "unmended": unmended})
 
     def go_on_alone(self) -> None:
         """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
@@ -245,20 +246,23 @@ class Init:
             with contextlib.suppress(OSError):
                 print(f"gpu-ckpt-init: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
-    def fill_terminals(self, job: dict[str, Any]) -> dict[str, Any] | None:
-        """After a restore, before the processes run: put into their terminals what was under way; the error, if any."""
+    def fill_terminals(self, job: dict[str, Any]) -> str:
+        """After a restore, before the processes run: put into their terminals what was under way.
+
+        What is lost of it, in words: that must not keep the kernel from coming back.
+        """
         if not job["terminals"]:
-            return None
+            return ""
         try:
             terminals = Terminals()
             try:
                 terminals.read(job["terminals"])
-                terminals.put_back()
+                lost = terminals.put_back()
             finally:
                 terminals.close()
-        except (OSError, ValueError, KeyError) as error:
-            return {"error": f"terminals: {type(error).__name__}: {error}", "errno": getattr(error, "errno", None)}
-        return None
+        except Exception as error:
+            lost = f"{type(error).__name__}: {error}"
+        return f"terminals: {lost}" if lost else ""
 
     def empty_terminals(self, path: str) -> None:
         """Before a dump, of stopped processes: take out what is under way in their terminals, and write it to a file.
@@ -279,12 +283,12 @@ class Init:
         if terminals is None:
             return ""
         try:
-            terminals.put_back()
+            lost = terminals.put_back()
         except Exception as error:
-            return f"terminals: {type(error).__name__}: {error}"
+            lost = f"{type(error).__name__}: {error}"
         finally:
             terminals.close()
-        return ""
+        return f"terminals: {lost}" if lost else ""
 
     @staticmethod
     def conclude(job: dict[str, Any], code: int) -> str:
@@ -324,6 +328,8 @@ class Init:
             request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
             self.number = request.pop("number", 0)
             getattr(self, "do_" + request.pop("verb"))(**request)
+        except Unsupported as error:
+            self.answer({"unsupported_terminal": error.strerror})
         except Exception as error:
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
         return True

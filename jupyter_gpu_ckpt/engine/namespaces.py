@@ -58,7 +58,11 @@ def mount_terminals(user: bool) -> None:
     # A link to it, or a device beside it, opens the new file system already; what a container's runtime has mounted
     # there does not.
     if os.path.lexists(_MULTIPLEXER) and os.path.realpath(_MULTIPLEXER) != f"{_TERMINALS}/ptmx":
-        syscalls.mount(f"{_TERMINALS}/ptmx", _MULTIPLEXER, None, syscalls.MS_BIND)
+        try:
+            syscalls.mount(f"{_TERMINALS}/ptmx", _MULTIPLEXER, None, syscalls.MS_BIND)
+        except OSError:  # else masters would be the host's, and slaves the capsule's
+            syscalls.umount(_TERMINALS)
+            raise
 
 
 def _terminal_group() -> str:

@@ -25,6 +25,7 @@ MS_NOEXEC = 0x8
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_SLAVE = 0x80000
+_MNT_DETACH = 0x2
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
@@ -73,6 +74,11 @@ def mount(source: str | None, target: str, fstype: str | None, flags: int, optio
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
     data = None if options is None else os.fsencode(options)
     _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
+
+
+def umount(target: str) -> None:
+    """``umount2(2)``, also of what is in use; it then ends with its last use."""
+    _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 
 def pidfd_getfd(pidfd: int, number: int) -> int:

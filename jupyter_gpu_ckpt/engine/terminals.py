@@ -21,10 +21,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import select
 import stat
 import struct
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,10 +47,18 @@ _MULTIPLEXER, _SLAVES = (5, 2), range(136, 144)
 _MODES = struct.Struct("=4IB19s2I")
 _END, _LITERAL = b"\x04", b"\x16"  # characters that stand for the end of a file, and that take the next one literally
 _NUMBER_OF_CHARACTERS = 19
-#: Seconds in which the terminal, which works at once, has taken what was written to it; it takes no more if it is full.
-_PATIENCE = 1.0
-_CHUNK = 1024
+#: Seconds that a silent terminal is waited for, which works at once; all of them together; each after these are over.
+_SILENCE, _PATIENCE, _MOMENT = 1.0, 2.0, 0.02
+#: Bytes that are written at once.  Linux keeps them in buffers of at least 256 (drivers/tty/tty_buffer.c), up to a
+#: limit that larger ones reach with fewer bytes in them.
+_CHUNK = 256
+#: Bytes that a new terminal takes on their way to its slave, where the line discipline keeps them (N_TTY_BUF_SIZE in
+#: drivers/tty/n_tty.c, less one), and on their way to its master: buffers hold some 19 KiB if filled as above.
+_MOST_TYPED, _MOST_SAID = 4095, 16384
 
+
+#: What terminals are called, below whatever root: a runtime of containers also mounts one over another device.
+_NAMES = re.compile(r"/dev/(?:pts/[0-9]+|(?:pts/)?ptmx|tty[0-9A-Za-z]*|console)(?: \(deleted\))?$")
 
 #: Numbers of terminals that CRIU can make again: it opens new ones until it has the right number, 32 at most.
 NUMBERS = range(32)
@@ -80,12 +90,27 @@ def _numbers(pid: int) -> Iterator[int]:
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
-                device = os.stat(f"/proc/{pid}/fd/{name}").st_rdev
-                if os.major(device) in _SLAVES:
+                device = _device(pid, name)
+                if device is not None and os.major(device) in _SLAVES:
                     yield _number(device)
-                elif (os.major(device), os.minor(device)) == _MULTIPLEXER:
+                elif device is not None:
                     with open(f"/proc/{pid}/fdinfo/{name}") as file:
                         yield from (int(line.split()[1]) for line in file if line.startswith("tty-index:"))
+
+
+def _device(pid: int, fd: str) -> int | None:
+    """The device of an open file, if it is one end of a pseudo-terminal; raises `OSError` if it is closed.
+
+    By its name first: whoever asks for the status of any file waits for as long as its server does not answer.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    if not _NAMES.search(os.readlink(path)):
+        return None
+    status = os.stat(path)
+    device = os.major(status.st_rdev), os.minor(status.st_rdev)
+    if stat.S_ISCHR(status.st_mode) and (device == _MULTIPLEXER or device[0] in _SLAVES):
+        return status.st_rdev
+    return None
 
 
 def _has_own(pid: int) -> bool:
@@ -123,8 +148,31 @@ class Content:
     closed: bool = False
     exclusive: tuple[bool, bool] = (False, False)
 
+    def typed(self) -> int:
+        """Bytes of the line discipline that what is on its way to the slave needs at most: a file's end takes one."""
+        return sum(len(line) + (line[-1:] != b"\n") for line in self.lines) + len(self.rest)
+
     def __bool__(self) -> bool:
         return bool(self.lines or self.rest or self.said or self.closed or any(self.exclusive))
+
+
+class Unsupported(OSError):
+    """A terminal of stopped processes could not come back as it is; ``strerror`` says which and why."""
+
+
+class _Waiting:
+    """How long a terminal is waited for, and all together ``until`` then: one that was silent once, not any more."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+        self._silent = False
+
+    def __call__(self, fd: int, event: int) -> bool:
+        """Whether it comes."""
+        patience = 0.0 if self._silent else min(_SILENCE, max(_MOMENT, self._until - time.monotonic()))
+        came = bool(_polled(fd, patience, event) & event)
+        self._silent = self._silent or not came
+        return came
 
 
 class Terminals:
@@ -153,42 +201,66 @@ class Terminals:
 
     def _look_at(self, pid: int, fd: int) -> None:
         try:
-            status = os.stat(f"/proc/{pid}/fd/{fd}")
-        except OSError:  # closed meanwhile, or on a file system that does not answer
+            device = _device(pid, str(fd))
+        except OSError:  # closed meanwhile
             return
-        device = os.major(status.st_rdev), os.minor(status.st_rdev)
-        if not stat.S_ISCHR(status.st_mode) or not (device == _MULTIPLEXER or device[0] in _SLAVES):
+        if device is None:
             return
         found = syscalls.get_descriptor(pid, fd)
-        if device != _MULTIPLEXER:
-            known, number = self._slaves, _number(status.st_rdev)
+        if os.major(device) in _SLAVES:
+            known, number = self._slaves, _number(device)
         else:
             known, number = self._masters, _word(found, _GET_NUMBER)
         if number not in NUMBERS:  # opened since `obstacle` was asked
             os.close(found)
-            raise OSError(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
+            raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
         if number in known:
             os.close(found)
         else:
             known[number] = found
 
     def take_out(self) -> None:
-        """Take out what is under way, into ``contents``.  After failure nothing is taken out."""
+        """Take out what is under way, into ``contents``.  After failure nothing is taken out.
+
+        Raises `Unsupported` for a terminal that holds more than a new one takes.
+        """
         try:
             for number in self._masters:
-                content = self._take_out(number)
-                if content:
-                    self.contents[number] = content
+                content = Content()
+                try:
+                    self._take_out(number, content)
+                finally:
+                    if content:
+                        self.contents[number] = content
+                if content.typed() > _MOST_TYPED or len(content.said) > _MOST_SAID:
+                    raise _too_much(number)
+        except OSError as error:
+            if lost := self.put_back():
+                error.strerror = f"{error.strerror}; {lost}"
+            raise
         except BaseException:
             self.put_back()
             raise
 
-    def put_back(self) -> None:
-        """Put ``contents`` into the terminals; afterwards there are none."""
+    def put_back(self) -> str:
+        """Put ``contents`` into the terminals; afterwards there are none.  What is lost of them, in words.
+
+        One that fails keeps nothing from the others, and takes its part of the seconds that there are.
+        """
         contents, self.contents = self.contents, {}
+        until = time.monotonic() + _PATIENCE
+        lost = []
         for number, content in contents.items():
-            if number in self._masters:
-                self._put_back(number, content)
+            if number not in self._masters:
+                continue
+            try:
+                left = self._put_back(number, content, _Waiting(until))
+            except OSError as error:
+                lost.append(f"pseudo-terminal {number}: {error}")
+            else:
+                if left:
+                    lost.append(f"pseudo-terminal {number}: {left} bytes did not fit into it again")
+        return "; ".join(lost)
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -233,14 +305,19 @@ class Terminals:
 
     # -- one terminal
 
-    def _take_out(self, number: int) -> Content:
-        master, content = self._masters[number], Content()
+    def _take_out(self, number: int, content: Content) -> None:
+        master = self._masters[number]
         content.closed = bool(_polled(master, 0) & select.POLLHUP)
         slave = self._slaves.get(number, -1)
         content.exclusive = bool(_word(master, _GET_EXCLUSIVE)), slave >= 0 and bool(_word(slave, _GET_EXCLUSIVE))
         if slave < 0 and not content.closed:
-            return content  # nobody has opened a slave yet, and to do so would tell the master that it was closed
+            return  # nobody has opened a slave yet, and to do so would tell the master that it was closed
         with self._plain(number) as (slave, modes):
+            # Before anything is taken out: what is full might not take all of it again, in other pieces.
+            if _word(slave, termios.FIONREAD) >= _MOST_TYPED or not all(
+                _polled(fd, 0, select.POLLOUT) & select.POLLOUT for fd in (master, slave)
+            ):
+                raise _too_much(number)
             if _by_lines(modes):
                 while _polled(slave, 0) & select.POLLIN:
                     content.lines.append(os.read(slave, 4096))
@@ -249,26 +326,31 @@ class Terminals:
                 content.rest += more
             while _polled(master, 0) & select.POLLIN:
                 content.said += os.read(master, 4096)
-        return content
 
-    def _put_back(self, number: int, content: Content) -> None:
-        master = self._masters[number]
+    def _put_back(self, number: int, content: Content, comes: _Waiting) -> int:
+        """How many bytes did not fit."""
+        master, left = self._masters[number], 0
         if content.lines or content.rest or content.said or content.closed:
             with self._plain(number) as (slave, modes):
                 by_lines = _by_lines(modes)
                 local = termios.ECHO | ((termios.ICANON | termios.IEXTEN) if by_lines else 0)
                 self._set(slave, modes, local=local, least=1)
                 ends = _line_ends(modes)
+                typed = []
                 for line in content.lines:
-                    if line[-1:] and line[-1:] in ends:
-                        _type(master, _literal(line[:-1], ends) + line[-1:], line)
-                    else:
-                        _type(master, _literal(line, ends) + _END, line)
-                _type(master, _literal(content.rest, ends) if by_lines else content.rest, content.rest)
-                _write(slave, content.said)
+                    ended = bool(line) and line[-1:] in ends
+                    typed.append(
+                        (_literal(line[:-1], ends) + line[-1:] if ended else _literal(line, ends) + _END, line)
+                    )
+                typed.append((_literal(content.rest, ends) if by_lines else content.rest, content.rest))
+                for written, echoed in typed:
+                    # Nothing after what did not fit: a gap would be taken for what was typed.
+                    left += len(written) if left else _type(master, written, echoed, comes)
+                left += _write(slave, content.said, comes)
         for fd, exclusive in zip((master, self._slaves.get(number, -1)), content.exclusive, strict=True):
             if exclusive and fd >= 0:
                 fcntl.ioctl(fd, termios.TIOCEXCL)
+        return left
 
     @contextmanager
     def _plain(self, number: int) -> Iterator[tuple[int, bytes]]:
@@ -327,24 +409,40 @@ def _literal(data: bytes, ends: list[bytes]) -> bytes:
     return b"".join(_LITERAL + byte if byte in special else byte for byte in (bytes([each]) for each in data))
 
 
-def _type(master: int, typed: bytes, echoed: bytes) -> None:
-    """Write to the slave's input, and wait for the echo, which says that it is there: modes change for what is not."""
+def _too_much(number: int) -> Unsupported:
+    return Unsupported(
+        errno.ENOBUFS,
+        f"pseudo-terminal {number} is stopped, or holds more that was not read yet than a new one takes"
+        f" ({_MOST_TYPED} bytes to its slave, {_MOST_SAID} to its master)",
+    )
+
+
+def _type(master: int, typed: bytes, echoed: bytes, comes: _Waiting) -> int:
+    """Write to the slave's input, and wait for the echo, which says that it is there: modes change for what is not.
+
+    Returns how many bytes did not fit.
+    """
     while typed:
         length = _CHUNK
         if typed[:length].endswith(_LITERAL):
             length += 1  # what it makes literal comes with it
-        _write(master, typed[:length])
+        if left := _write(master, typed[:length], comes, length):
+            return left + len(typed[length:])
         typed = typed[length:]
     heard = 0
-    while heard < len(echoed) and _polled(master, _PATIENCE) & select.POLLIN:
+    while heard < len(echoed) and comes(master, select.POLLIN):
         heard += len(os.read(master, len(echoed) - heard))
+    return 0
 
 
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        if not _polled(fd, _PATIENCE, select.POLLOUT) & select.POLLOUT:
-            raise OSError(errno.EIO, f"{len(data)} bytes of a terminal's did not fit into it again")
-        data = data[os.write(fd, data[:_CHUNK]) :]
+def _write(fd: int, data: bytes, comes: _Waiting, length: int = _CHUNK) -> int:
+    """How many bytes did not fit."""
+    while data and comes(fd, select.POLLOUT):
+        try:
+            data = data[os.write(fd, data[:length]) :]
+        except BlockingIOError:
+            break
+    return len(data)
 
 
 def _read(fd: int) -> bytes:

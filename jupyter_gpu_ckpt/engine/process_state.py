@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jupyter_gpu_ckpt.engine import kernel_calls, socket_state
+from jupyter_gpu_ckpt.engine import file_facts, kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.engine.state_restore import readable_policy
@@ -37,8 +37,10 @@ Notes = dict[str, Any]
 _DEVICES = {(1, 3): "null", (1, 5): "zero", (1, 7): "full", (1, 8): "random", (1, 9): "urandom"}
 #: Terminals (5:0 tty, 5:2 ptmx, 136-143 pts) have a judge of their own; device files of GPUs are `cuda.device_files`'s.
 _TERMINALS = {(5, 0), (5, 2), *((major, minor) for major in range(136, 144) for minor in range(256))}
-#: What an open file on such a file system is, by its magic number (``statfs(2)``).
-_FILE_SYSTEMS = {0x19800202: "a POSIX message queue", 0x958458F6: "a file in huge pages (hugetlbfs)"}
+#: What an open file on such a file system is, by its name in ``/proc/PID/mountinfo``.
+_FILE_SYSTEMS = {"mqueue": "a POSIX message queue", "hugetlbfs": "a file in huge pages (hugetlbfs)"}
+#: What ``statfs(2)`` says of a memfd in huge pages, which is on no mount that ``mountinfo`` shows.
+_HUGETLBFS_MAGIC = 0x958458F6
 #: Kernel objects without a file, by the name that ``/proc/PID/fd`` shows.
 _ANONYMOUS = frozenset({"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"})
 _ANONYMOUS_NAMES = {
@@ -380,13 +382,21 @@ class _Process:
         numbers = sorted(map(int, os.listdir(f"{self.root}/fd")))
         self.inventory["descriptors"] = numbers
         self.candidates: list[tuple[str, bytes]] | None = None
+        self.mounts: dict[str, str] | None = None
         self.sockets: dict[int, Notes] = {}
         seen: set[str] = set()
         pidfd = os.pidfd_open(self.pid)
         try:
             for number in numbers:
-                with contextlib.suppress(FileNotFoundError):  # closed since
+                try:
                     self.descriptor(pidfd, number, seen)
+                except FileNotFoundError:  # closed since
+                    pass
+                except (PermissionError, ProcessLookupError):  # of the whole process
+                    raise
+                except OSError as error:
+                    shown = f"{self.shown_target(number)}, descriptor {number}: {os.strerror(error.errno or 0)}"
+                    self.refuse_file(f"a file that cannot be reached ({shown})", "Close it and try again.")
         finally:
             os.close(pidfd)
         if self.sockets:
@@ -395,34 +405,62 @@ class _Process:
             self.notes["semaphores"] = [self.registrations(numbers) for numbers in self.eventfds.values()]
 
     def descriptor(self, pidfd: int, number: int, seen: set[str]) -> None:
-        """One descriptor: judge its kind, and note what CRIU forgets of it."""
+        """One descriptor: judge its kind, and note what CRIU forgets of it.
+
+        Nothing here may ask the server of a file, which may never answer (`file_facts`).
+        """
         path = f"{self.root}/fd/{number}"
         target = os.readlink(path)
-        facts = os.stat(path)
-        kind = facts.st_mode
-        if stat.S_ISSOCK(kind):
+        if target.startswith("socket:["):  # what has a name in a file system begins with a slash
             if target not in seen:  # all descriptors of a socket share what it is set to
                 self.socket(pidfd, number)
             seen.add(target)
-        elif target.startswith("anon_inode:"):
+            return
+        if target.startswith("anon_inode:"):
             self.anonymous(pidfd, number, target.removeprefix("anon_inode:"))
-        elif stat.S_ISFIFO(kind):
+            return
+        facts = file_facts.of(path)
+        kind = facts.mode
+        if stat.S_ISFIFO(kind):
             if int(_fields(_read(f"{self.root}/fdinfo/{number}"))["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
         elif stat.S_ISCHR(kind):
-            device = os.major(facts.st_rdev), os.minor(facts.st_rdev)
-            if device not in _DEVICES and device not in _TERMINALS and not target.startswith("/dev/nvidia"):
+            if facts.device not in _DEVICES and facts.device not in _TERMINALS and not target.startswith("/dev/nvidia"):
                 self.refuse_file(f"the device {target} (descriptor {number})")
         elif stat.S_ISBLK(kind):
             self.refuse_file(f"the device {target} (descriptor {number})")
         elif target.startswith("/secretmem"):
             self.refuse_file(f"secret memory (memfd_secret, descriptor {number})")
         elif stat.S_ISREG(kind):
-            with contextlib.suppress(OSError):
-                if what := _FILE_SYSTEMS.get(kernel_calls.file_system(path)):
-                    self.refuse_file(f"{what} ({target}, descriptor {number})")
+            if what := self.file_system(target, number):
+                self.refuse_file(f"{what} ({target}, descriptor {number})")
         elif not (stat.S_ISDIR(kind) or stat.S_ISLNK(kind)):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def shown_target(self, number: int) -> str:
+        """What a descriptor is open on, as far as Linux says."""
+        try:
+            return os.readlink(f"{self.root}/fd/{number}")
+        except OSError:
+            return "a name that is too long"
+
+    def file_system(self, target: str, number: int) -> str:
+        """What keeps a regular file from coming back because of the file system it lies on; empty where nothing does.
+
+        Of mounts that nobody sees only memfd's are Linux's own for certain: others may be a server's.
+        """
+        if not target.startswith("/"):  # a namespace
+            return ""
+        if self.mounts is None:
+            rows = (line.split() for line in _read(f"{self.root}/mountinfo").splitlines())
+            self.mounts = {words[0]: words[words.index("-", 6) + 1] for words in rows}
+        mount = _fields(_read(f"{self.root}/fdinfo/{number}"))["mnt_id"]
+        if mount in self.mounts:
+            return _FILE_SYSTEMS.get(self.mounts[mount], "")
+        if target.startswith("/memfd:"):
+            huge = kernel_calls.file_system(f"{self.root}/fd/{number}") == _HUGETLBFS_MAGIC
+            return _FILE_SYSTEMS["hugetlbfs"] if huge else ""
+        return "a POSIX message queue, or a file whose file system is mounted nowhere"
 
     def refuse_file(self, what: str, hint: str = "") -> None:
         self.found.refuse(what, "file", hint)
@@ -512,8 +550,11 @@ class _Process:
             if sock.family == socket_state.AF_UNIX and (path := socket_state.bound_path(sock)):
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
                 try:
-                    facts = os.stat(f"{self.root}/root{where}")
-                    notes["path"] = {"path": where, "inode": facts.st_ino, "mtime": facts.st_mtime_ns}
+                    facts = self.facts_of(where)
+                    notes["path"] = {"path": where, "inode": facts.inode, "mtime": facts.mtime_ns}
+                except TimeoutError:
+                    what = f"a unix socket whose file cannot be reached ({where}, descriptor {number})"
+                    self.found.refuse(what, "socket", "Close the socket and try again.")
                 except OSError:
                     # Root's CRIU makes it again under a name of its own; an ordinary user's restore of it fails.
                     if os.geteuid() != 0 and socket_state.is_found_by_path(sock):
@@ -521,6 +562,14 @@ class _Process:
                         self.found.refuse(what, "socket", "Close the socket and try again.")
             if notes:
                 self.sockets[number] = notes
+
+    def facts_of(self, path: str) -> file_facts.FileFacts:
+        """Facts of the file at a path of the process."""
+        directory = os.open(f"{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return file_facts.patient(path.lstrip("/"), directory)
+        finally:
+            os.close(directory)
 
     # -- memory
 

@@ -637,9 +637,10 @@ class _Process:
                 return
             if (mine := injection.settings()) != {}:
                 self.notes["settings"] = mine
-            for what in injection.unproven():
+            user, group = (int((ids or "0").split()[0]) for ids in self.user)
+            for what in injection.unproven(user):
                 self.found.refuse(what)
-            if not allow_unconfined and self.suspects and injection.confined(self.suspects):
+            if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
                 self.found.refuse(
                     "a confinement by Landlock",
                     hint="It would come back without it. Run what is to be confined in a process of its own, or the "

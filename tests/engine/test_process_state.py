@@ -6,10 +6,13 @@ is compared for each by itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks
+from jupyter_gpu_ckpt.engine import criu_tasks, process_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -649,6 +652,30 @@ def test_an_administrator_may_allow_a_kernel_to_lose_its_confinement(criu, capsu
     subject.tell(PRELUDE + REFUSED_STOPPED["Landlock"][0])
     criu.dump(capsule, image(home), timeout=60)
     assert capsule.inspect(allow_unconfined=True)["refusals"] == []
+
+
+@contextlib.contextmanager
+def stopped_child(code):
+    """A process of this one's own that has run ``code``, all of its threads in a group stop."""
+    argv = [sys.executable, "-I", "-S", "-c", f"{PRELUDE}{code}\nos.kill(os.getpid(), signal.SIGSTOP)"]
+    with subprocess.Popen(argv) as child:
+        try:
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert child.poll() is None
+            yield child.pid
+        finally:
+            child.kill()
+
+
+@pytest.mark.skipif(not ROOT, reason="only root may change its user")
+@pytest.mark.parametrize("confined", [False, True])
+def test_a_process_that_changed_its_user_is_refused_only_where_it_is_confined(confined):
+    confine = REFUSED_STOPPED["Landlock without no_new_privs"][0] + "\n" if confined else ""
+    change = "os.setresgid(1000, 1000, 1000); os.setresuid(1000, 1000, 1000); prctl(4, 1)"
+    with stopped_child(confine + change) as pid:
+        found = process_state.inspect(pid, stopped=True)
+    expected = ["a confinement by Landlock"] if confined else []
+    assert [refusal["what"] for refusal in found.refusals] == expected
 
 
 def test_a_death_signal_is_not_in_the_image(criu, capsule, home):

@@ -128,6 +128,8 @@ class Found:
     refusals: list[dict[str, str]] = field(default_factory=list)
     notes: dict[str, Notes] = field(default_factory=dict)
     inventory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Names of system calls that the host forbids to all: what they tell was not asked.
+    unasked: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
         """Note a refusal: a noun phrase, what it is about (``file``, ``socket`` or ``state``), what to do about it."""
@@ -137,7 +139,12 @@ class Found:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON."""
-        return {"refusals": self.refusals, "notes": self.notes, "inventory": self.inventory}
+        return {
+            "refusals": self.refusals,
+            "notes": self.notes,
+            "inventory": self.inventory,
+            "unasked": self.unasked,
+        }
 
 
 def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Found:
@@ -157,17 +164,33 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False) -> Foun
     found = Found()
     tree = list(_tree(root))
     mine = _Mine.read()
+    found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
             _Process(pid, set(tree), found, mine).look(stopped, allow_unconfined)
         except (ProcessLookupError, FileNotFoundError):  # it ended
             pass
-        except PermissionError:
-            found.refuse(
-                "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
-                hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
-            )
+        except PermissionError as error:
+            _refuse_hidden(pid, found, error)
     return found
+
+
+def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
+    """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        found.refuse(
+            "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
+            hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
+        )
+    except (ProcessLookupError, FileNotFoundError):  # it ended
+        pass
+    else:
+        found.refuse(
+            f"a process about which Linux does not answer its server ({error.filename or error.strerror})",
+            hint="A seccomp filter or a security module of the host forbids it; its administrator can allow it.",
+        )
 
 
 def _tree(root: int) -> Iterator[int]:
@@ -212,6 +235,8 @@ class _Mine:
     namespaces: dict[str, str]
     coredump_filter: str
     seccomp: str
+    #: `kernel_calls.forbidden`
+    forbidden: set[str]
     #: Pids that were the last to change some System V semaphore.
     semaphore_users: set[int]
 
@@ -225,6 +250,7 @@ class _Mine:
             label=_optional("/proc/self/attr/current"),
             namespaces=_namespaces(f"/proc/{pid}"),
             coredump_filter=_optional("/proc/self/coredump_filter"),
+            forbidden=kernel_calls.forbidden(),
             semaphore_users=set(kernel_calls.semaphore_users()),
             seccomp=_fields(_read("/proc/self/status")).get("Seccomp", "0"),
         )
@@ -313,7 +339,7 @@ class _Process:
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
         if NUMBERS is not None:
-            if priority := kernel_calls.io_priority(NUMBERS, tid):
+            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(NUMBERS, tid)):
                 notes["io_priority"] = priority
             self.sharing(tid)
             attributes = _slice(tid)
@@ -348,7 +374,7 @@ class _Process:
     def sharing(self, tid: int) -> None:
         """CRIU takes for granted that threads share descriptors and directories (``unshare(2)`` of one thread)."""
         assert NUMBERS is not None
-        if tid != self.pid:
+        if tid != self.pid and "kcmp" not in self.mine.forbidden:
             for what, number in (("descriptors", kernel_calls.KCMP_FILES), ("directories", kernel_calls.KCMP_FS)):
                 if kernel_calls.call(NUMBERS.kcmp, self.pid, tid, number, 0, 0):
                     self.found.refuse(f"a thread with {what} of its own (unshare)", hint="End that thread.")
@@ -412,7 +438,8 @@ class _Process:
         path = f"{self.root}/fd/{number}"
         target = os.readlink(path)
         if target.startswith("socket:["):  # what has a name in a file system begins with a slash
-            if target not in seen:  # all descriptors of a socket share what it is set to
+            if target not in seen and "pidfd_getfd" not in self.mine.forbidden:
+                # All descriptors of a socket share what it is set to.
                 self.socket(pidfd, number)
             seen.add(target)
             return
@@ -493,6 +520,8 @@ class _Process:
         if os.geteuid() != 0:
             self.refuse_file(f"an inotify watch (descriptor {number})", hint)
             return
+        if "pidfd_getfd" in self.mine.forbidden:
+            return
         descriptor = kernel_calls.descriptor_of(pidfd, number)
         try:
             if kernel_calls.readable_bytes(descriptor):
@@ -502,13 +531,14 @@ class _Process:
 
     def epoll(self, pidfd: int, number: int, text: str) -> None:
         """Note what an epoll instance watches; it may be a semaphore, whose registration goes with it."""
-        descriptor = kernel_calls.descriptor_of(pidfd, number)
-        try:
-            with contextlib.suppress(OSError):  # a Linux without them
-                if any(parameters := kernel_calls.epoll_parameters(descriptor)):
-                    self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
-        finally:
-            os.close(descriptor)
+        if "pidfd_getfd" not in self.mine.forbidden:
+            descriptor = kernel_calls.descriptor_of(pidfd, number)
+            try:
+                with contextlib.suppress(OSError):  # a Linux without them
+                    if any(parameters := kernel_calls.epoll_parameters(descriptor)):
+                        self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
+            finally:
+                os.close(descriptor)
         entries = []
         for line in text.splitlines():
             if line.startswith("tfd:"):

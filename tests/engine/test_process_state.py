@@ -7,6 +7,7 @@ is compared for each by itself.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks, process_state
+from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -676,6 +677,36 @@ def test_a_process_that_changed_its_user_is_refused_only_where_it_is_confined(co
         found = process_state.inspect(pid, stopped=True)
     expected = ["a confinement by Landlock"] if confined else []
     assert [refusal["what"] for refusal in found.refusals] == expected
+
+
+def forbid(monkeypatch, name, unless):
+    """Have Linux forbid system call ``name``, where ``unless`` does not say of its arguments that it may be made."""
+    real = kernel_calls.call
+
+    def call(number, *arguments):
+        if number == getattr(kernel_calls.NUMBERS, name) and not unless(*arguments):
+            raise PermissionError(errno.EPERM, f"{name}: {os.strerror(errno.EPERM)}")
+        return real(number, *arguments)
+
+    monkeypatch.setattr(kernel_calls, "call", call)
+
+
+@pytest.mark.parametrize("name", ["kcmp", "ioprio_get"])
+def test_a_call_that_the_host_forbids_to_all_refuses_no_kernel(monkeypatch, name):
+    with stopped_child("in_thread(lambda: None)") as pid:
+        forbid(monkeypatch, name, unless=lambda *arguments: False)
+        found = process_state.inspect(pid, stopped=False)
+    assert found.refusals == []
+    assert found.unasked == [name]
+    assert found.inventory[str(pid)]["threads"]
+
+
+def test_a_call_that_is_forbidden_about_one_process_is_named(monkeypatch):
+    with stopped_child("in_thread(lambda: None)") as pid:
+        forbid(monkeypatch, "kcmp", unless=lambda *arguments: arguments[0] == os.getpid())
+        (refusal,) = process_state.inspect(pid, stopped=False).refusals
+    assert "(kcmp: Operation not permitted)" in refusal["what"]
+    assert "DUMPABLE" not in str(refusal)
 
 
 def test_a_death_signal_is_not_in_the_image(criu, capsule, home):

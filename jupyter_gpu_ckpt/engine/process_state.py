@@ -83,8 +83,14 @@ _MAPPING_FLAGS = frozenset(
         "gu",
         "lf",
         "sl",
+        "dw",  # before Linux 5.15: of a program's own file
+        "bt",  # of aarch64: of every library that is built for it
     )
 )
+#: The same of files on persistent memory (DAX), and only of files.
+_DAX_FLAGS = frozenset(("mm", "sf"))
+#: Rings of io_setup(2), which have a flag (``de``) that memory of devices has too.
+_ASYNCHRONOUS_IO = "/[aio]"
 _MAPPING_NAMES = {
     "ht": "memory in huge pages (MAP_HUGETLB)",
     "ss": "a shadow stack",
@@ -613,6 +619,8 @@ class _Process:
         """One mapping's name."""
         if name.startswith("/SYSV"):
             self.found.refuse(f"System V shared memory (key 0x{name[5:13]})", hint="Detach it (shmdt) and try again.")
+        elif name.startswith(_ASYNCHRONOUS_IO):
+            self.found.refuse("an asynchronous I/O context (io_setup)", hint="Destroy it (io_destroy) and try again.")
         elif name.startswith("/secretmem"):
             self.found.refuse("secret memory (memfd_secret)")
         elif name.startswith(("anon_inode:", "socket:")):
@@ -626,13 +634,18 @@ class _Process:
         ranges: list[list[int]] = []
         sealed, on_fault = [], []
         pattern = r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)"
-        for low, high, name, facts in re.findall(pattern, _read(f"{self.root}/smaps").replace(":\n", ": \n"), re.M):
+        for low, high, name, facts in re.findall(pattern, _read(f"{self.root}/smaps"), re.M):
             if _OF_LINUX.match(name):
                 continue
             start, end = int(low, 16), int(high, 16)
             ranges.append([start, end])
             flags = set(facts[facts.rindex("VmFlags:") + 8 :].split()) if "VmFlags:" in facts else set()
-            for flag in flags - _MAPPING_FLAGS:
+            proven = _MAPPING_FLAGS
+            if name.startswith(_ASYNCHRONOUS_IO):
+                proven |= {"de"}  # it is refused by its name
+            elif name.startswith("/") and not name.startswith("/dev/"):
+                proven |= _DAX_FLAGS
+            for flag in sorted(flags - proven):
                 self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
             if "sl" in flags:
                 sealed.append([start, end])

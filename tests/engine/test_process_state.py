@@ -513,6 +513,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "userfaultfd": ("fd = call(323, 1)", "a userfaultfd (descriptor "),
     "Landlock ruleset": ("fd = call(444, struct.pack('Q', 1), 8, 0)", "a Landlock ruleset (descriptor "),
     "secret memory": ("fd = call(447, 0)", "secret memory (memfd_secret, descriptor "),
+    "asynchronous I/O": (
+        "room = ctypes.create_string_buffer(8); call(206, 4, room)",
+        "an asynchronous I/O context (io_setup)",
+    ),
     "message queue": (
         "fd = call(240, b'gpu-ckpt-test', 0o102, 0o600, None); call(241, b'gpu-ckpt-test')",
         "message queue",
@@ -699,6 +703,34 @@ def test_a_call_that_the_host_forbids_to_all_refuses_no_kernel(monkeypatch, name
     assert found.refusals == []
     assert found.unasked == [name]
     assert found.inventory[str(pid)]["threads"]
+
+
+SMAPS = """7f0000000000-7f0000001000 r--s 00000000 00:01 7                          NAME
+Size:                  4 kB
+VmFlags: FLAGS
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "refused"),
+    [
+        ("/usr/bin/python", "rd ex mr mw me dw sd", []),
+        ("/usr/lib/libc.so", "rd ex mr mw me bt", []),
+        ("/pmem/data", "rd wr sh mr mw me ms mm sf sd", []),
+        ("/[aio] (deleted)", "rd wr sh mr mw me ms de sd", []),
+        ("/dev/gadget", "rd wr sh mr mw me ms mm", ["memory of a device"]),
+        ("", "rd wr mr mw me ac mm", ["memory of a device"]),
+        ("/usr/bin/python", "rd mr zz", ["memory with the flag 'zz' (/proc/PID/smaps)"]),
+    ],
+)
+def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, flags, refused):
+    real = process_state._read
+    smaps = SMAPS.replace("NAME", name).replace("FLAGS", flags)
+    monkeypatch.setattr(process_state, "_read", lambda path: smaps if path.endswith("/smaps") else real(path))
+    monkeypatch.setattr(process_state, "NUMBERS", None)
+    found = process_state.inspect(os.getpid(), stopped=True)
+    assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused
+    assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]
 
 
 def test_a_call_that_is_forbidden_about_one_process_is_named(monkeypatch):

@@ -236,7 +236,7 @@ def _bystander(user: int, group: int) -> Iterator[int]:
             if (user, group) != (os.getuid(), os.getgid()):
                 os.setresgid(group, group, group)
                 os.setresuid(user, user, user)
-            kernel_calls.drop_capabilities()
+            syscalls.drop_capabilities()
             syscalls.prctl(PR_SET_DUMPABLE, 1)
             os.write(report, b"1")
             signal.pause()

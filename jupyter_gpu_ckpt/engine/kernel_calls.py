@@ -25,7 +25,6 @@ IOPRIO_WHO_PROCESS = 1
 SCHED_ATTR_BYTES = 56
 
 _EPIOCSPARAMS, _EPIOCGPARAMS = 0x40088A01, 0x80088A02
-_LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 @dataclass(frozen=True)
@@ -225,10 +224,3 @@ def epoll_parameters(fd: int) -> bytes:
 def set_epoll_parameters(fd: int, parameters: bytes) -> None:
     """Write what `epoll_parameters` gave."""
     fcntl.ioctl(fd, _EPIOCSPARAMS, parameters)
-
-
-def drop_capabilities() -> None:
-    """Give up every capability of the calling thread (``capset(2)``)."""
-    header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
-    if _libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))):
-        raise OSError(ctypes.get_errno(), "capset")

@@ -206,7 +206,10 @@ def _waiting(sock: socket.socket) -> bool:
 
 
 def _has_data(sock: socket.socket) -> bool:
-    """Whether there are bytes to be received; with SO_PEEK_OFF a look would move its place, and there are taken to be."""
+    """Whether there are bytes to be received.
+
+    A look would move the place that SO_PEEK_OFF keeps: where that is set, there are taken to be some.
+    """
     try:
         if sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0:
             return True

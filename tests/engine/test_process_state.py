@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state
+from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state, socket_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -731,6 +731,27 @@ def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, 
     found = process_state.inspect(os.getpid(), stopped=True)
     assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused
     assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]
+
+
+def test_a_look_at_a_socket_leaves_where_its_owner_looks_next():
+    near, far = socket.socketpair()
+    with near, far:
+        far.setsockopt(socket.SOL_SOCKET, 16, 1)  # SO_PASSCRED
+        far.setsockopt(socket.SOL_SOCKET, 42, 3)  # SO_PEEK_OFF
+        near.send(b"abcdef")
+        assert "SCM_CREDENTIALS" in socket_state.refusal(far, 0)
+        assert far.getsockopt(socket.SOL_SOCKET, 42) == 3
+
+
+def test_a_descriptor_that_is_no_socket_is_not_kept(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        pidfd, before = os.pidfd_open(os.getpid()), len(os.listdir("/proc/self/fd"))
+        try:
+            with pytest.raises(OSError, match="Socket operation"):
+                kernel_calls.socket_of(pidfd, file.fileno())
+            assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            os.close(pidfd)
 
 
 def test_a_call_that_is_forbidden_about_one_process_is_named(monkeypatch):

@@ -261,6 +261,8 @@ class Leaving(Steps):
         """
         state = capsule.inspect(allow_unconfined=self.settings.allow_unconfined_wake)
         preflight.require(preflight.judge_state(state["refusals"]))
+        if unasked := state.get("unasked"):  # the capsule's init may be of an older release
+            _log.warning("This host forbids %s: what it tells of a kernel was not looked at.", ", ".join(unasked))
         if missing := criu_tasks.missing(dump, state["inventory"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)

@@ -23,12 +23,12 @@ from pathlib import Path
 
 from ..errors import ImageFormat
 
-_COMMON_MAGIC = 0x54564319
-_FILES_MAGIC = 0x56303138
-_FDINFO_MAGIC = 0x56213732
+COMMON_MAGIC = 0x54564319
+FILES_MAGIC = 0x56303138
+FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
 _TTY_INFO_MAGIC = 0x59453036
-_MM_MAGIC = 0x57492820
+MM_MAGIC = 0x57492820
 _FILES = "files.img"
 _TTY_INFO = "tty-info.img"
 
@@ -96,19 +96,19 @@ def regular_files(directory: Path) -> list[RegularFile]:
     """
     opened, deleted, made = _opened(directory), set(), set()
     for remap in _remaps(directory):
-        deleted.add(_number(remap, _REMAP_ID))
-        made.add(_number(remap, _REMAP_TO) if _is_link(remap) else None)
+        deleted.add(number_of(remap, _REMAP_ID))
+        made.add(number_of(remap, _REMAP_TO) if _is_link(remap) else None)
     writes, code = _mapped(directory)
     found = set()
     for fields in _regular(directory):
-        id, path, mode = _number(fields, _REG_ID), _name(fields), _number(fields, _REG_MODE)
+        id, path, mode = number_of(fields, _REG_ID), _name(fields), number_of(fields, _REG_MODE)
         if id in deleted or below_proc(path) or not (mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             continue
-        written = (_number(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY
+        written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY
         found.add(
             RegularFile(
                 path,
-                _number(fields, _REG_SIZE),
+                number_of(fields, _REG_SIZE),
                 mode,
                 id in opened,
                 writes=written or id in writes,
@@ -125,8 +125,8 @@ def made_names(directory: Path) -> list[str]:
     Whatever cannot be read of a dump that was not finished is passed over.
     """
     try:
-        made = {_number(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
-        names = [_name(fields) for fields in _regular(directory) if made and _number(fields, _REG_ID) in made]
+        made = {number_of(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
+        names = [_name(fields) for fields in _regular(directory) if made and number_of(fields, _REG_ID) in made]
     except ImageFormat:
         return []
     return [name for name in names if is_made_name(name)]
@@ -146,11 +146,11 @@ def unrestorable(directory: Path) -> list[str]:
     """
     opened, found = _opened(directory), set()
     for fields in _regular(directory):
-        path, mode = _name(fields), _number(fields, _REG_MODE)
+        path, mode = _name(fields), number_of(fields, _REG_MODE)
         if not below_proc(path):
             continue
         thread = re.match(r"/proc/(\d+)/task/(\d+)(/|$)", path)
-        elsewhere = _number(fields, _REG_ID) not in opened and mode is not None and stat.S_ISDIR(mode)
+        elsewhere = number_of(fields, _REG_ID) not in opened and mode is not None and stat.S_ISDIR(mode)
         if (thread and thread[1] != thread[2]) or (elsewhere and path.strip("/") != "proc"):
             # Of a working directory /proc/PID CRIU writes what comes after it in memory, too.
             found.add(path if re.fullmatch(r"[\w./-]+", path, re.ASCII) else "/".join(path.split("/")[:3]))
@@ -163,35 +163,35 @@ def below_proc(path: str) -> bool:
 
 
 def _regular(directory: Path) -> Iterator[list[Field]]:
-    for record in _records(directory / _FILES, _FILES_MAGIC):
-        if fields := _submessage(record, _ENTRY_REG):
+    for record in records(directory / _FILES, FILES_MAGIC):
+        if fields := submessage(record, _ENTRY_REG):
             yield fields
 
 
 def _opened(directory: Path) -> set[int | None]:
     """The ids of files that there are descriptors for."""
     return {
-        _number(fields, _FDINFO_ID)
+        number_of(fields, _FDINFO_ID)
         for path in directory.glob("fdinfo-*.img")
-        for fields in map(_fields, _records(path, _FDINFO_MAGIC))
+        for fields in map(fields_of, records(path, FDINFO_MAGIC))
     }
 
 
 def _remaps(directory: Path) -> list[list[Field]]:
     path = directory / "remap-fpath.img"
-    return [_fields(record) for record in _records(path, _REMAP_MAGIC)] if path.exists() else []
+    return [fields_of(record) for record in records(path, _REMAP_MAGIC)] if path.exists() else []
 
 
 def _is_link(remap: list[Field]) -> bool:
-    return (_number(remap, _REMAP_TYPE) or 0) == _REMAP_LINKED
+    return (number_of(remap, _REMAP_TYPE) or 0) == _REMAP_LINKED
 
 
 def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
     """The ids of files that are mapped for all to see what the kernel writes, and of those mapped as program code."""
     areas: set[tuple[bytes, ...]] = set()
     for path in directory.glob("mm-*.img"):
-        for record in _records(path, _MM_MAGIC):
-            for number, _, value in _fields(record):
+        for record in records(path, MM_MAGIC):
+            for number, _, value in fields_of(record):
                 if number == _MM_VMAS and isinstance(value, bytes):
                     # Thousands of them, all fields of which are varints: only what is different is decoded.
                     words = _VARINTS.findall(value)
@@ -212,12 +212,12 @@ def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
 def ports(directory: Path) -> list[Port]:
     """The TCP ports the kernel of the dump in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
     found = set()
-    for record in _records(directory / _FILES, _FILES_MAGIC):
-        fields = _submessage(record, _ENTRY_INET)
-        kind, number = _number(fields, _INET_TYPE), _number(fields, _INET_PORT)
-        listens = _number(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
+    for record in records(directory / _FILES, FILES_MAGIC):
+        fields = submessage(record, _ENTRY_INET)
+        kind, number = number_of(fields, _INET_TYPE), number_of(fields, _INET_PORT)
+        listens = number_of(fields, _INET_STATE) == _TCP_LISTEN if kind == socket.SOCK_STREAM else bool(number)
         if fields and listens and kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-            family = _number(fields, _INET_FAMILY) or 0
+            family = number_of(fields, _INET_FAMILY) or 0
             words = b"".join(struct.pack("<I", word) for word in _numbers(fields, _INET_ADDRESS))
             length = 4 if family == socket.AF_INET else 16
             address = socket.inet_ntop(family, words.ljust(length, b"\0")[:length])
@@ -235,14 +235,14 @@ def view(directory: Path, target: Path, changed: Container[str]) -> Path:
         if path.name != _FILES:
             (target / path.name).symlink_to(path)
     with os.fdopen(os.open(target / _FILES, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(struct.pack("<II", _COMMON_MAGIC, _FILES_MAGIC))
-        for record in _records(directory / _FILES, _FILES_MAGIC):
-            fields = _submessage(record, _ENTRY_REG)
+        file.write(struct.pack("<II", COMMON_MAGIC, FILES_MAGIC))
+        for record in records(directory / _FILES, FILES_MAGIC):
+            fields = submessage(record, _ENTRY_REG)
             if fields and _name(fields) in changed:
-                kept = b"".join(_encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
+                kept = b"".join(encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
                 record = b"".join(
-                    _encode((number, kind, kept if number == _ENTRY_REG else value))
-                    for number, kind, value in _fields(record)
+                    encode((number, kind, kept if number == _ENTRY_REG else value))
+                    for number, kind, value in fields_of(record)
                 )
             file.write(struct.pack("<I", len(record)) + record)
     return target
@@ -258,14 +258,14 @@ def spare_devices(directory: Path) -> None:
     path = directory / _TTY_INFO
     if not path.exists():
         return
-    records = []
-    for record in _records(path, _TTY_INFO_MAGIC):
-        fields = _fields(record)
-        if _number(fields, _TTY_TYPE) != _PTY:
+    kept = []
+    for record in records(path, _TTY_INFO_MAGIC):
+        fields = fields_of(record)
+        if number_of(fields, _TTY_TYPE) != _PTY:
             fields = [field for field in fields if field[0] not in (_TTY_UID, _TTY_GID)]
-        records.append(b"".join(map(_encode, fields)))
-    content = b"".join(struct.pack("<I", len(record)) + record for record in records)
-    path.write_bytes(struct.pack("<II", _COMMON_MAGIC, _TTY_INFO_MAGIC) + content)
+        kept.append(b"".join(map(encode, fields)))
+    content = b"".join(struct.pack("<I", len(record)) + record for record in kept)
+    path.write_bytes(struct.pack("<II", COMMON_MAGIC, _TTY_INFO_MAGIC) + content)
 
 
 def _name(fields: list[Field]) -> str:
@@ -274,20 +274,21 @@ def _name(fields: list[Field]) -> str:
     )
 
 
-def _submessage(record: bytes, wanted: int) -> list[Field]:
+def submessage(record: bytes, wanted: int) -> list[Field]:
     """The fields of one kind of file in a record of files.img; none for a file of another kind."""
-    for number, _, value in _fields(record):
+    for number, _, value in fields_of(record):
         if number == wanted and isinstance(value, bytes):
-            return _fields(value)
+            return fields_of(value)
     return []
 
 
-def _records(path: Path, magic: int) -> Iterator[bytes]:
+def records(path: Path, magic: int) -> Iterator[bytes]:
+    """The records of one image file, whose kind is its second magic number.  Raises `ImageFormat`."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ImageFormat(f"CRIU's {path.name} cannot be read: {error.strerror}.") from error
-    if struct.unpack_from("<II", data.ljust(8, b"\0")) != (_COMMON_MAGIC, magic):
+    if struct.unpack_from("<II", data.ljust(8, b"\0")) != (COMMON_MAGIC, magic):
         raise ImageFormat(f"CRIU's {path.name} is of a kind this release does not know.")
     at = 8
     while at < len(data):
@@ -300,7 +301,7 @@ def _records(path: Path, magic: int) -> Iterator[bytes]:
         yield data[at - length : at]
 
 
-def _fields(message: bytes) -> list[Field]:
+def fields_of(message: bytes) -> list[Field]:
     """A protobuf message as (number, wire type, value), in its order; CRIU uses no groups."""
     found: list[Field] = []
     at = 0
@@ -340,7 +341,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise IndexError("a number of more than 64 bits")
 
 
-def _encode(field: Field) -> bytes:
+def encode(field: Field) -> bytes:
+    """A field as the bytes that `fields_of` reads."""
     number, kind, value = field
     key = _encode_varint(number << 3 | kind)
     if isinstance(value, int):
@@ -356,7 +358,8 @@ def _encode_varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _number(fields: list[Field], wanted: int) -> int | None:
+def number_of(fields: list[Field], wanted: int) -> int | None:
+    """The first value of the numeric field ``wanted``; None without one."""
     return next((value for number, _, value in fields if number == wanted and isinstance(value, int)), None)
 
 

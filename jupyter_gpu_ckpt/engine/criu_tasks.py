@@ -13,12 +13,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .criu_images import _COMMON_MAGIC, _FILES_MAGIC, _encode, _fields, _number, _records, _submessage
+from .criu_images import (
+    COMMON_MAGIC,
+    FDINFO_MAGIC,
+    FILES_MAGIC,
+    MM_MAGIC,
+    encode,
+    fields_of,
+    number_of,
+    records,
+    submessage,
+)
 
 _CORE_MAGIC = 0x55053847
 _IDS_MAGIC = 0x54432030
-_FDINFO_MAGIC = 0x56213732
-_MM_MAGIC = 0x57492820
 # messages core_entry and thread_core_entry
 _CORE_THREAD, _THREAD_DEATH_SIGNAL = 5, 8
 # messages task_kobj_ids_entry and fdinfo_entry
@@ -38,16 +46,16 @@ def take_death_signals(directory: Path) -> dict[int, int]:
     """
     found = {}
     for path in sorted(directory.glob("core-*.img")):
-        (record,) = _records(path, _CORE_MAGIC)
-        fields = _fields(record)
+        (record,) = records(path, _CORE_MAGIC)
+        fields = fields_of(record)
         for place, (number, kind, value) in enumerate(fields):
             if number == _CORE_THREAD and isinstance(value, bytes):
-                thread = _fields(value)
-                if signal := _number(thread, _THREAD_DEATH_SIGNAL):
+                thread = fields_of(value)
+                if signal := number_of(thread, _THREAD_DEATH_SIGNAL):
                     found[int(path.stem.partition("-")[2])] = signal
-                    kept = b"".join(_encode(field) for field in thread if field[0] != _THREAD_DEATH_SIGNAL)
+                    kept = b"".join(encode(field) for field in thread if field[0] != _THREAD_DEATH_SIGNAL)
                     fields[place] = (number, kind, kept)
-                    _rewrite(path, _CORE_MAGIC, b"".join(map(_encode, fields)))
+                    _rewrite(path, _CORE_MAGIC, b"".join(map(encode, fields)))
     return found
 
 
@@ -55,7 +63,7 @@ def _rewrite(path: Path, magic: int, record: bytes) -> None:
     """Replace an image file by one with a single record; nobody but its owner may read it."""
     part = path.with_name(f"{path.name}.part")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(struct.pack("<III", _COMMON_MAGIC, magic, len(record)) + record)
+        file.write(struct.pack("<III", COMMON_MAGIC, magic, len(record)) + record)
     part.rename(path)
 
 
@@ -86,26 +94,26 @@ def has_foreign_peer(directory: Path) -> bool:
     """
     sockets = [
         fields
-        for record in _records(directory / "files.img", _FILES_MAGIC)
-        if (fields := _submessage(record, _ENTRY_UNIX))
+        for record in records(directory / "files.img", FILES_MAGIC)
+        if (fields := submessage(record, _ENTRY_UNIX))
     ]
-    present = {_number(fields, _UNIX_INODE) for fields in sockets}
-    return any((peer := _number(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
+    present = {number_of(fields, _UNIX_INODE) for fields in sockets}
+    return any((peer := number_of(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
 
 
 def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
     """The descriptors of a process: its record names the file that lists them, which processes may share."""
-    for record in _records(directory / f"ids-{pid}.img", _IDS_MAGIC):
-        table = _number(_fields(record), _IDS_FILES)
-        for entry in _records(directory / f"fdinfo-{table}.img", _FDINFO_MAGIC):
-            yield _number(_fields(entry), _FDINFO_FD)
+    for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
+        table = number_of(fields_of(record), _IDS_FILES)
+        for entry in records(directory / f"fdinfo-{table}.img", FDINFO_MAGIC):
+            yield number_of(fields_of(entry), _FDINFO_FD)
 
 
 def _mappings(directory: Path, pid: str) -> list[tuple[int, int]]:
     """The mappings of a process as CRIU saved them, by address."""
     saved = []
-    for record in _records(directory / f"mm-{pid}.img", _MM_MAGIC):
-        for number, _, value in _fields(record):
+    for record in records(directory / f"mm-{pid}.img", MM_MAGIC):
+        for number, _, value in fields_of(record):
             if number == _MM_MAPPINGS and isinstance(value, bytes) and (found := _MAPPING.match(value)):
                 saved.append((_varint(found[1]), _varint(found[2])))
     return sorted(saved)

@@ -30,10 +30,12 @@ ARCH_GET_CPUID, ARCH_SET_CPUID, ARCH_GET_XCOMP_PERM, ARCH_REQ_XCOMP_PERM = 0x101
 #: The state component of AMX's tiles, the only one that has to be asked for.
 _XTILEDATA = 18
 KEYCTL_GET_KEYRING_ID, KEYCTL_READ = 0, 11
-_THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING = -1, -2, -3, -4
+_THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING, _USER_SESSION_KEYRING = -1, -2, -3, -4, -5
 _KCMP_VM = 1
 _SIGINFO_BYTES = 128
 _MCL_FUTURE = 2
+_SYS_LANDLOCK_CREATE_RULESET = 444  # the same on all architectures
+_LANDLOCK_CREATE_RULESET_VERSION = 1
 
 
 class Injection:
@@ -138,8 +140,8 @@ class Injection:
             (permitted,) = struct.unpack("=Q", self.read(address, 8))
         return bool(permitted >> _XTILEDATA & 1)
 
-    def unproven(self) -> Iterator[str]:
-        """State that does not come back, as noun phrases."""
+    def unproven(self, user: int) -> Iterator[str]:
+        """State that does not come back, as noun phrases.  ``user``: whose the process is."""
         keyctl = self.numbers.keyctl
         if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _THREAD_KEYRING) > 0:
             yield "a keyring of a thread"
@@ -147,7 +149,10 @@ class Injection:
             yield "a keyring of its own"
         with contextlib.suppress(OSError):  # a Linux without keyrings
             mine = kernel_calls.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
-            if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING) != mine:
+            theirs = self.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+            # Who has joined none has its user's, and a process may have changed its user.
+            changed = user != os.getuid()
+            if theirs != mine and not (changed and theirs == self._user_session()):
                 yield "a session keyring of its own"
             # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
             if os.geteuid() != 0 and kernel_calls.call(keyctl, KEYCTL_READ, _USER_KEYRING) > 0:
@@ -168,19 +173,24 @@ class Injection:
             return None
         return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))
 
-    def confined(self, tids: Sequence[int]) -> bool:
-        """Whether one of the threads is in a Landlock domain that the caller is not in.
+    def _user_session(self) -> int:
+        return self.call(self.numbers.keyctl, KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
+
+    def confined(self, tids: Sequence[int], user: int, group: int) -> bool:
+        """Whether one of the threads, all of that user and group, is in a Landlock domain that the caller is not in.
 
         A thread in a domain may not look into a process outside of it: kcmp(2) with such a process, of the same user
-        and without capabilities, gives EPERM.  The thread with itself may, unless a filter forbids the call.
+        and without capabilities, gives EPERM.  The thread with itself may; where it may not, a filter forbids the call.
         """
+        if not has_landlock():
+            return False
         # The caller itself is such a process where it has no more rights than they: root's.
         if os.geteuid() == 0:
             tids = [tid for tid in tids if self._may_not_see(tid, os.getpid())]
         if not tids:
             return False
-        with _bystander() as other:
-            return any(self._may_not_see(tid, other) for tid in tids)
+        with _bystander(user, group) as other:
+            return any(self._may_not_see(tid, other) and not self._may_not_see(tid, self.pid) for tid in tids)
 
     def _may_not_see(self, tid: int, other: int) -> bool:
         with contextlib.suppress(ProcessLookupError):  # it ended
@@ -215,14 +225,30 @@ def _gate(machine: Machine, pid: int, memory: int) -> int:
     raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")
 
 
+def has_landlock() -> bool:
+    """Whether this Linux has Landlock, and lets the caller use it."""
+    try:
+        return kernel_calls.call(_SYS_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
+    except OSError:  # not built in, or not switched on; or forbidden to the caller, and so to all that it starts
+        return False
+
+
 @contextlib.contextmanager
-def _bystander() -> Iterator[int]:
-    """A process of the caller's user, outside of any domain that the caller is not in, that everybody may look into."""
+def _bystander(user: int, group: int) -> Iterator[int]:
+    """A process of that user, outside of any domain that the caller is not in, that all of the user's may look into."""
     ready, report = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(ready)
+        os.close(report)
+        raise
     if pid == 0:
         try:
-            kernel_calls.drop_capabilities()
+            if (user, group) != (os.getuid(), os.getgid()):
+                os.setresgid(group, group, group)
+                os.setresuid(user, user, user)
+            syscalls.drop_capabilities()
             syscalls.prctl(PR_SET_DUMPABLE, 1)
             os.write(report, b"1")
             signal.pause()

@@ -7,13 +7,16 @@ Source: ``kcmp(2)``, ``ioprio_set(2)``, ``sched_setattr(2)``, ``pidfd_getfd(2)``
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import socket
 import struct
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from jupyter_gpu_ckpt.engine import syscalls
 
 KCMP_FILES, KCMP_FS = 2, 3
 _SEM_GETPID = 11
@@ -21,11 +24,8 @@ IOPRIO_WHO_PROCESS = 1
 #: ``struct sched_attr`` with its last two fields, of uclamp.
 SCHED_ATTR_BYTES = 56
 
-PIDFD_GETFD = 438
-
 _EPIOCSPARAMS, _EPIOCGPARAMS = 0x40088A01, 0x80088A02
 _TFD_IOC_SET_TICKS = 0x40085400
-_LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,62 @@ def call(number: int, *arguments: int) -> int:
     result = int(_libc.syscall(number, *words, *[0] * (5 - len(words))))
     if result < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"system call {number}: {os.strerror(error)}")
+        raise OSError(error, f"{_name_of(number)}: {os.strerror(error)}")
     return result
+
+
+def _name_of(number: int) -> str:
+    """A system call's name, where it is one of `Numbers`."""
+    names = {own: name for name, own in vars(NUMBERS).items()} if NUMBERS is not None else {}
+    return names.get(number, f"system call {number}")
+
+
+def forbidden() -> set[str]:
+    """Those of the calls about other processes that the caller may not even make about itself.
+
+    The host forbids them to all (a seccomp filter of a container), or this Linux was built without them.
+    """
+    if (numbers := NUMBERS) is None:
+        return set()
+    pid = os.getpid()
+    found: set[str] = set()
+    pidfd = os.pidfd_open(pid)
+    try:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            questions: dict[str, Callable[[], object]] = {
+                "kcmp": lambda: call(numbers.kcmp, pid, pid, KCMP_FILES, 0, 0),
+                "ioprio_get": lambda: io_priority(numbers, pid),
+                "pidfd_getfd": lambda: os.close(syscalls.pidfd_getfd(pidfd, reading)),
+            }
+            for name, ask in questions.items():
+                try:
+                    ask()
+                except OSError as error:
+                    if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                        raise
+                    found.add(name)
+        finally:
+            os.close(reading)
+            os.close(writing)
+    finally:
+        os.close(pidfd)
+    return found
 
 
 def descriptor_of(pidfd: int, number: int) -> int:
     """Duplicate descriptor ``number`` of another process: a descriptor of the caller's own, closed on exec."""
-    return call(PIDFD_GETFD, pidfd, number, 0)
+    return syscalls.pidfd_getfd(pidfd, number)
 
 
 def socket_of(pidfd: int, number: int) -> socket.socket:
     """The socket behind descriptor ``number`` of another process, as an object that must be closed."""
-    return socket.socket(fileno=descriptor_of(pidfd, number))
+    descriptor = syscalls.pidfd_getfd(pidfd, number)
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def io_priority(numbers: Numbers, tid: int) -> int:
@@ -205,10 +249,3 @@ def set_timer(fd: int, flags: int, value: int, interval: int, ticks: int) -> Non
         raise OSError(ctypes.get_errno(), "timerfd_settime")
     if ticks:
         fcntl.ioctl(fd, _TFD_IOC_SET_TICKS, struct.pack("=Q", ticks))
-
-
-def drop_capabilities() -> None:
-    """Give up every capability of the calling thread (``capset(2)``)."""
-    header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
-    if _libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))):
-        raise OSError(ctypes.get_errno(), "capset")

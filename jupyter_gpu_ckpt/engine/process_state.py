@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jupyter_gpu_ckpt.engine import kernel_calls, socket_state
+from jupyter_gpu_ckpt.engine import file_facts, kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.engine.state_restore import readable_policy, timer_time
@@ -39,8 +39,10 @@ Notes = dict[str, Any]
 _DEVICES = {(1, 3): "null", (1, 5): "zero", (1, 7): "full", (1, 8): "random", (1, 9): "urandom"}
 #: Terminals (5:0 tty, 5:2 ptmx, 136-143 pts) have a judge of their own; device files of GPUs are `cuda.device_files`'s.
 _TERMINALS = {(5, 0), (5, 2), *((major, minor) for major in range(136, 144) for minor in range(256))}
-#: What an open file on such a file system is, by its magic number (``statfs(2)``).
-_FILE_SYSTEMS = {0x19800202: "a POSIX message queue", 0x958458F6: "a file in huge pages (hugetlbfs)"}
+#: What an open file on such a file system is, by its name in ``/proc/PID/mountinfo``.
+_FILE_SYSTEMS = {"mqueue": "a POSIX message queue", "hugetlbfs": "a file in huge pages (hugetlbfs)"}
+#: What ``statfs(2)`` says of a memfd in huge pages, which is on no mount that ``mountinfo`` shows.
+_HUGETLBFS_MAGIC = 0x958458F6
 #: Kernel objects without a file, by the name that ``/proc/PID/fd`` shows.
 _ANONYMOUS = frozenset({"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"})
 _ANONYMOUS_NAMES = {
@@ -83,8 +85,14 @@ _MAPPING_FLAGS = frozenset(
         "gu",
         "lf",
         "sl",
+        "dw",  # before Linux 5.15: of a program's own file
+        "bt",  # of aarch64: of every library that is built for it
     )
 )
+#: The same of files on persistent memory (DAX), and only of files.
+_DAX_FLAGS = frozenset(("mm", "sf"))
+#: Rings of io_setup(2), which have a flag (``de``) that memory of devices has too.
+_ASYNCHRONOUS_IO = "/[aio]"
 _MAPPING_NAMES = {
     "ht": "memory in huge pages (MAP_HUGETLB)",
     "ss": "a shadow stack",
@@ -131,6 +139,8 @@ class Found:
     refusals: list[dict[str, str]] = field(default_factory=list)
     notes: dict[str, Notes] = field(default_factory=dict)
     inventory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Names of system calls that the host forbids to all: what they tell was not asked.
+    unasked: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
         """Note a refusal: a noun phrase, what it is about (``file``, ``socket`` or ``state``), what to do about it."""
@@ -140,7 +150,12 @@ class Found:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON."""
-        return {"refusals": self.refusals, "notes": self.notes, "inventory": self.inventory}
+        return {
+            "refusals": self.refusals,
+            "notes": self.notes,
+            "inventory": self.inventory,
+            "unasked": self.unasked,
+        }
 
 
 @dataclass(frozen=True)
@@ -205,17 +220,33 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
         found.refuse(f"a file system that it has mounted itself ({mount.place})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
     mine = _Mine.read()
+    found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
             _Process(pid, set(tree), found, mine).look(stopped, allow_unconfined)
         except (ProcessLookupError, FileNotFoundError):  # it ended
             pass
-        except PermissionError:
-            found.refuse(
-                "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
-                hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
-            )
+        except PermissionError as error:
+            _refuse_hidden(pid, found, error)
     return found
+
+
+def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
+    """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        found.refuse(
+            "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
+            hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
+        )
+    except (ProcessLookupError, FileNotFoundError):  # it ended
+        pass
+    else:
+        found.refuse(
+            f"a process about which Linux does not answer its server ({error.filename or error.strerror})",
+            hint="A seccomp filter or a security module of the host forbids it; its administrator can allow it.",
+        )
 
 
 def _tree(root: int) -> Iterator[int]:
@@ -260,6 +291,8 @@ class _Mine:
     namespaces: dict[str, str]
     coredump_filter: str
     seccomp: str
+    #: `kernel_calls.forbidden`
+    forbidden: set[str]
     #: Pids that were the last to change some System V semaphore.
     semaphore_users: set[int]
 
@@ -273,6 +306,7 @@ class _Mine:
             label=_optional("/proc/self/attr/current"),
             namespaces=_namespaces(f"/proc/{pid}"),
             coredump_filter=_optional("/proc/self/coredump_filter"),
+            forbidden=kernel_calls.forbidden(),
             semaphore_users=set(kernel_calls.semaphore_users()),
             seccomp=_fields(_read("/proc/self/status")).get("Seccomp", "0"),
         )
@@ -368,7 +402,7 @@ class _Process:
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
         if NUMBERS is not None:
-            if priority := kernel_calls.io_priority(NUMBERS, tid):
+            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(NUMBERS, tid)):
                 notes["io_priority"] = priority
             self.sharing(tid)
             attributes = _slice(tid)
@@ -403,7 +437,7 @@ class _Process:
     def sharing(self, tid: int) -> None:
         """CRIU takes for granted that threads share descriptors and directories (``unshare(2)`` of one thread)."""
         assert NUMBERS is not None
-        if tid != self.pid:
+        if tid != self.pid and "kcmp" not in self.mine.forbidden:
             for what, number in (("descriptors", kernel_calls.KCMP_FILES), ("directories", kernel_calls.KCMP_FS)):
                 if kernel_calls.call(NUMBERS.kcmp, self.pid, tid, number, 0, 0):
                     self.found.refuse(f"a thread with {what} of its own (unshare)", hint="End that thread.")
@@ -437,13 +471,21 @@ class _Process:
         numbers = sorted(map(int, os.listdir(f"{self.root}/fd")))
         self.inventory["descriptors"] = numbers
         self.candidates: list[tuple[str, bytes]] | None = None
+        self.mounts: dict[str, str] | None = None
         self.sockets: dict[int, Notes] = {}
         seen: set[str] = set()
         pidfd = os.pidfd_open(self.pid)
         try:
             for number in numbers:
-                with contextlib.suppress(FileNotFoundError):  # closed since
+                try:
                     self.descriptor(pidfd, number, seen)
+                except FileNotFoundError:  # closed since
+                    pass
+                except (PermissionError, ProcessLookupError):  # of the whole process
+                    raise
+                except OSError as error:
+                    shown = f"{self.shown_target(number)}, descriptor {number}: {os.strerror(error.errno or 0)}"
+                    self.refuse_file(f"a file that cannot be reached ({shown})", "Close it and try again.")
         finally:
             os.close(pidfd)
         if self.sockets:
@@ -452,39 +494,70 @@ class _Process:
             self.notes["semaphores"] = [self.registrations(numbers) for numbers in self.eventfds.values()]
 
     def descriptor(self, pidfd: int, number: int, seen: set[str]) -> None:
-        """One descriptor: judge its kind, and note what CRIU forgets of it."""
+        """One descriptor: judge its kind, and note what CRIU forgets of it.
+
+        Nothing here may ask the server of a file, which may never answer (`file_facts`).
+        """
         path = f"{self.root}/fd/{number}"
         target = os.readlink(path)
-        facts = os.stat(path)
-        kind = facts.st_mode
-        if stat.S_ISSOCK(kind):
-            if target not in seen:  # all descriptors of a socket share what it is set to
+        if target.startswith("socket:["):  # what has a name in a file system begins with a slash
+            if target not in seen and "pidfd_getfd" not in self.mine.forbidden:
+                # All descriptors of a socket share what it is set to.
                 self.socket(pidfd, number)
             seen.add(target)
-        elif target.startswith("anon_inode:"):
+            return
+        if target.startswith("anon_inode:"):
             self.anonymous(pidfd, number, target.removeprefix("anon_inode:"))
-        elif stat.S_ISFIFO(kind):
+            return
+        facts = file_facts.of(path)
+        kind = facts.mode
+        if stat.S_ISFIFO(kind):
             if int(_fields(_read(f"{self.root}/fdinfo/{number}"))["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
         elif stat.S_ISCHR(kind):
-            device = os.major(facts.st_rdev), os.minor(facts.st_rdev)
-            if device not in _DEVICES and device not in _TERMINALS and not target.startswith("/dev/nvidia"):
+            if facts.device not in _DEVICES and facts.device not in _TERMINALS and not target.startswith("/dev/nvidia"):
                 self.refuse_file(f"the device {target} (descriptor {number})")
         elif stat.S_ISBLK(kind):
             self.refuse_file(f"the device {target} (descriptor {number})")
         elif target.startswith("/secretmem"):
             self.refuse_file(f"secret memory (memfd_secret, descriptor {number})")
         elif stat.S_ISREG(kind):
-            with contextlib.suppress(OSError):
-                if what := _FILE_SYSTEMS.get(kernel_calls.file_system(path)):
-                    self.refuse_file(f"{what} ({target}, descriptor {number})")
+            if what := self.file_system(target, number):
+                self.refuse_file(f"{what} ({target}, descriptor {number})")
         elif stat.S_ISDIR(kind):
             self.directory(pidfd, number, target)
         elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
 
+    def shown_target(self, number: int) -> str:
+        """What a descriptor is open on, as far as Linux says."""
+        try:
+            return os.readlink(f"{self.root}/fd/{number}")
+        except OSError:
+            return "a name that is too long"
+
+    def file_system(self, target: str, number: int) -> str:
+        """What keeps a regular file from coming back because of the file system it lies on; empty where nothing does.
+
+        Of mounts that nobody sees only memfd's are Linux's own for certain: others may be a server's.
+        """
+        if not target.startswith("/"):  # a namespace
+            return ""
+        if self.mounts is None:
+            rows = (line.split() for line in _read(f"{self.root}/mountinfo").splitlines())
+            self.mounts = {words[0]: words[words.index("-", 6) + 1] for words in rows}
+        mount = _fields(_read(f"{self.root}/fdinfo/{number}"))["mnt_id"]
+        if mount in self.mounts:
+            return _FILE_SYSTEMS.get(self.mounts[mount], "")
+        if target.startswith("/memfd:"):
+            huge = kernel_calls.file_system(f"{self.root}/fd/{number}") == _HUGETLBFS_MAGIC
+            return _FILE_SYSTEMS["hugetlbfs"] if huge else ""
+        return "a POSIX message queue, or a file whose file system is mounted nowhere"
+
     def directory(self, pidfd: int, number: int, path: str) -> None:
         """A notification on a directory (``F_NOTIFY``) shows by the owner that ``fs/notify/dnotify`` gives the file."""
+        if "pidfd_getfd" in self.mine.forbidden:
+            return
         descriptor = kernel_calls.descriptor_of(pidfd, number)
         try:
             with contextlib.suppress(OSError):  # O_PATH: there is nothing to be notified of
@@ -525,7 +598,7 @@ class _Process:
         """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
         facts = _fields(text)
         interval = timer_time(facts["it_interval"])
-        if not interval or timer_time(facts["it_value"]):
+        if not interval or timer_time(facts["it_value"]) or "pidfd_getfd" in self.mine.forbidden:
             return
         descriptor = kernel_calls.descriptor_of(pidfd, number)
         try:
@@ -547,6 +620,8 @@ class _Process:
         if os.geteuid() != 0:
             self.refuse_file(f"an inotify watch (descriptor {number})", hint)
             return
+        if "pidfd_getfd" in self.mine.forbidden:
+            return
         descriptor = kernel_calls.descriptor_of(pidfd, number)
         try:
             if kernel_calls.readable_bytes(descriptor):
@@ -556,13 +631,14 @@ class _Process:
 
     def epoll(self, pidfd: int, number: int, text: str) -> None:
         """Note what an epoll instance watches; it may be a semaphore, whose registration goes with it."""
-        descriptor = kernel_calls.descriptor_of(pidfd, number)
-        try:
-            with contextlib.suppress(OSError):  # a Linux without them
-                if any(parameters := kernel_calls.epoll_parameters(descriptor)):
-                    self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
-        finally:
-            os.close(descriptor)
+        if "pidfd_getfd" not in self.mine.forbidden:
+            descriptor = kernel_calls.descriptor_of(pidfd, number)
+            try:
+                with contextlib.suppress(OSError):  # a Linux without them
+                    if any(parameters := kernel_calls.epoll_parameters(descriptor)):
+                        self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
+            finally:
+                os.close(descriptor)
         entries = []
         for line in text.splitlines():
             if line.startswith("tfd:"):
@@ -604,8 +680,11 @@ class _Process:
             if sock.family == socket_state.AF_UNIX and (path := socket_state.bound_path(sock)):
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
                 try:
-                    facts = os.stat(f"{self.root}/root{where}")
-                    notes["path"] = {"path": where, "inode": facts.st_ino, "mtime": facts.st_mtime_ns}
+                    facts = self.facts_of(where)
+                    notes["path"] = {"path": where, "inode": facts.inode, "mtime": facts.mtime_ns}
+                except TimeoutError:
+                    what = f"a unix socket whose file cannot be reached ({where}, descriptor {number})"
+                    self.found.refuse(what, "socket", "Close the socket and try again.")
                 except OSError:
                     # Root's CRIU makes it again under a name of its own; an ordinary user's restore of it fails.
                     if os.geteuid() != 0 and socket_state.is_found_by_path(sock):
@@ -613,6 +692,14 @@ class _Process:
                         self.found.refuse(what, "socket", "Close the socket and try again.")
             if notes:
                 self.sockets[number] = notes
+
+    def facts_of(self, path: str) -> file_facts.FileFacts:
+        """Facts of the file at a path of the process."""
+        directory = os.open(f"{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return file_facts.patient(path.lstrip("/"), directory)
+        finally:
+            os.close(directory)
 
     # -- memory
 
@@ -643,6 +730,8 @@ class _Process:
         """One mapping's name."""
         if name.startswith("/SYSV"):
             self.found.refuse(f"System V shared memory (key 0x{name[5:13]})", hint="Detach it (shmdt) and try again.")
+        elif name.startswith(_ASYNCHRONOUS_IO):
+            self.found.refuse("an asynchronous I/O context (io_setup)", hint="Destroy it (io_destroy) and try again.")
         elif name.startswith("/secretmem"):
             self.found.refuse("secret memory (memfd_secret)")
         elif name.startswith(("anon_inode:", "socket:")):
@@ -656,13 +745,18 @@ class _Process:
         ranges: list[list[int]] = []
         sealed, on_fault = [], []
         pattern = r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)"
-        for low, high, name, facts in re.findall(pattern, _read(f"{self.root}/smaps").replace(":\n", ": \n"), re.M):
+        for low, high, name, facts in re.findall(pattern, _read(f"{self.root}/smaps"), re.M):
             if _OF_LINUX.match(name):
                 continue
             start, end = int(low, 16), int(high, 16)
             ranges.append([start, end])
             flags = set(facts[facts.rindex("VmFlags:") + 8 :].split()) if "VmFlags:" in facts else set()
-            for flag in flags - _MAPPING_FLAGS:
+            proven = _MAPPING_FLAGS
+            if name.startswith(_ASYNCHRONOUS_IO):
+                proven |= {"de"}  # it is refused by its name
+            elif name.startswith("/") and not name.startswith("/dev/"):
+                proven |= _DAX_FLAGS
+            for flag in sorted(flags - proven):
                 self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
             if "sl" in flags:
                 sealed.append([start, end])
@@ -698,9 +792,10 @@ class _Process:
             if (mine := injection.settings()) != {}:
                 self.notes["settings"] = mine
             self.ended_children(injection)
-            for what in injection.unproven():
+            user, group = (int((ids or "0").split()[0]) for ids in self.user)
+            for what in injection.unproven(user):
                 self.found.refuse(what)
-            if not allow_unconfined and self.suspects and injection.confined(self.suspects):
+            if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
                 self.found.refuse(
                     "a confinement by Landlock",
                     hint="It would come back without it. Run what is to be confined in a process of its own, or the "

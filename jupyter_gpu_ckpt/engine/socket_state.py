@@ -193,7 +193,7 @@ def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
     if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED) and _waiting(sock) and _has_data(sock):
         return "credentials sent through a unix socket (SCM_CREDENTIALS) and not received yet"
     if sock.type == socket.SOCK_STREAM:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # of out-of-band data SO_PEEK_OFF is not moved
             if sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 return "out-of-band data in a unix socket"
     elif _has_empty_message(sock):
@@ -211,7 +211,13 @@ def _waiting(sock: socket.socket) -> bool:
 
 
 def _has_data(sock: socket.socket) -> bool:
+    """Whether there are bytes to be received.
+
+    A look would move the place that SO_PEEK_OFF keeps: where that is set, there are taken to be some.
+    """
     try:
+        if sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0:
+            return True
         return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError:
         return False

@@ -121,6 +121,12 @@ def raise_ambient(capabilities: dict[str, int]) -> None:
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 
+def drop_capabilities() -> None:
+    """Give up every capability of the calling thread."""
+    header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))), "capset")
+
+
 def clear_ambient() -> None:
     """Programs started from here on get no capability: the kernel of a notebook is an ordinary process."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)

@@ -6,11 +6,14 @@ is compared for each by itself.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
-from jupyter_gpu_ckpt.engine import criu_tasks, process_state
+from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state, socket_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
 
@@ -535,6 +538,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "userfaultfd": ("fd = call(323, 1)", "a userfaultfd (descriptor "),
     "Landlock ruleset": ("fd = call(444, struct.pack('Q', 1), 8, 0)", "a Landlock ruleset (descriptor "),
     "secret memory": ("fd = call(447, 0)", "secret memory (memfd_secret, descriptor "),
+    "asynchronous I/O": (
+        "room = ctypes.create_string_buffer(8); call(206, 4, room)",
+        "an asynchronous I/O context (io_setup)",
+    ),
     "message queue": (
         "fd = call(240, b'gpu-ckpt-test', 0o102, 0o600, None); call(241, b'gpu-ckpt-test')",
         "message queue",
@@ -805,6 +812,109 @@ def test_an_administrator_may_allow_a_kernel_to_lose_its_confinement(criu, capsu
     subject.tell(PRELUDE + REFUSED_STOPPED["Landlock"][0])
     criu.dump(capsule, image(home), timeout=60)
     assert capsule.inspect(allow_unconfined=True)["refusals"] == []
+
+
+@contextlib.contextmanager
+def stopped_child(code):
+    """A process of this one's own that has run ``code``, all of its threads in a group stop."""
+    argv = [sys.executable, "-I", "-S", "-c", f"{PRELUDE}{code}\nos.kill(os.getpid(), signal.SIGSTOP)"]
+    with subprocess.Popen(argv) as child:
+        try:
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert child.poll() is None
+            yield child.pid
+        finally:
+            child.kill()
+
+
+@pytest.mark.skipif(not ROOT, reason="only root may change its user")
+@pytest.mark.parametrize("confined", [False, True])
+def test_a_process_that_changed_its_user_is_refused_only_where_it_is_confined(confined):
+    confine = REFUSED_STOPPED["Landlock without no_new_privs"][0] + "\n" if confined else ""
+    change = "os.setresgid(1000, 1000, 1000); os.setresuid(1000, 1000, 1000); prctl(4, 1)"
+    with stopped_child(confine + change) as pid:
+        found = process_state.inspect(pid, stopped=True)
+    expected = ["a confinement by Landlock"] if confined else []
+    assert [refusal["what"] for refusal in found.refusals] == expected
+
+
+def forbid(monkeypatch, name, unless):
+    """Have Linux forbid system call ``name``, where ``unless`` does not say of its arguments that it may be made."""
+    real = kernel_calls.call
+
+    def call(number, *arguments):
+        if number == getattr(kernel_calls.NUMBERS, name) and not unless(*arguments):
+            raise PermissionError(errno.EPERM, f"{name}: {os.strerror(errno.EPERM)}")
+        return real(number, *arguments)
+
+    monkeypatch.setattr(kernel_calls, "call", call)
+
+
+@pytest.mark.parametrize("name", ["kcmp", "ioprio_get"])
+def test_a_call_that_the_host_forbids_to_all_refuses_no_kernel(monkeypatch, name):
+    with stopped_child("in_thread(lambda: None)") as pid:
+        forbid(monkeypatch, name, unless=lambda *arguments: False)
+        found = process_state.inspect(pid, stopped=False)
+    assert found.refusals == []
+    assert found.unasked == [name]
+    assert found.inventory[str(pid)]["threads"]
+
+
+SMAPS = """7f0000000000-7f0000001000 r--s 00000000 00:01 7                          NAME
+Size:                  4 kB
+VmFlags: FLAGS
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "refused"),
+    [
+        ("/usr/bin/python", "rd ex mr mw me dw sd", []),
+        ("/usr/lib/libc.so", "rd ex mr mw me bt", []),
+        ("/pmem/data", "rd wr sh mr mw me ms mm sf sd", []),
+        ("/[aio] (deleted)", "rd wr sh mr mw me ms de sd", []),
+        ("/dev/gadget", "rd wr sh mr mw me ms mm", ["memory of a device"]),
+        ("", "rd wr mr mw me ac mm", ["memory of a device"]),
+        ("/usr/bin/python", "rd mr zz", ["memory with the flag 'zz' (/proc/PID/smaps)"]),
+    ],
+)
+def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, flags, refused):
+    real = process_state._read
+    smaps = SMAPS.replace("NAME", name).replace("FLAGS", flags)
+    monkeypatch.setattr(process_state, "_read", lambda path: smaps if path.endswith("/smaps") else real(path))
+    monkeypatch.setattr(process_state, "NUMBERS", None)
+    found = process_state.inspect(os.getpid(), stopped=True)
+    assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused
+    assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]
+
+
+def test_a_look_at_a_socket_leaves_where_its_owner_looks_next():
+    near, far = socket.socketpair()
+    with near, far:
+        far.setsockopt(socket.SOL_SOCKET, 16, 1)  # SO_PASSCRED
+        far.setsockopt(socket.SOL_SOCKET, 42, 3)  # SO_PEEK_OFF
+        near.send(b"abcdef")
+        assert "SCM_CREDENTIALS" in socket_state.refusal(far, 0)
+        assert far.getsockopt(socket.SOL_SOCKET, 42) == 3
+
+
+def test_a_descriptor_that_is_no_socket_is_not_kept(tmp_path):
+    with open(tmp_path / "file", "w") as file:
+        pidfd, before = os.pidfd_open(os.getpid()), len(os.listdir("/proc/self/fd"))
+        try:
+            with pytest.raises(OSError, match="Socket operation"):
+                kernel_calls.socket_of(pidfd, file.fileno())
+            assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            os.close(pidfd)
+
+
+def test_a_call_that_is_forbidden_about_one_process_is_named(monkeypatch):
+    with stopped_child("in_thread(lambda: None)") as pid:
+        forbid(monkeypatch, "kcmp", unless=lambda *arguments: arguments[0] == os.getpid())
+        (refusal,) = process_state.inspect(pid, stopped=False).refusals
+    assert "(kcmp: Operation not permitted)" in refusal["what"]
+    assert "DUMPABLE" not in str(refusal)
 
 
 def test_a_death_signal_is_not_in_the_image(criu, capsule, home):

@@ -249,7 +249,7 @@ async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(m
     told: list[Stepped] = []
     watcher = Watcher(IOLoop.current(), logging.getLogger("watch"))
     watcher.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))
-    watched = watcher.follow("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[]))
+    watched = watcher.follow("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[], on_protected=[]))
     watched._take_state(State.CHECKPOINTED, 0.0, Sizes(), None, None)
     watched._take_state(State.RESTORING, 0.0, Sizes(image=GIB), None, None)
     start = StepEvent("started", "criu_restore", "k", time.time())

@@ -61,6 +61,7 @@ class Provisioner:
     def __init__(self):
         self.sinks = []
         self.on_state = []
+        self.on_protected = []
 
 
 @pytest.fixture

@@ -148,6 +148,13 @@ class Kernel:
         """Whether a restart or shutdown overlaps the time."""
         return any(mark.began <= ended and mark.ended >= began for mark in self.endings)
 
+    def worked_during(self, began: float, ended: float) -> bool:
+        """Whether a cell was under way, or waited for its turn, at some time then."""
+        return any(
+            execution.sent <= ended and (not execution.complete or execution.answered >= began)
+            for execution in self.executions.values()
+        )
+
     def owed(self) -> list[Execution]:
         """Executions that must still be answered: no restart and no shutdown came between."""
         return [

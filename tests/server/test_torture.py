@@ -154,7 +154,9 @@ class Torture:
         reply = await self._ask(kernel, "POST", f"gpu-ckpt/kernels/{kernel.id}/{verb}")
         if reply.status_code != 202:
             code = reply.json().get("error", {}).get("code") if reply.status_code != 404 else "404"
-            self._judge(kernel, verb, began, code or str(reply.status_code), set(), {"404", "WRONG_STATE"})
+            # Refused at once, because of a cell.
+            fine = {"KERNEL_BUSY"} if kernel.worked_during(began, time.monotonic()) else set()
+            self._judge(kernel, verb, began, code or str(reply.status_code), fine, {"404", "WRONG_STATE"})
             return
         job = reply.json()
         while job["status"] == "running":

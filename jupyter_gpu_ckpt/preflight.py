@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .engine import terminals
+from .engine.process_state import is_ending
 from .errors import (
     ChildProcesses,
     DebuggerAttached,
@@ -228,7 +229,7 @@ def look(
 
 def undumpable(pid: int) -> Finding | None:
     """Whether the kernel hides itself from everybody but root (PR_SET_DUMPABLE): nobody can tell what it holds."""
-    if os.access(f"/proc/{pid}/fd", os.R_OK) or not os.access(f"/proc/{pid}", os.F_OK):
+    if os.access(f"/proc/{pid}/fd", os.R_OK) or is_ending(pid):
         return None
     return _blocking(
         UnprovenState(

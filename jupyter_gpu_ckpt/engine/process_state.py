@@ -33,6 +33,9 @@ from jupyter_gpu_ckpt.engine.state_restore import readable_policy, timer_time
 
 Notes = dict[str, Any]
 
+#: include/linux/sched.h
+_PF_EXITING = 0x4
+
 # -- what is proven
 
 #: Character devices by number: what is read from them and written to them has no state.
@@ -231,8 +234,20 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
     return found
 
 
+def is_ending(pid: int) -> bool:
+    """Whether the process is on its way out, or gone: an ordinary user may not look into it any more then."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(")")[2].split()  # proc_pid_stat(5), from the third field on
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+    return words[0] in "ZX" or bool(int(words[6]) & _PF_EXITING)
+
+
 def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
     """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
+    if is_ending(pid):
+        return
     try:
         os.listdir(f"/proc/{pid}/fd")
     except PermissionError:

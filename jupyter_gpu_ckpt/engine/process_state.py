@@ -285,9 +285,9 @@ def _optional(path: str) -> str:
     """A file that this Linux may be built without; empty then.  The end of its process is raised."""
     try:
         return _read(path)
-    except (FileNotFoundError, PermissionError, OSError) as error:
-        if isinstance(error, ProcessLookupError):
-            raise
+    except ProcessLookupError:
+        raise
+    except OSError:
         return ""
 
 

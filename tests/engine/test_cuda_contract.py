@@ -129,6 +129,7 @@ class TestContract:
         assert driver.gpus.used_by(pid)[uuid] >= MEMORY
         assert driver.gpus.processes(uuid)[pid] >= MEMORY
 
+    @pytest.mark.alone
     def test_out_and_back(self, driver):
         pid = driver.start()
         uuid = driver.gpus.list()[0].uuid
@@ -215,6 +216,7 @@ class TestContract:
         with pytest.raises(CudaError):
             driver.gpus.free("GPU-ffffffff-ffff-ffff-ffff-ffffffffffff")
 
+    @pytest.mark.alone
     def test_no_room(self, driver):
         gpu = driver.gpus.list()[0]
         with pytest.raises(GpuFull) as caught, driver.gpus.room({gpu.uuid: gpu.total + 1}, 1):

@@ -10,8 +10,6 @@ from jupyter_gpu_ckpt.engine.cuda import Cuda
 from jupyter_gpu_ckpt.engine.gpus import Gpus
 from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 
-RECORDS = pytest.StashKey[dict]()
-
 
 @pytest.fixture(autouse=True)
 def _needs_gpus(request):
@@ -53,16 +51,28 @@ def subject():
 @pytest.fixture
 def record(request):
     """Keep a figure or an answer of the driver: shown at the end, and written below $OUT if that is set."""
-    records = request.config.stash.setdefault(RECORDS, {})
 
     def keep(**facts):
-        records.setdefault(request.node.name, {}).update(facts)
+        kept = dict(request.node.user_properties) | facts
+        request.node.user_properties[:] = kept.items()
 
     return keep
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    records = config.stash.get(RECORDS, {})
+def pytest_runtest_logreport(report):
+    """A failure is written down at once: a run that reaches its limit says nothing at its end."""
+    if report.failed and os.environ.get("OUT") and not hasattr(report, "node"):  # a worker's report, heard of again
+        with Path(os.environ["OUT"], f"gpu-failures-uid{os.getuid()}.txt").open("a") as failures:
+            failures.write(f"{'=' * 100}\n{report.nodeid} ({report.when})\n{report.longreprtext}\n{report.caplog}\n")
+
+
+def pytest_terminal_summary(terminalreporter):
+    records = {
+        report.nodeid.rpartition("::")[2]: dict(report.user_properties)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call" and report.user_properties
+    }
     if not records:
         return
     terminalreporter.section("recorded")
@@ -70,4 +80,5 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{name}: {json.dumps(facts)}")
     if os.environ.get("OUT"):
         path = Path(os.environ["OUT"], f"gpu-records-uid{os.getuid()}.json")
-        path.write_text(json.dumps(records, indent=1) + "\n")
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(earlier | records, indent=1) + "\n")

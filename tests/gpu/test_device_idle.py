@@ -35,6 +35,7 @@ worker.start()
 """
 
 
+@pytest.mark.alone
 def test_nvml_tells_who_computes(subject, gpus, record):
     busy, idle = subject(), subject(HOLD)
     began = time.time()

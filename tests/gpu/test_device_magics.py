@@ -11,7 +11,7 @@ MIB = 1 << 20
 SETUP = """
 import torch
 weights = torch.arange(64 << 18, device="cuda", dtype=torch.float32)   # 64 MiB
-scratch = torch.ones(256 << 18, device="cuda")                         # 256 MiB
+scratch = torch.rand(256 << 18, device="cuda")                         # 256 MiB that hardly compress
 view = weights[:10]
 model = torch.nn.Linear(1024, 1024).cuda()
 optimizer = torch.optim.Adam(model.parameters())
@@ -41,7 +41,7 @@ async def test_dropped_tensors_leave_the_gpu_and_are_in_no_image(kernel, record)
     assert "Released, not saved: scratch, a torch.Tensor float32 [67108864] on cuda:0 (256.0 MiB)" in told
     await kernel.settled("checkpointed", timeout=120)
     dropped_bytes = kernel.lifecycle.image.manifest.bytes
-    assert whole_bytes - dropped_bytes > 250 * MIB
+    assert whole_bytes - dropped_bytes > 200 * MIB, "256, but images are compressed where that pays"
     assert await kernel.run("print(weights[12345].item(), view[3].item())", timeout=120) == "12345.0 3.0"
     assert int(await kernel.run("print(torch.cuda.memory_allocated())")) < 150 * MIB
     for use in ("scratch + 1", "torch.sum(scratch)", "weights + scratch"):

@@ -106,6 +106,7 @@ def raw_state(helper, pid):
 
 
 class TestWhatSurvives:
+    @pytest.mark.alone
     def test_everything_comes_back_bit_for_bit(self, cuda, gpus, subject, record):
         process = subject(EVERYTHING, DETERMINISTIC)
         twin = subject(EVERYTHING, DETERMINISTIC)
@@ -224,6 +225,7 @@ class TestWhatIsRefused:
             cuda.unlock(process.pid)
             assert process.run(INTACT)
 
+    @pytest.mark.alone
     def test_a_full_gpu(self, cuda, gpus, subject):
         """The refusal costs nothing: once there is room, the process comes back."""
         process = subject(filled(2 * GIB))
@@ -246,6 +248,7 @@ class TestWhatIsRefused:
 class TestWhatDestroys:
     """Why `Gpus.room` and `gpu_mapping` exist.  If one of these fails, the driver has become kinder."""
 
+    @pytest.mark.alone
     def test_a_restore_without_room(self, cuda, gpus, subject, record):
         process = subject(filled(2 * GIB))
         (uuid,) = gpus.used_by(process.pid)
@@ -272,6 +275,7 @@ class TestWhatDestroys:
 
 
 @pytest.mark.two_gpus
+@pytest.mark.alone
 def test_to_another_gpu_and_back(cuda, gpus, subject, record):
     """With one GPU visible to the process: the mapping covers all of them nevertheless."""
     node = [gpu.uuid for gpu in gpus.list()]

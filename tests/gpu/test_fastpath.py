@@ -308,6 +308,7 @@ async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
         assert "LD_PRELOAD" not in said and fastpath.VARIABLE not in said
 
 
+@pytest.mark.alone
 async def test_errors_and_free_memory_are_the_driver_s(tmp_path, runtime_base):
     asked = """
 import torch

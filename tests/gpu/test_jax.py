@@ -88,6 +88,7 @@ async def comes_back(tmp_path, runtime_base, monkeypatch, gpus, preallocated, fa
                 assert await kernel.run(DIGEST) == digest
                 assert await kernel.run(COMPUTES) == "True"
                 came_back += 1
+                print(f"came back {came_back} of {ROUNDS}", flush=True)
                 record(came_back=came_back, of=ROUNDS, checkpoint=out, restore=kernel.steps.seconds())
 
 

@@ -63,6 +63,7 @@ def free(kernel) -> int:
     return kernel.lifecycle.engine.gpus.list()[0].free
 
 
+@pytest.mark.alone
 async def test_everything_on_the_device_is_bit_equal_after_a_checkpoint_and_the_gpu_was_free(kernel, record):
     empty = free(kernel)
     await kernel.run(SETUP)
@@ -110,6 +111,7 @@ async def test_the_generator_of_the_device_draws_the_same_numbers_as_without_a_c
     assert await kernel.run(draws) == expected
 
 
+@pytest.mark.alone
 async def test_suspend_frees_the_gpu_and_the_next_cell_brings_it_back(kernel, record):
     await kernel.run("import torch; x = torch.arange(1 << 28, device='cuda')")
     held = free(kernel)
@@ -165,6 +167,7 @@ async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, r
     assert await kernel.run("print(x.sum().item() == total, torch.ones(3, device='cuda').sum().item())") == "True 3.0"
 
 
+@pytest.mark.alone
 async def test_too_little_room_is_refused_and_nothing_is_lost(kernel, record):
     await kernel.run("import torch; x = torch.full((1 << 30,), 3, dtype=torch.uint8, device='cuda')")
     image = await kernel.provisioner.checkpoint()

@@ -74,7 +74,7 @@ async def main(directory: Path, base: Path) -> None:
         if verb == "make":
             await zoo.run(f"import sys; sys.path.insert(0, {str(ZOO)!r}); from kinds import inside")
             shown, failed = await zoo.made(keys)
-            return {"shown": shown, "failed": [outcome.key for outcome in failed]}
+            return {"shown": shown, "failed": {outcome.key: outcome.text for outcome in failed}}
         if verb == "show":
             answers = await zoo.ask("show", keys)
             return {"shown": {key: answer.get("value") or answer["error"] for key, answer in answers.items()}}

@@ -110,6 +110,8 @@ def smaps(address: int) -> dict[str, str]:
             name, _, value = line.partition(":")
             # "sd" (soft-dirty) is what CRIU itself tracks pages with.
             found[name] = " ".join(word for word in value.split() if word != "sd")
+            if name == "Locked":  # pages that are shared with a child for a moment count in parts
+                found[name] = str(value.split()[0] != "0")
     return found
 
 

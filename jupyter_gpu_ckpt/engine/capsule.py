@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -40,6 +41,8 @@ _INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
 _INIT = Path(__file__).with_name("capsule_init.py")
+#: struct ucred: process, user, group (unix(7), SO_PEERCRED).
+_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class Capsule:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._outer: subprocess.Popen[bytes] | None = None
+        #: PID 1 of the capsule: a pidfd, and its process id here.  Its end is over when all of the capsule has ended.
+        self._init_fd = -1
+        self._init_pid = 0
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closing = threading.Lock()
@@ -184,6 +190,15 @@ class Capsule:
         finally:
             os.close(directory)
         self._socket = connection
+        # Who listens there is PID 1 of the capsule; that it holds the connection still says that the id was not reused.
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(peer)
+        with contextlib.suppress(OSError):
+            init = os.pidfd_open(pid)
+            if _ready([connection.fileno()], 0):
+                os.close(init)
+            else:
+                self._init_fd, self._init_pid = init, pid
 
     def outlive(self, outlive: bool = True) -> None:
         """Let the capsule (and the kernel in it) go on when its owner's connection breaks, or not."""
@@ -195,9 +210,10 @@ class Capsule:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
-                self._pidfd = -1
+            for descriptor in (self._pidfd, self._init_fd):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._pidfd = self._init_fd = -1
             self._outer = None
 
     def close(self) -> None:
@@ -208,13 +224,15 @@ class Capsule:
         with self._closing:
             if self._outer is None and self._socket is None:
                 return  # closed, or abandoned and no more ours
+            if self._init_fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+                _ready([self._init_fd], ANSWER)
+                os.close(self._init_fd)
+                self._init_fd = -1
             if self._outer is not None:
                 self._end(self._outer)
                 self._outer = None
-            elif self._pidfd >= 0 and (init := self._parent()):
-                # Its outer process is the child of an owner that is gone; the kernel's parent is the capsule's PID 1.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(init, signal.SIGKILL)
             if self._pidfd >= 0:
                 self.wait(ANSWER)
                 os.close(self._pidfd)
@@ -225,14 +243,6 @@ class Capsule:
                     self._socket = None
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
                 (self.directory / "capsule.sock").unlink()
-
-    def _parent(self) -> int:
-        """The kernel's parent, believed only if the kernel lives still after it was read; else 0."""
-        parent = 0
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{self.host_pid}/stat").read_text().rpartition(")")[2].split()
-            parent = int(words[1])
-        return parent if self.poll() is None else 0
 
     def end(self) -> None:
         """End the kernel, let its resource trackers remove what it left in shared memory, and `close`.
@@ -263,7 +273,7 @@ class Capsule:
 
     @staticmethod
     def _end(outer: subprocess.Popen[bytes]) -> None:
-        # The outer process ignores polite signals; its only child is PID 1, whose end is the namespace's end.
+        # The outer process ignores polite signals; its only child is PID 1, should there be no connection to that.
         for pid in _children(outer.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -518,9 +528,7 @@ class Capsule:
     def companions(self) -> list[int]:
         """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
         found: list[int] = []
-        # PID 1, to which daemons come, is our outer process's child; where that is not ours, the kernel's parent.
-        inits = [self._parent()] if self._outer is None else _children(self._outer.pid)
-        fresh = [child for init in inits for child in _children(init)]
+        fresh = _children(self._init_pid) if self._init_fd >= 0 else []  # to PID 1 daemons come
         while fresh:
             found += fresh
             fresh = [child for pid in fresh for child in _children(pid)]

@@ -272,10 +272,22 @@ def test_close_leaves_nothing_behind(directory):
     capsule.close()
     assert alive(pids) == []
     assert list(directory.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 2, "the connection and the pidfd"
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3, "the connection and two pidfds"
     with pytest.raises(CapsuleGone):
         capsule.clocks()
     assert capsule.poll() == -signal.SIGKILL
+
+
+def test_close_ends_a_capsule_whose_outer_process_was_killed(capsule):
+    """Its PID 1 is nobody's child then, and goes on: it would be a second copy of a kernel that has an image."""
+    sleeper(capsule)
+    kernel, outer = capsule.host_pid, capsule._outer.pid
+    os.kill(outer, signal.SIGKILL)
+    until(lambda: not under_test._children(outer), "PID 1 has left it")
+    assert capsule.poll() is None
+    assert capsule.companions() == []
+    capsule.close()
+    assert not alive([kernel])
 
 
 def test_closing_while_another_thread_waits_for_an_answer(directory):
@@ -386,7 +398,7 @@ def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
     assert held(tmp_path / "two")
     (tmp_path / "one").unlink()
     hold(tmp_path / "three")
-    init = capsule._parent() or under_test._children(capsule._outer.pid)[0]
+    init = under_test._children(capsule._outer.pid)[0]
     files = [os.readlink(path) for path in Path(f"/proc/{init}/fd").iterdir()]
     assert sorted(file for file in files if str(tmp_path) in file) == [f"{tmp_path}/three", f"{tmp_path}/two"]
     capsule.close()

@@ -186,4 +186,4 @@ def test_closing_an_adopted_capsule_ends_it(directory):
     assert time.monotonic() - began < 5
     assert alive(pids[:1]) == []
     until(lambda: alive(pids) == [])
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 2, "the connection and the pidfd"
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3, "the connection and two pidfds"

@@ -6,7 +6,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
 # Most tests wait most of the time: for kernels that start, for pages that load.
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 # `make bench BENCH_ARGS=--strict` fails when a limit is missed, not only when a benchmark breaks.
 BENCH_ARGS ?=
 BIN := $(VENV)/bin

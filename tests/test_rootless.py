@@ -133,10 +133,18 @@ def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
 
 
 @root_only
-def test_the_faults_of_criu_as_an_ordinary_user(place, criu):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param("grew or unix or in_proc or cannot_come_back", id="some"),
+        pytest.param(
+            "moved or somebody or deleted or written or kill_in or dump", id="more", marks=pytest.mark.torture
+        ),
+    ],
+)
+def test_the_faults_of_criu_as_an_ordinary_user(place, criu, chosen):
     """CRIU finds other words for some failures when it lacks root's rights; the codes are the same."""
     nobody = Nobody(place, criu)
-    chosen = "grew or moved or somebody or unix or deleted or written or kill_in or dump or in_proc or cannot_come_back"
     tests = [f"tests/faults/test_{name}.py" for name in ("leaving", "returning", "replaced_files")]
     nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}

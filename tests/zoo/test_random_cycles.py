@@ -36,6 +36,8 @@ VICTIMS = ("criu", "init", "owner", "kernel")
 LIFE = 10
 #: Seconds within which an owner answers, whatever was killed under it.
 ANSWER = 120
+#: Seconds for which somebody else on this machine may have a port that a sleeping kernel had.
+PORTS = 30
 #: What two kinds may be refused for that were kept one by one: a child of theirs that hangs, a cell that goes on.
 REFUSALS = {"CHILD_PROCESSES", "KERNEL_BUSY"}
 #: Losses of a kernel that was killed while there was no image of it.
@@ -197,7 +199,12 @@ class Wandering:
 
     def brought_to(self, state: str) -> str:
         """Without any fault: running or checkpointed.  The code of the refusal, where a combination keeps it running."""
-        answer = self.owner.ask("restore" if state == "running" else "checkpoint")
+        deadline = time.monotonic() + PORTS
+        while True:
+            answer = self.owner.ask("restore" if state == "running" else "checkpoint")
+            if answer.get("error") != "PORT_TAKEN" or time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
         if answer["state"] == "running" and answer.get("error") in REFUSALS:
             return answer["error"]
         assert answer["state"] == state, answer

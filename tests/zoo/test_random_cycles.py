@@ -198,7 +198,7 @@ class Wandering:
         assert self.shown, answer
 
     def brought_to(self, state: str) -> str:
-        """Without any fault: running or checkpointed.  The code of the refusal, where a combination keeps it running."""
+        """Without any fault: running or checkpointed.  The code of the refusal, where a combination is refused."""
         deadline = time.monotonic() + PORTS
         while True:
             answer = self.owner.ask("restore" if state == "running" else "checkpoint")

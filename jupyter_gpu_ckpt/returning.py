@@ -198,7 +198,7 @@ class Returning(Steps):
                 self._accepting(plain) as dump,
                 self._filling_arena(capsule, plain),
             ):
-                self.engine.criu.restore(
+                restored = self.engine.criu.restore(
                     capsule,
                     dump,
                     pid=manifest.pid,
@@ -214,6 +214,7 @@ class Returning(Steps):
             raise
         else:
             self.capsule = capsule
+            self._changed_settings = restored.changed
         finally:
             self._filling = None
         traced.bytes = manifest.bytes
@@ -313,7 +314,11 @@ class Returning(Steps):
     def _thaw(self, _: Traced) -> None:
         if self.home.has_agent:
             environ = {name: os.environ[name] for name in self.settings.refresh if name in os.environ}
-            self._ask_agent("thaw", {"environ": environ})
+            notice = ""
+            if self._changed_settings:
+                notice = f"This kernel came back without what it was set to: {'; '.join(self._changed_settings)}"
+            self._ask_agent("thaw", {"environ": environ, "notice": notice})
+            self._changed_settings = []
 
     def _release(self, _: Traced) -> None:
         if self._lease is not None and not self.kernel.unwinding:

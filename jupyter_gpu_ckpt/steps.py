@@ -208,6 +208,8 @@ class Steps:
         self._accept_changed_files: bool | None = None
         #: Files that this restore takes as they are, by path.
         self._changed_files: list[str] = []
+        #: What the kernel that comes back lacks of what it was set to, in words; shown in its next cell.
+        self._changed_settings: list[str] = []
 
     def _alive(self) -> Capsule:
         if self.capsule is None:

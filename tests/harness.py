@@ -43,12 +43,12 @@ class Notebook:
     def state(self) -> str:
         return self.provisioner.state.value
 
-    async def run(self, code: str, timeout: float = 60) -> str:
-        """Execute a cell; its stdout.  Raises `CellFailed`."""
+    async def run(self, code: str, timeout: float = 60, stream: str = "stdout") -> str:
+        """Execute a cell; its stdout, or another stream.  Raises `CellFailed`."""
         printed = []
 
         def collect(message) -> None:
-            if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+            if message["msg_type"] == "stream" and message["content"]["name"] == stream:
                 printed.append(message["content"]["text"])
 
         reply = await self.client.execute_interactive(code, timeout=timeout, output_hook=collect, allow_stdin=False)

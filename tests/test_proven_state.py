@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import notebook
 
+from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import (
     ChildProcesses,
     SocketTaken,
@@ -179,3 +180,14 @@ async def test_a_process_that_left_the_kernels_tree_is_refused_whatever_it_is_ca
         await kernel.provisioner.checkpoint()
     (pid,) = caught.value.details["pids"]
     assert Path(f"/proc/{pid}").exists()
+
+
+async def test_what_this_machine_lacks_is_said_once_in_the_output_of_the_cell_that_woke_the_kernel(kernel, monkeypatch):
+    await kernel.run("x = 41")
+    await kernel.provisioner.checkpoint()
+    kernel.lifecycle.image.manifest.notes["1"] = {}  # something to put back
+    monkeypatch.setattr(Capsule, "put_back", lambda *_: ([], ["CPU affinity [63] of thread 7"]))
+    said = await kernel.run("x += 1", stream="stderr")
+    assert said == "This kernel came back without what it was set to: CPU affinity [63] of thread 7"
+    assert await kernel.run("x += 1", stream="stderr") == ""
+    assert await kernel.run("print(x)") == "43"

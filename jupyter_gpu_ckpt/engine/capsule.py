@@ -440,14 +440,14 @@ class Capsule:
             found: dict[str, Any] = json.load(file)
         return found
 
-    def put_back(self, notes: Mapping[str, Any]) -> list[str]:
+    def put_back(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Put back what CRIU forgets into processes that it has restored and that have not run since.
 
-        ``notes`` are those of `inspect`.  Returns what could not be put back, in words.  Raises `CapsuleError`.
+        ``notes`` are those of `inspect`.  Returns what could not be put back, in words: what the kernel must not run
+        without, and what it may (`state_restore.put_back`).  Raises `CapsuleError`.
         """
         reply, _ = self._ask({"verb": "put_back", "notes": dict(notes)}, _INSPECTION)
-        failed: list[str] = reply["failed"]
-        return failed
+        return reply["vital"], reply["failed"]
 
     def clocks(self) -> Clocks:
         """The clocks as the kernel in the capsule reads them."""

@@ -19,7 +19,7 @@ be, in a file whose descriptor comes with an empty object), answers in order:
 ``unpark``  let them go on                          -> ``{}``
 ``arena``   a file system in memory (`namespaces`) -> ``{}`` with a descriptor of its directory
 ``inspect`` state of the processes (`process_state`) -> ``{}`` with a descriptor of a file of JSON
-``put_back`` what CRIU forgets (`state_restore`)    -> ``{"failed"}``, what could not be, in words
+``put_back`` what CRIU forgets (`state_restore`)    -> ``{"vital", "failed"}``, what could not be, in words
 ``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
 ``outlive`` keep running when the owner goes        -> ``{}``
 ``hold``    keep the descriptor that comes with it  -> ``{}``
@@ -487,7 +487,8 @@ class Init:
             self.answer({}, file.fileno())
 
     def do_put_back(self, notes: dict[str, Any]) -> None:
-        self.answer({"failed": state_restore.put_back(notes)})
+        vital, failed = state_restore.put_back(notes)
+        self.answer({"vital": vital, "failed": failed})
 
     def do_clocks(self) -> None:
         self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})

@@ -62,6 +62,14 @@ ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 
 
 @dataclass(frozen=True)
+class Restored:
+    """What became of a restore: its seconds, and what the processes lack of what was noted, in words."""
+
+    seconds: float
+    changed: list[str]
+
+
+@dataclass(frozen=True)
 class _Cause:
     """A line of CRIU's log that names a cause: pattern (group 1: the culprit), class, sentence for the user."""
 
@@ -236,12 +244,13 @@ class Criu:
         park: bool = False,
         before_running: Callable[[], object] = lambda: None,
         notes: Mapping[str, Any] | None = None,
-    ) -> float:
-        """Bring the process tree in ``directory`` to life in the empty ``capsule``; returns seconds.
+    ) -> Restored:
+        """Bring the process tree in ``directory`` to life in the empty ``capsule``.
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
         ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
-        ``park``: see `Capsule.adopt`.  ``notes``: see `Capsule.put_back`; what cannot be put back is logged.
+        ``park``: see `Capsule.adopt`.  ``notes``: see `Capsule.put_back`.  Raises `CriuError` when CRIU fails or a note
+        that the kernel must not run without cannot be put back.
         After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
@@ -249,10 +258,13 @@ class Criu:
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
         before_running()
-        if notes and (failed := capsule.put_back(notes)):
-            _log.warning("The kernel comes back without what it was set to: %s", "; ".join(failed))
+        vital, changed = capsule.put_back(notes) if notes else ([], [])
+        if vital:
+            raise CriuError(f"The kernel cannot be made what it was: {'; '.join(vital)}.", lacking=vital)
+        if changed:
+            _log.warning("The kernel comes back without what it was set to: %s", "; ".join(changed))
         capsule.adopt(pid, park=park)
-        return ran.seconds
+        return Restored(ran.seconds, changed)
 
 
 def _is_full(directory: Path) -> bool:

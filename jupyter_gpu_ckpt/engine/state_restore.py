@@ -31,19 +31,28 @@ _POLICIES = {"default": 0, "prefer": 1, "bind": 2, "interleave": 3, "local": 4}
 _WITH_NODES = ("prefer", "bind", "interleave")
 _POLICY_FLAGS = {"static": 1 << 15, "relative": 1 << 14}
 _NODES = 1024
+#: Of `Injection.make`: a program that has them would misbehave, or could do more, without them.
+_VITAL_SETTINGS = frozenset({"lock_future", "mdwe", "no_cpuid", "tiles"})
 #: ``struct epoll_event``: packed on x86 only.
 _EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 
 
-def put_back(notes: dict[str, Notes]) -> list[str]:
+def put_back(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
     """Put back the notes of each process, by its pid; what could not be, in words.
+
+    The first list is what a kernel must not run without: what protects others from it, and what its own locks are made
+    of.  The second is what another machine may lack: processors, memory nodes, network devices.
 
     The processes are children of the caller, all their threads in a group stop, before and after.
     """
+    vital: list[str] = []
     failed: list[str] = []
     for pid, of_process in notes.items():
-        failed += _Restorer(int(pid), of_process).run()
-    return failed
+        restorer = _Restorer(int(pid), of_process)
+        restorer.run()
+        vital += restorer.vital
+        failed += restorer.failed
+    return vital, failed
 
 
 def readable_policy(text: str) -> bool:
@@ -79,10 +88,11 @@ class _Restorer:
     def __init__(self, pid: int, notes: Notes) -> None:
         self.pid = pid
         self.notes = notes
+        self.vital: list[str] = []
         self.failed: list[str] = []
 
-    def run(self) -> list[str]:
-        """Put everything back; what failed, in words."""
+    def run(self) -> None:
+        """Put everything back, and note what fails."""
         with self.trying("settings of the process"):
             self.process()
         for tid, notes in self.notes.get("threads", {}).items():
@@ -90,21 +100,21 @@ class _Restorer:
         if self.notes.get("sockets"):
             self.sockets()
         if self.needs_injection():
-            with self.trying("settings that only the process can make"), Injection.into(self.pid) as inside:
+            what = "settings that only the process can make"
+            with self.trying(what, vital=True), Injection.into(self.pid) as inside:
                 if inside is None:
-                    self.failed.append("settings that only the process can make")
+                    self.vital.append(f"{what} (process {self.pid})")
                 else:
                     self.inject(inside)
         for number, count in self.notes.get("eventfd_counts", {}).items():
-            with self.trying("count of an eventfd"), self.borrowed(int(number)) as descriptor:
+            with self.trying("count of an eventfd", vital=True), self.borrowed(int(number)) as descriptor:
                 if (lacking := count - int(self.descriptor_facts(int(number))["eventfd-count"], 16)) > 0:
                     os.write(descriptor, lacking.to_bytes(8, "little"))
         for number, timer in self.notes.get("timers", {}).items():
-            with self.trying("periodic timer (timerfd)"), self.borrowed(int(number)) as descriptor:
+            with self.trying("periodic timer (timerfd)", vital=True), self.borrowed(int(number)) as descriptor:
                 begin = time.clock_gettime_ns(timer["clock"]) if timer["flags"] & _TFD_TIMER_ABSTIME else 0
                 value, interval = begin + timer["value"], timer["interval"]
                 kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
-        return self.failed
 
     def descriptor_facts(self, number: int) -> dict[str, str]:
         """The lines of a descriptor's fdinfo, by name."""
@@ -120,17 +130,17 @@ class _Restorer:
         )
 
     @contextlib.contextmanager
-    def trying(self, what: str) -> Iterator[None]:
+    def trying(self, what: str, *, vital: bool = False) -> Iterator[None]:
         """Note ``what`` where the body fails."""
         try:
             yield
         except (OSError, ValueError) as error:
-            self.failed.append(f"{what} (process {self.pid}): {error}")
+            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {error}")
 
-    def require(self, result: int, what: str) -> None:
+    def require(self, result: int, what: str, *, vital: bool = False) -> None:
         """Note ``what`` where an injected call failed."""
         if result < 0:
-            self.failed.append(f"{what} (process {self.pid}): {os.strerror(-result)}")
+            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {os.strerror(-result)}")
 
     # -- from outside
 
@@ -198,7 +208,7 @@ class _Restorer:
     def inject(self, inside: Injection) -> None:
         """Settings that only the process can make; those that forbid later ones come last."""
         for semaphore in self.notes.get("semaphores", ()):
-            with self.trying("an eventfd that is a semaphore"):
+            with self.trying("an eventfd that is a semaphore", vital=True):
                 self.semaphore(inside, semaphore)
         for start, end, policy in self.notes.get("numa", ()):
             with self.policy(inside, policy) as (mode, address):
@@ -213,9 +223,10 @@ class _Restorer:
             with self.trying(f"settings of thread {tid}"):
                 self.inject_thread(inside, int(tid), notes)
         for start, end in self.notes.get("sealed", ()):
-            self.require(inside.call(inside.numbers.mseal, start, end - start, 0), "sealed memory (mseal)")
+            self.require(inside.call(inside.numbers.mseal, start, end - start, 0), "sealed memory (mseal)", vital=True)
         failed = inside.make(self.notes.get("settings", {}))
-        self.failed += [f"{name} (process {self.pid})" for name in failed]
+        for name in failed:
+            (self.vital if name in _VITAL_SETTINGS else self.failed).append(f"{name} (process {self.pid})")
 
     @contextlib.contextmanager
     def policy(self, inside: Injection, text: str, tid: int = 0) -> Iterator[tuple[int, int]]:
@@ -240,7 +251,7 @@ class _Restorer:
             )
         for which, value in notes.get("speculation", ()):
             done = inside.call(numbers.prctl, injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
-            self.require(done, f"speculation control of thread {tid}")
+            self.require(done, f"speculation control of thread {tid}", vital=True)
         if "death_signal" in notes:
             done = inside.call(numbers.prctl, injection.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
             self.require(done, f"PR_SET_PDEATHSIG of thread {tid}")
@@ -254,13 +265,13 @@ class _Restorer:
         count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
         made = inside.call(numbers.eventfd2, count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
         if made < 0:
-            self.require(made, "an eventfd that is a semaphore")
+            self.require(made, "an eventfd that is a semaphore", vital=True)
             return
         for number in descriptors:
             closes = int(self.descriptor_facts(number)["flags"], 8) & os.O_CLOEXEC
-            self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}")
+            self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}", vital=True)
         inside.call(numbers.close, made)
         for watched in semaphore["epolls"]:
             with inside.room(_EVENT.pack(watched["events"], watched["data"])) as address:
                 done = inside.call(numbers.epoll_ctl, watched["epoll"], _EPOLL_CTL_ADD, watched["fd"], address)
-                self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}")
+                self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}", vital=True)

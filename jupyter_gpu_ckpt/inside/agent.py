@@ -14,7 +14,7 @@ It answers three requests on the shell channel, so on the kernel's main thread a
     cannot be saved by CRIU, or not be restored by it: a debugger that was turned off (for good, until it is turned on
     again), the history database, the TCP listener for children's output, shared mappings of deleted files.  An error
     reply means that all of it has been undone.
-``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}}
+``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output"}
     Set (null: unset) environment variables and take back what quiesce let go of.  What cannot be taken back is told in
     ``probe_errors`` and hurts nobody: the kernel works without it.
 
@@ -69,14 +69,20 @@ class Agent:
         self.outside.register()
         self.magics.register()
         probes.probe([], "trackers", self._trackers.watch, None)
-        self._notice = os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", "")  # what this kernel starts is not meant
-        if self._notice:
-            self._shell.events.register("pre_run_cell", self._tell_notice)
+        self._notices: list[str] = []
+        self._notify(os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", ""))  # what this kernel starts is not meant
 
-    def _tell_notice(self, _: Any) -> None:
+    def _notify(self, notice: str) -> None:
+        """Show ``notice``, unless it is empty, in the output of the next cell."""
+        if notice and not self._notices:
+            self._shell.events.register("pre_run_cell", self._show_notices)
+        self._notices += [notice] if notice else []
+
+    def _show_notices(self, _: Any) -> None:
         """Called from IPython before the first cell that is not silent: its output is where its user looks."""
-        self._shell.events.unregister("pre_run_cell", self._tell_notice)
-        print(self._notice, file=sys.stderr, flush=True)
+        self._shell.events.unregister("pre_run_cell", self._show_notices)
+        print(*self._notices, sep="\n", file=sys.stderr, flush=True)
+        self._notices.clear()
 
     def unregister(self) -> None:
         """Called from `unload_ipython_extension`."""
@@ -147,7 +153,7 @@ class Agent:
         return report
 
     def thaw(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Take back what quiesce let go of and refresh environment variables."""
+        """Take back what quiesce let go of, refresh environment variables, and have the next cell show a notice."""
         environ = content.get("environ") or {}
         for name, value in environ.items():
             if not name or "=" in name or "\0" in name + ("" if value is None else value):
@@ -159,6 +165,7 @@ class Agent:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        self._notify(content.get("notice", ""))
         for tell in tuple(self.on_return):
             probes.probe(errors, "return", tell, None)
         return {"pid": os.getpid(), "pipe_port": self._iopub.port, "probe_errors": errors}

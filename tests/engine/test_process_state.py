@@ -24,6 +24,7 @@ from round_trip import Subject, image
 from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state, socket_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
+from jupyter_gpu_ckpt.errors import CriuError
 
 ROOT = os.geteuid() == 0
 
@@ -966,3 +967,24 @@ def test_a_plain_process_has_nothing_to_be_noted(criu, capsule, home):
     state = capsule.inspect()
     assert state["notes"] == {}
     assert state["refusals"] == []
+
+
+def test_what_this_machine_lacks_is_named_and_what_a_process_must_not_run_without_keeps_it_from_running(
+    criu, capsule, home
+):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    notes = capsule.inspect()["notes"].get(str(inner), {})
+    capsule.close()
+    lacking = {**notes, "threads": {str(inner): {"affinity": [4000]}}}
+    with Capsule.create(home) as second:
+        restored = criu.restore(second, image(home), pid=inner, pipes=pipes, timeout=60, notes={str(inner): lacking})
+        assert [text.split(":")[0] for text in restored.changed] == [
+            f"CPU affinity [4000] of thread {inner} (process {inner})"
+        ]
+        assert subject.tell("answer = 6 * 7") == "42"
+    without = {**notes, "threads": {str(inner): {"speculation": [[99, 1]]}}}  # a misfeature that no Linux knows
+    with Capsule.create(home) as third, pytest.raises(CriuError, match="speculation control of thread"):
+        criu.restore(third, image(home), pid=inner, pipes=pipes, timeout=60, notes={str(inner): without})

@@ -16,6 +16,10 @@ from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 
+#: Folders whose files run one after the other.
+_GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}
+
+
 def pytest_configure():
     """Programs that the tests start are told to stop by SIGINT, too; a shell has its background jobs ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -25,11 +29,12 @@ def pytest_configure():
 def pytest_collection_modifyitems(config, items):
     """Where several processes share the tests (pytest-xdist), those of a file go to one: they share its fixtures.
 
-    What makes users, clusters and hosts has the machine to itself as far as others do the same.
+    What makes users, clusters and hosts has the machine to itself as far as others do the same; and one browser at a
+    time is as much as two cores can draw.
     """
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         place = item.path.relative_to(Path(__file__).parent)
-        group = "machine" if place.parts[0] in ("hub", "nodes", "guide") else place.as_posix()
+        group = _GROUPS.get(place.parts[0], place.as_posix())
         item.add_marker(pytest.mark.xdist_group(group))
 
 

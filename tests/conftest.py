@@ -15,7 +15,6 @@ from jupyter_gpu_ckpt.engine.criu_install import find
 from jupyter_gpu_ckpt.engine.cuda_client import Helper
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
-
 #: Folders whose files run one after the other.
 _GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from .errors import BadRequest, GpuCkptError, KernelLost, KernelSilent
+from .errors import BadRequest, GpuCkptError, KernelSilent
 from .kernel.provisioner import GpuCkptProvisioner
 from .preflight import read_process
 from .trace import Recorder, StepEvent
@@ -134,7 +134,7 @@ class _Demo:
         self.say(f"on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
         self.say(f"image {image.id}: {_mib(image.manifest.bytes)} in {len(image.manifest.files)} files")
         if left or still_on_gpu:
-            raise KernelLost("Something of the kernel is still there after the checkpoint.", pids=left)
+            raise GpuCkptError("Something of the kernel is still there after the checkpoint.", pids=left)
 
         self.say("\nSecond half, on the same connection\n-----------------------------------")
         await self._execute(self.cells[middle:])

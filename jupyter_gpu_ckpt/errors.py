@@ -87,13 +87,6 @@ class CapsuleError(HostError):
     code = "CAPSULE_FAILED"
 
 
-class CapsuleGone(CapsuleError):
-    """The capsule ended, and every process in it."""
-
-    code = "CAPSULE_GONE"
-    default_hint = "The kernel died; restart it, or restore its last image."
-
-
 class RuntimeDirectory(CapsuleError):
     """The directory of the kernel's sockets is gone, full or read-only."""
 
@@ -117,11 +110,11 @@ class KernelUnfit(GpuCkptError):
 
 
 class PreflightError(GpuCkptError):
-    """The kernel cannot be checkpointed at this moment; it runs on untouched."""
+    """The kernel cannot be checkpointed at this moment, for what it has or does; it stays in the state it was in."""
 
     code = "NOT_NOW"
     exit_status = 75
-    default_hint = "The kernel runs on; try again later."
+    default_hint = "Try again later."
 
 
 class KernelBusy(PreflightError):
@@ -173,15 +166,26 @@ class UnsupportedCuda(PreflightError):
     default_hint = "Free managed (UVM) memory and CUDA IPC handles; MIG and MPS are not supported by this driver."
 
 
-class NoSpace(PreflightError):
-    """The image would not fit on the disk, or the disk filled while it was written."""
+# -- there is too little of something --------------------------------------------------------------------------------
+
+
+class InsufficientResources(GpuCkptError):
+    """The disk, the quota or host memory is too small; found out beforehand, or in the middle of a dump or a wake."""
+
+    code = "INSUFFICIENT_RESOURCES"
+    exit_status = 75
+    default_hint = "Free some, and try again."
+
+
+class NoSpace(InsufficientResources):
+    """The disk is too full for what was to be written."""
 
     code = "NO_SPACE"
-    default_hint = "Free disk space, or set another image directory."
+    default_hint = "Free disk space and try again; new images can also go to another image directory."
 
 
-class QuotaExceeded(PreflightError):
-    """The user's sleeping kernels would take more than they may; nothing was written."""
+class QuotaExceeded(InsufficientResources):
+    """The user's sleeping kernels would take more than they may."""
 
     code = "QUOTA_EXCEEDED"
     default_hint = (
@@ -190,11 +194,11 @@ class QuotaExceeded(PreflightError):
     )
 
 
-class NoMemory(PreflightError):
-    """The host has too little free memory to take over what the GPU holds."""
+class NoMemory(InsufficientResources):
+    """Host memory is too small for the device memory, or the decrypted files, that were to go there."""
 
     code = "NO_MEMORY"
-    default_hint = "What leaves the GPU goes to host memory first: free some, or checkpoint another kernel."
+    default_hint = "Free host memory (end or checkpoint another kernel) and try again."
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -216,11 +220,18 @@ class BadRequest(GpuCkptError):
     default_hint = "Correct the request."
 
 
+class CapsuleGone(GpuCkptError):
+    """The capsule of one kernel ended, and every process in it; the host can run others."""
+
+    code = "CAPSULE_GONE"
+    default_hint = "Restart the kernel, or run a cell to try again if its image is kept."
+
+
 class KernelLost(GpuCkptError):
-    """The kernel's process is gone and no image of it exists."""
+    """The kernel's process ended and the kernel does not come back by itself; an image that is kept is named."""
 
     code = "KERNEL_LOST"
-    default_hint = "Restart the kernel."
+    default_hint = "Restart the kernel: it begins anew, without its variables."
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
@@ -539,4 +550,4 @@ class AgentError(GateError):
     """The agent inside the kernel failed, or is not there."""
 
     code = "AGENT_FAILED"
-    default_hint = "The kernel runs on; details carry the kernel-side message."
+    default_hint = "Details carry the kernel-side message."

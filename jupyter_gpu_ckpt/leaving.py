@@ -250,7 +250,7 @@ class Leaving(Steps):
         except BaseException:
             self._draft = None
             draft.discard()
-            with contextlib.suppress(CapsuleError):  # it ended
+            with contextlib.suppress(CapsuleError, CapsuleGone):  # it ended
                 capsule.go_on()  # CRIU may have done well, and its answer come too late
             raise
 

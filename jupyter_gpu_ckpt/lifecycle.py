@@ -141,7 +141,7 @@ class Lifecycle(Leaving, Returning):
         with self._lock:
             self._breaking_off.clear()
             if self.capsule is not None:
-                with contextlib.suppress(CapsuleError):  # ended meanwhile
+                with contextlib.suppress(CapsuleError, CapsuleGone):  # ended meanwhile
                     self.capsule.outlive()
                 self.capsule.abandon()
                 self.capsule = None
@@ -444,6 +444,8 @@ class Lifecycle(Leaving, Returning):
             cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
             error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
         error.left = self._left()
+        if isinstance(error, KernelLost) and (self.image or self.kept):
+            error.hint = f"{error.hint} The image is an earlier state of it (`jupyter gpu-ckpt list`)."
         if isinstance(error, ImageNotFound):
             error.left = "nothing: the image was removed while the kernel was away"
         return error

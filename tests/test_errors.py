@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from jupyter_gpu_ckpt import errors
 from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.server import documents
 
 
 def tree(base: type[GpuCkptError] = GpuCkptError) -> list[type[GpuCkptError]]:
@@ -22,7 +24,7 @@ PROMISED = {
     "HOST_UNFIT": 69,
     "CRIU_MISSING": 69,
     "CAPSULE_FAILED": 69,
-    "CAPSULE_GONE": 69,
+    "CAPSULE_GONE": 70,
     "RUNTIME_DIRECTORY": 73,
     "NOT_NOW": 75,
     "KERNEL_BUSY": 75,
@@ -31,6 +33,7 @@ PROMISED = {
     "DEVICE_HELD": 75,
     "TERMINAL_UNSUPPORTED": 75,
     "CUDA_UNSUPPORTED": 75,
+    "INSUFFICIENT_RESOURCES": 75,
     "NO_SPACE": 75,
     "NO_MEMORY": 75,
     "QUOTA_EXCEEDED": 75,
@@ -81,6 +84,27 @@ def test_each_class_explains_itself(error):
 
 def test_no_two_classes_share_a_code():
     assert len({error.code for error in OURS}) == len(OURS)
+
+
+@pytest.mark.parametrize("error", OURS, ids=lambda error: error.code)
+def test_only_left_says_what_became_of_the_kernel(error):
+    """An error is raised before, in the middle of and after what changes a kernel; its class does not know which."""
+    promise = re.compile(r"runs on|untouched|stays asleep|no image of it exists|nothing was written", re.IGNORECASE)
+    assert not promise.search(f"{error.__doc__} {error.default_hint}")
+
+
+@pytest.mark.parametrize("error", [errors.NoSpace, errors.NoMemory, errors.QuotaExceeded])
+def test_too_little_room_is_no_refusal_beforehand(error):
+    assert not issubclass(error, errors.PreflightError), "it also comes in the middle of a dump, a wake and a pull"
+    assert issubclass(error, errors.InsufficientResources)
+    assert documents.http_status(error("x")) == 409
+
+
+def test_a_capsule_that_ended_says_nothing_of_the_host():
+    error = errors.CapsuleGone("x")
+    assert not isinstance(error, errors.HostError)
+    assert documents.http_status(error) != 503
+    assert error.exit_status != errors.HostError.exit_status
 
 
 @pytest.mark.parametrize(("code", "status"), PROMISED.items())

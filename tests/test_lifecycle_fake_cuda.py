@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -29,6 +30,7 @@ from jupyter_gpu_ckpt.errors import (
     HelperGone,
     KernelLost,
     KernelSilent,
+    NoMemory,
     NoSpace,
 )
 from jupyter_gpu_ckpt.image import absences
@@ -236,11 +238,41 @@ def test_a_wake_that_its_owner_ends_says_so(rig, step):
             until(lambda: rig.lifecycle.capsule.poll() is not None)
 
     rig.lifecycle.trace.sinks.append(end)
-    with pytest.raises(KernelLost, match="ended by its owner"):
+    with pytest.raises(KernelLost, match="ended by its owner") as caught:
         rig.lifecycle.wake()
     ended[0].join()
+    image = rig.lifecycle.engine.store.images()[0].id
+    assert f"the image is kept as {image}" in caught.value.left
+    assert "The image is an earlier state of it" in caught.value.hint
     assert rig.lifecycle.state is State.DEAD
     assert len(rig.lifecycle.engine.store.images()) == 1
+
+
+def test_a_kernel_that_is_lost_without_an_image_names_none(rig):
+    os.kill(rig.pid, signal.SIGKILL)
+    until(lambda: rig.lifecycle.capsule.poll() is not None)
+    error = rig.fails("suspend", "KERNEL_LOST")
+    assert error.left == "the kernel is gone"
+    assert "image" not in f"{error}"
+
+
+@pytest.mark.parametrize("error", [NoSpace, NoMemory])
+def test_too_little_room_in_the_middle_says_what_is_left(rig, error):
+    """Both come as well when a dump, or a wake, is half done."""
+
+    def fault(event: StepEvent) -> None:
+        if (event.kind, event.step) in (("completed", "dump"), ("completed", "criu_restore")):
+            raise error("as it went")
+
+    rig.lifecycle.trace.faults.append(fault)
+    assert rig.fails("checkpoint", error.code).left == "the kernel runs on"
+    rig.runs_on()
+    rig.lifecycle.trace.faults.clear()
+    rig.lifecycle.checkpoint()
+    rig.lifecycle.trace.faults.append(fault)
+    left = rig.fails("wake", error.code).left
+    assert left == f"the image is kept as {rig.lifecycle.image.id}"
+    rig.sleeps(State.CHECKPOINTED)
 
 
 def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):

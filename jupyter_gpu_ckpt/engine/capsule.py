@@ -108,7 +108,7 @@ class Capsule:
         stdout, stderr:
             Where the kernel's raw output goes, as for `subprocess.Popen`; the caller's own by default.
 
-        Raises `CapsuleError`; nothing is left behind then.
+        Raises `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
         """
         capsule = cls(directory)
         try:
@@ -250,7 +250,7 @@ class Capsule:
         Takes `TIDY` seconds at most, and hardly any where there is nothing to remove.  Not for a kernel that has an
         image: that needs what would be removed.
         """
-        with contextlib.suppress(CapsuleError):
+        with contextlib.suppress(CapsuleError, CapsuleGone):
             self._ask({"verb": "end"}, TIDY)
             if self._pidfd >= 0:
                 _ready([self._pidfd], TIDY)
@@ -261,7 +261,7 @@ class Capsule:
         """Whether the kernel has ended, and its resource trackers still remove what it left in shared memory."""
         try:
             reply, _ = self._ask({"verb": "status"}, TIDY)
-        except CapsuleError:
+        except (CapsuleError, CapsuleGone):
             return False
         return bool(reply["tidying"])
 
@@ -463,7 +463,7 @@ class Capsule:
         if not _ready([self._pidfd], 0):
             return None
         self._status = -signal.SIGKILL
-        with contextlib.suppress(CapsuleError):
+        with contextlib.suppress(CapsuleError, CapsuleGone):
             reply, _ = self._ask({"verb": "status"})
             if reply["status"] is not None:
                 self._status = reply["status"]

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CapsuleError, CudaError, GpuCkptError, GpuFull
+from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull
 from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
@@ -166,7 +166,7 @@ class FastPath:
 
     def in_memory(self) -> int:
         """Bytes of blocks that are in the capsule's own memory, and in no process's; 0 of a kernel that has ended."""
-        with contextlib.suppress(CudaError, CapsuleError, OSError):
+        with contextlib.suppress(CudaError, CapsuleError, CapsuleGone, OSError):
             if self._is_called(_FILED):
                 with self._arena() as arena:
                     there = os.fstatvfs(arena)

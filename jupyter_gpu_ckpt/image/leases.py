@@ -40,7 +40,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..errors import CapsuleError, ImageBusy, ImageNotFound, NoSpace
+from ..errors import CapsuleError, CapsuleGone, ImageBusy, ImageNotFound, NoSpace
 from .disk import flush, mapped
 
 #: Seconds after which a lease that nobody touched is over.
@@ -244,7 +244,7 @@ def _give(path: Path, holder: Holder) -> list[int] | None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         holder(fd)
         return _file(fd)
-    except (OSError, CapsuleError):  # such a claim is judged by its process's id alone
+    except (OSError, CapsuleError, CapsuleGone):  # such a claim is judged by its process's id alone
         return None
     finally:
         os.close(fd)

@@ -287,7 +287,11 @@ class Remote:
         if not keep:
             self._claim(id)
         if store.free() < manifest.bytes:
-            raise NoSpace("The image does not fit on the disk of the image directory.", needed=manifest.bytes)
+            raise NoSpace(
+                "The image does not fit on the disk of the image directory.",
+                left=f"the image {id} is whole where it is, and was not fetched",
+                needed=manifest.bytes,
+            )
         with _told():
             place, shared = self._place(id), self._shared(id)
 

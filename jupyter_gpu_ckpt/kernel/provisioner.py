@@ -358,8 +358,10 @@ class GpuCkptProvisioner(LocalProvisioner):
             vault = Vault(self.encryption_key, Path(self.memory_dir)) if self.encryption_key else None
             engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
             await asyncio.to_thread(self._premises.fill, engine, launch, found)
-        except HostError as error:
+        except GpuCkptError as error:
             self._premises.close()
+            if not isinstance(error, HostError):
+                raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it can say why, and still shows what holds the GPU's memory.
             kwargs["env"] = {**(kwargs.get("env") or os.environ), PLAIN: json.dumps(error.as_dict())}

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from .. import doctor
-from ..errors import BadRequest, GpuCkptError, HostError, ImageError, ImageNotFound, PreflightError, StateError
+from ..errors import (
+    BadRequest,
+    GpuCkptError,
+    HostError,
+    ImageError,
+    ImageNotFound,
+    InsufficientResources,
+    PreflightError,
+    StateError,
+)
 from ..image.store import Image, Store
 from ..kernel.adoption import Session, only_copy
 from ..kernel.engines import shared_engine
@@ -177,7 +186,7 @@ def http_status(error: GpuCkptError) -> int:
         ((ImageNotFound,), 404),
         ((BadRequest,), 400),
         ((HostError,), 503),
-        ((StateError, PreflightError, ImageError), 409),
+        ((StateError, PreflightError, InsufficientResources, ImageError), 409),
     ):
         if isinstance(error, classes):
             return status

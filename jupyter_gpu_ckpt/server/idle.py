@@ -18,7 +18,7 @@ from typing import Any
 from traitlets import Bool, Dict, Float, Int, TraitError, default, validate
 from traitlets.config import LoggingConfigurable
 
-from ..errors import GpuCkptError, PreflightError, StateError
+from ..errors import GpuCkptError, InsufficientResources, PreflightError, StateError
 from ..kernel.provisioner import GpuCkptProvisioner
 from .background import Background
 from .policy import Action, Look, Policy, Rule, Settings, Verb
@@ -188,7 +188,7 @@ class IdlePolicy(LoggingConfigurable):
             self._policy.dropped(action)
 
     def _failed(self, action: Action, error: GpuCkptError) -> None:
-        refused = isinstance(error, PreflightError | StateError)
+        refused = isinstance(error, PreflightError | InsufficientResources | StateError)
         news = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
         tell = self.log.debug if not news else self.log.info if refused else self.log.warning
         # The code alone: the text of an error may name what is the user's own.  `outlook` has all of it.

@@ -310,8 +310,9 @@ def test_other_things_in_the_place_are_no_images(tmp_path):
 def test_too_little_room_is_told_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     monkeypatch.setattr(Store, "free", lambda self: 1000)
-    with pytest.raises(NoSpace):
+    with pytest.raises(NoSpace) as caught:
         remote.pull(image.id, far)
+    assert caught.value.left == f"the image {image.id} is whole where it is, and was not fetched"
 
 
 def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):

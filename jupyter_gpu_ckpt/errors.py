@@ -234,6 +234,17 @@ class KernelLost(GpuCkptError):
     default_hint = "Restart the kernel: it begins anew, without its variables."
 
 
+class ProtocolVersion(GpuCkptError):
+    """Another release of this package started the kernel or wrote its session, in a version this one cannot use."""
+
+    code = "PROTOCOL_VERSION"
+    exit_status = 76
+    default_hint = (
+        "Adopt, wake or end the kernel with the release that started it (`pip install jupyter_gpu_ckpt==...`); it is "
+        "left as it is until then."
+    )
+
+
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 

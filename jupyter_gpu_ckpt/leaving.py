@@ -30,6 +30,7 @@ from .errors import (
     GpuCkptError,
     NoSpace,
     PipesExhausted,
+    ProtocolVersion,
     RuntimeDirectory,
     UnsupportedSocket,
 )
@@ -89,7 +90,7 @@ class Leaving(Steps):
         """Bytes of device memory that need no host memory, should there be too little."""
         try:
             bytes = self._fast_path().amounts().bytes
-        except CudaError:  # it is busy with them
+        except (CudaError, ProtocolVersion):  # it is busy with them, or of another release
             return 0
         return bytes if self._may_spill(bytes) else 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import shutil
 import signal
@@ -17,11 +19,11 @@ from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone
+from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone, ProtocolVersion
 from jupyter_gpu_ckpt.image import hashes
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
-from jupyter_gpu_ckpt.kernel.adoption import Session, orphans
+from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find, only_copy, orphans
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle import Lifecycle
@@ -356,7 +358,50 @@ async def test_the_session_is_private_and_not_listed(server):
     assert session.front["key"] not in (first.lifecycle.home.runtime_dir / "kernel.json").read_text()
 
 
+def change_session(directory: Path, **facts) -> None:
+    file = directory / "session.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
+
+
+@pytest.mark.parametrize("asleep", [True, False], ids=["asleep", "alive"])
+async def test_a_kernel_of_another_release_is_refused_by_name_and_left_as_it_is(server, asleep, caplog):
+    first = await server.start(outlive_server=True)
+    await first.run("x = 41")
+    if asleep:
+        await first.provisioner.leave()
+        place = server.store.images()[0].path
+    else:
+        place, lifecycle = first.lifecycle.home.runtime_dir, first.lifecycle
+        pids = lifecycle.capsule.processes()
+        await asyncio.to_thread(first.provisioner._premises.leave, lifecycle)
+    change_session(place, version=VERSION + 1)
+    before = server.store.images()
+    assert server.orphans() == []
+    (refusal,) = find(server.base, server.store).refused.values()
+    assert (refusal.code, refusal.details) == ("PROTOCOL_VERSION", {"version": VERSION + 1})
+    with pytest.raises(ProtocolVersion, match=f"of version {VERSION + 1}; this release knows version {VERSION}"):
+        await server.start()
+    if asleep:
+        assert "A server of the release that wrote it brings it back" in only_copy(before[0], "").hint
+    else:
+        assert reap(server.base) == []
+        assert alive(pids) == pids
+    assert server.store.images() == before
+    change_session(place, version=VERSION)
+    second = await server.start()
+    assert await second.run("print(x)") == "41"
+    await second.settled("running")
+
+
+def test_what_a_later_release_adds_to_a_session_is_ignored(tmp_path):
+    written = Session("k", "python3", "/nowhere", True, "/home", {})
+    written.write(tmp_path)
+    change_session(tmp_path, colour="blue")
+    assert Session.read(tmp_path) == written
+
+
 def test_a_session_that_cannot_be_read_is_none(tmp_path):
     assert Session.read(tmp_path) is None
-    (tmp_path / "session.json").write_text("{}")
-    assert Session.read(tmp_path) is None
+    for text in ("[]", '{"version": 1', '{"version": 1}'):
+        (tmp_path / "session.json").write_text(text)
+        assert Session.read(tmp_path) is None

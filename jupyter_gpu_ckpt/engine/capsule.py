@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, RuntimeDirectory, UnsupportedTerminal
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ProtocolVersion, RuntimeDirectory, UnsupportedTerminal
+from .capsule_protocol import VERSION
 from .clocks import UNSHIFTED, Clocks
 
 #: Deadline of a request that the init answers at once, in seconds.
@@ -159,7 +160,7 @@ class Capsule:
 
     @classmethod
     def attach(cls, directory: Path) -> Capsule:
-        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`.
+        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`, `ProtocolVersion`.
 
         Whatever the last owner had a dump do to the kernel is taken back first, which may take some seconds.
         """
@@ -303,7 +304,7 @@ class Capsule:
             self._asked += 1
             try:
                 self._socket.settimeout(timeout)
-                _send(self._socket, json.dumps({**request, "number": self._asked}).encode(), fds)
+                _send(self._socket, json.dumps({**request, "version": VERSION, "number": self._asked}).encode(), fds)
                 while True:
                     packet, sent_back, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
                     if not packet or json.loads(packet).get("number") == self._asked:
@@ -317,6 +318,9 @@ class Capsule:
         if not packet:
             raise CapsuleGone("The capsule ended.")
         reply = json.loads(packet)
+        if (version := reply.get("version")) != VERSION:
+            message = f"The kernel's capsule speaks version {version} of its protocol, this release version {VERSION}."
+            raise ProtocolVersion(message, left="the kernel is as it was", version=version)
         if "error" in reply:
             raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
         return reply, sent_back
@@ -388,7 +392,7 @@ class Capsule:
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):  # closed meanwhile
-                _send(connection, json.dumps({"verb": "hurry"}).encode())
+                _send(connection, json.dumps({"verb": "hurry", "version": VERSION}).encode())
 
     def go_on(self) -> None:
         """Let the processes run that a dump left stopped; those that were stopped before it stay so."""

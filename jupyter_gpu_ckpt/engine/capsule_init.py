@@ -5,7 +5,8 @@ uses the standard library only and opens nothing it does not need: whatever the 
 restorable.
 
 The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet (or, where it is larger than a packet can
-be, in a file whose descriptor comes with an empty object), answers in order:
+be, in a file whose descriptor comes with an empty object), answers in order, each with the version of the protocol
+(`capsule_protocol`) and the number of its request:
 
 ``spawn``   start the kernel                        -> ``{"pid", "pipes"}`` and a pidfd
 ``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
@@ -45,6 +46,7 @@ from typing import Any
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt.engine import namespaces, process_state, state_restore, syscalls
+from jupyter_gpu_ckpt.engine.capsule_protocol import VERSION
 from jupyter_gpu_ckpt.engine.parking import Parking
 from jupyter_gpu_ckpt.engine.ptrace import MACHINE, let_go
 from jupyter_gpu_ckpt.engine.ptrace import PATIENCE as STOP
@@ -327,6 +329,8 @@ class Init:
         try:
             request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
             self.number = request.pop("number", 0)
+            if (version := request.pop("version", None)) != VERSION:
+                raise RuntimeError(f"the request is of version {version}")
             getattr(self, "do_" + request.pop("verb"))(**request)
         except Unsupported as error:
             self.answer({"unsupported_terminal": error.strerror})
@@ -337,8 +341,9 @@ class Init:
     def answer(self, reply: dict[str, Any], *fds: int) -> None:
         if self.owner is None:
             return
+        packet = json.dumps({"version": VERSION, "number": self.number, **reply}).encode()
         try:
-            socket.send_fds(self.owner, [json.dumps({"number": self.number, **reply}).encode()], list(fds))
+            socket.send_fds(self.owner, [packet], list(fds))
         except OSError:
             self.drop_owner()
 

@@ -27,8 +27,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull
+from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
 from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
@@ -57,6 +58,8 @@ _CONTEXT = 2 << 30
 _AWAY, _FILED = "gpu-ckpt-away", "gpu-ckpt-filed"
 #: And while threads are relieved of the driver's lock (`door.h`): they must not go on until they have it again.
 _DOOR = "gpu-ckpt-door"
+#: Of the words on that socket (`control.c`).
+_VERSION = 1
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 
@@ -93,7 +96,7 @@ class FastPath:
         self._capsule, self._cuda = capsule, cuda
 
     def amounts(self, timeout_s: float = _ANSWER) -> Amounts:
-        """What there is now.  Raises `CudaError` when there is a library that does not answer.
+        """What there is now.  Raises `CudaError` when a library does not answer, `ProtocolVersion`.
 
         It serves one connection after the other: an answer means that it is done with what an earlier one asked.
         """
@@ -110,7 +113,7 @@ class FastPath:
             if not any(line.endswith(_LIBRARY) for line in maps.splitlines()):
                 return preload().why or 'the kernel was started with fast_path = "off"'
             others = on_device - self.amounts().bytes
-        except (OSError, CudaError):  # it ends, or is busy: whoever asks hears of that otherwise
+        except (OSError, CudaError, ProtocolVersion):  # it ends, or is busy: whoever asks hears of that otherwise
             return ""
         if others < max(_CONTEXT, on_device // 2):
             return ""
@@ -202,6 +205,8 @@ class FastPath:
                 if elsewhere is not None:
                     raise CapsuleError("The kernel cannot be shown where its blocks go.") from error
             self._capsule.park(PATIENCE)
+        except ProtocolVersion:
+            raise
         except GpuCkptError as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)
             return 0
@@ -287,7 +292,9 @@ class FastPath:
                 return
             except OSError as error:
                 raise _Silent(f"The kernel's library for device memory cannot be asked: {error.strerror}.") from error
-            yield _Library(connection)
+            library = _Library(connection)
+            library.require_version()
+            yield library
 
 
 class _Library:
@@ -296,19 +303,37 @@ class _Library:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
+    def require_version(self) -> None:
+        """Raises `ProtocolVersion` for a library of another release, which the kernel has for as long as it lives."""
+        version = self._answer("status").get("version")
+        if version != _VERSION:
+            raise ProtocolVersion(
+                f"The kernel's library for device memory speaks version {version} of its protocol, this release "
+                f"version {_VERSION}.",
+                left="the kernel and its device memory are where they were",
+                version=version,
+            )
+
     def ask(self, verb: str) -> Amounts:
+        answer = self._answer(verb)
+        try:
+            amounts, result = Amounts(answer["blocks"], answer["bytes"], answer["away"]), answer["cuda"]
+        except KeyError as error:
+            raise _Silent(f"The kernel's library for device memory did not answer {verb!r}.") from error
+        if result != 0:
+            raise _Refused(f"The CUDA driver refused to {verb} the kernel's blocks.", result)
+        return amounts
+
+    def _answer(self, verb: str) -> dict[str, Any]:
         try:
             self._connection.sendall(f"{verb}\n".encode())
             text = b""
             while not text.endswith(b"\n") and (more := self._connection.recv(4096)):
                 text += more
             answer = json.loads(text)
-            amounts = Amounts(answer["blocks"], answer["bytes"], answer["away"])
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise _Silent(f"The kernel's library for device memory did not answer {verb!r}.") from error
-        if answer["cuda"] != 0:
-            raise _Refused(f"The CUDA driver refused to {verb} the kernel's blocks.", answer["cuda"])
-        return amounts
+        return answer if isinstance(answer, dict) else {}
 
 
 def _kind(name: str, directory: int) -> int:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import HostError, ImageBusy
+from ..errors import HostError, ImageBusy, ProtocolVersion
 from ..image.store import Image, Store
 from .registry import kernels, owned_kernel
 
 SESSION = "session.json"
+#: Of the file: to be raised when a reader has to know of a change.  What is only added may be ignored, and is.
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,28 @@ class Session:
         """Write it to ``directory``, whole or not at all, readable by the owner alone."""
         draft = directory / f".{SESSION}.{threading.get_native_id()}"  # the desk and the worker may write at once
         draft.touch(0o600)
-        draft.write_text(json.dumps(dataclasses.asdict(self)))
+        draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}))
         draft.rename(directory / SESSION)
 
     @classmethod
     def read(cls, directory: Path) -> Session | None:
-        """The session in ``directory``; None when there is none that can be read."""
+        """The session in ``directory``; None where there is none, or a damaged one.
+
+        Raises `ProtocolVersion` for one of another version: its kernel is for a release that knows it.
+        """
         try:
-            return cls(**json.loads((directory / SESSION).read_text()))
-        except (OSError, ValueError, TypeError):
+            found = json.loads((directory / SESSION).read_text())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(found, dict):
+            return None
+        if (version := found.get("version")) != VERSION:
+            message = f"The kernel's session is of version {version}; this release knows version {VERSION}."
+            raise ProtocolVersion(message, left="the kernel, or its image, is as it was", version=version)
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            return cls(**{name: value for name, value in found.items() if name in known})
+        except TypeError:
             return None
 
 
@@ -68,25 +83,49 @@ class Orphan:
     image: Image | None = None
 
 
-def orphans(base: Path, store: Store) -> list[Orphan]:
-    """Every kernel of this user on this host that has no owner, the living ones first.
+@dataclass(frozen=True)
+class Found:
+    """What there is without an owner: ``orphans``, the living ones first, and ``refused``, by kernel id.
+
+    The latter are of another release (`ProtocolVersion`): no business of this one's, and left as they are.
+    """
+
+    orphans: list[Orphan]
+    refused: dict[str, ProtocolVersion]
+
+
+def find(base: Path, store: Store) -> Found:
+    """Every kernel of this user on this host that has no owner.
 
     Of several images of one kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
     """
-    found: dict[str, Orphan] = {}
+    living: dict[str, Orphan | ProtocolVersion] = {}
     owned = set()
     for record in kernels(base):
+        directory = Path(record["directory"])
         if record["owned"]:
             owned.add(record["kernel_id"])
-        elif session := Session.read(Path(record["directory"])):
-            found[session.kernel_id] = Orphan(session, directory=Path(record["directory"]))
-    sleeping = {id: one for id, one in sleepers(store).items() if id not in found and id not in owned}
-    return [*found.values(), *sleeping.values()]
+        elif one := _read(directory, directory=directory):
+            living[record["kernel_id"]] = one
+    asleep = {id: one for id, one in _asleep(store).items() if id not in living and id not in owned}
+    found = {**living, **asleep}
+    return Found(
+        [one for one in found.values() if isinstance(one, Orphan)],
+        {id: one for id, one in found.items() if isinstance(one, ProtocolVersion)},
+    )
+
+
+def orphans(base: Path, store: Store) -> list[Orphan]:
+    """The kernels without an owner that this release can adopt, the living ones first."""
+    return find(base, store).orphans
 
 
 def orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
-    """The orphan of that id."""
-    return next((one for one in orphans(base, store) if one.session.kernel_id == kernel_id), None)
+    """The orphan of that id.  Raises `ProtocolVersion` where that kernel is for another release to adopt."""
+    found = find(base, store)
+    if kernel_id in found.refused:
+        raise found.refused[kernel_id]
+    return next((one for one in found.orphans if one.session.kernel_id == kernel_id), None)
 
 
 def sleeper(kernel_id: str, store: Store) -> Orphan | None:
@@ -96,13 +135,24 @@ def sleeper(kernel_id: str, store: Store) -> Orphan | None:
 
 def sleepers(store: Store) -> dict[str, Orphan]:
     """By kernel id the newest image of each kernel that a server is to bring back, whether one has it or not."""
-    found: dict[str, Orphan] = {}
+    return {id: one for id, one in _asleep(store).items() if isinstance(one, Orphan)}
+
+
+def _asleep(store: Store) -> dict[str, Orphan | ProtocolVersion]:
+    found: dict[str, Orphan | ProtocolVersion] = {}
     for image in store.images():
-        session = None if image.retired else Session.read(image.path)
-        if session:
-            found.pop(session.kernel_id, None)  # an older image; the list is oldest first
-            found[session.kernel_id] = Orphan(session, image=image)
+        if not image.retired and (one := _read(image.path, image=image)):
+            found.pop(image.manifest.kernel_id, None)  # an older image; the list is oldest first
+            found[image.manifest.kernel_id] = one
     return found
+
+
+def _read(place: Path, *, directory: Path | None = None, image: Image | None = None) -> Orphan | ProtocolVersion | None:
+    try:
+        session = Session.read(place)
+    except ProtocolVersion as error:
+        return error
+    return Orphan(session, directory=directory, image=image) if session else None
 
 
 def only_copy(image: Image, insist: str) -> ImageBusy | None:
@@ -114,8 +164,9 @@ def only_copy(image: Image, insist: str) -> ImageBusy | None:
     owned = owned_kernel(Path(image.manifest.runtime_dir))
     if owned is not None and owned["image"] == image.id:
         why, hint = "which sleeps", "Run a cell in its notebook to wake it"
-    elif owned is None and not image.retired and Session.read(image.path) is not None:
-        why, hint = "whose server has stopped", "The next server brings it back"
+    elif owned is None and not image.retired and (found := _read(image.path, image=image)) is not None:
+        server = "The next server" if isinstance(found, Orphan) else "A server of the release that wrote it"
+        why, hint = "whose server has stopped", f"{server} brings it back"
     else:
         return None
     return ImageBusy(

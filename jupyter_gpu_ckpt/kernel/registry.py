@@ -23,7 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..engine.capsule import Capsule
-from ..errors import CapsuleError, CapsuleGone, RuntimeDirectory, StateError
+from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, RuntimeDirectory, StateError
 from .places import make_runtime_dir, require_private
 
 RECORD = "kernel.json"
@@ -237,6 +237,8 @@ def _is_alive(directory: Path) -> bool:
     """Whether a capsule without an owner answers.  It goes on undisturbed."""
     try:
         Capsule.attach(directory).abandon()
+    except ProtocolVersion:  # its own release may adopt it
+        return True
     except (CapsuleError, CapsuleGone, OSError):
         return False
     return True

@@ -23,7 +23,7 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
 from .. import __version__
-from ..errors import StateError
+from ..errors import GpuCkptError, StateError
 from ..image.requirements import VARIABLE
 from ..image.store import Image, Store
 from ..kernel.adoption import Orphan
@@ -248,7 +248,12 @@ class GpuCkptApp(ExtensionApp):
         self.store.generations.require_current(image.manifest)
         retired = image.retired
         image.unretire()
-        orphan = find_orphan(image.manifest.kernel_id, self._runtime_base, self.store)
+        try:
+            orphan = find_orphan(image.manifest.kernel_id, self._runtime_base, self.store)
+        except GpuCkptError:
+            if retired:
+                image.retire()
+            raise
         if orphan is not None and orphan.image is not None and orphan.image.id == image.id:
             return orphan
         if retired:

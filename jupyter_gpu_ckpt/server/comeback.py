@@ -24,7 +24,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
-from ..kernel.adoption import Orphan, orphans
+from ..kernel.adoption import Orphan, find
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
 from . import documents, park
@@ -106,9 +106,12 @@ class Comeback(LoggingConfigurable):
         if not self.adopt:
             return []
         rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
+        found = await asyncio.to_thread(find, base, store)
+        for id, refusal in found.refused.items():
+            self.log.error("Kernel %s could not be adopted: %s", id, refusal.code)
         ours = [
             orphan
-            for orphan in await asyncio.to_thread(orphans, base, store)
+            for orphan in found.orphans
             if any(_below(Path(place), root) for place in (orphan.session.path, orphan.session.root) if place)
         ]
         # All at once: whoever asks for a notebook whose kernel is not back yet might be given another kernel.

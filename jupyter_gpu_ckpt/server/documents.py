@@ -19,6 +19,7 @@ from ..errors import (
     ImageNotFound,
     InsufficientResources,
     PreflightError,
+    ProtocolVersion,
     StateError,
 )
 from ..image.store import Image, Store
@@ -134,8 +135,15 @@ def image(of: Image, root: Path) -> dict[str, Any]:
         "criu_version": manifest.criu_version,
         "steps": manifest.steps,
         "only_copy": only_copy(of, "") is not None,
-        "notebook": notebook(Session.read(of.path), root),
+        "notebook": notebook(_session(of), root),
     }
+
+
+def _session(of: Image) -> Session | None:
+    try:
+        return Session.read(of.path)
+    except ProtocolVersion:  # the image is listed all the same
+        return None
 
 
 def images(store: Store, root: Path) -> list[dict[str, Any]]:
@@ -186,7 +194,7 @@ def http_status(error: GpuCkptError) -> int:
         ((ImageNotFound,), 404),
         ((BadRequest,), 400),
         ((HostError,), 503),
-        ((StateError, PreflightError, InsufficientResources, ImageError), 409),
+        ((StateError, PreflightError, InsufficientResources, ProtocolVersion, ImageError), 409),
     ):
         if isinstance(error, classes):
             return status

@@ -20,7 +20,8 @@ from waiting import until
 from jupyter_gpu_ckpt.engine import capsule as under_test
 from jupyter_gpu_ckpt.engine.capsule import Capsule, Ran
 from jupyter_gpu_ckpt.engine.capsule_init import Init
-from jupyter_gpu_ckpt.errors import CapsuleGone
+from jupyter_gpu_ckpt.errors import CapsuleGone, ProtocolVersion
+from jupyter_gpu_ckpt.kernel import registry
 
 OWNER = """
 import sys
@@ -74,6 +75,41 @@ def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
         assert capsule.wait(60) == -signal.SIGTERM
         capsule.outlive(False)
     until(lambda: alive(pids) == [])
+
+
+def test_a_capsule_of_another_version_is_refused_by_name_and_left_as_it_is(directory, monkeypatch):
+    directory = directory / "base" / "kernel"
+    directory.mkdir(parents=True)
+    for place in (directory, directory.parent):
+        place.chmod(0o700)
+    old = sleeper(Capsule.create(directory))
+    old.outlive()
+    kernel = old.host_pid
+    old.abandon()
+    (directory / "owner.lock").touch()
+    (directory / "kernel.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(under_test, "VERSION", 2)
+        with pytest.raises(ProtocolVersion, match="version 1 of its protocol, this release version 2") as caught:
+            Capsule.attach(directory)
+        assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": 1})
+        assert caught.value.hint and caught.value.left
+        assert registry.reap(directory.parent) == []
+    assert alive([kernel]) == [kernel]
+    with Capsule.attach(directory) as new:
+        assert new.host_pid == kernel
+        assert new.poll() is None
+
+
+def test_no_request_of_another_version_is_done(directory, monkeypatch):
+    with sleeper(Capsule.create(directory)) as capsule:
+        with monkeypatch.context() as patch:
+            patch.setattr(under_test, "VERSION", 2)
+            for verb in ("end", "status", "of a later release"):
+                with pytest.raises(ProtocolVersion):
+                    capsule._ask({"verb": verb})
+            capsule.hurry()
+        assert capsule.poll() is None
 
 
 @pytest.mark.parametrize("grace", [0.0, 10.0], ids=["killed", "gives up"])

@@ -1,6 +1,6 @@
 /* One request a line, at most 15 bytes, one line of JSON each as the answer:
  *
- *   status    what there is                            {"blocks", "bytes", "away"}
+ *   status    what there is                            {"version", "blocks", "bytes", "away"}
  *   leave     copy to the arena                        the same, and {"cuda": CUresult, "seconds"}
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
@@ -8,6 +8,9 @@
  * While blocks are away the thread that answers is called "gpu-ckpt-away", or "gpu-ckpt-filed" where they are in files
  * (`arena.h`); while threads are relieved of the driver's lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has
  * to know whether the process may run need not ask it, and may not be able to.
+ *
+ * ``version`` is that of all this, CONTROL_VERSION: to be raised with every change that the other side has to know of.
+ * `status` and its answer's ``version`` stay.  Who connects asks for that first, and for nothing else of another version.
  *
  * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
  * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every
@@ -35,6 +38,7 @@
 #include "door.h"
 #include "transfer.h"
 
+#define CONTROL_VERSION 1
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* In the directory of the socket (`engine/fastpath.py`). */
 #define ARENA "arena/gpu-ckpt-blocks"
@@ -122,8 +126,9 @@ static void answer(const char *verb)
     struct amounts amounts = transfer_amounts();
     char line[160];
     int length = snprintf(line, sizeof line,
-                          "{\"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, \"seconds\": %.6f}\n", result,
-                          amounts.blocks, amounts.bytes, amounts.away, now() - began);
+                          "{\"version\": %d, \"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, "
+                          "\"seconds\": %.6f}\n",
+                          CONTROL_VERSION, result, amounts.blocks, amounts.bytes, amounts.away, now() - began);
     /* Not by a stream, not even dprintf's: a process that ends flushes it once more, and SIGPIPE is what it dies of. */
     send(atomic_load(&peer), line, (size_t)length, MSG_NOSIGNAL);
     transfer_tidy();

@@ -11,6 +11,9 @@ from programs import build_doubles
 from subject import MIB, SOCKET_VARIABLE, listening, running
 from waiting import until
 
+from jupyter_gpu_ckpt.engine import fastpath
+from jupyter_gpu_ckpt.errors import ProtocolVersion
+
 INVALID_VALUE = 1
 
 
@@ -89,6 +92,32 @@ def test_a_second_connection_waits_for_the_first(listener):
         first.socket.shutdown(socket.SHUT_RDWR)
         assert [second.answer()["away"] for _ in range(2)] == [0, 0]
     listener.intact(3)
+
+
+def test_every_answer_says_of_which_version_it_is(listener):
+    with listener.control() as control:
+        assert {control.ask(verb)["version"] for verb in ("status", "leave", "nonsense", "free", "return")} == {1}
+
+
+def test_a_library_of_another_version_is_asked_for_nothing_else(kernel, monkeypatch):
+    before = kernel.state
+    with monkeypatch.context() as patch:
+        patch.setattr(fastpath, "_VERSION", 2)
+        for ask in (kernel.path.amounts, kernel.leave):
+            with pytest.raises(ProtocolVersion, match="version 1 of its protocol, this release version 2") as caught:
+                ask()
+            assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": 1})
+        assert kernel.path.why_slow(1 << 40) == ""
+    assert kernel.state == before
+    kernel.runs_on()
+    kernel.lock()
+    assert kernel.leave() == kernel.path.amounts().away
+    with monkeypatch.context() as patch:
+        patch.setattr(fastpath, "_VERSION", 2)
+        with pytest.raises(ProtocolVersion):
+            kernel.come_back()
+    kernel.come_back()
+    kernel.runs_on()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can try as another user")

@@ -326,7 +326,11 @@ def _fast_path(probes: Probes) -> Finding:
     found = probes.preload()
     if found.path is None:
         what = f"Device memory moves at the driver's rate only; of the library for more: {found.why}."
-        mend = "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
+        mend = (
+            "A newer release of jupyter_gpu_ckpt may know them; kernels are saved all the same."
+            if found.unknown_locks
+            else "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
+        )
         return Finding("fast-path", False, what, mend, "warning", "gpu")
     return Finding(
         "fast-path", True, "device memory can move at the rate of the bus (fast_path = auto)", needed_for="gpu"

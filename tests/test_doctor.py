@@ -254,6 +254,10 @@ FAULTS = {
         replace(FIT, preload=lambda: Preload(None, "it was not built")),
         "fast-path", "warning", "gpu", "it was not built", "apt-get install gcc",
     ),
+    "locks of a C library that nobody has looked at": (
+        replace(FIT, preload=lambda: Preload(None, "it does not know the locks of glibc 2.99", unknown_locks=True)),
+        "fast-path", "warning", "gpu", "glibc 2.99", "newer release",
+    ),
     "hidden gpus": (replace(FIT, gpus=list), "nvml", "error", "gpu", "no GPU to this user", "nvidia-smi"),
     "mig": (
         replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(3, mig=True)]),

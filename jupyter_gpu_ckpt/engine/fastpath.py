@@ -52,6 +52,10 @@ _SLOWEST = 0.5e9
 _NATIVE = Path(__file__).with_name("native")
 #: How the name of a copy of it ends (`preload`).
 _LIBRARY = "_fastpath.so"
+#: The library writes to locks of the C library (`door.h`): a kernel gets it where it says that it knows those.
+_TRY = "import ctypes, sys; sys.exit(0 if ctypes.CDLL(sys.argv[1]).gpu_ckpt_knows_rwlocks() else 3)"
+_UNKNOWN_LOCKS = 3
+_C_LIBRARY = "CS_GNU_LIBC_VERSION"
 #: Bytes of device memory that a context takes, and the driver moves in any case; of a large one.
 _CONTEXT = 2 << 30
 #: What the library's thread is called while blocks are away, in its own memory or in the capsule's (`control.c`).
@@ -359,10 +363,14 @@ def _told(error: _Refused) -> CudaError:
 
 @dataclass(frozen=True)
 class Preload:
-    """The library a kernel can preload, or ``why`` there is none."""
+    """The library a kernel can preload, or ``why`` there is none.
+
+    ``unknown_locks``: there is one, which does not know the C library's read-write locks.
+    """
 
     path: Path | None
     why: str = ""
+    unknown_locks: bool = False
 
 
 @functools.cache
@@ -385,11 +393,14 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     except OSError as error:
         return Preload(None, f"it cannot be copied to {place.parent}: {error.strerror}")
     # One that is damaged, or for another machine, must not be what keeps a kernel from starting.
-    command = [sys.executable, "-I", "-S", "-c", ""]
+    command = [sys.executable, "-I", "-S", "-c", _TRY, str(place)]
     try:
         tried = subprocess.run(command, env={"LD_PRELOAD": str(place)}, capture_output=True, timeout=_ANSWER)
     except (OSError, subprocess.SubprocessError) as error:
         return Preload(None, f"it cannot be tried: {type(error).__name__}")
+    if tried.returncode == _UNKNOWN_LOCKS:
+        why = f"it does not know the read-write locks of this C library ({os.confstr(_C_LIBRARY)})"
+        return Preload(None, why, unknown_locks=True)
     if tried.returncode or tried.stderr:
         return Preload(None, f"it cannot be preloaded (status {tried.returncode})")
     return Preload(place)

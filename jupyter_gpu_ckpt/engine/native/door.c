@@ -2,6 +2,7 @@
 #include "door.h"
 
 #include <dirent.h>
+#include <gnu/libc-version.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -15,8 +16,11 @@
 #define TURN_NS 100000
 #define TURNS_OF_A_LOOK 50 /* 5 ms: who is in the same place twice is held up */
 #define PATIENCE 3         /* seconds */
+#define PROBE_TURNS 20000  /* at least two seconds */
 
-/* How a pthread_rwlock_t begins, in glibc since 2.25 (nptl/pthread_rwlock_common.c describes it). */
+/* How a pthread_rwlock_t begins, in glibc since 2.25 (nptl/pthread_rwlock_common.c describes it).  It is private to glibc,
+ * and no newer release has been looked at than the last of these. */
+static const int first_known[] = {2, 25}, last_known[] = {2, 42};
 struct lock {
     atomic_uint readers; /* their number times READER, and these bits: */
     atomic_uint writers;
@@ -96,6 +100,92 @@ static void relieve(char *futex)
     for (; readers != 0; readers--)
         pthread_rwlock_unlock((pthread_rwlock_t *)lock);
 }
+
+static int compare(const int *version, const int *other)
+{
+    return version[0] != other[0] ? version[0] - other[0] : version[1] - other[1];
+}
+
+static bool version_is_known(void)
+{
+    int version[2];
+    return sscanf(gnu_get_libc_version(), "%d.%d", &version[0], &version[1]) == 2 &&
+           compare(version, first_known) >= 0 && compare(version, last_known) <= 0;
+}
+
+/* A lock of our own, and a thread that has to wait for it. */
+struct probe {
+    union {
+        pthread_rwlock_t whole;
+        struct lock words;
+    } lock;
+    int (*enter)(pthread_rwlock_t *);
+    atomic_int tid;
+};
+
+static void *wait_at(void *argument)
+{
+    struct probe *probe = argument;
+    pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
+    atomic_store(&probe->tid, (int)syscall(SYS_gettid));
+    if (probe->enter(&probe->lock.whole) == 0)
+        pthread_rwlock_unlock(&probe->lock.whole);
+    return NULL;
+}
+
+static bool has(struct probe *probe, unsigned readers, unsigned write_phase)
+{
+    return atomic_load(&probe->lock.words.readers) == readers && atomic_load(&probe->lock.words.write_phase) == write_phase;
+}
+
+/* Whether somebody who waits to `enter` the lock, which is held, leaves these words behind, and waits where we look. */
+static bool waits_as_known(struct probe *probe, int (*enter)(pthread_rwlock_t *), unsigned readers, unsigned write_phase)
+{
+    pthread_t thread;
+    probe->enter = enter;
+    atomic_store(&probe->tid, 0);
+    bool known = false, begun = pthread_create(&thread, NULL, wait_at, probe) == 0;
+    for (unsigned turn = 0; begun && !known && turn < PROBE_TURNS; turn++) {
+        nanosleep(&(struct timespec){.tv_nsec = TURN_NS}, NULL);
+        int tid = atomic_load(&probe->tid);
+        known = tid != 0 && has(probe, readers, write_phase) && waits_for(tid) == &probe->lock.words.write_phase;
+    }
+    pthread_rwlock_unlock(&probe->lock.whole);
+    if (begun)
+        pthread_join(thread, NULL);
+    return known;
+}
+
+/* What `relieve` and `door_close` read and write, on a lock that nobody else has. */
+static bool layout_is_known(void)
+{
+    struct probe probe = {.lock.whole = PTHREAD_RWLOCK_INITIALIZER};
+    pthread_rwlock_t *lock = &probe.lock.whole;
+    bool known = has(&probe, 0, 0);
+    pthread_rwlock_rdlock(lock);
+    known = known && has(&probe, READER, 0);
+    if (known)
+        known = waits_as_known(&probe, pthread_rwlock_wrlock, READER | WRITER_IS_NEXT, SOMEBODY_WAITS);
+    else
+        pthread_rwlock_unlock(lock);
+    if (!known || !has(&probe, WRITE_PHASE, WRITE_PHASE)) /* it stays the writers' until somebody reads */
+        return false;
+    pthread_rwlock_wrlock(lock);
+    known = has(&probe, WRITE_PHASE | WRITER_IS_NEXT, WRITE_PHASE);
+    if (known)
+        known = waits_as_known(&probe, pthread_rwlock_rdlock, READER | WRITE_PHASE | WRITER_IS_NEXT,
+                               WRITE_PHASE | SOMEBODY_WAITS);
+    else
+        pthread_rwlock_unlock(lock);
+    if (!known || !has(&probe, 0, 0))
+        return false;
+    atomic_fetch_add(&probe.lock.words.readers, READER); /* as one who is given a share back */
+    known = pthread_rwlock_trywrlock(lock) != 0;
+    pthread_rwlock_unlock(lock);
+    return known && has(&probe, 0, 0);
+}
+
+bool door_is_known(void) { return version_is_known() && layout_is_known(); }
 
 static time_t seconds(void)
 {

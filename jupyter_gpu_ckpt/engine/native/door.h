@@ -3,6 +3,10 @@
 
 #include "driver.h"
 
+/* Whether read-write locks of this C library are such as this file knows: by its version, and by a lock of our own.  It
+ * takes a thread and some milliseconds.  Where they are not, nothing else of this file may be called. */
+bool door_is_known(void);
+
 /* See to it that calls like those of the rehearsal come back, while every other thread of the process, but for the
  * driver's own, is stopped.
  *

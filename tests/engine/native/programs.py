@@ -51,6 +51,13 @@ def build_doubles(directory: Path, *, without: str | None = None) -> Path:
     return directory
 
 
+def build_c_library(directory: Path, *definitions: str) -> Path:
+    """What takes the place of the C library's own functions where it is preloaded."""
+    made = directory / "c_library.so"
+    _cc(*DOUBLE, *definitions, "-o", made, "c_library_double.c", "-lpthread")
+    return made
+
+
 def build(directory: Path, doubles: Path, *sanitize: str) -> Programs:
     """The library as setup.py builds it, and the program; with the sanitizers of gcc that are named."""
     flags = ["-O1", "-fno-omit-frame-pointer", f"-fsanitize={','.join(sanitize)}"] if sanitize else ["-O2"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
-from programs import build_doubles
+from programs import build_c_library, build_doubles
 from subject import MIB, SOCKET_VARIABLE, listening, running
 from waiting import until
 
@@ -197,6 +199,28 @@ def test_devices_that_are_not_served(programs, doubles, devices):
 def test_a_driver_without_a_function(programs, tmp_path, function):
     with running(programs, build_doubles(tmp_path, without=function)) as subject:
         all_from_the_original(subject)
+
+
+OTHER_C_LIBRARIES = {
+    "too old": '-DVERSION="2.24"',
+    "newer than any that was looked at": '-DVERSION="2.99"',
+    "a greater one": '-DVERSION="3.0"',
+    "none": '-DVERSION="a"',
+    "locks of another layout": "-DOTHER_LOCKS",
+}
+
+
+@pytest.mark.parametrize("definition", OTHER_C_LIBRARIES.values(), ids=OTHER_C_LIBRARIES)
+def test_a_c_library_whose_locks_are_not_known_leaves_all_to_the_driver(programs, doubles, tmp_path, definition):
+    """The library writes to words of theirs that are private to the C library."""
+    other = str(build_c_library(tmp_path, definition))
+    with running(programs, doubles, preload=[other, str(programs.library)]) as subject:
+        all_from_the_original(subject)
+        assert not subject.path.exists()
+    tried = [sys.executable, "-I", "-S", "-c", fastpath._TRY, str(programs.library)]
+    preloaded = {**os.environ, "LD_PRELOAD": f"{other}:{programs.library}"}
+    assert subprocess.run(tried, env=preloaded, timeout=60).returncode == fastpath._UNKNOWN_LOCKS
+    assert subprocess.run(tried, timeout=60).returncode == 0, "this host's own is known"
 
 
 @pytest.mark.parametrize("with_library", [True, False])

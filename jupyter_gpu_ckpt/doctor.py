@@ -26,7 +26,8 @@ Need = Literal["cpu", "gpu"]
 
 #: 5.9 brought CAP_CHECKPOINT_RESTORE, without which an ordinary user cannot restore (capabilities(7)).
 OLDEST_KERNEL = (5, 9)
-ARCHITECTURES = ("x86_64", "aarch64")
+#: What there is code for, and what that was ever run on.
+ARCHITECTURES, TRIED = ("x86_64", "aarch64"), ("x86_64",)
 
 #: Driver releases: the first whose suspend and resume are sound, and the first that can change the GPU on the way.
 DRIVER_PLAIN, DRIVER_FULL = 570, 580
@@ -47,8 +48,7 @@ class Finding:
     """One answer.
 
     ``ok`` is ``None`` where the question does not apply or could not be reached; ``level`` says how bad ``False`` is:
-    an
-    ``error`` makes the host unfit for what it is ``needed_for`` (``gpu`` needs everything that ``cpu`` needs, too).
+    an ``error`` makes the host unfit for what it is ``needed_for`` (``gpu`` needs everything that ``cpu`` needs, too).
     ``mend`` is the exact command, or empty if there is none.
     """
 
@@ -124,7 +124,9 @@ def _linux(probes: Probes) -> Iterable[Finding]:
     elif kernel.version < OLDEST_KERNEL:
         yield Finding("linux", False, f"{named} is too old: 5.9 or newer is needed.", "Boot a newer Linux kernel.")
     elif kernel.machine not in ARCHITECTURES:
-        yield Finding("linux", False, f"{named}: only {' and '.join(ARCHITECTURES)} are supported.")
+        yield Finding("linux", False, f"{named}: only {' and '.join(TRIED)} is supported.")
+    elif kernel.machine not in TRIED:
+        yield Finding("linux", False, f"{named}: nobody has tried it there.", level="warning")
     else:
         yield Finding("linux", True, named)
 

@@ -112,6 +112,10 @@ FAULTS = {
     "other machine": (
         replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
     ),
+    "a machine that nobody has tried": (
+        replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "aarch64")),
+        "linux", "warning", "cpu", "nobody has tried it", "",
+    ),
     "no criu": (
         replace(FIT, criu=raiser(CriuMissing("No CRIU."))), "criu", "error", "cpu", "No CRIU.", "install-criu"
     ),

@@ -9,7 +9,7 @@ What is not on them is refused by its name while the kernel still lives.
 
 *notes*: state that CRIU forgets and that `state_restore` puts back before the restored processes run.
 
-*inventory*: threads, descriptors and mappings, which CRIU's image must have, all of them (`criu_images.missing`).
+*inventory*: threads, descriptors and mappings, which CRIU's image must have, all of them (`criu_tasks.missing`).
 
 Standard library only, as `ptrace`: a capsule's init imports this module.
 """

@@ -49,7 +49,7 @@ class Voice:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """What `recall` needs; ``None`` until the kernel was heard."""
+        """What a later gate is made with, to answer for this kernel; ``None`` until the kernel was heard."""
         if self.info is None:
             return None
         header = {"session": self._session.session, "username": self._session.username}

@@ -1,0 +1,64 @@
+"""Write a file whole or not at all: a temporary file in the same directory, flushed, then a rename, then the directory.
+
+A reader sees the old content or the new, never a part of either.  A crash between the first byte and the rename leaves
+the temporary file, which `remove_leftovers` finds.  Limit: a file system that lies about fsync can lose what was
+flushed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes, *, durable: bool, mode: int = 0o600) -> None:
+    """Make ``path`` a file with this content and mode, whatever the umask; replace the file that is there.
+
+    ``durable``: flush the file before the rename and its directory after it, so that the new content survives a crash
+    of the machine once this returns.  Without it, a crash of the machine may leave the old content, the new, or an
+    empty file: for caches, and for files that do not outlive the machine's boot.
+
+    Raises `OSError`.  After failure the old content is there; if only the flush of the directory failed, the new one,
+    which a crash of the machine may take back.
+    """
+    draft = path.with_name(f"{_prefix(path)}{secrets.token_hex(4)}")
+    try:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(content.encode() if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(fd)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    if durable:
+        flush(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what writers of ``path`` left that were killed on the way.  Raises `OSError`.
+
+    A write that is under way at the same time may fail with `FileNotFoundError`.
+    """
+    for draft in path.parent.glob(f"{_prefix(path)}????????"):
+        draft.unlink(missing_ok=True)
+
+
+def _prefix(path: Path) -> str:
+    """What the names of temporary files for ``path`` begin with: hidden, so that no listing shows them."""
+    return f".{path.name.removeprefix('.')}-"
+
+
+def flush(path: Path) -> None:
+    """``fsync(2)`` of a file or directory.  Raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import GpuCkptError, ImageArchived, ImageBusy, ImageNotFound
+from ..files.atomic import flush
 from . import draft, leases
-from .disk import flush, mapped
+from .disk import mapped
 from .image import CRIU_DIRECTORY, Image
 from .remote import Progress, Remote
 from .store import Store

@@ -21,8 +21,8 @@ from typing import TypeVar
 from blake3 import blake3
 
 from ..errors import ImageDamaged
+from ..files.atomic import flush
 from . import compression, direct
-from .disk import flush
 from .manifest import FileEntry, Manifest
 
 T = TypeVar("T")

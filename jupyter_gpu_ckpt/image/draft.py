@@ -18,8 +18,9 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import KeyUnusable
+from ..files.atomic import flush, write_atomically
 from . import device, integrity, leases, links
-from .disk import flush, mapped, write_private
+from .disk import mapped
 from .encryption import Plain, Vault
 from .generations import Generations
 from .image import CRIU_DIRECTORY, Image
@@ -137,7 +138,7 @@ class Draft:
                     flushed.result()
             if self._room is not None:
                 self._room.require(manifest.bytes)
-            write_private(self.path / MANIFEST, manifest.to_json())
+            write_atomically(self.path / MANIFEST, manifest.to_json(), durable=True)
             integrity.seal(self.path, key)
             if living is not None:
                 leases.publish_claim(self.path, living, holder)

@@ -14,14 +14,13 @@ import contextlib
 import json
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from ..errors import ImageStale, KeyUnusable
-from .disk import flush, write_private
+from ..files.atomic import flush, write_atomically
 from .manifest import Manifest
 
 #: Seconds to wait for another process that is writing a record, which takes it a moment.
@@ -130,7 +129,7 @@ class Generations:
                 record = self._read(kernel_id)
                 for name, value in facts.items():
                     record[name] = max(record[name], value)
-                _replace(path, json.dumps(record))
+                write_atomically(path, json.dumps(record), durable=True)
         except OSError as error:
             raise self._unusable() from error
 
@@ -142,15 +141,3 @@ class Generations:
     def _unusable(self) -> KeyUnusable:
         message = "The record of this kernel's images cannot be read or written."
         return KeyUnusable(message, path=str(self.directory), hint="Delete it: then older images are not noticed.")
-
-
-def _replace(path: Path, text: str) -> None:
-    """The old content or the new, also after a crash of the machine; on disk when this returns.  Raises `OSError`."""
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        write_private(draft, text)
-        draft.rename(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    flush(path.parent)

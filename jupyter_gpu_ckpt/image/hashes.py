@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -30,7 +29,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from .disk import write_private
+from ..files.atomic import remove_leftovers, write_atomically
 from .node import Facts, identity, open_regular
 
 #: In the image directory.
@@ -157,8 +156,7 @@ class Hashes:
 
     def sweep(self) -> None:
         """Remove what a process left that ended while it saved; one that saves just now does it again next time."""
-        for draft in self._path.parent.glob(f"{FILE}-*"):
-            draft.unlink(missing_ok=True)
+        remove_leftovers(self._path)
 
     # -- the file; called with the lock held, but for `_save`
 
@@ -182,13 +180,8 @@ class Hashes:
             lasting = {key: found for key, found in self._kept.items() if _lasts(key)}
             text = json.dumps({"version": _VERSION, "files": lasting})
             self._unsaved = False
-        draft = self._path.with_name(f"{FILE}-{secrets.token_hex(4)}")
-        try:
-            write_private(draft, text)
-            draft.replace(self._path)
-        except OSError:  # a full disk: next time
-            with contextlib.suppress(OSError):
-                draft.unlink()
+        with contextlib.suppress(OSError):  # a full disk: next time
+            write_atomically(self._path, text, durable=False)
 
 
 def _parsed(path: Path) -> dict[str, str]:

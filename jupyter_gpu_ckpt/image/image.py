@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..files.atomic import flush
 from . import leases
-from .disk import flush
 from .leases import Lease
 from .manifest import Manifest
 

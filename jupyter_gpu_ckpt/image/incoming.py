@@ -17,9 +17,9 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, RemoteFailed
+from ..files.atomic import flush
 from . import direct, integrity
 from . import pieces as pieces_of
-from .disk import flush
 from .manifest import Manifest
 from .pieces import Journal, Piece, pieces, prepare, zeros
 from .store import Store

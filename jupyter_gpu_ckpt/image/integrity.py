@@ -28,8 +28,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..errors import ImageDamaged, ImageForged, ImageFormat
+from ..files.atomic import write_atomically
 from .blocks import BLOCK, blocks, punch_zeros, reader
-from .disk import write_private
 from .keys import ALGORITHM, Key, Keyring
 from .manifest import MOST_BYTES, RESERVED, FileEntry, Manifest
 
@@ -53,7 +53,7 @@ def read_manifest(path: Path) -> bytes:
 def seal(path: Path, key: Key) -> None:
     """Vouch for the manifest of the image at ``path``; the seal is on disk when this returns.  Raises `OSError`."""
     text = json.dumps({"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path))})
-    write_private(path / SEAL, text)
+    write_atomically(path / SEAL, text, durable=True)
 
 
 def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manifest:

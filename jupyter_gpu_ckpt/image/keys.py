@@ -20,7 +20,7 @@ from pathlib import Path
 from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import KeyUnusable
-from .disk import flush, write_private
+from ..files.atomic import write_atomically
 
 ALGORITHM = "hmac-sha256"
 BYTES = 32
@@ -91,10 +91,7 @@ class Keyring:
                 self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self.directory.chmod(0o700)  # whatever the umask
             self._require_private(self.directory, stat.S_ISDIR, 0o077)
-            draft = self.directory / f".{id}"
-            write_private(draft, key.secret.hex() + "\n")
-            draft.rename(self.directory / id)
-            flush(self.directory)
+            write_atomically(self.directory / id, key.secret.hex() + "\n", durable=True)
         except OSError as error:
             raise KeyUnusable(f"No key can be made: {error.strerror}.", path=str(self.directory)) from error
         return key

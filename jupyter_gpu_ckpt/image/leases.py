@@ -41,7 +41,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..errors import CapsuleError, CapsuleGone, ImageBusy, ImageNotFound, NoSpace
-from .disk import flush, mapped
+from ..files.atomic import flush
+from .disk import mapped
 
 #: Seconds after which a lease that nobody touched is over.
 EXPIRY = 30.0

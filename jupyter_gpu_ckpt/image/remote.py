@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import GpuCkptError, ImageBusy, ImageFormat, ImageNotFound, NoSpace, RemoteFailed, RemoteUnsupported
+from ..files.atomic import flush, write_atomically
 from . import integrity
 from .arrival import Arrival
-from .disk import flush, write_private
 from .image import Image
 from .incoming import INCOMING, Files, staged
 from .integrity import MANIFEST, SEAL
@@ -281,7 +281,7 @@ class Remote:
     def _fetch(self, id: str, at: Path, store: Store, keep: bool, done: Journal, progress: Progress | None) -> None:
         at.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            write_private(at / name, self._small(id, name, most).decode(errors="replace"))
+            write_atomically(at / name, self._small(id, name, most), durable=True)
         manifest = integrity.require_sealed(at, store.keys)
         store.generations.require_current(manifest)
         if not keep:

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 from ..errors import ImageFormat
+from ..files.atomic import flush, write_atomically
 from . import direct
-from .disk import flush
 from .pieces import PIECE, Piece
 
 #: Bytes that are written at a time: what several threads fill a disk with, and what stays in the CPU's cache.
@@ -29,10 +29,7 @@ class SharedDirectory:
 
     def put(self, name: str, data: bytes) -> None:
         """A small file, whole or not at all, and on disk when this returns."""
-        draft = self.path / f"{name}.part"
-        draft.write_bytes(data)
-        flush(draft)
-        draft.rename(self.path / name)
+        write_atomically(self.path / name, data, durable=True)
 
     def flush(self) -> None:
         """All that lies there is on disk when this returns, and its name.

@@ -16,14 +16,15 @@ from typing import TypeVar
 from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
+from ..files.atomic import remove_leftovers, write_atomically
 from . import absences, directory, draft, integrity, leases, links, spill, tracked
-from .disk import mapped, write_private
+from .disk import mapped
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
 from .hashes import Hashes
 from .image import CRIU_DIRECTORY, Image
-from .integrity import MANIFEST, Progress
+from .integrity import MANIFEST, SEAL, Progress
 from .keys import Keyring
 from .manifest import Manifest
 from .quota import SUFFIX, Quota, Room, Used, refusal, used, with_promises
@@ -214,11 +215,13 @@ class Store:
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
         with leases.hold(image.path), mapped(self.root):
+            for name in (MANIFEST, SEAL):  # a seal that was broken off
+                remove_leftovers(image.path / name)
             told, files = image.manifest.files, integrity.entries(image.path)
             # What is in a compressed file is not found out: a restore proves it.
             files = {name: replace(one, raw=told[name].raw) if name in told else one for name, one in files.items()}
             manifest = replace(image.manifest, files=files).of_now()
-            write_private(image.path / MANIFEST, manifest.to_json())
+            write_atomically(image.path / MANIFEST, manifest.to_json(), durable=True)
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from blake3 import blake3
@@ -329,3 +330,22 @@ def test_a_sweep_removes_the_locks_whose_drafts_are_gone(store):
     assert sorted(path.name for path in store.root.glob(".draft-*")) == [writing.path.name, f"{writing.path.name}.lock"]
     writing.discard()
     store.check(published)
+
+
+@pytest.mark.parametrize("broken_off", ["manifest.json", "manifest.mac"])
+def test_a_seal_that_was_broken_off_can_be_made_again(store, monkeypatch, broken_off):
+    image = publish(store)
+    replace = Path.replace
+
+    def killed(draft, target):
+        if target.name == broken_off:
+            raise KeyboardInterrupt
+        return replace(draft, target)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "replace", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)  # nobody cleans up after a process that is killed
+        store.seal(image)
+    assert list(image.path.glob(f".{broken_off}-*"))
+    store.check(store.seal(store.get(image.id)))
+    assert not list(image.path.glob(".*"))

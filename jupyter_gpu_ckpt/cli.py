@@ -1,5 +1,5 @@
-"""``jupyter gpu-ckpt``: doctor, demo, list, inspect, rm, install-criu; and those of `cli_trust`, `cli_nodes`
-and `cli_admin`.
+"""``jupyter gpu-ckpt``: doctor, demo, list, inspect, rm, install-criu; and those of `cli_trust` and
+`cli_nodes`.
 
 Every command takes ``--json`` and then prints one JSON document.  Exit statuses are those of `errors`; 0 means done.
 """
@@ -69,11 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("notebook", nargs="?", type=Path, help="default: the quickstart")
     demo.add_argument("--kernel", default="python3", help="kernelspec to use (default: %(default)s)")
     demo.add_argument("--timeout", type=float, default=300.0, help="seconds a cell may take (default: %(default)g)")
-    from . import cli_admin, cli_nodes, cli_trust
+    from . import cli_nodes, cli_trust
 
     cli_trust.register(add, _store)
     cli_nodes.register(add, _store)
-    cli_admin.register(add, _store)
     return parser
 
 

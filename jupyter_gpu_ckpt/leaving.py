@@ -154,9 +154,6 @@ class Leaving(Steps):
                 self._alive().shield()
                 cuda.checkpoint(pid, timeout_s=deadline)
                 self._refuse_device_files(pid)
-            stays = self.engine.gpus.used_by(pid) if warm else {}
-            saved.away = {uuid: bytes - stays.get(uuid, 0) for uuid, bytes in saved.device_bytes.items()}
-            saved.since = time.time()
         except GpuCkptError:
             # How far the driver came nobody knows (its helper may have ended after the work was done), and the way back
             # needs proof of room: so the undo of this step finds out, and does what is left to do.
@@ -375,7 +372,6 @@ class Leaving(Steps):
         if state is CudaState.LOCKED:
             self._alive().shield()
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
-            self._saved.away = self._saved.device_bytes
             self._refuse_device_files(pid)
 
     def _publish(self, traced: Traced) -> None:
@@ -433,8 +429,6 @@ class Leaving(Steps):
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()
-            # From here on the image says itself how long the kernel has been away.
-            self._note_absence(self.image.manifest.created)
 
     def _sleep(self, _: Traced) -> None:
         plan = self.kernel.plan

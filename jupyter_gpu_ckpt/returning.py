@@ -28,7 +28,7 @@ from .errors import (
     NoMemory,
     RuntimeDirectory,
 )
-from .image import absences, archive, device, match
+from .image import archive, device, match
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.disk import mapped
@@ -293,7 +293,6 @@ class Returning(Steps):
                 self._bring_back(pid)
         else:
             self._bring_back(pid)
-            self._note_absence(time.time())
 
     def _bring_back(self, pid: int) -> None:
         deadline = self._deadline(sum(self._saved.device_bytes.values()))
@@ -325,8 +324,6 @@ class Returning(Steps):
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = self._alive()
             self._lease.claim(capsule.host_pid, capsule.hold)
-            if self.image is not None:
-                absences.came_back(self.engine.store.root, self.image, time.time())
         if not self.kernel.unwinding:
             self._outrun_images()
         self.gate.release()

@@ -22,7 +22,7 @@ from .engine.cuda import Cuda, CudaState
 from .engine.fastpath import FastPath
 from .engine.gpus import Gpus
 from .errors import AgentError, CapsuleGone, GpuCkptError, NoMemory
-from .image import absences, chunks, spill
+from .image import chunks, spill
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.draft import Draft
@@ -145,10 +145,6 @@ class Saved:
     device_bytes: dict[str, int] = field(default_factory=dict)
     node_gpus: list[str] = field(default_factory=list)
     cuda: bool = False
-    #: What of ``device_bytes`` has left the GPU: all but the context of a kernel that was suspended warm.
-    away: dict[str, int] = field(default_factory=dict)
-    #: When the device memory left the GPU, in seconds since the epoch; None for what another owner took off it.
-    since: float | None = None
 
 
 class Steps:
@@ -287,17 +283,6 @@ class Steps:
         capsule = self._alive()
         processes = [process for pid in capsule.processes() if (process := read_process(pid))]
         return self._fast_path().in_memory() + sum(process.rss for process in processes)
-
-    def _note_absence(self, until: float) -> None:
-        """What was in host memory since it left the GPU is there no longer."""
-        saved = self._saved
-        if saved.since is not None and saved.away:
-            store = self.engine.store
-            with contextlib.suppress(GpuCkptError):
-                if not store.root.exists():  # a kernel that was never checkpointed
-                    store.prepare()
-                absences.write(store.root, absences.of(self.home.kernel_id, "", saved.since, until, saved.away))
-        saved.since = None
 
     def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
         with self._answering():

@@ -14,7 +14,7 @@ from typing import Any
 from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
 
 from ..errors import ServerRefused, ServerSilent
-from .report import printable
+from ..terminal_text import printable
 
 #: Seconds between two looks at the job: at first, and once it has shown to be a long one.
 _FIRST_LOOK, _LATER_LOOKS = 0.1, 2.0
@@ -63,7 +63,7 @@ def _outcome(result: Any) -> Outcome:
                     kernel_id=printable(str(told["kernel_id"]), 80),
                     image=None if told["image"] is None else printable(str(told["image"]), 80),
                     bytes=int(told["bytes"]),
-                    code=None if told["code"] is None else printable(str(told["code"])),
+                    code=None if told["code"] is None else printable(str(told["code"]), 40),
                     hint=printable(str(told["hint"]), 300),
                 )
                 for told in result["kernels"]

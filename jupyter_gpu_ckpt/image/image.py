@@ -46,14 +46,6 @@ class Image:
         """Whether `retire` was called."""
         return self._mark("retired").exists()
 
-    @property
-    def retired_at(self) -> float | None:
-        """When `retire` was called, in seconds since the epoch; None if it was not."""
-        try:
-            return self._mark("retired").stat().st_mtime
-        except FileNotFoundError:
-            return None
-
     def accept_changed_files(self) -> None:
         """Its user has said that the kernel may go on with files that were changed while it was away."""
         self._mark("accepts").touch(0o600)

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
-from . import absences, directory, draft, integrity, leases, links, spill, tracked
+from . import directory, draft, integrity, leases, links, spill, tracked
 from .disk import mapped
 from .draft import Draft
 from .encryption import Vault
@@ -260,8 +260,6 @@ class Store:
         salvage: Callable[[Path], object] = lambda _: None,
     ) -> None:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
-            if gone is not None:
-                absences.removed(self.root, gone, time.time())
             forsaken = gone is not None and not leased and self._is_forsaken(gone)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{draft.PREFIX}{path.name}"

@@ -8,7 +8,6 @@ from fast_program import MIB
 
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaError, DeviceHeld, GpuFull
-from jupyter_gpu_ckpt.image import absences
 from jupyter_gpu_ckpt.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED
@@ -28,14 +27,6 @@ def test_only_the_blocks_leave_and_come_back(kernel):
         assert not kernel.gate.serves
         kernel.lifecycle.wake()
         kernel.runs_on()
-
-
-def test_gpu_time_given_back_is_that_of_the_blocks(kernel):
-    kernel.lifecycle.suspend()
-    kernel.lifecycle.wake()
-    record = kernel.lifecycle.engine.store.root / absences.RECORD
-    (absence,) = absences.read(record.read_bytes())
-    assert absence.device_bytes == kernel.blocks
 
 
 def test_without_the_trait_the_context_leaves_too(fast_kernel):

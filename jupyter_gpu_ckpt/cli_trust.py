@@ -32,7 +32,7 @@ def register(add: Add, store_of: Callable[[argparse.Namespace], Store]) -> None:
     verify = add("verify", "Prove that an image is whole, yours, and the last of its kernel.", run(_verify))
     verify.add_argument("image")
     add("check", "The same for every image there is.", run(_check))
-    seal = add("seal", "Vouch for an image as it is, for instance one of an older release.", run(_seal))
+    seal = add("seal", "Vouch for an image as it is, for instance one whose key is lost.", run(_seal))
     seal.add_argument("image")
     claim = add("break-claim", "Say that the host an image's kernel ran on is gone for good.", run(_break_claim))
     claim.add_argument("image")

@@ -62,13 +62,8 @@ class Chunks:
 
     @property
     def bytes(self) -> int:
-        """What they take on the disk.  From any thread."""
+        """Bytes of device memory that are here.  From any thread."""
         return sum(entry.bytes for entry in list(self._entries.values()))
-
-    @property
-    def content(self) -> int:
-        """Bytes of device memory that they are.  From any thread."""
-        return sum(entry.content.bytes for entry in list(self._entries.values()))
 
     def salvage(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
         """Take the place of ``directory``, of an image that is being removed; nothing was here before.
@@ -103,7 +98,7 @@ class Chunks:
         if not own:
             return False
         arena = own.pop()
-        begun, before = time.monotonic(), self.content
+        begun, before = time.monotonic(), self.bytes
         try:
             size = device.size(arena)
             if enough.is_set() or not permitted(size, max(0, size - before)):
@@ -119,8 +114,7 @@ class Chunks:
         finally:
             os.close(arena)
         seconds = time.monotonic() - begun
-        there = self.content, before, self.bytes
-        _log.info("Device memory is on the disk: %d bytes (%d before) in %d, %.1f s", *there, seconds)
+        _log.info("Device memory is on the disk: %d bytes (%d before), %.1f s", self.bytes, before, seconds)
         return True
 
     def halt(self, *, outdated: bool) -> None:
@@ -132,19 +126,18 @@ class Chunks:
         """Write no further; the bytes of the arena that are here, if all of it was written ahead, or 0."""
         self._enough.set()
         whole = self._written is not None and self._written.result()
-        return self.content if whole and not self._outdated else 0
+        return self.bytes if whole and not self._outdated else 0
 
-    def take(self, name: str, content: FileEntry, target: Path) -> FileEntry | None:
-        """Make chunk ``name`` the file ``target``, if that is in it; the entry it has then.  From any thread."""
-        entry = self._entries.get(name)
-        if entry is None or entry.content != content:
-            return None
+    def take(self, name: str, content: FileEntry, target: Path) -> bool:
+        """Rename the chunk ``name`` to ``target``; False if it is not cached with this content.  From any thread."""
+        if self._entries.get(name) != content:
+            return False
         try:
             (self._place / name).rename(target)
         except OSError:  # somebody has removed it
-            return None
+            return False
         self._entries.pop(name, None)
-        return entry
+        return True
 
     def clear(self) -> None:
         """Remove what is here, and wait for that; its kernel may put something here again.  Never raises."""

@@ -1,17 +1,15 @@
 """Device memory in an image: the chunks of the arena (`engine/fastpath`), files both here and there, moved uncached.
 
-CRIU does not see this memory.  A chunk of nothing but zeros has no file in an image; that of one that is compressed has
-the same name, and the size and hash of its content in its entry (`FileEntry.raw`): by those it is known again, and
-nothing is compressed to find out.  Hashes are made of what is in memory, on the way out and on the way back, so that
-nothing is read twice.  The arena is the descriptor of a directory, whose files come and go with the kernel's wish; they
-are read and written, never mapped: who reads a mapping of a file that was cut short is killed.
+CRIU does not see this memory.  A chunk of nothing but zeros has no file in an image.  Hashes are made of what is in
+memory, on the way out and on the way back, so that nothing is read twice.  The arena is the descriptor of a directory,
+whose files come and go with the kernel's wish; they are read and written, never mapped: who reads a mapping of a file
+that was cut short is killed.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +20,7 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged
 from ..files.atomic import flush
-from . import compression, direct
+from . import direct
 from .manifest import FileEntry, Manifest
 
 T = TypeVar("T")
@@ -38,22 +36,20 @@ DIRECTORY = "device"
 _CRIU = "criu"
 
 
-#: Asked with a chunk's name, content and place: makes it the file there, if it has one of it, and says what that is.
-Take = Callable[[str, FileEntry, Path], FileEntry | None]
+#: Provides the chunk of this name and content at this path from a cache; False if the cache does not have it.
+Take = Callable[[str, FileEntry, Path], bool]
 
 
-def none_there(name: str, content: FileEntry, place: Path) -> FileEntry | None:
-    """A `Take` that has nothing."""
-    return None
+def none_there(name: str, content: FileEntry, place: Path) -> bool:
+    """A `Take` whose cache is empty."""
+    return False
 
 
-def write(
-    arena: int, directory: Path, take: Take, go_on: Callable[[], object], *, compressed: bool = True
-) -> dict[str, FileEntry]:
+def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) -> dict[str, FileEntry]:
     """Write the chunks of the arena to files in ``directory``, which is made; they are flushed with their draft.
 
     Returns their hashes by name.  What ``take`` has is not written.  ``go_on``: called before each chunk; what it
-    raises ends it.  ``compressed``: where that pays.  Raises `OSError`; what was written then is left.
+    raises ends it.  Raises `OSError`; what was written then is left.
     """
     directory.mkdir(mode=0o700)
     place = path(arena)
@@ -64,31 +60,18 @@ def write(
             raise OSError(f"A file of device memory is shorter than it was: {name}.")
         if direct.is_zero(chunk):
             return None
-        content, to = FileEntry(len(chunk), blake3(chunk).hexdigest()), directory / name
-        entry = take(name, content, to)
-        if entry is None:
+        entry, to = FileEntry(len(chunk), blake3(chunk).hexdigest()), directory / name
+        if not take(name, entry, to):
             try:  # the very file, where both are on one disk; nobody writes to it again (`arena.c`)
                 os.link(place / name, to)
-                entry = content
             except OSError:
-                entry = _store(to, chunk, content, _DEPTH, compressed=compressed)
+                direct.write(to, chunk, len(chunk), size=len(chunk))
         return name, entry
 
     written = dict(filter(None, _each(size(arena), one, _DEPTH)))
     if not written:  # an image has no empty directories
         directory.rmdir()
     return written
-
-
-def _store(to: Path, chunk: memoryview, content: FileEntry, depth: int, *, compressed: bool = True) -> FileEntry:
-    """Write a chunk, one of ``depth`` at a time, as that file; its entry."""
-    # As a checkpoint and a wake would have it, also ahead of them: it is their time that is to be saved.
-    frame = compression.compress(chunk, _DEPTH) if compressed else None
-    data, length = frame or (chunk, len(chunk))
-    begun = time.monotonic()
-    direct.write(to, data, length, size=length)
-    compression.disk.wrote(length, time.monotonic() - begun, depth)
-    return content if frame is None else FileEntry(length, blake3(data[:length]).hexdigest(), raw=content)
 
 
 def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough: threading.Event) -> bool:
@@ -110,13 +93,12 @@ def write_ahead(arena: int, directory: Path, there: dict[str, FileEntry], enough
             whole = False
         if not whole:
             return None
-        content = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
-        known = there.get(name)
-        if (known and known.content) != content:
+        entry = None if direct.is_zero(chunk) else FileEntry(len(chunk), blake3(chunk).hexdigest())
+        if there.get(name) != entry:
             there.pop(name, None)
             (directory / name).unlink(missing_ok=True)
-            if content is not None:
-                entry = _store(directory / name, chunk, content, _DEPTH_AHEAD)
+            if entry is not None:
+                direct.write(directory / name, chunk, len(chunk), size=len(chunk))
                 flush(directory / name)
                 there[name] = entry
         return name
@@ -142,8 +124,7 @@ class Filling:
     chunks:
         As the manifest has them; any other is nothing but zeros.
     prove:
-        Whether they are as the manifest says; of what was decrypted it says other bytes, it is proved, and it is not
-        compressed.
+        Whether they are as the manifest says; of what was decrypted it says other bytes, and it is proved.
     """
 
     def __init__(self, arena: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], *, prove: bool) -> None:
@@ -166,19 +147,9 @@ class Filling:
         direct.write(self._arena / name, chunk, len(chunk), size=len(chunk))
 
     def _read(self, file: Path, chunk: memoryview, entry: FileEntry) -> bool:
-        """Whether the chunk is now what its file was made of; nothing is decompressed that is not proved."""
-        if not self._prove:
-            return len(direct.read(file, chunk, len(chunk))) == len(chunk)
-        if entry.content.bytes != len(chunk) or entry.bytes > len(chunk):
-            return False
-        into = chunk if entry.raw is None else compression.room(len(chunk))
-        data = direct.read(file, into, entry.bytes)
-        if len(data) != entry.bytes or blake3(data).hexdigest() != entry.blake3:
-            return False
-        # By the hash of the content it will be known again.
-        return entry.raw is None or (
-            compression.decompress(data, chunk) and blake3(chunk).hexdigest() == entry.raw.blake3
-        )
+        """Fill the chunk from its file; whether the file is what the manifest says."""
+        whole = len(direct.read(file, chunk, len(chunk))) == len(chunk)
+        return whole and (not self._prove or entry == FileEntry(len(chunk), blake3(chunk).hexdigest()))
 
     def require(self) -> bool:
         """Wait until everything is there; False if it was stopped.  Raises `ImageDamaged`, `OSError`."""

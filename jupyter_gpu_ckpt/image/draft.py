@@ -96,9 +96,7 @@ class Draft:
         with mapped(self._root):
             place = self.criu_directory / device.DIRECTORY
             if self._plain is not None:
-                # What is stored is another file.  Not compressed: its length would say what kind of content it has, and
-                # the manifest, which is not encrypted, what it is.
-                device.write(arena, place, device.none_there, go_on, compressed=False)
+                device.write(arena, place, device.none_there, go_on)  # what is stored is another file
             else:
                 written = device.write(arena, place, take, go_on)
                 self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
@@ -133,7 +131,7 @@ class Draft:
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
                 entries = integrity.entries(self.path, punch=True, known=self._known)
                 flushing += [pool.submit(flush, path) for path in last]
-                manifest = replace(manifest, id=self.id, files=entries).of_now()
+                manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:
                     flushed.result()
             if self._room is not None:

@@ -1,7 +1,7 @@
 """The manifest of an image: what it holds, and what a restore needs to know before it starts.
 
-Written after everything it lists, so a directory without a manifest is no image.  The JSON form is stable and written
-down in ``manifest.schema.json``: `VERSION` counts its changes, older versions stay readable.
+Written after everything it lists, so a directory without a manifest is no image.  The JSON form is written down in
+``manifest.schema.json``; `VERSION` counts its changes, and a reader refuses every version but its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ImageFormat
 
-VERSION = 4
+VERSION = 1
 #: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
 MOST_FILES = 100_000
 MOST_BYTES = 64 << 20
@@ -26,17 +26,10 @@ _Text = str | bytes
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an image as it is stored: its size, and its BLAKE3 in hex (empty in a manifest of version 1)."""
+    """One file of an image as it is stored: its size, and its BLAKE3 in hex."""
 
     bytes: int
-    blake3: str = ""
-    #: The same of its content, where what is stored is a frame of zstd (`compression`).
-    raw: FileEntry | None = None
-
-    @property
-    def content(self) -> FileEntry:
-        """Of what is in it, however it is stored."""
-        return self.raw or self
+    blake3: str
 
 
 @dataclass(frozen=True)
@@ -72,13 +65,13 @@ class Manifest:
     steps: dict[str, float] = field(default_factory=dict)
     #: Every file of the image but the manifest, its seal, and what leases write.
     files: dict[str, FileEntry] = field(default_factory=dict)
-    #: One up with every checkpoint of this kernel; 0 in version 1.
+    #: One up with every checkpoint of this kernel.
     generation: int = 0
     #: What the node had that a node which restores this must have too (`match.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
     #: What CRIU forgets of each process, by its pid, and a restore puts back (`process_state`).
     notes: dict[str, Any] = field(default_factory=dict)
-    #: Bytes of device memory that lie beside CRIU's files (`device`); 0 before version 3, and where CRIU has it all.
+    #: Bytes of device memory that lie beside CRIU's files (`device`); 0 where CRIU has it all.
     arena: int = 0
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
@@ -94,19 +87,12 @@ class Manifest:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON has of it."""
-        return dataclasses.asdict(
-            self, dict_factory=lambda pairs: {name: value for name, value in pairs if (name, value) != ("raw", None)}
-        )
-
-    def of_now(self) -> Manifest:
-        """The same in the oldest version that can say it: what has nothing new in it, older releases read."""
-        compressed = any(entry.raw is not None for entry in self.files.values())
-        return dataclasses.replace(self, version=VERSION if compressed else 3 if self.arena else 2)
+        """The manifest as the objects of JSON."""
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, text: _Text) -> Manifest:
-        """Read a manifest.  Raises `ImageFormat` with the version when it is newer, or with what is wrong with it.
+        """Read a manifest.  Raises `ImageFormat` with the version when it is another, or with what is wrong with it.
 
         Nothing is believed of a text because it is sealed: names cannot lead out of the image's directory, and numbers
         are what they are said to be.
@@ -118,10 +104,11 @@ class Manifest:
             version = data["version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ImageFormat("The image's manifest is damaged.", reason=type(error).__name__) from error
-        if type(version) is not int or version not in _READERS:
-            text = f"The image is of format {version}; this release reads formats 1 to {VERSION}."
-            raise ImageFormat(text, version=version)
-        return cls(**_READERS[version](data))
+        if type(version) is not int or version != VERSION:
+            message = f"The image is of format {str(version)[:40]}; this release reads format {VERSION}."
+            hint = "Wake it with the release that made it, or delete it: `jupyter gpu-ckpt rm --force IMAGE`."
+            raise ImageFormat(message, hint=hint, version=version)
+        return cls(**_facts(data))
 
 
 def safe_name(name: str) -> bool:
@@ -147,25 +134,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _version_1(data: dict[str, Any]) -> dict[str, Any]:
-    """Files had sizes only, and there was no seal."""
-    files = data.get("files")
-    if isinstance(files, dict):
-        data = {**data, "files": {name: {"bytes": size, "blake3": ""} for name, size in files.items()}}
-    return _version_2({**data, "generation": 0, "fingerprint": {}, "encryption": None})
-
-
-def _version_2(data: dict[str, Any]) -> dict[str, Any]:
-    """All memory was CRIU's."""
-    return _version_3({**data, "arena": 0})
-
-
-def _version_3(data: dict[str, Any]) -> dict[str, Any]:
-    """What was stored of a file was its content."""
-    return _version_4(data)
-
-
-def _version_4(data: dict[str, Any]) -> dict[str, Any]:
+def _facts(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `Manifest`, each of its type.  Raises `ImageFormat`."""
     facts = {}
     for each in dataclasses.fields(Manifest):
         if each.name not in data:
@@ -180,14 +150,10 @@ def _version_4(data: dict[str, Any]) -> dict[str, Any]:
     if len(files) > MOST_FILES:
         raise ImageFormat("The image's manifest lists too many files.", files=len(files))
     for name, entry in files.items():
-        if not safe_name(name) or not _file(entry, data["version"]):
+        if not safe_name(name) or not _is_entry(entry):
             raise ImageFormat("The image's manifest lists a file that cannot be one of an image.", name=name[:300])
-    facts["files"] = {name: _read_entry(entry) for name, entry in files.items()}
+    facts["files"] = {name: FileEntry(**entry) for name, entry in files.items()}
     return facts
-
-
-_Reader = Callable[[dict[str, Any]], dict[str, Any]]
-_READERS: dict[int, _Reader] = {1: _version_1, 2: _version_2, 3: _version_3, 4: _version_4}
 
 
 def _is_size(value: object) -> bool:
@@ -198,23 +164,11 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < _MOST  # type: ignore[operator]
 
 
-def _read_entry(entry: dict[str, Any]) -> FileEntry:
-    return FileEntry(entry["bytes"], entry["blake3"], _read_entry(entry["raw"]) if "raw" in entry else None)
-
-
-def _file(value: object, version: int) -> bool:
-    if version > 3 and isinstance(value, dict) and "raw" in value:
-        if not _entry(value["raw"], hashed=True):
-            return False
-        value = {name: one for name, one in value.items() if name != "raw"}
-    return _entry(value, hashed=version > 1)
-
-
-def _entry(value: object, hashed: bool) -> bool:
+def _is_entry(value: object) -> bool:
     if not isinstance(value, dict) or value.keys() != {"bytes", "blake3"} or not _is_size(value["bytes"]):
         return False
     digest = value["blake3"]
-    return isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}" if hashed else "", digest))
+    return isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}", digest))
 
 
 def _each(kind: type, rule: Callable[[object], bool]) -> Callable[[object], bool]:

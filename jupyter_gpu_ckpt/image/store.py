@@ -217,10 +217,7 @@ class Store:
         with leases.hold(image.path), mapped(self.root):
             for name in (MANIFEST, SEAL):  # a seal that was broken off
                 remove_leftovers(image.path / name)
-            told, files = image.manifest.files, integrity.entries(image.path)
-            # What is in a compressed file is not found out: a restore proves it.
-            files = {name: replace(one, raw=told[name].raw) if name in told else one for name, one in files.items()}
-            manifest = replace(image.manifest, files=files).of_now()
+            manifest = replace(image.manifest, files=integrity.entries(image.path))
             write_atomically(image.path / MANIFEST, manifest.to_json(), durable=True)
             integrity.seal(image.path, self.keys.current())
         return Image(image.path, manifest)

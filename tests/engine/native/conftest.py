@@ -14,7 +14,6 @@ from subject import running
 
 from jupyter_gpu_ckpt import returning, steps
 from jupyter_gpu_ckpt.engine import fastpath
-from jupyter_gpu_ckpt.image import compression
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +48,7 @@ def kernel(programs, doubles):
 
 @pytest.fixture
 def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
-    """Makes it; what moves between the kernel and the GPU is told to the driver that suspends.
-
-    ``disk_rate``: what is taken for the disk's, in bytes per second.  Without one it is beyond what any CPU compresses,
-    so that files have the sizes of their content.
-    """
+    """Makes it; what moves between the kernel and the GPU is told to the driver that suspends."""
     kernels = []
 
     class Told(fastpath.FastPath):
@@ -72,8 +67,7 @@ def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
     monkeypatch.setattr(returning, "FastPath", Told)
     bases = []
 
-    def make(*, base: Path | None = None, disk_rate: float = float("inf"), **options) -> FastKernel:
-        monkeypatch.setattr(compression.Disk, "rate", disk_rate)
+    def make(*, base: Path | None = None, **options) -> FastKernel:
         bases.append(base or Path(tempfile.mkdtemp(prefix="gc-")))
         kernels.append(FastKernel(criu_binary, tmp_path, bases[0], programs, doubles, **options))
         return kernels[0]

@@ -1,6 +1,10 @@
 """A file block by block, read ahead by several threads: what hashing at the rate of the disk needs.
 
 One reader does not fill a disk's queue; blocks are read in parallel and handed out in order.
+
+Not `blake3.update_mmap`, which is as fast (2 GiB on two cores: 1.6 s instead of 2.1 s from memory, 3.6 s and 4.3 s from
+the disk): a mapping of a file that is cut short, or that the disk cannot read, ends the whole process by SIGBUS, and
+images are proved because their files may be such.  Nor can a mapping be given up, or say how far it is.
 """
 
 from __future__ import annotations

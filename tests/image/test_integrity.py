@@ -8,6 +8,7 @@ import random
 import shutil
 import socket
 import stat
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -403,6 +404,36 @@ def test_a_hash_is_that_of_the_file_whatever_its_size(tmp_path, size):
     path.write_bytes(content)
     with blocks.reader() as pool:
         assert integrity.digest(path, size, pool) == blake3(content).hexdigest()
+
+
+def test_a_file_that_is_cut_short_while_it_is_hashed_is_refused_and_ends_no_process(store, monkeypatch):
+    """Why files are read and not mapped: a mapping would raise SIGBUS."""
+    image = publish(store, {"pages-1.img": bytes(3 * blocks.BLOCK)})
+    monkeypatch.setattr(blocks, "DEPTH", 1)
+
+    def cut(_: int) -> None:
+        os.truncate(image.criu_directory / "pages-1.img", blocks.BLOCK)
+
+    with pytest.raises(ImageDamaged) as caught:
+        store.check(image, cut)
+    assert caught.value.details["files"] == ["criu/pages-1.img"]
+
+
+def test_a_proof_that_nobody_wants_any_more_ends_in_the_middle_of_a_file(store, monkeypatch):
+    image = publish(store, {"pages-1.img": bytes(64 * blocks.BLOCK)})
+    read, stopped, blocks_read = blocks._read, threading.Event(), []
+
+    def slow(*arguments):
+        blocks_read.append(arguments)
+        assert stopped.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(blocks, "_read", slow)
+    proof = store.begin_check(image)
+    proof.stop()
+    stopped.set()
+    assert not proof.require()
+    assert len(blocks_read) < 64
 
 
 def test_zeros_are_not_stored_and_read_the_same(tmp_path):

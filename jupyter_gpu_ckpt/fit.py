@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .engine import criu_images
 from .engine.gpus import Gpus, gpu_mapping
 from .errors import CudaError, UnsupportedFile
+from .image import layout
 from .image.fingerprint import fingerprint, look
 from .image.manifest import Manifest
 from .image.match import Mismatch, match
@@ -48,7 +49,7 @@ def taken(
         gpus=_gpus(node) if cuda else [],
         cuda=cuda,
         device_bytes=device_bytes,
-        memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob("pages-*.img")),
+        memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES)),
     )
 
 

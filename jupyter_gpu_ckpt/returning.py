@@ -28,11 +28,10 @@ from .errors import (
     NoMemory,
     RuntimeDirectory,
 )
-from .image import archive, device, match
+from .image import archive, device, layout, match
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.disk import mapped
-from .image.image import CRIU_DIRECTORY
 from .image.node import LINGERS
 from .image.remote import Remote
 from .image.store import Image
@@ -234,7 +233,7 @@ class Returning(Steps):
             self._arena_filling = filling = Filling(
                 blocks,
                 manifest.arena,
-                plain / device.DIRECTORY,
+                plain / layout.DEVICE,
                 device.entries(manifest),
                 prove=manifest.encryption is None,
             )
@@ -255,7 +254,7 @@ class Returning(Steps):
             yield dump
             return
         with tempfile.TemporaryDirectory(prefix="view-", dir=self.home.runtime_dir) as place:
-            yield criu_images.view(dump, Path(place) / "criu", self._changed_files)
+            yield criu_images.view(dump, Path(place) / layout.CRIU, self._changed_files)
 
     def _require_proved(self) -> None:
         assert self._proof is not None
@@ -365,7 +364,7 @@ class Returning(Steps):
         if wanted and manifest.arena and manifest.encryption is None:
             with contextlib.suppress(OSError):  # a sweep has come upon it
                 self._chunks = Chunks(self.engine.store.root)
-                self._chunks.salvage(doomed / CRIU_DIRECTORY / device.DIRECTORY, device.entries(manifest))
+                self._chunks.salvage(doomed / layout.CRIU / layout.DEVICE, device.entries(manifest))
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid

@@ -9,7 +9,7 @@ import os
 import pytest
 from test_cli import Owner, Site, site  # noqa: F401 - the fixture
 
-from jupyter_gpu_ckpt.image.integrity import MANIFEST
+from jupyter_gpu_ckpt.image.layout import MANIFEST
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from ..errors import GpuCkptError, ImageArchived, ImageBusy, ImageNotFound
 from ..files.atomic import flush
-from . import draft, leases
+from . import layout, leases
 from .disk import mapped
-from .image import CRIU_DIRECTORY, Image
+from .image import Image
 from .remote import Progress, Remote
 from .store import Store
 
@@ -52,12 +52,12 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
             raise ImageBusy("The image's kernel came back meanwhile.", image=image.id) from error
         raise
     shutil.rmtree(aside, ignore_errors=True)
-    return sum(entry.bytes for name, entry in image.manifest.files.items() if name.startswith(f"{CRIU_DIRECTORY}/"))
+    return sum(entry.bytes for name, entry in image.manifest.files.items() if name.startswith(f"{layout.CRIU}/"))
 
 
 def _set_aside(image: Image, store: Store) -> Path:
     """From now on the content is elsewhere: a moment's work, for which the lease is held.  Where it lies still here."""
-    aside = store.root / f"{draft.PREFIX}{image.id}-content"  # what a crash leaves of it is swept
+    aside = store.root / f"{layout.DRAFT}{image.id}-content"  # what a crash leaves of it is swept
     with image.lease(), mapped(store.root):
         if image.archived:  # by a server of another host, which sent the same
             raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
@@ -78,7 +78,7 @@ def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | 
         with remote.fetched(image.id, store, progress=progress) as staged:
             image.criu_directory.mkdir(mode=0o700, exist_ok=True)  # a crash may have come just before it was made
             for name in image.manifest.files:
-                if name.startswith(f"{CRIU_DIRECTORY}/"):
+                if name.startswith(f"{layout.CRIU}/"):
                     place = image.path / name
                     place.parent.mkdir(mode=0o700, exist_ok=True)
                     (staged / name).replace(place)
@@ -111,8 +111,8 @@ def sweep(store: Store, remote: Remote) -> Iterator[tuple[str, GpuCkptError | No
 
 def remnants(store: Store) -> list[str]:
     """The images that are gone, and of which something may lie there."""
-    marks = sorted(mark.name for mark in store.root.glob(".*.sent"))
-    return [id for id in (name[1:].removesuffix(".sent") for name in marks) if _is_gone(store.root / id)]
+    marks = sorted(mark.name for mark in store.root.glob(f".*{layout.SENT}"))
+    return [id for id in (name[1:].removesuffix(layout.SENT) for name in marks) if _is_gone(store.root / id)]
 
 
 def _is_gone(path: Path) -> bool:
@@ -127,7 +127,7 @@ def _is_gone(path: Path) -> bool:
 
 def _clear(id: str, store: Store, remote: Remote) -> None:
     """The image is gone: remove what was sent of it, and then the mark."""
-    mark = store.root / f".{id}.sent"
+    mark = layout.mark(store.root / id, layout.SENT)
     try:
         # Read when the image is known to be gone: where the directory itself has gone away there is no mark either.
         token = str(mark.readlink())

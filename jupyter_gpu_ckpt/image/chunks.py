@@ -26,8 +26,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import GpuCkptError
-from . import device
-from .draft import PREFIX
+from . import device, layout
 from .manifest import FileEntry
 
 _log = logging.getLogger(__name__)
@@ -46,10 +45,10 @@ class Chunks:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._place = root / f"{PREFIX}chunks-{secrets.token_hex(6)}"
+        self._place = root / f"{layout.DRAFT}chunks-{secrets.token_hex(6)}"
         self._entries: dict[str, FileEntry] = {}
         self._lock = FileLock(
-            self._place.with_name(f"{self._place.name}.lock"), timeout=0, mode=0o600, thread_local=False
+            self._place.with_name(f"{self._place.name}{layout.LOCK}"), timeout=0, mode=0o600, thread_local=False
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-chunks")
         self._enough = threading.Event()

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from ..errors import ImageDamaged
 from ..files.atomic import flush
-from . import direct
+from . import direct, layout
 from .manifest import FileEntry, Manifest
 
 T = TypeVar("T")
@@ -31,9 +31,6 @@ CHUNK = 16 << 20
 _DEPTH = 8
 #: While nobody waits for it: what leaves most of the machine to others.
 _DEPTH_AHEAD = 2
-#: In CRIU's directory of an image.
-DIRECTORY = "device"
-_CRIU = "criu"
 
 
 #: Provides the chunk of this name and content at this path from a cache; False if the cache does not have it.
@@ -143,7 +140,7 @@ class Filling:
                 file.truncate(len(chunk))
             return
         if not self._read(self._directory / name, chunk, entry):
-            raise ImageDamaged("The image is damaged: device memory.", files=[f"{_CRIU}/{DIRECTORY}/{name}"])
+            raise ImageDamaged("The image is damaged: device memory.", files=[layout.device_file(name)])
         direct.write(self._arena / name, chunk, len(chunk), size=len(chunk))
 
     def _read(self, file: Path, chunk: memoryview, entry: FileEntry) -> bool:
@@ -182,7 +179,7 @@ def size(arena: int) -> int:
 
 def entries(manifest: Manifest) -> dict[str, FileEntry]:
     """Of the chunks in an image, by their names as `write` gives them."""
-    place = f"{_CRIU}/{DIRECTORY}/"
+    place = layout.device_file("")
     return {name.removeprefix(place): one for name, one in manifest.files.items() if name.startswith(place)}
 
 

@@ -19,18 +19,14 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from ..files.atomic import flush, write_atomically
-from . import device, integrity, leases, links
+from . import device, integrity, layout, leases, links
 from .disk import mapped
 from .encryption import Plain, Vault
 from .generations import Generations
-from .image import CRIU_DIRECTORY, Image
-from .integrity import MANIFEST
+from .image import Image
 from .keys import Keyring
 from .manifest import FileEntry, Manifest
 from .quota import Room
-
-#: What the name of a draft's directory begins with, and of no image's.
-PREFIX = ".draft-"
 
 
 class Draft:
@@ -48,17 +44,17 @@ class Draft:
         needed: int = 0,
     ) -> None:
         self.id = id
-        self.path = root / f"{PREFIX}{id}"
+        self.path = root / f"{layout.DRAFT}{id}"
         self._root = root
         self._keys = keys
         self._generations = generations
         self._vault = vault
         self._room = room
         self._begun = time.time_ns()
-        self._lock = FileLock(root / f"{PREFIX}{id}.lock", timeout=0, mode=0o600)
+        self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         with mapped(root):
             self._lock.acquire()
-            for directory in (self.path, self.path / CRIU_DIRECTORY):
+            for directory in (self.path, self.path / layout.CRIU):
                 directory.mkdir(mode=0o700)
                 directory.chmod(0o700)  # whatever the umask
         self._plain: Plain | None = None
@@ -75,7 +71,7 @@ class Draft:
     @property
     def criu_directory(self) -> Path:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
-        return self._plain.path if self._plain is not None else self.path / CRIU_DIRECTORY
+        return self._plain.path if self._plain is not None else self.path / layout.CRIU
 
     @contextlib.contextmanager
     def work_directory(self) -> Iterator[Path]:
@@ -94,12 +90,12 @@ class Draft:
         ``go_on``: asked on the way, and what it raises ends it.  Raises `NoSpace`, `StoreUnwritable`.
         """
         with mapped(self._root):
-            place = self.criu_directory / device.DIRECTORY
+            place = self.criu_directory / layout.DEVICE
             if self._plain is not None:
                 device.write(arena, place, device.none_there, go_on)  # what is stored is another file
             else:
                 written = device.write(arena, place, take, go_on)
-                self._known = {f"{CRIU_DIRECTORY}/{device.DIRECTORY}/{name}": one for name, one in written.items()}
+                self._known = {layout.device_file(name): one for name, one in written.items()}
 
     def size(self) -> int:
         """Bytes written so far; from any thread."""
@@ -118,7 +114,7 @@ class Draft:
         with mapped(self._root):
             key = self._keys.current()
             if self._plain is not None and self._vault is not None:
-                told = self._vault.encrypt(self._plain, self.path, CRIU_DIRECTORY)
+                told = self._vault.encrypt(self._plain, self.path, layout.CRIU)
                 manifest = replace(manifest, encryption=told)
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
@@ -136,7 +132,7 @@ class Draft:
                     flushed.result()
             if self._room is not None:
                 self._room.require(manifest.bytes)
-            write_atomically(self.path / MANIFEST, manifest.to_json(), durable=True)
+            write_atomically(self.path / layout.MANIFEST, manifest.to_json(), durable=True)
             integrity.seal(self.path, key)
             if living is not None:
                 leases.publish_claim(self.path, living, holder)

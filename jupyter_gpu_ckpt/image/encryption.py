@@ -28,6 +28,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
+from . import layout
 from .manifest import Manifest
 
 ALGORITHM = "aes-256-gcm"
@@ -163,7 +164,7 @@ class Plain:
     def __init__(self, base: Path, id: str) -> None:
         place = _place(base)
         self.path = place / id
-        self._lock = FileLock(place / f"{id}.lock", timeout=0, mode=0o600, thread_local=False)
+        self._lock = FileLock(place / f"{id}{layout.LOCK}", timeout=0, mode=0o600, thread_local=False)
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             if place.lstat().st_uid != os.geteuid() or place.lstat().st_mode & 0o077:
@@ -214,7 +215,7 @@ class Vault:
         place = _place(self.base)
         if not place.is_dir() or place.lstat().st_uid != os.geteuid():
             return 0
-        for lock_file in place.glob("*.lock"):
+        for lock_file in place.glob(f"*{layout.LOCK}"):
             lock = FileLock(lock_file, timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:
                 shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)

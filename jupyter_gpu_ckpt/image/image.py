@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.atomic import flush
-from . import leases
+from . import layout, leases
 from .leases import Lease
 from .manifest import Manifest
-
-CRIU_DIRECTORY = "criu"
 
 
 @dataclass(frozen=True)
@@ -31,41 +29,41 @@ class Image:
     @property
     def criu_directory(self) -> Path:
         """CRIU's files."""
-        return self.path / CRIU_DIRECTORY
+        return self.path / layout.CRIU
 
     def retire(self) -> None:
         """Its owner shut the kernel down: no server is to bring it back by itself.  The image stays usable."""
-        self._mark("retired").touch(0o600)
+        layout.mark(self.path, layout.RETIRED).touch(0o600)
 
     def unretire(self) -> None:
         """Its user wants the kernel back."""
-        self._mark("retired").unlink(missing_ok=True)
+        layout.mark(self.path, layout.RETIRED).unlink(missing_ok=True)
 
     @property
     def retired(self) -> bool:
         """Whether `retire` was called."""
-        return self._mark("retired").exists()
+        return layout.mark(self.path, layout.RETIRED).exists()
 
     def accept_changed_files(self) -> None:
         """Its user has said that the kernel may go on with files that were changed while it was away."""
-        self._mark("accepts").touch(0o600)
+        layout.mark(self.path, layout.ACCEPTS).touch(0o600)
 
     @property
     def accepts_changed_files(self) -> bool:
         """Whether `accept_changed_files` was called."""
-        return self._mark("accepts").exists()
+        return layout.mark(self.path, layout.ACCEPTS).exists()
 
     @property
     def archived(self) -> bool:
         """Whether its content lies in the cold tier (`archive`)."""
-        return self._mark("archived").exists()
+        return layout.mark(self.path, layout.ARCHIVED).exists()
 
     def mark_archived(self, archived: bool) -> None:
         """Called from `archive`; on disk when this returns."""
         if archived:
-            self._mark("archived").touch(0o600)
+            layout.mark(self.path, layout.ARCHIVED).touch(0o600)
         else:
-            self._mark("archived").unlink(missing_ok=True)
+            layout.mark(self.path, layout.ARCHIVED).unlink(missing_ok=True)
         flush(self.path.parent)
 
     def mark_sent(self) -> str:
@@ -74,7 +72,7 @@ class Image:
         The mark stays when the image goes, until nothing lies there any more (`archive.sweep`).  Called from `archive`;
         on disk when this returns.  Raises `OSError`.
         """
-        mark = self._mark("sent")
+        mark = layout.mark(self.path, layout.SENT)
         with contextlib.suppress(FileExistsError):  # of an earlier try
             mark.symlink_to(secrets.token_hex(8))  # a link is made with what it says, or not at all
         flush(mark.parent)
@@ -82,10 +80,7 @@ class Image:
 
     def unmark_sent(self) -> None:
         """Nothing of it lies there that is this store's to remove."""
-        self._mark("sent").unlink(missing_ok=True)
-
-    def _mark(self, name: str) -> Path:
-        return self.path.with_name(f".{self.path.name}.{name}")
+        layout.mark(self.path, layout.SENT).unlink(missing_ok=True)
 
     def lease(self) -> AbstractContextManager[Lease]:
         """Hold the image for one restorer (`leases.hold`).

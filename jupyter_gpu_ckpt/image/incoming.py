@@ -18,14 +18,12 @@ from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, RemoteFailed
 from ..files.atomic import flush
-from . import direct, integrity
+from . import direct, integrity, layout
 from . import pieces as pieces_of
+from .layout import INCOMING
 from .manifest import Manifest
 from .pieces import Journal, Piece, pieces, prepare, zeros
 from .store import Store
-
-#: Beside the images of a store: what is being fetched.
-INCOMING = ".incoming"
 
 #: Reads a piece from where it lies, as far as there is one; the buffer may be used for it.
 Read = Callable[[Piece, memoryview], memoryview]
@@ -45,7 +43,7 @@ def staged(store: Store, id: str, fill: Callable[[Path, Journal], None]) -> Iter
     # In a directory of the image's name, which the proof asks for.
     place = store.root / INCOMING / id
     place.parent.mkdir(mode=0o700, exist_ok=True)
-    lock = FileLock(place.with_name(f".{id}.lock"), timeout=0, mode=0o600)
+    lock = FileLock(layout.mark(place, layout.LOCK), timeout=0, mode=0o600)
     try:
         lock.acquire()
     except Timeout as error:

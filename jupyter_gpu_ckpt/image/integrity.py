@@ -5,9 +5,9 @@ seal over the exact bytes of the manifest first, so nothing of a forged one is i
 so nothing but plain files of the stated size is opened; then the content.  Hashes are BLAKE3: a tree hash, faster than
 any disk here on one core.
 
-A restore need not wait for all of it: CRIU copies the kernel's memory (`MEMORY`, nearly all of an image) and looks at
-nothing in it, so `begin` proves everything else at once and the memory beside the restore, and the restored processes
-stay stopped until that is proved too.
+A restore need not wait for all of it: CRIU copies the kernel's memory (`layout.PAGES`, nearly all of an image) and
+looks at nothing in it, so `begin` proves everything else at once and the memory beside the restore, and the restored
+processes stay stopped until that is proved too.
 
 What it does not prove is in docs/threat-model.md: who can run programs as this user can do all that this user can.
 """
@@ -31,15 +31,8 @@ from ..errors import ImageDamaged, ImageForged, ImageFormat
 from ..files.atomic import write_atomically
 from .blocks import BLOCK, blocks, punch_zeros, reader
 from .keys import ALGORITHM, Key, Keyring
-from .manifest import MOST_BYTES, RESERVED, FileEntry, Manifest
-
-MANIFEST = "manifest.json"
-SEAL = "manifest.mac"
-
-#: The pages of the processes: what CRIU copies without a look.
-MEMORY = "criu/pages-*.img"
-#: Device memory, which is proved by who reads it (`device`), unless it is encrypted.
-DEVICE = "criu/device/*"
+from .layout import DEVICE_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
+from .manifest import MOST_BYTES, FileEntry, Manifest
 
 #: Told the bytes of each block that was hashed; from the thread that called.
 Progress = Callable[[int], object]
@@ -100,12 +93,15 @@ class Proof:
 
 
 def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
-    """`verify`, but the `MEMORY` is still being proved when this returns, and `DEVICE` is not.  Raises as that does."""
+    """`verify`, but the pages of the processes are still being proved when this returns.
+
+    Device memory is not proved here but by its reader (`device`), unless it is encrypted.  Raises as `verify`.
+    """
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
     files = manifest.files
-    memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, MEMORY)}
-    left = {name for name in files if manifest.encryption is None and fnmatch.fnmatch(name, DEVICE)}
+    memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
+    left = {name for name in files if manifest.encryption is None and fnmatch.fnmatch(name, DEVICE_FILES)}
     _verify_content(path, {name: entry for name, entry in files.items() if name not in {*memory, *left}}, None)
     return manifest, Proof(path, memory)
 

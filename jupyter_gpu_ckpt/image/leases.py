@@ -42,12 +42,12 @@ from filelock import FileLock, Timeout
 
 from ..errors import CapsuleError, CapsuleGone, ImageBusy, ImageNotFound, NoSpace
 from ..files.atomic import flush
+from . import layout
 from .disk import mapped
+from .layout import CLAIM, LEASES
 
 #: Seconds after which a lease that nobody touched is over.
 EXPIRY = 30.0
-CLAIM = "claim.json"
-LEASES = "lease"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 #: Takes a locked descriptor over, and has it open for as long as the claimed process lives (`Capsule.hold`).
@@ -125,7 +125,7 @@ def acquire(path: Path, *, remove: bool = False, patience: float = 0.0) -> Lease
 
 
 def _acquire(path: Path, remove: bool, patience: float) -> Lease:
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=patience, mode=0o600, thread_local=False)
+    lock = FileLock(layout.mark(path, layout.LOCK), timeout=patience, mode=0o600, thread_local=False)
     try:
         lock.acquire()
     except Timeout as error:
@@ -239,7 +239,10 @@ def _link(path: Path, record: dict[str, Any], holder: Holder | None = None) -> b
 
 
 def _give(path: Path, holder: Holder) -> list[int] | None:
-    """Lock ``path`` and hand the lock over; which file it is, or None where there are no locks or nobody takes it."""
+    """Lock ``path`` and hand the lock over; which file it is, or None where there are no locks or nobody takes it.
+
+    Not a `FileLock`: the lock is to belong to a descriptor that another process keeps, after this one has ended.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,6 +263,7 @@ def _let_go(path: Path, claim: dict[str, Any]) -> bool:
     """Whether a claim from elsewhere on this host is held by nobody any more.
 
     The very file must be seen through the very mount: of two mounts of one directory each may have locks of its own.
+    Not a `FileLock`, which is exclusive and could meet another that looks: shared locks are in nobody's way.
     """
     if claim.get("boot") != _here()["boot"] or claim.get("pids") == _pids() or claim.get("held") is None:
         return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ImageFormat
+from .layout import RESERVED
 
 VERSION = 1
 #: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
@@ -120,10 +121,6 @@ def safe_name(name: str) -> bool:
         and not re.search(r"[\x00-\x1f\x7f\\]", name)
         and parts[0] not in RESERVED
     )
-
-
-#: Files of an image that its manifest does not list: itself, its seal, and what leases write.
-RESERVED = frozenset({"manifest.json", "manifest.mac", "lease", "claim.json"})
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import QuotaExceeded, StoreUnwritable
+from . import layout
 from .disk import mapped
 from .image import Image
 
-#: What the name of a promise ends with; its draft has the same name without it.
-SUFFIX = ".room"
 _LOCK = ".quota.lock"
 #: Seconds to wait for others who are promised room just now, which takes each of them a moment.
 _PATIENCE = 30.0
@@ -87,7 +86,7 @@ class Room:
 
     def __init__(self, root: Path, draft: str, kernel_id: str, quota: Quota, take: Callable[[], Used]) -> None:
         self._root, self._kernel_id, self._quota, self._take = root, kernel_id, quota, take
-        self._path = root / f"{draft}{SUFFIX}"
+        self._path = root / f"{draft}{layout.PROMISE}"
         self._promised = 0
 
     def require(self, needed: int) -> None:
@@ -114,8 +113,8 @@ def with_promises(taken: Used, root: Path, but: Path | None = None) -> Used:
     A promise whose writer is gone is removed; its draft is left to the next sweep.
     """
     bytes, kernels = taken.bytes, set(taken.kernels)
-    for path in sorted(root.glob(f".draft-*{SUFFIX}")) if root.is_dir() else ():
-        draft = path.with_name(path.name.removesuffix(SUFFIX))
+    for path in sorted(root.glob(f"{layout.DRAFT}*{layout.PROMISE}")) if root.is_dir() else ():
+        draft = path.with_name(path.name.removesuffix(layout.PROMISE))
         if path != but and draft.is_dir() and not _abandoned(draft, path):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 promise = json.loads(path.read_text())
@@ -129,7 +128,7 @@ def _abandoned(draft: Path, promise: Path) -> bool:
 
     Where that cannot be tried, it is there.
     """
-    lock = FileLock(draft.with_name(f"{draft.name}.lock"), timeout=0, mode=0o600)
+    lock = FileLock(draft.with_name(f"{draft.name}{layout.LOCK}"), timeout=0, mode=0o600)
     with contextlib.suppress(Timeout, OSError), lock:
         promise.unlink(missing_ok=True)
         if not draft.exists():  # its writer was just about to remove the lock, or has

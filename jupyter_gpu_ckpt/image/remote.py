@@ -30,16 +30,14 @@ from ..files.atomic import flush, write_atomically
 from . import integrity
 from .arrival import Arrival
 from .image import Image
-from .incoming import INCOMING, Files, staged
-from .integrity import MANIFEST, SEAL
+from .incoming import Files, staged
+from .layout import CLAIM, MANIFEST, SEAL
 from .manifest import MOST_BYTES, Manifest, safe_name
 from .pieces import Journal, Piece, pieces, zeros
 from .shared_directory import SharedDirectory
 from .store import Store
 
-__all__ = ["CLAIM", "INCOMING", "Progress", "Remote"]
-
-CLAIM = "claim.json"
+__all__ = ["Progress", "Remote"]
 
 #: Told the bytes that are done now, from any thread; those of an earlier try count at once.
 Progress = Callable[[int], object]

@@ -15,9 +15,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from . import leases
+from . import layout, leases
 from .disk import mapped
-from .draft import PREFIX
 
 #: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`arena.c`).
 _HOST = ".host"
@@ -26,10 +25,11 @@ _HOST = ".host"
 def begin(root: Path, hold: Callable[[int], object]) -> Path:
     """An empty directory in the image directory ``root``.
 
-    ``hold``: keeps a descriptor open until the capsule ends (`Capsule.hold`).  Raises `NoSpace`, `StoreUnwritable`, and
-    what ``hold`` does; then there is none.
+    ``hold``: keeps a descriptor open until the capsule ends (`Capsule.hold`).  Not a `FileLock`: the lock is to belong
+    to that descriptor, in another process.  Raises `NoSpace`, `StoreUnwritable`, and what ``hold`` does; then there is
+    none.
     """
-    place = root.absolute() / f"{PREFIX}blocks-{secrets.token_hex(6)}"
+    place = root.absolute() / f"{layout.DRAFT}blocks-{secrets.token_hex(6)}"
     with mapped(root):
         fd = os.open(_lock(place), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -46,7 +46,7 @@ def begin(root: Path, hold: Callable[[int], object]) -> Path:
 
 
 def _lock(place: Path) -> Path:
-    return place.with_name(f"{place.name}.lock")
+    return place.with_name(f"{place.name}{layout.LOCK}")
 
 
 def is_of_another_host(place: Path) -> bool:

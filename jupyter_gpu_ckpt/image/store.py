@@ -17,17 +17,18 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
-from . import directory, draft, integrity, leases, links, spill, tracked
+from . import directory, integrity, layout, leases, links, spill, tracked
 from .disk import mapped
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
 from .hashes import Hashes
-from .image import CRIU_DIRECTORY, Image
-from .integrity import MANIFEST, SEAL, Progress
+from .image import Image
+from .integrity import Progress
 from .keys import Keyring
+from .layout import MANIFEST, SEAL
 from .manifest import Manifest
-from .quota import SUFFIX, Quota, Room, Used, refusal, used, with_promises
+from .quota import Quota, Room, Used, refusal, used, with_promises
 
 __all__ = ["Image", "Store"]
 
@@ -90,7 +91,7 @@ class Store:
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
-        room = Room(self.root, f"{draft.PREFIX}{id}", kernel_id, self.quota, self._used) if self.quota else None
+        room = Room(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used) if self.quota else None
         return Draft(
             self.root, id, keys=self.keys, generations=self.generations, vault=self.vault, room=room, needed=needed
         )
@@ -209,7 +210,7 @@ class Store:
             yield image.criu_directory
             return
         vault = self.vault or Vault()
-        with contextlib.closing(vault.decrypt(image.path, image.manifest, CRIU_DIRECTORY)) as plain:
+        with contextlib.closing(vault.decrypt(image.path, image.manifest, layout.CRIU)) as plain:
             yield plain.path
 
     def seal(self, image: Image) -> Image:
@@ -259,7 +260,7 @@ class Store:
         with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
             forsaken = gone is not None and not leased and self._is_forsaken(gone)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
-            doomed = self.root / f"{draft.PREFIX}{path.name}"
+            doomed = self.root / f"{layout.DRAFT}{path.name}"
             path.rename(doomed)
             if gone is not None:
                 links.remove(gone.manifest, current=self._is_current(gone))
@@ -268,8 +269,8 @@ class Store:
             salvage(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
             # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
-            for mark in ("lock", "retired", "accepts", "archived"):
-                path.with_name(f".{path.name}.{mark}").unlink(missing_ok=True)
+            for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED):
+                layout.mark(path, suffix).unlink(missing_ok=True)
 
     def _is_forsaken(self, image: Image) -> bool:
         """Whether the image, which goes, is proved to be the user's, and the last of a kernel that does not live."""
@@ -296,23 +297,23 @@ class Store:
         swept = (self.vault or Vault()).sweep()
         self.hashes.sweep()
         ours = self.root.is_dir() and directory.is_private(self.root)
-        for path in self.root.glob(f"{draft.PREFIX}*") if ours else ():
+        for path in self.root.glob(f"{layout.DRAFT}*") if ours else ():
             if not path.is_dir() or spill.is_of_another_host(path):
                 continue
-            lock = FileLock(path.with_name(path.name + ".lock"), timeout=0, mode=0o600)
+            lock = FileLock(path.with_name(path.name + layout.LOCK), timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:
                 if path.is_dir():  # another sweep may have held the lock before
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
         # Of a writer that ended just after it had given its draft its name, or to which the disk refused the removal.
-        for path in self.root.glob(f"{draft.PREFIX}*.lock") if ours else ():
+        for path in self.root.glob(f"{layout.DRAFT}*{layout.LOCK}") if ours else ():
             lock = FileLock(path, timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 if not path.with_suffix("").is_dir():
                     path.unlink(missing_ok=True)
-        for promise in self.root.glob(f"{draft.PREFIX}*{SUFFIX}") if ours else ():
-            if not promise.with_name(promise.name.removesuffix(SUFFIX)).exists():
+        for promise in self.root.glob(f"{layout.DRAFT}*{layout.PROMISE}") if ours else ():
+            if not promise.with_name(promise.name.removesuffix(layout.PROMISE)).exists():
                 promise.unlink(missing_ok=True)
         return swept
 

@@ -11,7 +11,7 @@ from faulty import Subject
 from harness import notebook, until
 
 from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import layout, leases
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def newer_generation(image, subject):
 @contextlib.contextmanager
 def living_elsewhere(image, subject):
     claim = {"boot": "0" * 36, "machine": "another", "hostname": "elsewhere", "pid": 7}
-    (image.path / leases.CLAIM).write_text(json.dumps(claim))
+    (image.path / layout.CLAIM).write_text(json.dumps(claim))
     yield
     assert leases.break_claim(image.path)
 

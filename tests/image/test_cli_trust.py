@@ -10,7 +10,7 @@ import pytest
 from images import publish
 
 from jupyter_gpu_ckpt import cli, cli_trust
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 
@@ -147,4 +147,4 @@ def test_a_claim_can_be_broken_by_who_knows(store, run):
         lease.claim(os.getpid())
     assert run("break-claim", image.id)[1] == {"broken": True}
     assert run("break-claim", image.id)[1] == {"broken": False}
-    assert not (image.path / leases.CLAIM).exists()
+    assert not (image.path / layout.CLAIM).exists()

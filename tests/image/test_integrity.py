@@ -20,8 +20,8 @@ from images import FACTS, FILES, publish
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageError, ImageForged, ImageStale
 from jupyter_gpu_ckpt.image import blocks, integrity
 from jupyter_gpu_ckpt.image.generations import Generations
-from jupyter_gpu_ckpt.image.integrity import MANIFEST, SEAL
 from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.layout import MANIFEST, SEAL
 from jupyter_gpu_ckpt.image.store import Store
 
 

@@ -17,7 +17,7 @@ from images import FACTS, publish
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import ImageBusy, ImageNotFound, NoSpace
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import layout, leases
 
 ELSEWHERE = {"boot": "0" * 36, "machine": "another", "hostname": "elsewhere", "pids": "pid:[1]", "pid": 1, "started": 1}
 
@@ -114,13 +114,13 @@ def test_a_lease_goes_with_its_process(store, image):
     holder.wait(60)
     with image.lease():
         pass
-    assert not (image.path / leases.LEASES).exists()
+    assert not (image.path / layout.LEASES).exists()
 
 
 def from_elsewhere(image, **record) -> Path:
     """A lease that a restorer on another host has."""
-    (image.path / leases.LEASES).mkdir()
-    file = image.path / leases.LEASES / "1"
+    (image.path / layout.LEASES).mkdir()
+    file = image.path / layout.LEASES / "1"
     file.write_text(json.dumps({**ELSEWHERE, **record}))
     return file
 
@@ -134,14 +134,14 @@ def test_a_lease_of_another_host_holds_while_it_is_touched(image):
         pass
     os.utime(file, (time.time() - leases.EXPIRY - 5, time.time() - leases.EXPIRY - 5))
     with image.lease() as lease:
-        assert [path.name for path in (image.path / leases.LEASES).iterdir()] == ["2"]
+        assert [path.name for path in (image.path / layout.LEASES).iterdir()] == ["2"]
         lease.claim(os.getpid())
 
 
 def test_a_lease_is_touched_while_it_is_held(image, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRY", 0.1)
     with image.lease():
-        (file,) = (image.path / leases.LEASES).iterdir()
+        (file,) = (image.path / layout.LEASES).iterdir()
         os.utime(file, (0, 0))
         until(lambda: file.stat().st_mtime != 0, "the touch", 60)
 
@@ -150,7 +150,7 @@ def test_who_was_overtaken_gets_no_kernel(image, another_process):
     """Cut off in the middle of a restore: another host takes over, and the first one's kernel must not live."""
     lease = leases.acquire(image.path)
     lease._lock.release()  # as a file server does with the locks of a client that it does not hear from
-    file = image.path / leases.LEASES / "1"
+    file = image.path / layout.LEASES / "1"
     file.write_text(json.dumps(ELSEWHERE))
     os.utime(file, (0, 0))
     with image.lease() as other:
@@ -158,7 +158,7 @@ def test_who_was_overtaken_gets_no_kernel(image, another_process):
         with pytest.raises(ImageBusy, match="restored elsewhere"):
             lease.claim(os.getpid())
     lease.withdraw()
-    left = json.loads((image.path / leases.CLAIM).read_text())["pid"]
+    left = json.loads((image.path / layout.CLAIM).read_text())["pid"]
     assert left == another_process.pid, "it is not ours to withdraw"
     lease.end()
 
@@ -180,7 +180,7 @@ def test_an_image_whose_kernel_lives_cannot_be_restored(image, another_process):
     another_process.kill()
     another_process.wait(60)
     with image.lease():
-        assert not (image.path / leases.CLAIM).exists()
+        assert not (image.path / layout.CLAIM).exists()
 
 
 def test_a_published_image_belongs_to_the_process_until_it_has_ended(store, another_process):
@@ -196,7 +196,7 @@ def test_a_published_image_belongs_to_the_process_until_it_has_ended(store, anot
 def test_a_pid_that_is_another_process_now_claims_nothing(image, another_process):
     with image.lease() as lease:
         lease.claim(another_process.pid)
-    claim = image.path / leases.CLAIM
+    claim = image.path / layout.CLAIM
     claim.write_text(json.dumps({**json.loads(claim.read_text()), "started": 1}))
     with image.lease():
         pass
@@ -245,7 +245,7 @@ def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
     container.kill()
     container.communicate(timeout=60)
     with image.lease():
-        assert not (image.path / leases.CLAIM).exists()
+        assert not (image.path / layout.CLAIM).exists()
 
 
 def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
@@ -268,7 +268,7 @@ def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
 )
 def test_a_lock_says_something_of_this_boot_and_this_file_only(image, change, void):
     """The file may be seen through another mount, which has locks of its own."""
-    claim = image.path / leases.CLAIM
+    claim = image.path / layout.CLAIM
     claim.touch()
     held = [claim.stat().st_dev, claim.stat().st_ino]
     claim.write_text(json.dumps({**leases._here(), "pids": "pid:[1]", "pid": 1, "held": held, **change}))
@@ -284,7 +284,7 @@ def test_a_process_of_ours_is_judged_by_its_id_and_by_no_lock(image, another_pro
     kept: list[int] = []
     with image.lease() as lease:
         lease.claim(another_process.pid, lambda fd: kept.append(os.dup(fd)))
-    assert json.loads((image.path / leases.CLAIM).read_text())["held"]
+    assert json.loads((image.path / layout.CLAIM).read_text())["held"]
     os.close(kept[0])
     with pytest.raises(ImageBusy), image.lease():
         pass
@@ -304,7 +304,7 @@ def test_a_process_of_ours_is_judged_by_its_id_and_by_no_lock(image, another_pro
 def test_a_claim_of_another_boot_is_void_on_the_same_machine_only(image, monkeypatch, record, gone):
     here = {**leases._here(), "machine": "this", "hostname": "this"}
     monkeypatch.setattr(leases, "_here", lambda: here)
-    (image.path / leases.CLAIM).write_text(json.dumps({**ELSEWHERE, **record}))
+    (image.path / layout.CLAIM).write_text(json.dumps({**ELSEWHERE, **record}))
     if gone:
         with image.lease():
             return
@@ -318,7 +318,7 @@ def test_a_claim_of_another_boot_is_void_on_the_same_machine_only(image, monkeyp
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"pid": "x"}', '{"boot": 7}'])
 def test_a_claim_that_cannot_be_read_is_one(image, text):
-    (image.path / leases.CLAIM).write_text(text)
+    (image.path / layout.CLAIM).write_text(text)
     with pytest.raises(ImageBusy), image.lease():
         pass
 
@@ -326,7 +326,7 @@ def test_a_claim_that_cannot_be_read_is_one(image, text):
 def test_a_machine_without_an_id_is_never_the_same(image, monkeypatch):
     here = {**leases._here(), "machine": "", "hostname": "this"}
     monkeypatch.setattr(leases, "_here", lambda: here)
-    (image.path / leases.CLAIM).write_text(json.dumps({**ELSEWHERE, "machine": "", "hostname": "this"}))
+    (image.path / layout.CLAIM).write_text(json.dumps({**ELSEWHERE, "machine": "", "hostname": "this"}))
     with pytest.raises(ImageBusy), image.lease():
         pass
 
@@ -373,8 +373,8 @@ def test_on_a_full_disk_the_lock_and_the_lease_of_another_still_hold(store, imag
 
 
 def test_a_full_disk_does_not_hide_the_lease_of_another_host(store, image, full):
-    (image.path / leases.LEASES).mkdir()
-    (image.path / leases.LEASES / "3").write_text(json.dumps(ELSEWHERE))
+    (image.path / layout.LEASES).mkdir()
+    (image.path / layout.LEASES / "3").write_text(json.dumps(ELSEWHERE))
     full()
     with pytest.raises(ImageBusy):
         store.remove(image)

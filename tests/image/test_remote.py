@@ -28,7 +28,7 @@ from jupyter_gpu_ckpt.errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
-from jupyter_gpu_ckpt.image import pieces
+from jupyter_gpu_ckpt.image import layout, pieces
 from jupyter_gpu_ckpt.image import remote as remote_module
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.pieces import Piece
@@ -122,7 +122,7 @@ def test_there_and_back_again(place, near, far):
     far.check(arrived)
     assert {oct(path.stat().st_mode & 0o077) for path in [arrived.path, *arrived.path.rglob("*")]} == {"0o0"}
     assert remote.images() == [], "an image is in one place"
-    assert list((far.root / remote_module.INCOMING).iterdir()) == []
+    assert list((far.root / layout.INCOMING).iterdir()) == []
 
 
 def test_zeros_are_not_sent_and_not_stored(place, near, far):

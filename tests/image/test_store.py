@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.errors import (
 )
 from jupyter_gpu_ckpt.image import draft as draft_module
 from jupyter_gpu_ckpt.image import store as store_module
-from jupyter_gpu_ckpt.image.integrity import MANIFEST, SEAL
+from jupyter_gpu_ckpt.image.layout import MANIFEST, SEAL
 from jupyter_gpu_ckpt.image.manifest import FileEntry, Manifest
 from jupyter_gpu_ckpt.image.store import Store
 

@@ -14,7 +14,7 @@ from gate_double import GateDouble
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.criu import Criu
 from jupyter_gpu_ckpt.engine.criu_install import dotted
-from jupyter_gpu_ckpt.image import device
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
 from jupyter_gpu_ckpt.machine import State
@@ -75,7 +75,7 @@ class FastKernel:
 
 def chunks(image: Image) -> list[Path]:
     """Files of device memory in an image."""
-    return sorted((image.criu_directory / device.DIRECTORY).glob("*"))
+    return sorted((image.criu_directory / layout.DEVICE).glob("*"))
 
 
 def kept(kernel: FastKernel) -> list[Path]:

@@ -17,7 +17,7 @@ from waiting import until
 from jupyter_gpu_ckpt import preflight
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.errors import CriuError
-from jupyter_gpu_ckpt.image import device, direct
+from jupyter_gpu_ckpt.image import direct, layout
 from jupyter_gpu_ckpt.image.chunks import Chunks, make_room
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.integrity import verify
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_fails_costs_no_more_than_what_was_kept(kernel, writte
     kernel.lifecycle.wake()
 
     def dump(_, directory, **__):
-        until(lambda: len(list((directory / device.DIRECTORY).glob("*"))) == count, "all was taken")
+        until(lambda: len(list((directory / layout.DEVICE).glob("*"))) == count, "all was taken")
         raise CriuError("no")
 
     with monkeypatch.context() as patch:

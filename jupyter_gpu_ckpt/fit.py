@@ -81,7 +81,7 @@ def mismatches(
     Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
     """
     wanted, free = manifest.fingerprint, node.store.free()
-    in_the_clear = manifest.encryption is None and node.store.vault is None
+    in_the_clear = manifest.encryption is None and node.store.clear
     if in_the_clear and free >= manifest.arena:  # where host memory is too small for it, the disk takes that
         wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.arena)}
     gpus = _gpus(node) if manifest.cuda else []

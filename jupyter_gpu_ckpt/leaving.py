@@ -325,7 +325,7 @@ class Leaving(Steps):
         Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
         """
         store = self.engine.store
-        if not (self.settings.write_ahead and self._saved.cuda and store.vault is None and self._spill is None):
+        if not (self.settings.write_ahead and self._saved.cuda and store.clear and self._spill is None):
             return
         try:
             blocks = self._fast_path().blocks()

@@ -32,6 +32,7 @@ from .image import archive, device, layout, match
 from .image.chunks import Chunks
 from .image.device import Filling
 from .image.disk import mapped
+from .image.encryption import Readable
 from .image.node import LINGERS
 from .image.remote import Remote
 from .image.store import Image
@@ -193,9 +194,9 @@ class Returning(Steps):
         try:
             self._require_wanted()
             with (
-                self.engine.store.plain(self.image) as plain,
-                self._accepting(plain) as dump,
-                self._filling_arena(capsule, plain),
+                self.engine.store.plain(self.image) as files,
+                self._accepting(files.criu_directory) as dump,
+                self._filling_arena(capsule, files),
             ):
                 restored = self.engine.criu.restore(
                     capsule,
@@ -219,7 +220,7 @@ class Returning(Steps):
         traced.bytes = manifest.bytes
 
     @contextlib.contextmanager
-    def _filling_arena(self, capsule: Capsule, plain: Path) -> Iterator[None]:
+    def _filling_arena(self, capsule: Capsule, files: Readable) -> Iterator[None]:
         """Device memory comes from the image into the capsule's own memory while CRIU is at work on the rest."""
         assert self.image is not None
         manifest = self.image.manifest
@@ -227,15 +228,15 @@ class Returning(Steps):
             yield
             return
         needed = int(manifest.fingerprint.get("memory", 0))
-        place = self._place(manifest.arena, capsule, needed) if manifest.encryption is None else None
+        place = self._place(manifest.arena, capsule, needed) if files.clear else None
         blocks = FastPath(capsule, self.engine.cuda).new_blocks(place)
         try:
             self._arena_filling = filling = Filling(
                 blocks,
                 manifest.arena,
-                plain / layout.DEVICE,
+                files.device_directory,
                 device.entries(manifest),
-                prove=manifest.encryption is None,
+                files.codec,
             )
             try:
                 if self._breaking_off.is_set():  # just before there was something to stop
@@ -360,7 +361,7 @@ class Returning(Steps):
         assert self.image is not None
         manifest = self.image.manifest
         self._forget_chunks()
-        wanted = self.settings.keep_chunks and self.engine.store.vault is None and self.capsule is not None
+        wanted = self.settings.keep_chunks and self.engine.store.clear and self.capsule is not None
         if wanted and manifest.arena and manifest.encryption is None:
             with contextlib.suppress(OSError):  # a sweep has come upon it
                 self._chunks = Chunks(self.engine.store.root)

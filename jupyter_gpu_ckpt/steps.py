@@ -239,7 +239,7 @@ class Steps:
     def _may_spill(self, bytes: int) -> bool:
         """Whether so many bytes of blocks may lie on the disk: there is room, and they may lie there in the clear."""
         store = self.engine.store
-        return store.vault is None and store.free() + chunks.kept_in(store.root) >= bytes + MARGIN
+        return store.clear and store.free() + chunks.kept_in(store.root) >= bytes + MARGIN
 
     def _require_memory(self, bytes: int) -> None:
         """Raises `NoMemory` where so many bytes do not fit into host memory, to the last byte."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -42,11 +42,46 @@ def none_there(name: str, content: FileEntry, place: Path) -> bool:
     return False
 
 
-def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) -> dict[str, FileEntry]:
+class Codec(Protocol):
+    """How chunks are stored in the files of an image.  Its methods are called from several threads at a time."""
+
+    def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
+        """Make the file ``path`` of a chunk, which is the file ``source`` of the arena; its entry.  Raises `OSError`.
+
+        ``chunk``: a `direct.buffer` with the content.
+        """
+
+    def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
+        """Fill ``chunk`` from the file ``path``; False if the file is not what ``entry`` says.  Raises `OSError`."""
+
+
+class InTheClear:
+    """Store chunks as they are: taken from a cache, linked where the arena is on the same disk, or written."""
+
+    def __init__(self, take: Take = none_there) -> None:
+        self._take = take
+
+    def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
+        """As `Codec.store`."""
+        entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
+        if not self._take(path.name, entry, path):
+            try:  # the very file, where both are on one disk; nobody writes to it again (`arena.c`)
+                os.link(source, path)
+            except OSError:
+                direct.write(path, chunk, len(chunk), size=len(chunk))
+        return entry
+
+    def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
+        """As `Codec.load`."""
+        whole = len(direct.read(path, chunk, len(chunk))) == len(chunk)
+        return whole and entry == FileEntry(len(chunk), blake3(chunk).hexdigest())
+
+
+def write(arena: int, directory: Path, codec: Codec, go_on: Callable[[], object]) -> dict[str, FileEntry]:
     """Write the chunks of the arena to files in ``directory``, which is made; they are flushed with their draft.
 
-    Returns their hashes by name.  What ``take`` has is not written.  ``go_on``: called before each chunk; what it
-    raises ends it.  Raises `OSError`; what was written then is left.
+    Returns their entries by name.  ``go_on``: called before each chunk; what it raises ends it.  Raises `OSError`; what
+    was written then is left.
     """
     directory.mkdir(mode=0o700)
     place = path(arena)
@@ -57,13 +92,7 @@ def write(arena: int, directory: Path, take: Take, go_on: Callable[[], object]) 
             raise OSError(f"A file of device memory is shorter than it was: {name}.")
         if direct.is_zero(chunk):
             return None
-        entry, to = FileEntry(len(chunk), blake3(chunk).hexdigest()), directory / name
-        if not take(name, entry, to):
-            try:  # the very file, where both are on one disk; nobody writes to it again (`arena.c`)
-                os.link(place / name, to)
-            except OSError:
-                direct.write(to, chunk, len(chunk), size=len(chunk))
-        return name, entry
+        return name, codec.store(place / name, chunk, directory / name)
 
     written = dict(filter(None, _each(size(arena), one, _DEPTH)))
     if not written:  # an image has no empty directories
@@ -120,13 +149,13 @@ class Filling:
         Where the chunks are.
     chunks:
         As the manifest has them; any other is nothing but zeros.
-    prove:
-        Whether they are as the manifest says; of what was decrypted it says other bytes, and it is proved.
+    codec:
+        Reads and proves them.
     """
 
-    def __init__(self, arena: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], *, prove: bool) -> None:
+    def __init__(self, arena: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], codec: Codec) -> None:
         self._given_up = threading.Event()
-        self._arena, self._directory, self._chunks, self._prove = path(arena), directory, chunks, prove
+        self._arena, self._directory, self._chunks, self._codec = path(arena), directory, chunks, codec
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device")
         self._filled = self._thread.submit(_each, size, self._one, _DEPTH)
         self._thread.shutdown(wait=False)
@@ -139,14 +168,9 @@ class Filling:
             with open(self._arena / name, "xb") as file:
                 file.truncate(len(chunk))
             return
-        if not self._read(self._directory / name, chunk, entry):
+        if not self._codec.load(self._directory / name, entry, chunk):
             raise ImageDamaged("The image is damaged: device memory.", files=[layout.device_file(name)])
         direct.write(self._arena / name, chunk, len(chunk), size=len(chunk))
-
-    def _read(self, file: Path, chunk: memoryview, entry: FileEntry) -> bool:
-        """Fill the chunk from its file; whether the file is what the manifest says."""
-        whole = len(direct.read(file, chunk, len(chunk))) == len(chunk)
-        return whole and (not self._prove or entry == FileEntry(len(chunk), blake3(chunk).hexdigest()))
 
     def require(self) -> bool:
         """Wait until everything is there; False if it was stopped.  Raises `ImageDamaged`, `OSError`."""

@@ -19,9 +19,9 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from ..files.atomic import flush, write_atomically
-from . import device, integrity, layout, leases, links
+from . import device, encryption, integrity, layout, leases, links
 from .disk import mapped
-from .encryption import Plain, Vault
+from .encryption import Vault
 from .generations import Generations
 from .image import Image
 from .keys import Keyring
@@ -48,7 +48,6 @@ class Draft:
         self._root = root
         self._keys = keys
         self._generations = generations
-        self._vault = vault
         self._room = room
         self._begun = time.time_ns()
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
@@ -57,13 +56,12 @@ class Draft:
             for directory in (self.path, self.path / layout.CRIU):
                 directory.mkdir(mode=0o700)
                 directory.chmod(0o700)  # whatever the umask
-        self._plain: Plain | None = None
+        self._form: encryption.Form = encryption.Clear(self.path / layout.CRIU)
         self._known: dict[str, FileEntry] = {}
         try:
             if room is not None:
                 room.require(needed)
-            if vault is not None:
-                self._plain = Plain(vault.base, id)
+            self._form = encryption.form(vault, id, self.path / layout.CRIU)
         except BaseException:
             self.discard()
             raise
@@ -71,7 +69,7 @@ class Draft:
     @property
     def criu_directory(self) -> Path:
         """Where CRIU writes: for an image that will be encrypted a directory in memory."""
-        return self._plain.path if self._plain is not None else self.path / layout.CRIU
+        return self._form.criu_directory
 
     @contextlib.contextmanager
     def work_directory(self) -> Iterator[Path]:
@@ -90,18 +88,14 @@ class Draft:
         ``go_on``: asked on the way, and what it raises ends it.  Raises `NoSpace`, `StoreUnwritable`.
         """
         with mapped(self._root):
-            place = self.criu_directory / layout.DEVICE
-            if self._plain is not None:
-                device.write(arena, place, device.none_there, go_on)  # what is stored is another file
-            else:
-                written = device.write(arena, place, take, go_on)
-                self._known = {layout.device_file(name): one for name, one in written.items()}
+            written = device.write(arena, self.path / layout.CRIU / layout.DEVICE, self._form.codec(take), go_on)
+            self._known = {layout.device_file(name): one for name, one in written.items()}
 
     def size(self) -> int:
         """Bytes written so far; from any thread."""
         found = 0
         with contextlib.suppress(OSError):  # renamed or removed meanwhile
-            for path in [*self.path.rglob("*"), *(self._plain.path.rglob("*") if self._plain is not None else ())]:
+            for path in {*self.path.rglob("*"), *self.criu_directory.rglob("*")}:
                 found += path.stat().st_size
         return found
 
@@ -113,9 +107,7 @@ class Draft:
         """
         with mapped(self._root):
             key = self._keys.current()
-            if self._plain is not None and self._vault is not None:
-                told = self._vault.encrypt(self._plain, self.path, layout.CRIU)
-                manifest = replace(manifest, encryption=told)
+            manifest = replace(manifest, encryption=self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
                 path.chmod(0o600)
@@ -161,8 +153,7 @@ class Draft:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self._plain is not None:
-            self._plain.close()
+        self._form.close()
         if self._room is not None:
             self._room.release()
         with contextlib.suppress(OSError):

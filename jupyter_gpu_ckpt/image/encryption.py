@@ -5,8 +5,11 @@ the file's name; a chunk's nonce is its number and whether it is the last one.  
 and a chunk that was moved, dropped or cut off does not decrypt.  Hashes and the seal are over what is stored: `verify`
 needs no key.
 
-CRIU knows nothing of this.  It writes to, and reads from, a directory in memory (`Plain`), so the plain files touch no
-disk; they need as much host memory as the image is large, for as long as a dump or a restore takes.
+CRIU knows nothing of this.  It writes to, and reads from, a directory in memory (`Plain`), so its files touch no disk;
+they need as much host memory as they are large, for as long as a dump or a restore takes.  Device memory is encrypted
+from the arena into the image and decrypted on the way back, chunk by chunk (`Chunks`), and lies nowhere else.
+
+Two functions are all that others need: `form` to write an image, `readable` to read it, encrypted or not.
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
-from . import layout
-from .manifest import Manifest
+from . import device, direct, layout
+from .manifest import FileEntry, Manifest
 
 ALGORITHM = "aes-256-gcm"
 CHUNK = 1 << 20
@@ -140,6 +145,33 @@ class Cipher:
             except InvalidTag:
                 raise ImageDamaged(f"{name!r} does not decrypt.", files=[name]) from None
 
+    def seal(self, name: str, content: memoryview, into: memoryview) -> int:
+        """Write the encrypted form of ``content``, which is file ``name`` of the image, to ``into``; its bytes."""
+        count = max(1, -(-len(content) // CHUNK))
+        aead = self._aead(name)
+        for number in range(count):
+            chunk = content[number * CHUNK : (number + 1) * CHUNK]
+            at = number * (CHUNK + TAG)
+            aead.encrypt_into(_nonce(number, count), chunk, None, into[at : at + len(chunk) + TAG])
+        return len(content) + count * TAG
+
+    def open(self, name: str, sealed: memoryview, into: memoryview) -> bool:
+        """Write the content of ``sealed`` to ``into``; False if it is not what `seal` made, of so many bytes."""
+        from cryptography.exceptions import InvalidTag
+
+        count = max(1, -(-len(into) // CHUNK))
+        if len(sealed) != len(into) + count * TAG:
+            return False
+        aead = self._aead(name)
+        try:
+            for number in range(count):
+                chunk = into[number * CHUNK : (number + 1) * CHUNK]
+                at = number * (CHUNK + TAG)
+                aead.decrypt_into(_nonce(number, count), sealed[at : at + len(chunk) + TAG], None, chunk)
+        except InvalidTag:
+            return False
+        return True
+
     def _aead(self, name: str) -> Any:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         from cryptography.hazmat.primitives.hashes import SHA256
@@ -223,37 +255,142 @@ class Vault:
                 swept += 1
         return swept
 
-    def encrypt(self, plain: Plain, image: Path, directory: str) -> dict[str, Any]:
-        """Write ``plain``'s files to ``directory`` of ``image``; what the manifest says of it.  Raises `OSError`."""
-        cipher = Cipher.fresh(self.secret())
-        for path in sorted(plain.path.rglob("*")):
-            name = f"{directory}/{path.relative_to(plain.path)}"
+
+class Chunks:
+    """Store chunks of device memory encrypted; a `device.Codec`."""
+
+    def __init__(self, cipher: Cipher) -> None:
+        self._cipher = cipher
+        self._own = threading.local()
+
+    def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
+        """As `device.Codec.store`."""
+        buffer = self._buffer(len(chunk))
+        size = self._cipher.seal(layout.device_file(path.name), chunk, buffer)
+        direct.write(path, buffer, size, size=size)
+        return FileEntry(size, blake3(buffer[:size]).hexdigest())
+
+    def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
+        """As `device.Codec.load`; nothing is decrypted that is not proved."""
+        buffer = self._buffer(len(chunk))
+        if entry.bytes > len(buffer):
+            return False
+        sealed = direct.read(path, buffer, entry.bytes)
+        if len(sealed) != entry.bytes or blake3(sealed).hexdigest() != entry.blake3:
+            return False
+        return self._cipher.open(layout.device_file(path.name), sealed, chunk)
+
+    def _buffer(self, size: int) -> memoryview:
+        """A `direct.buffer` for the encrypted form of ``size`` bytes, used again by the thread."""
+        needed = size + TAG * max(1, -(-size // CHUNK))
+        if not hasattr(self._own, "buffer") or len(self._own.buffer) < needed:
+            self._own.buffer = direct.buffer(needed)
+        found: memoryview = self._own.buffer
+        return found
+
+
+class Form(Protocol):
+    """In which form an image is written, encrypted or not."""
+
+    #: Where CRIU writes.
+    criu_directory: Path
+
+    def codec(self, take: device.Take) -> device.Codec:
+        """How device memory is written.  ``take``: a cache of chunks, as they are."""
+
+    def finish(self) -> dict[str, Any] | None:
+        """Write what is still to be written; what the manifest says of the form.  Raises `OSError`."""
+
+    def close(self) -> None:
+        """Remove what is not of the image.  Idempotent, never raises."""
+
+
+class Clear:
+    """The `Form` of an image that is not encrypted: CRIU writes to its ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        self.criu_directory = directory
+
+    def codec(self, take: device.Take) -> device.Codec:
+        """As `Form.codec`."""
+        return device.InTheClear(take)
+
+    def finish(self) -> None:
+        """As `Form.finish`."""
+
+    def close(self) -> None:
+        """As `Form.close`."""
+
+
+class Encrypted:
+    """The `Form` of an encrypted image ``id`` with CRIU's files in ``directory``.  Raises as `Plain`, `KeyUnusable`."""
+
+    def __init__(self, vault: Vault, id: str, directory: Path) -> None:
+        self._directory = directory
+        self._cipher = Cipher.fresh(vault.secret())
+        self._plain = Plain(vault.base, id)
+        self.criu_directory = self._plain.path
+
+    def codec(self, take: device.Take) -> device.Codec:
+        """As `Form.codec`; what a cache has in the clear is of no use."""
+        return Chunks(self._cipher)
+
+    def finish(self) -> dict[str, Any]:
+        """As `Form.finish`."""
+        for path in sorted(self._plain.path.rglob("*")):
+            name = path.relative_to(self._plain.path)
             if path.is_dir():
-                (image / name).mkdir(mode=0o700)
+                (self._directory / name).mkdir(mode=0o700)
             else:
-                cipher.encrypt(path, image / name, name)
-        return cipher.told()
+                self._cipher.encrypt(path, self._directory / name, f"{layout.CRIU}/{name}")
+        return self._cipher.told()
 
-    def decrypt(self, image: Path, manifest: Manifest, directory: str) -> Plain:
-        """The files below ``directory`` of ``image`` in memory; the caller closes them.
+    def close(self) -> None:
+        """As `Form.close`."""
+        self._plain.close()
 
-        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
-        """
-        cipher = Cipher.of(self.secret() if self.source else None, manifest.encryption or {})
-        plain = Plain(self.base, manifest.id)
+
+def form(vault: Vault | None, id: str, directory: Path) -> Form:
+    """How the image ``id`` is written, with CRIU's files in ``directory``; its caller closes it.  Raises as `Plain`."""
+    return Clear(directory) if vault is None else Encrypted(vault, id, directory)
+
+
+@dataclass(frozen=True)
+class Readable:
+    """The files of an image as a restore reads them.
+
+    ``criu_directory`` has CRIU's files as CRIU wrote them; ``codec`` reads the files of ``device_directory``.
+    ``clear``: nothing of the image is encrypted.
+    """
+
+    criu_directory: Path
+    device_directory: Path
+    codec: device.Codec
+    clear: bool
+
+
+@contextlib.contextmanager
+def readable(vault: Vault | None, path: Path, manifest: Manifest) -> Iterator[Readable]:
+    """The image at ``path`` for the body; CRIU's files are decrypted into memory, if they are encrypted.
+
+    Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
+    """
+    stored = path / layout.CRIU
+    if manifest.encryption is None:
+        yield Readable(stored, stored / layout.DEVICE, device.InTheClear(), clear=True)
+        return
+    vault = vault or Vault()
+    cipher = Cipher.of(vault.secret() if vault.source else None, manifest.encryption)
+    with contextlib.closing(Plain(vault.base, manifest.id)) as plain:
         try:
-            for name in manifest.files:
-                if name.startswith(f"{directory}/"):
-                    place = plain.path / name.removeprefix(f"{directory}/")
+            for name in manifest.files.keys() - {layout.device_file(each) for each in device.entries(manifest)}:
+                if name.startswith(f"{layout.CRIU}/"):
+                    place = plain.path / name.removeprefix(f"{layout.CRIU}/")
                     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    cipher.decrypt(image / name, place, name)
+                    cipher.decrypt(path / name, place, name)
         except OSError as error:
-            plain.close()
             raise NoMemory(f"The image cannot be decrypted: {error.strerror}.", image=manifest.id) from error
-        except BaseException:
-            plain.close()
-            raise
-        return plain
+        yield Readable(plain.path, stored / layout.DEVICE, Chunks(cipher), clear=False)
 
 
 def _place(base: Path) -> Path:

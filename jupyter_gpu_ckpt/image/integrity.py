@@ -95,14 +95,14 @@ class Proof:
 def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
     """`verify`, but the pages of the processes are still being proved when this returns.
 
-    Device memory is not proved here but by its reader (`device`), unless it is encrypted.  Raises as `verify`.
+    Device memory is not proved here, but by its reader (`device`).  Raises as `verify`.
     """
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
     files = manifest.files
     memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
-    left = {name for name in files if manifest.encryption is None and fnmatch.fnmatch(name, DEVICE_FILES)}
-    _verify_content(path, {name: entry for name, entry in files.items() if name not in {*memory, *left}}, None)
+    now = {name: one for name, one in files.items() if name not in memory and not fnmatch.fnmatch(name, DEVICE_FILES)}
+    _verify_content(path, now, None)
     return manifest, Proof(path, memory)
 
 

@@ -8,7 +8,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
-from . import directory, integrity, layout, leases, links, spill, tracked
+from . import directory, encryption, integrity, layout, leases, links, spill, tracked
 from .disk import mapped
 from .draft import Draft
 from .encryption import Vault
@@ -200,18 +201,17 @@ class Store:
             raise ImageForged("The image's manifest was changed while it was looked at.", image=image.id)
         self.generations.require_current(proved)
 
-    @contextlib.contextmanager
-    def plain(self, image: Image) -> Iterator[Path]:
-        """CRIU's files of ``image`` as CRIU wrote them: decrypted into memory for the body, if they are encrypted.
+    def plain(self, image: Image) -> AbstractContextManager[encryption.Readable]:
+        """The files of ``image`` as a restore reads them, for the body.
 
-        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`.
+        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
         """
-        if image.manifest.encryption is None:
-            yield image.criu_directory
-            return
-        vault = self.vault or Vault()
-        with contextlib.closing(vault.decrypt(image.path, image.manifest, layout.CRIU)) as plain:
-            yield plain.path
+        return encryption.readable(self.vault, image.path, image.manifest)
+
+    @property
+    def clear(self) -> bool:
+        """Whether device memory may lie beside the images as it is: written ahead, kept, or for want of memory."""
+        return self.vault is None
 
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from jupyter_gpu_ckpt.errors import ImageDamaged
 from jupyter_gpu_ckpt.image import device
+from jupyter_gpu_ckpt.image.encryption import CHUNK, Chunks, Cipher, Secret
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 
 MIB = 1 << 20
@@ -35,16 +36,29 @@ class Arenas:
         finally:
             os.close(fd)
 
-    def write(self, chunks: list[bytes], take=device.none_there) -> dict[str, FileEntry]:
+    def write(self, chunks: list[bytes], codec: device.Codec) -> dict[str, FileEntry]:
         for number, chunk in enumerate(chunks):
             (self._places[0] / f"{number:06d}.img").write_bytes(chunk)
         with self._open(0) as arena:
-            return device.write(arena, self.image, take, lambda: None)
+            return device.write(arena, self.image, codec, lambda: None)
 
-    def read(self, size: int, entries: dict[str, FileEntry]) -> bytes:
+    def read(self, size: int, entries: dict[str, FileEntry], codec: device.Codec) -> bytes:
         with self._open(1) as arena:
-            assert device.Filling(arena, size, self.image, entries, prove=True).require()
+            assert device.Filling(arena, size, self.image, entries, codec).require()
         return b"".join(path.read_bytes() for path in sorted(self._places[1].iterdir()))
+
+
+def in_the_clear(take=device.none_there) -> device.Codec:
+    return device.InTheClear(take)
+
+
+def encrypted(take=device.none_there) -> device.Codec:
+    return Chunks(Cipher(Secret("id", bytes(32)), bytes(32)))
+
+
+@pytest.fixture(params=[in_the_clear, encrypted])
+def codec(request):
+    return request.param()
 
 
 @pytest.fixture(params=["in memory", "on the same disk"])
@@ -57,15 +71,32 @@ def arenas(tmp_path, monkeypatch, request):
     return Arenas(tmp_path)
 
 
-def test_there_and_back(arenas):
-    chunks = [RANDOM, bytes(16 * MIB), RANDOM[: 3 * MIB + 5]]
-    entries = arenas.write(chunks)
+@pytest.mark.parametrize("rest", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * MIB + 5])
+def test_there_and_back(arenas, codec, rest):
+    chunks = [RANDOM, bytes(16 * MIB), RANDOM[:rest]]
+    entries = arenas.write(chunks, codec)
     assert sorted(entries) == ["000000.img", "000002.img"], "one of nothing but zeros has no file"
     for name, entry in entries.items():
-        content = chunks[int(name[:6])]
-        assert entry == FileEntry(len(content), blake3(content).hexdigest())
-        assert (arenas.image / name).read_bytes() == content
-    assert arenas.read(sum(map(len, chunks)), entries) == b"".join(chunks)
+        stored = (arenas.image / name).read_bytes()
+        assert entry == FileEntry(len(stored), blake3(stored).hexdigest())
+        assert (chunks[int(name[:6])] == stored) is isinstance(codec, device.InTheClear)
+    assert arenas.read(sum(map(len, chunks)), entries, codec) == b"".join(chunks)
+
+
+def test_what_is_encrypted_is_a_file_of_the_image_as_every_other(arenas, tmp_path):
+    """Its name, number and length are proved; and what a whole file is decrypted by decrypts it."""
+    cipher = Cipher(Secret("id", bytes(32)), bytes(32))
+    arenas.write([RANDOM], Chunks(cipher))
+    cipher.decrypt(arenas.image / "000000.img", tmp_path / "plain", "criu/device/000000.img")
+    assert (tmp_path / "plain").read_bytes() == RANDOM
+
+
+def test_a_chunk_under_the_name_of_another_does_not_decrypt(arenas):
+    codec = encrypted()
+    entries = arenas.write([RANDOM, RANDOM[::-1]], codec)
+    (arenas.image / "000001.img").replace(arenas.image / "000000.img")
+    with pytest.raises(ImageDamaged):
+        arenas.read(16 * MIB, {"000000.img": entries["000001.img"]}, codec)
 
 
 def test_what_a_cache_has_is_not_written(arenas):
@@ -76,7 +107,7 @@ def test_what_a_cache_has_is_not_written(arenas):
         path.write_bytes(RANDOM)
         return True
 
-    entries = arenas.write([RANDOM], take)
+    entries = arenas.write([RANDOM], in_the_clear(take))
     assert asked == list(entries.items())
     assert os.stat(arenas.image / "000000.img").st_nlink == 1
 
@@ -87,6 +118,10 @@ def one_byte_else(data: bytes, entry: FileEntry) -> tuple[bytes, FileEntry]:
 
 WRONG = {
     "one byte else": one_byte_else,
+    "one byte else, and its hash": lambda data, entry: (
+        (changed := one_byte_else(data, entry)[0]),
+        entry if len(data) == 4 * MIB else FileEntry(len(changed), blake3(changed).hexdigest()),
+    ),
     "another hash": lambda data, entry: (data, replace(entry, blake3="0" * 64)),
     "a size that is larger": lambda data, entry: (data, replace(entry, bytes=len(data) + 1)),
     "a size that is smaller": lambda data, entry: (data, replace(entry, bytes=len(data) - 1)),
@@ -96,13 +131,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_what_is_not_what_was_written_is_refused(arenas, wrong):
-    content = RANDOM[: 4 * MIB]
-    (entry,) = arenas.write([content]).values()
+def test_what_is_not_what_was_written_is_refused(arenas, codec, wrong):
+    (entry,) = arenas.write([RANDOM[: 4 * MIB]], codec).values()
     file = arenas.image / "000000.img"
-    data, entry = wrong(content, entry)
+    data, entry = wrong(file.read_bytes(), entry)
     file.unlink()
     file.write_bytes(data)
     with pytest.raises(ImageDamaged) as caught:
-        arenas.read(4 * MIB, {"000000.img": entry})
+        arenas.read(4 * MIB, {"000000.img": entry}, codec)
     assert caught.value.details["files"] == ["criu/device/000000.img"]

@@ -55,7 +55,8 @@ def test_an_encrypted_image_holds_nothing_plain_and_comes_back(store, vault):
     told = image.manifest.encryption
     assert told["algorithm"] == "aes-256-gcm"
     assert KEY not in image.manifest.to_json()
-    with store.plain(store.get(image.id)) as directory:
+    with store.plain(store.get(image.id)) as readable:
+        directory = readable.criu_directory
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -66,8 +67,8 @@ def test_an_encrypted_image_holds_nothing_plain_and_comes_back(store, vault):
 def test_one_that_is_not_encrypted_is_used_where_it_is(store):
     image = publish(Store(store.root, store.keys))
     assert image.manifest.encryption is None
-    with store.plain(image) as directory:
-        assert directory == image.criu_directory
+    with store.plain(image) as readable:
+        assert (readable.criu_directory, readable.clear) == (image.criu_directory, True)
 
 
 def test_without_the_key_or_with_another(store, vault, monkeypatch):
@@ -225,8 +226,8 @@ def test_what_a_dead_process_left_of_the_same_image_is_in_nobodys_way(store, vau
     dead = Plain(vault.base, image.id)
     (dead.path / "core-1.img").write_bytes(CANARY)
     dead._lock.release()
-    with store.plain(image) as plain:
-        assert CANARY not in (plain / "core-1.img").read_bytes()
+    with store.plain(image) as readable:
+        assert CANARY not in (readable.criu_directory / "core-1.img").read_bytes()
     assert plain_files(vault) == []
 
 

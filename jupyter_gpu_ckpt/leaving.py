@@ -88,17 +88,24 @@ class Leaving(Steps):
 
     def _spillable(self) -> int:
         """Bytes of device memory that need no host memory, should there be too little."""
-        try:
-            bytes = self._fast_path().amounts().bytes
-        except (CudaError, ProtocolVersion):  # it is busy with them, or of another release
-            return 0
+        bytes = self._blocks()
         return bytes if self._may_spill(bytes) else 0
 
+    def _blocks(self) -> int:
+        """Bytes of device memory that the kernel moves by its own hands."""
+        try:
+            return self._fast_path().amounts().bytes
+        except (CudaError, ProtocolVersion):  # it is busy with them, or of another release
+            return 0
+
     def _room_for_image(self) -> int:
+        """Bytes that an image may have."""
         store = self.engine.store
-        if store.vault is not None:  # an image that is encrypted lies in memory first
-            return min(store.free(), preflight.available_memory())
-        return store.free() + chunks.kept_in(store.root)
+        if store.clear:
+            return store.free() + chunks.kept_in(store.root)
+        # What CRIU writes lies in memory first.  Blocks do not, and those that have left the GPU are in memory already.
+        memory = preflight.available_memory() + self._fast_path().in_memory()
+        return min(store.free(), memory, store.vault.free() + self._blocks())
 
     def _preflight(self, _: Traced) -> None:
         plan = self.kernel.plan

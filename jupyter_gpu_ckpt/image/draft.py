@@ -39,7 +39,7 @@ class Draft:
         *,
         keys: Keyring,
         generations: Generations,
-        vault: Vault | None,
+        vault: Vault,
         room: Room | None = None,
         needed: int = 0,
     ) -> None:

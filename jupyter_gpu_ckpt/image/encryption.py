@@ -34,6 +34,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
 from . import device, direct, layout
+from .disk import free
 from .manifest import FileEntry, Manifest
 
 ALGORITHM = "aes-256-gcm"
@@ -229,10 +230,24 @@ def _no_room(error: OSError) -> NoMemory:
 
 @dataclass(frozen=True)
 class Vault:
-    """Where the key comes from (`secret`; none: only to say that there is none), and where plain files may lie."""
+    """Where the key comes from (`secret`; empty: images are not encrypted), and where plain files may lie."""
 
     source: str = ""
     base: Path = Path("/dev/shm")  # noqa: S108 - a directory of this user's below it
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether images that are made from now on are encrypted."""
+        return bool(self.source)
+
+    def require(self) -> None:
+        """Raise `KeyUnusable` if images are to be encrypted and the key cannot be had."""
+        if self.encrypts:
+            self.secret()
+
+    def free(self) -> int:
+        """Bytes that plain files may have."""
+        return free(self.base)
 
     def secret(self) -> Secret:
         """The key, asked for each time: it may have been changed.  Raises `KeyUnusable`, also without the library."""
@@ -350,9 +365,9 @@ class Encrypted:
         self._plain.close()
 
 
-def form(vault: Vault | None, id: str, directory: Path) -> Form:
+def form(vault: Vault, id: str, directory: Path) -> Form:
     """How the image ``id`` is written, with CRIU's files in ``directory``; its caller closes it.  Raises as `Plain`."""
-    return Clear(directory) if vault is None else Encrypted(vault, id, directory)
+    return Encrypted(vault, id, directory) if vault.encrypts else Clear(directory)
 
 
 @dataclass(frozen=True)
@@ -370,7 +385,7 @@ class Readable:
 
 
 @contextlib.contextmanager
-def readable(vault: Vault | None, path: Path, manifest: Manifest) -> Iterator[Readable]:
+def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]:
     """The image at ``path`` for the body; CRIU's files are decrypted into memory, if they are encrypted.
 
     Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
@@ -379,8 +394,7 @@ def readable(vault: Vault | None, path: Path, manifest: Manifest) -> Iterator[Re
     if manifest.encryption is None:
         yield Readable(stored, stored / layout.DEVICE, device.InTheClear(), clear=True)
         return
-    vault = vault or Vault()
-    cipher = Cipher.of(vault.secret() if vault.source else None, manifest.encryption)
+    cipher = Cipher.of(vault.secret() if vault.encrypts else None, manifest.encryption)
     with contextlib.closing(Plain(vault.base, manifest.id)) as plain:
         try:
             for name in manifest.files.keys() - {layout.device_file(each) for each in device.entries(manifest)}:

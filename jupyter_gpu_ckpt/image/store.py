@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
 from . import directory, encryption, integrity, layout, leases, links, spill, tracked
-from .disk import mapped
+from .disk import free, mapped
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
@@ -50,8 +50,8 @@ class Store:
     ) -> None:
         self.named = named
         self.root = directory.of_user(named)
-        #: Encrypts the images made from now on; None: they are not.
-        self.vault = vault
+        #: Encrypts the images made from now on, if it has a key.
+        self.vault = vault or Vault()
         #: What all images together may take.
         self.quota = quota or Quota()
         self.keys = keys or Keyring()
@@ -66,14 +66,11 @@ class Store:
         """
         directory.prepare(self.named)
         self.keys.current()
-        if self.vault is not None:
-            self.vault.secret()
+        self.vault.require()
 
     def free(self) -> int:
         """Bytes an unprivileged user may still write; where the file system has quotas, as far as it says so."""
-        places = [self.root] if self.vault is None else [self.root, self.vault.base]
-        there = (next(path for path in (place, *place.parents) if path.exists()) for place in places)
-        return min(one.f_bavail * one.f_frsize for one in map(os.statvfs, there))
+        return free(self.root)
 
     def over_quota(self, kernel_id: str, needed: int) -> QuotaExceeded | None:
         """Why an image of ``needed`` bytes may not be made of a kernel; None if it may.  Promises nothing."""
@@ -211,7 +208,7 @@ class Store:
     @property
     def clear(self) -> bool:
         """Whether device memory may lie beside the images as it is: written ahead, kept, or for want of memory."""
-        return self.vault is None
+        return not self.vault.encrypts
 
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
@@ -294,7 +291,7 @@ class Store:
 
         Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
         """
-        swept = (self.vault or Vault()).sweep()
+        swept = self.vault.sweep()
         self.hashes.sweep()
         ours = self.root.is_dir() and directory.is_private(self.root)
         for path in self.root.glob(f"{layout.DRAFT}*") if ours else ():

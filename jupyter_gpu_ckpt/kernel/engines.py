@@ -42,9 +42,8 @@ def use_engine(engine: Engine) -> None:
         _engines[engine.store.named] = engine
 
 
-def with_own_store(engine: Engine, vault: Vault | None, quota: Quota) -> Engine:
+def with_own_store(engine: Engine, vault: Vault, quota: Quota) -> Engine:
     """``engine`` with a store as one kernel's configuration wants it."""
     store = Store(engine.store.named, engine.store.keys, vault, quota)
-    if vault is not None:
-        vault.sweep()
+    vault.sweep()
     return dataclasses.replace(engine, store=store)

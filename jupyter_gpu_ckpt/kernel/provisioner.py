@@ -108,8 +108,8 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     encryption_key = Unicode(
         help="Where the key that encrypts images comes from: file:PATH, env:NAME or command:COMMAND, which give 64 "
-        "hexadecimal digits. Empty: images are not encrypted. Encrypted ones need host memory of their size while a "
-        "kernel leaves or comes back."
+        "hexadecimal digits. Empty: images are not encrypted. For encrypted ones, what the processes hold in host "
+        "memory is there twice while a kernel leaves or comes back; device memory is not."
     ).tag(config=True)
     memory_dir = Unicode(
         "/dev/shm",  # noqa: S108 - a directory of this user's below it
@@ -355,7 +355,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             return await super().launch_kernel(cmd, **kwargs)
         try:
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
-            vault = Vault(self.encryption_key, Path(self.memory_dir)) if self.encryption_key else None
+            vault = Vault(self.encryption_key, Path(self.memory_dir))
             engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
             await asyncio.to_thread(self._premises.fill, engine, launch, found)
         except GpuCkptError as error:

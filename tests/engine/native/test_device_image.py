@@ -15,11 +15,12 @@ from fast_kernel import CONTEXT, A, chunks
 from fast_program import SIZES
 from waiting import until
 
+from jupyter_gpu_ckpt import preflight
 from jupyter_gpu_ckpt.engine import fastpath
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.image import archive, device, direct
-from jupyter_gpu_ckpt.image.encryption import Vault
+from jupyter_gpu_ckpt.image.encryption import Plain, Vault
 from jupyter_gpu_ckpt.image.integrity import verify
 from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
@@ -202,6 +203,45 @@ def test_encrypted(fast_kernel, tmp_path, monkeypatch):
     kernel.runs_on()
     kernel.lifecycle.suspend()
     assert kernel.lifecycle._chunks is None, "nothing is written ahead in the clear"
+
+
+def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_path, monkeypatch):
+    """Only what CRIU writes lies in the directory in memory; device memory goes straight to the image and back."""
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    vault = Vault("env:KEY_OF_IMAGES", tmp_path)
+    kernel = fast_kernel(store=Store(tmp_path / "images", vault=vault))
+    room = kernel.lifecycle.resident() + CONTEXT + (32 << 20)
+    assert kernel.blocks > 64 << 20
+    monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + room)
+    plain, close = [], Plain.close
+
+    def closed(files):
+        plain.extend(path.stat().st_size for path in files.path.rglob("*.img"))
+        close(files)
+
+    monkeypatch.setattr(Plain, "close", closed)
+    image = kernel.lifecycle.checkpoint()
+    assert sum(path.stat().st_size for path in chunks(image)) > kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert 0 < sum(plain) < kernel.blocks
+
+
+@pytest.mark.parametrize("damage", ["a bit", "its end", "another chunk"])
+def test_a_damaged_chunk_of_an_encrypted_image_is_not_brought_to_life(fast_kernel, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    kernel = fast_kernel(store=Store(tmp_path / "images", vault=Vault("env:KEY_OF_IMAGES")))
+    image = kernel.lifecycle.checkpoint()
+    victim, other = chunks(image)[:2]
+    content = victim.read_bytes()
+    changed = {"a bit": bytes([content[0] ^ 1]) + content[1:], "its end": content[:-1]}
+    victim.write_bytes(changed.get(damage, other.read_bytes()))
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
 
 
 def test_memory_is_given_back(kernel):

@@ -338,7 +338,10 @@ class Clear:
 
 
 class Encrypted:
-    """The `Form` of an encrypted image ``id`` with CRIU's files in ``directory``.  Raises as `Plain`, `KeyUnusable`."""
+    """The `Form` of an encrypted image ``id`` with CRIU's files in ``directory``.  Raises as `Plain`, `KeyUnusable`.
+
+    For one draft: every file is written once, for its key and its nonces are those of its name and its chunks' numbers.
+    """
 
     def __init__(self, vault: Vault, id: str, directory: Path) -> None:
         self._directory = directory

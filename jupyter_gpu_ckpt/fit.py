@@ -18,7 +18,7 @@ from .image.store import Store
 from .preflight import available_memory
 
 
-class Node(Protocol):
+class EngineProtocol(Protocol):
     """What is asked of a node (`steps.Engine`)."""
 
     criu_version: str
@@ -28,7 +28,7 @@ class Node(Protocol):
 
 def taken(
     directory: Path,
-    node: Node,
+    node: EngineProtocol,
     *,
     cuda: bool,
     device_bytes: Mapping[str, int],
@@ -67,7 +67,7 @@ def require_restorable(directory: Path) -> None:
 
 def mismatches(
     manifest: Manifest,
-    node: Node,
+    node: EngineProtocol,
     *,
     accept_changed_files: bool = False,
     gpu_map: Mapping[str, str] | None = None,
@@ -104,5 +104,5 @@ def mismatches(
     return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=mapping)
 
 
-def _gpus(node: Node) -> list[dict[str, Any]]:
+def _gpus(node: EngineProtocol) -> list[dict[str, Any]]:
     return [dataclasses.asdict(gpu) for gpu in node.gpus.list()]

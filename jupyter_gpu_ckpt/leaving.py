@@ -40,7 +40,7 @@ from .image.draft import Draft
 from .image.manifest import Manifest
 from .machine import State
 from .steps import Saved, Steps
-from .trace import Step as Traced
+from .trace import TracedStep
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Leaving(Steps):
         draft = self._draft
         return draft.size() if draft is not None else 0
 
-    def findings(self, *, writes: bool = True) -> list[preflight.Finding]:
+    def findings(self, *, writes: bool = True) -> list[preflight.PreflightFinding]:
         """What preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
         capsule = self._alive()
         if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
@@ -74,14 +74,16 @@ class Leaving(Steps):
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
         )
         if writes and (gone := self._without_sockets()) is not None:
-            found.append(preflight.Finding(gone.code, gone.message, gone))
+            found.append(preflight.PreflightFinding(gone.code, gone.message, gone))
         if writes:
             found += self._state_findings(capsule)
         if device_bytes and (why := self._fast_path().why_slow(sum(device_bytes.values()))):
-            found.append(preflight.Finding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
+            found.append(
+                preflight.PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}.")
+            )
         return found
 
-    def _state_findings(self, capsule: Capsule) -> list[preflight.Finding]:
+    def _state_findings(self, capsule: Capsule) -> list[preflight.PreflightFinding]:
         """State of the kernel that is not proven to come back, as far as it shows while the kernel runs."""
         state = capsule.inspect(allow_unconfined=self.settings.allow_unconfined_wake)
         return preflight.judge_state(state["refusals"])
@@ -107,14 +109,14 @@ class Leaving(Steps):
         memory = preflight.available_memory() + self._fast_path().in_memory()
         return min(store.free(), memory, store.vault.free() + self._blocks())
 
-    def _preflight(self, _: Traced) -> None:
+    def _preflight(self, _: TracedStep) -> None:
         plan = self.kernel.plan
         writes = plan is None or plan.to is State.CHECKPOINTED
         if writes:
             self.engine.store.prepare()
         preflight.require(self.findings(writes=writes))
 
-    def _drain(self, _: Traced) -> None:
+    def _drain(self, _: TracedStep) -> None:
         try:
             with self._answering():
                 self.gate.drain(self.settings.drain)
@@ -124,7 +126,7 @@ class Leaving(Steps):
             self.gate.release()
             raise
 
-    def _quiesce(self, traced: Traced) -> None:
+    def _quiesce(self, traced: TracedStep) -> None:
         self._saved = Saved()
         if not self.home.has_agent:
             return
@@ -137,7 +139,7 @@ class Leaving(Steps):
             raise
         self._saved.report = report
 
-    def _cuda_suspend(self, traced: Traced) -> None:
+    def _cuda_suspend(self, traced: TracedStep) -> None:
         pid, cuda, saved = self._alive().host_pid, self.engine.cuda, self._saved
         if cuda.state(pid) is CudaState.NONE:
             self._refuse_device_files(pid)
@@ -171,7 +173,7 @@ class Leaving(Steps):
         if held := self.engine.cuda.device_files(pid):
             raise DeviceHeld("The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held)
 
-    def _disconnect(self, _: Traced) -> None:
+    def _disconnect(self, _: TracedStep) -> None:
         """Close the gate's side and wait until the kernel has closed its own: no foreign connection in the image."""
         pid, directory = self._alive().host_pid, self.home.known_as or self.home.runtime_dir
         if (gone := self._without_sockets()) is not None:
@@ -201,7 +203,7 @@ class Leaving(Steps):
             hint="Save what you need from it to a file; a restart of the kernel makes the directory anew.",
         )
 
-    def _dump(self, traced: Traced) -> None:
+    def _dump(self, traced: TracedStep) -> None:
         capsule = self._alive()
         self._cool(capsule.host_pid)
         bytes = self.resident()  # device memory is host memory by now
@@ -381,7 +383,7 @@ class Leaving(Steps):
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
             self._refuse_device_files(pid)
 
-    def _publish(self, traced: Traced) -> None:
+    def _publish(self, traced: TracedStep) -> None:
         capsule, draft, clocks = self._alive(), self._draft, self._clocks
         assert draft is not None and clocks is not None
         manifest = Manifest(
@@ -423,7 +425,7 @@ class Leaving(Steps):
         self.engine.store.hashes.begin()
         traced.bytes = self.image.manifest.bytes
 
-    def _end_process(self, _: Traced) -> None:
+    def _end_process(self, _: TracedStep) -> None:
         if self.capsule is not None:
             # Whatever fails from here on, the process may be gone already, and its image must not be taken back.
             self._step_done = True
@@ -437,7 +439,7 @@ class Leaving(Steps):
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
                 self.image.ended()
 
-    def _sleep(self, _: Traced) -> None:
+    def _sleep(self, _: TracedStep) -> None:
         plan = self.kernel.plan
         if self.kernel.unwinding and plan is not None and plan.to is State.RUNNING:
             # A wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake
@@ -445,7 +447,7 @@ class Leaving(Steps):
             return
         self.gate.sleep()
 
-    def _continue(self, _: Traced) -> None:
+    def _continue(self, _: TracedStep) -> None:
         """Undo of a dump: the stopped processes go on."""
         if self._draft is not None:
             self._draft.discard()

@@ -35,12 +35,11 @@ from .errors import (
 )
 from .image.store import Image
 from .leaving import Leaving
-from .machine import Kernel, State, Step
+from .machine import MachineState, State, Step
 from .preflight import MARGIN, available_memory
 from .returning import Returning
-from .steps import Engine, Gate, Home, Saved, Settings
-from .trace import Step as Traced
-from .trace import notify
+from .steps import Engine, GateProtocol, Home, LifecycleSettings, Saved
+from .trace import TracedStep, notify
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ _TRIED_TWICE = (
     "node (`jupyter gpu-ckpt push`), it may come back. A restart of the kernel begins anew without its variables."
 )
 
-__all__ = ["Engine", "Gate", "Home", "Lifecycle", "Saved", "Settings"]
+__all__ = ["Engine", "GateProtocol", "Home", "Lifecycle", "LifecycleSettings", "Saved"]
 
 
 class Lifecycle(Leaving, Returning):
@@ -392,7 +391,7 @@ class Lifecycle(Leaving, Returning):
         if plan is not None and plan.to is State.RUNNING and not self.kernel.unwinding:
             self._require_wanted()
         with self.trace.step(step.value) as traced:
-            method: Callable[[Traced], None] = getattr(self, f"_{step.value}")
+            method: Callable[[TracedStep], None] = getattr(self, f"_{step.value}")
             method(traced)
             # From here on only a fault of the trace can make the step fail, and what it did must be undone.
             self._step_done = True
@@ -412,7 +411,7 @@ class Lifecycle(Leaving, Returning):
                 failed.append(step)
         return tuple(failed)
 
-    def _take(self, kernel: Kernel) -> None:
+    def _take(self, kernel: MachineState) -> None:
         changed = kernel.state is not self.kernel.state
         self.kernel = kernel
         if changed:

@@ -224,7 +224,7 @@ _FACTS: dict[Step, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class Kernel:
+class MachineState:
     """A kernel as the machine sees it.  ``story`` keeps the last events, for the error that an illegal one raises."""
 
     state: State = State.STARTING
@@ -235,15 +235,15 @@ class Kernel:
     image: bool = False
     story: tuple[str, ...] = ()
 
-    def told(self, event: Event) -> Kernel:
+    def told(self, event: Event) -> MachineState:
         """The same kernel with ``event`` at the end of its story."""
         return replace(self, story=(*self.story, f"{self.state.value}: {event}")[-40:])
 
 
-Outcome = tuple[Kernel, tuple[Step, ...]]
+Outcome = tuple[MachineState, tuple[Step, ...]]
 
 
-def advance(kernel: Kernel, event: Event) -> Outcome:
+def advance(kernel: MachineState, event: Event) -> Outcome:
     """One transition: the kernel after ``event`` and the steps to run now (one of a plan, or all undo steps).
 
     Raises `StateError` with the whole story when ``event`` is not legal in this state.
@@ -267,28 +267,28 @@ def advance(kernel: Kernel, event: Event) -> Outcome:
     return outcome
 
 
-def _launched(kernel: Kernel, _: Event) -> Outcome | None:
+def _launched(kernel: MachineState, _: Event) -> Outcome | None:
     if kernel.state not in (State.STARTING, State.DEAD):
         return None
-    return Kernel(State.RUNNING, process=True, story=kernel.story), ()
+    return MachineState(State.RUNNING, process=True, story=kernel.story), ()
 
 
-def _with(kernel: Kernel, step: Step) -> Kernel:
+def _with(kernel: MachineState, step: Step) -> MachineState:
     """The kernel after ``step`` was done."""
     facts = {"process": kernel.process, "image": kernel.image, **_FACTS.get(step, {})}
     return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
 
 
-def _adopted(kernel: Kernel, event: Event) -> Outcome | None:
+def _adopted(kernel: MachineState, event: Event) -> Outcome | None:
     assert isinstance(event, Adopted)
     resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
     if kernel.state is not State.STARTING or event.state not in resting:
         return None
     asleep = event.state is State.CHECKPOINTED
-    return Kernel(event.state, process=not asleep, image=asleep, story=kernel.story), ()
+    return MachineState(event.state, process=not asleep, image=asleep, story=kernel.story), ()
 
 
-def _step_done(kernel: Kernel, event: Event) -> Outcome | None:
+def _step_done(kernel: MachineState, event: Event) -> Outcome | None:
     assert isinstance(event, StepDone)
     plan = kernel.plan
     if plan is None or kernel.unwinding or plan.steps[len(kernel.done)] is not event.step:
@@ -299,7 +299,7 @@ def _step_done(kernel: Kernel, event: Event) -> Outcome | None:
     return replace(kernel, state=plan.to, plan=None, done=()), ()
 
 
-def _step_failed(kernel: Kernel, event: Event) -> Outcome | None:
+def _step_failed(kernel: MachineState, event: Event) -> Outcome | None:
     assert isinstance(event, StepFailed)
     plan = kernel.plan
     if plan is None or kernel.unwinding:
@@ -314,7 +314,7 @@ def _step_failed(kernel: Kernel, event: Event) -> Outcome | None:
     return replace(kernel, unwinding=True), undo
 
 
-def _unwound(kernel: Kernel, event: Event) -> Outcome | None:
+def _unwound(kernel: MachineState, event: Event) -> Outcome | None:
     assert isinstance(event, Unwound)
     plan = kernel.plan
     if plan is None or not kernel.unwinding:
@@ -327,13 +327,13 @@ def _unwound(kernel: Kernel, event: Event) -> Outcome | None:
     return replace(kernel, state=state, plan=None, done=(), unwinding=False, process=not asleep, image=asleep), ()
 
 
-def _exited(kernel: Kernel, _: Event) -> Outcome | None:
+def _exited(kernel: MachineState, _: Event) -> Outcome | None:
     if kernel.plan is not None or kernel.state in (State.CHECKPOINTED, State.STARTING):
         return None
     return replace(kernel, state=State.DEAD, process=False), ()
 
 
-def _terminated(kernel: Kernel, _: Event) -> Outcome:
+def _terminated(kernel: MachineState, _: Event) -> Outcome:
     # From every state, and also out of a plan that nobody runs any more: an owner can always get rid of a kernel.
     return replace(kernel, state=State.DEAD, plan=None, done=(), unwinding=False, process=False), ()
 
@@ -349,7 +349,7 @@ _HANDLERS = {
 }
 
 
-def _validate(kernel: Kernel) -> None:
+def _validate(kernel: MachineState) -> None:
     """The promise of the project: outside `DEAD` and `STARTING` there is a process or an image."""
     if kernel.state in (State.DEAD, State.STARTING):
         return

@@ -1,7 +1,8 @@
 """Can this kernel be checkpointed now, and if not, why, in a notebook user's words.
 
 Looks from outside, without disturbing the kernel (`look`), and at the agent's report from inside (`judge_report`).  A
-`Finding` that blocks carries the error that is raised for it; the others are warnings for the user to know beforehand.
+`PreflightFinding` that blocks carries the error that is raised for it; the others are warnings for the user to know
+beforehand.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _UNPROVEN: dict[str, type[GpuCkptError]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """One answer.  ``error`` is set when it forbids a checkpoint; ``text`` is for the user either way."""
 
     code: str
@@ -73,8 +74,8 @@ class Finding:
         return self.error is not None
 
 
-def _blocking(error: GpuCkptError) -> Finding:
-    return Finding(error.code, error.message, error)
+def _blocking(error: GpuCkptError) -> PreflightFinding:
+    return PreflightFinding(error.code, error.message, error)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def look(
     away: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
-) -> list[Finding]:
+) -> list[PreflightFinding]:
     """Findings from outside.
 
     Parameters
@@ -227,7 +228,7 @@ def look(
     return findings
 
 
-def undumpable(pid: int) -> Finding | None:
+def undumpable(pid: int) -> PreflightFinding | None:
     """Whether the kernel hides itself from everybody but root (PR_SET_DUMPABLE): nobody can tell what it holds."""
     if os.access(f"/proc/{pid}/fd", os.R_OK) or is_ending(pid):
         return None
@@ -239,7 +240,7 @@ def undumpable(pid: int) -> Finding | None:
     )
 
 
-def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[Finding]:
+def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]:
     """Findings from what the kernel's processes are made of (`process_state.inspect`)."""
     return [
         _blocking(
@@ -266,7 +267,7 @@ def _is_used(adapter: Process) -> bool:
     return any(connected.search(table) for table in tables)
 
 
-def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:
+def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
     """Findings from what clients have the kernel do: cells that run or wait in it, the types of other requests."""
     findings = []
     if cells:
@@ -276,11 +277,13 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[Finding]:
         findings.append(_blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))
-        findings.append(Finding("REQUESTS", f"The kernel still owes answers, for which it is given a moment: {types}."))
+        findings.append(
+            PreflightFinding("REQUESTS", f"The kernel still owes answers, for which it is given a moment: {types}.")
+        )
     return findings
 
 
-def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[Finding]:
+def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightFinding]:
     """Findings from the agent's report, of a kernel that holds memory of so many ``gpus``."""
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
@@ -303,7 +306,7 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[Finding]:
     outside = report.get("sockets") or []
     if outside:
         findings.append(
-            Finding("CONNECTIONS", f"{len(outside)} open connection(s) to the outside will come back closed.")
+            PreflightFinding("CONNECTIONS", f"{len(outside)} open connection(s) to the outside will come back closed.")
         )
     return findings
 
@@ -319,7 +322,7 @@ def open_connections(pid: int, directory: Path) -> Counter[str]:
     return Counter()
 
 
-def require(findings: Iterable[Finding]) -> None:
+def require(findings: Iterable[PreflightFinding]) -> None:
     """Raise the error of the first finding that blocks."""
     for finding in findings:
         if finding.error is not None:

@@ -39,7 +39,7 @@ from .image.store import Image
 from .machine import State
 from .steps import Saved, Steps
 from .terminal_text import printable
-from .trace import Step as Traced
+from .trace import TracedStep
 
 #: The driver's states in which a process holds its device memory.
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
@@ -52,7 +52,7 @@ _MOMENT = 2.0
 class Returning(Steps):
     """Each step of the way back, a method of its name; and the way back of a kernel whose owner ended half-way."""
 
-    def _match(self, _: Traced) -> None:
+    def _match(self, _: TracedStep) -> None:
         assert self.image is not None
         image = self.engine.store.get(self.image.id)
         lease = image.acquire(_MOMENT)
@@ -134,7 +134,7 @@ class Returning(Steps):
             self._proof.give_up()
             self._proof = None
 
-    def _unlease(self, _: Traced | None = None) -> None:
+    def _unlease(self, _: TracedStep | None = None) -> None:
         self._drop_proof()
         if self._lease is not None:
             if self.capsule is None:  # whatever was restored has ended
@@ -143,7 +143,7 @@ class Returning(Steps):
             self._lease.end()
             self._lease = None
 
-    def _reserve(self, _: Traced) -> None:
+    def _reserve(self, _: TracedStep) -> None:
         """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
         if not self._saved.cuda or self._on_gpu():
             return
@@ -168,10 +168,10 @@ class Returning(Steps):
         on_gpu = self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
         return on_gpu and not self._fast_path().away()
 
-    def _unreserve(self, _: Traced) -> None:
+    def _unreserve(self, _: TracedStep) -> None:
         self._room.close()
 
-    def _criu_restore(self, traced: Traced) -> None:
+    def _criu_restore(self, traced: TracedStep) -> None:
         assert self.image is not None and self._proof is not None
         manifest = self.image.manifest
         directory = self.home.runtime_dir
@@ -282,7 +282,7 @@ class Returning(Steps):
         if self._ending.is_set():
             raise KernelLost("The kernel was ended while it was on its way back.")
 
-    def _cuda_resume(self, traced: Traced) -> None:
+    def _cuda_resume(self, traced: TracedStep) -> None:
         if not self._saved.cuda:
             return
         pid = self._alive().host_pid
@@ -304,13 +304,13 @@ class Returning(Steps):
         self._saved.cuda = False
         self._mapping = None
 
-    def _connect(self, _: Traced) -> None:
+    def _connect(self, _: TracedStep) -> None:
         # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
         patience = self.settings.base if self.kernel.unwinding else 0.0
         with self._answering():
             self.gate.open(self.settings.connect + patience)
 
-    def _thaw(self, _: Traced) -> None:
+    def _thaw(self, _: TracedStep) -> None:
         if self.home.has_agent:
             environ = {name: os.environ[name] for name in self.settings.refresh if name in os.environ}
             notice = ""
@@ -319,7 +319,7 @@ class Returning(Steps):
             self._ask_agent("thaw", {"environ": environ, "notice": notice})
             self._changed_settings = []
 
-    def _release(self, _: Traced) -> None:
+    def _release(self, _: TracedStep) -> None:
         if self._lease is not None and not self.kernel.unwinding:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = self._alive()
@@ -335,7 +335,7 @@ class Returning(Steps):
             with contextlib.suppress(KeyUnusable):
                 self.engine.store.generations.spent(self.home.kernel_id)
 
-    def _discard_image(self, traced: Traced) -> None:
+    def _discard_image(self, traced: TracedStep) -> None:
         """The kernel answers, so its image is history; that of one that has died since is all there is of it."""
         capsule = self._alive()
         if (status := capsule.poll()) is not None:

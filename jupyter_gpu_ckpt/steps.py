@@ -29,7 +29,7 @@ from .image.draft import Draft
 from .image.integrity import Proof
 from .image.leases import Lease
 from .image.store import Image, Store
-from .machine import Kernel, State
+from .machine import MachineState, State
 from .preflight import MARGIN, available_memory, read_process
 from .trace import Recorder, Trace
 
@@ -37,7 +37,7 @@ from .trace import Recorder, Trace
 REFRESHED = ("JUPYTERHUB_API_TOKEN", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID")
 
 
-class Gate(Protocol):
+class GateProtocol(Protocol):
     """What the lifecycle asks of the gate (`kernel.gate.Gate`)."""
 
     def open(self, timeout: float) -> None:
@@ -72,7 +72,7 @@ class Gate(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class LifecycleSettings:
     """Deadlines in seconds, and choices; the provisioner fills them from its traits."""
 
     drain: float = 10.0
@@ -150,13 +150,15 @@ class Saved:
 class Steps:
     """What the steps of one kernel work on, and what all of them ask."""
 
-    def __init__(self, home: Home, engine: Engine, gate: Gate, *, settings: Settings, trace: Trace) -> None:
+    def __init__(
+        self, home: Home, engine: Engine, gate: GateProtocol, *, settings: LifecycleSettings, trace: Trace
+    ) -> None:
         self.home = home
         self.engine = engine
         self.gate = gate
         self.settings = settings
         self.trace = trace
-        self.kernel = Kernel()
+        self.kernel = MachineState()
         self.capsule: Capsule | None = None
         self.image: Image | None = None
         #: The image of a kernel that died just after it had come back from it: nobody deletes that one unasked.

@@ -58,7 +58,7 @@ Sink = Callable[[StepEvent], None]
 
 
 @dataclass
-class Step:
+class TracedStep:
     """The step being run; the runner may set ``bytes`` before it ends."""
 
     name: str
@@ -81,9 +81,9 @@ class Trace:
         notify(self.sinks, event)
 
     @contextmanager
-    def step(self, name: str) -> Iterator[Step]:
+    def step(self, name: str) -> Iterator[TracedStep]:
         """Run the body as step ``name``.  Errors pass through after ``failed`` was told."""
-        step = Step(name)
+        step = TracedStep(name)
         began = time.monotonic()
         try:
             self._emit(StepEvent("started", name, self.kernel_id, time.time()))

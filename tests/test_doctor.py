@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
 from jupyter_gpu_ckpt.engine.custom_storage import DRIVER_TOO_OLD, CustomStorage
 from jupyter_gpu_ckpt.engine.fastpath import Preload
-from jupyter_gpu_ckpt.engine.host import Kernel, Place, Probes
+from jupyter_gpu_ckpt.engine.host import Place, Probes, Uname
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
@@ -28,7 +28,7 @@ class FakeGpu:
 
 #: A host that can do everything, and holds an ordinary user's server.
 FIT = Probes(
-    kernel=lambda: Kernel("Linux", "6.18.1-generic", "x86_64"),
+    kernel=lambda: Uname("Linux", "6.18.1-generic", "x86_64"),
     is_root=lambda: False,
     status=lambda: {"Seccomp": "0", "CapEff": "0"},
     sysctl=lambda name: None,
@@ -103,14 +103,14 @@ OPTIONS = ("seccomp=unconfined", "apparmor=unconfined", "systempaths=unconfined"
 DOCKER = " ".join(["docker run", *(f"--security-opt {option}" for option in OPTIONS)])
 FAULTS = {
     "not linux": (
-        replace(FIT, kernel=lambda: Kernel("Darwin", "25.0", "arm64")), "linux", "error", "cpu", "Linux only", ""
+        replace(FIT, kernel=lambda: Uname("Darwin", "25.0", "arm64")), "linux", "error", "cpu", "Linux only", ""
     ),
     "old kernel": (
-        replace(FIT, kernel=lambda: Kernel("Linux", "5.4.0-90", "x86_64")),
+        replace(FIT, kernel=lambda: Uname("Linux", "5.4.0-90", "x86_64")),
         "linux", "error", "cpu", "5.9 or newer", "newer",
     ),
     "other machine": (
-        replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
+        replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
     ),
     "a machine that nobody has tried": (
         replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "aarch64")),

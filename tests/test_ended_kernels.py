@@ -14,7 +14,7 @@ from waiting import until as wait_until
 
 from jupyter_gpu_ckpt.errors import NoSpace
 from jupyter_gpu_ckpt.leaving import Leaving
-from jupyter_gpu_ckpt.trace import Step
+from jupyter_gpu_ckpt.trace import TracedStep
 
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
 MAKE = """
@@ -138,7 +138,7 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
 
     publish = Leaving._publish
 
-    def publish_and_fail(self: Leaving, traced: Step) -> None:
+    def publish_and_fail(self: Leaving, traced: TracedStep) -> None:
         publish(self, traced)
         self._step_done = True
         raise NoSpace("no room after all")

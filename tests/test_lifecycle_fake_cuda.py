@@ -35,7 +35,7 @@ from jupyter_gpu_ckpt.errors import (
 )
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, Settings
+from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, LifecycleSettings
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import (
     CHECKPOINTED,
@@ -64,7 +64,7 @@ class Rig:
         gpus = FakeGpus(self.driver, directory / "locks")
         engine = Engine(criu, dotted(criu_binary.version), FakeCuda(self.driver), gpus, Store(directory / "images"))
         home = Home("k", "python3", base, has_agent=True)
-        settings = Settings(room=0.2)
+        settings = LifecycleSettings(room=0.2)
         self.lifecycle = Lifecycle(home, engine, self.gate, settings=settings, trace=Trace("k", [self._follow]))
         self.lifecycle.launch(["sleep", "1000"], {"PATH": os.environ["PATH"]}, "/")
         self.fake = self.driver.processes[self.driver.start({A: self.MEMORY}, pid=self.pid)]

@@ -9,13 +9,15 @@ import pytest
 
 from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.errors import StateError
-from jupyter_gpu_ckpt.machine import Kernel, State, Step, advance
+from jupyter_gpu_ckpt.machine import MachineState, State, Step, advance
 
 VERBS = (machine.Suspend(), machine.Resume(), machine.Checkpoint(), machine.Restore(), machine.Wake())
-RUNNING = advance(Kernel(), machine.Launched())[0]
+RUNNING = advance(MachineState(), machine.Launched())[0]
 
 
-def run(kernel: Kernel, event: machine.Event, fail_at: Step | None = None, undo_fails: tuple[Step, ...] = ()) -> Kernel:
+def run(
+    kernel: MachineState, event: machine.Event, fail_at: Step | None = None, undo_fails: tuple[Step, ...] = ()
+) -> MachineState:
     """Drive one verb to its end as the lifecycle does; ``fail_at`` fails, and so do ``undo_fails`` while unwinding."""
     kernel, steps = advance(kernel, event)
     while steps or kernel.unwinding:
@@ -29,7 +31,7 @@ def run(kernel: Kernel, event: machine.Event, fail_at: Step | None = None, undo_
     return kernel
 
 
-def at(state: State) -> Kernel:
+def at(state: State) -> MachineState:
     """A kernel that came to ``state`` on the straight way."""
     return {
         State.RUNNING: RUNNING,
@@ -93,7 +95,7 @@ def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
 def test_illegal_requests_raise_with_the_whole_story(state, verb):
-    kernel = Kernel() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]
+    kernel = MachineState() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]
     with pytest.raises(StateError) as caught:
         advance(kernel, verb)
     assert type(verb).__name__ in caught.value.details["story"][-1]

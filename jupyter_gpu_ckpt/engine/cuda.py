@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
 from .cuda_client import Caller, Helper
-from .cuda_helper import Refused
+from .cuda_helper import DriverRefused
 from .custom_storage import CustomStorage
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
@@ -132,7 +132,7 @@ class Cuda:
             return CudaState.NONE
         try:
             number = self._helper.call("cuda.state", lane=pid, timeout_s=QUICK_TIMEOUT_S, pid=pid)
-        except Refused as refusal:
+        except DriverRefused as refusal:
             # The driver has no word of its own for "no CUDA here"; a process with open device files is no such process.
             if refusal.number == NOT_INITIALIZED or (refusal.number == INVALID_VALUE and not self.device_files(pid)):
                 return CudaState.NONE
@@ -215,7 +215,7 @@ class Cuda:
         self._check_process(pid)
         try:
             self._helper.call(f"cuda.{verb}", lane=pid, timeout_s=timeout_s, pid=pid, **args)
-        except Refused as refusal:
+        except DriverRefused as refusal:
             raise _error(verb, pid, refusal, left=left) from refusal
 
     def _check_process(self, pid: int) -> None:
@@ -251,7 +251,7 @@ def _unreadable(pid: int, error: OSError) -> CudaError:
     )
 
 
-def _error(verb: str, pid: int, refusal: Refused, *, left: str) -> CudaError | StateError | UnsupportedCuda:
+def _error(verb: str, pid: int, refusal: DriverRefused, *, left: str) -> CudaError | StateError | UnsupportedCuda:
     facts: dict[str, Any] = {"pid": pid, "cuda_result": refusal.number, "cuda_name": refusal.name}
     said = f"The CUDA driver refused to {verb} the process ({refusal.name})."
     if verb == "lock" and refusal.number == NOT_READY:

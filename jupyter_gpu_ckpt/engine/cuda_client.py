@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
-from .cuda_helper import DRAIN_S, Refused
+from .cuda_helper import DRAIN_S, DriverRefused
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _UNKNOWN = "the process's CUDA state is unknown: ask for it; a locked process can be unlocked"
@@ -179,7 +179,7 @@ class Helper:
 
         Raises
         ------
-        Refused
+        DriverRefused
             The driver said no; for the facades, which know what the number means for their verb.
         CudaUnavailable
             This host cannot do it; ``details["reason"]`` says why.
@@ -224,7 +224,7 @@ class Helper:
         if error is None:
             return answer["value"]
         if error["kind"] == "refused":
-            raise Refused(error["number"], error["name"])
+            raise DriverRefused(error["number"], error["name"])
         if error["kind"] == "unavailable":
             raise CudaUnavailable(error["message"], hint=_HINTS.get(error["reason"]), reason=error["reason"])
         raise CudaError(f"The CUDA helper failed in {call.op}.", op=call.op, helper=error["message"])

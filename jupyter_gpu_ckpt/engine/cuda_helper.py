@@ -57,7 +57,7 @@ WORKERS = 64
 DRAIN_S = 60.0
 
 
-class Refused(Exception):
+class DriverRefused(Exception):
     """The driver or NVML answered with an error number of its own."""
 
     def __init__(self, number: int, name: str) -> None:
@@ -146,7 +146,7 @@ class CudaDriver:
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     if int(result[0]) != 0:
-        raise Refused(int(result[0]), str(result[0].name))
+        raise DriverRefused(int(result[0]), str(result[0].name))
     return result[1:]
 
 
@@ -167,7 +167,7 @@ def _load_driver() -> Any:
     try:
         # `restore` needs this, or persistence mode (CUDA Driver API, cuCheckpointProcessRestore).
         _checked(api.cuInit(0))
-    except Refused as refusal:
+    except DriverRefused as refusal:
         raise Unavailable("driver-refuses", f"The NVIDIA driver cannot be initialised: {refusal.name}.") from refusal
     return api
 
@@ -326,7 +326,7 @@ class _Server:
     def _outcome(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"value": self._operations[request["op"]](**request["args"])}
-        except Refused as refusal:
+        except DriverRefused as refusal:
             return {"error": {"kind": "refused", "number": refusal.number, "name": refusal.name}}
         except Unavailable as error:
             return {"error": {"kind": "unavailable", "reason": error.reason, "message": error.message}}

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import CudaError, GpuFull
 from . import gpu_locks
 from .cuda_client import Caller, Helper
-from .cuda_helper import Refused
+from .cuda_helper import DriverRefused
 
 NVML_TIMEOUT_S = 30.0
 
@@ -154,7 +154,7 @@ class Gpus:
     def _ask(self, op: str, **args: Any) -> Any:
         try:
             return self._helper.call(op, timeout_s=NVML_TIMEOUT_S, **args)
-        except Refused as refusal:
+        except DriverRefused as refusal:
             message = f"NVML refused {op}: {refusal.name}."
             raise CudaError(message, nvml_error=refusal.number, nvml_name=refusal.name, **args) from refusal
 

@@ -40,7 +40,7 @@ class GpuFacts(Protocol):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Uname:
     """``uname(2)``."""
 
     system: str
@@ -67,9 +67,9 @@ class Place:
     problem: str = ""
 
 
-def kernel() -> Kernel:
+def kernel() -> Uname:
     name = os.uname()
-    return Kernel(name.sysname, name.release, name.machine)
+    return Uname(name.sysname, name.release, name.machine)
 
 
 def is_root() -> bool:
@@ -201,7 +201,7 @@ def gpus() -> list[GpuFacts]:
 class Probes:
     """The questions; a test puts its own answers here."""
 
-    kernel: Callable[[], Kernel] = kernel
+    kernel: Callable[[], Uname] = kernel
     is_root: Callable[[], bool] = is_root
     status: Callable[[], dict[str, str]] = status
     sysctl: Callable[[str], str | None] = sysctl

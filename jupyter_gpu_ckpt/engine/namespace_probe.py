@@ -42,7 +42,7 @@ WANTED_PID = 3000
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-class Steps:
+class ProbeAnswers:
     """The answers so far."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
     return {"status": done.returncode, "output": done.stdout.decode(errors="replace")}
 
 
-def inside(steps: Steps, argv: list[str], seconds: float) -> None:
+def inside(steps: ProbeAnswers, argv: list[str], seconds: float) -> None:
     """What PID 1 of the new namespaces tries."""
     if steps.attempt("proc", mount_proc):
         # /proc/sys belongs to the pid namespace that the mount shows: ours, since this mount
@@ -149,7 +149,7 @@ def inside(steps: Steps, argv: list[str], seconds: float) -> None:
 
 def main(text: str) -> None:
     order = json.loads(text)
-    steps = Steps()
+    steps = ProbeAnswers()
     uid, gid = os.getuid(), os.getgid()
     ready = True
     if order["user"]:

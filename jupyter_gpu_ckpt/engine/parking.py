@@ -186,7 +186,7 @@ class Parking:
         return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
-        call = _Call.of(self._pid, tid)
+        call = _SystemCall.of(self._pid, tid)
         if call is None:  # killed where it stood
             return False
         if call.number < 0:
@@ -209,7 +209,7 @@ class Parking:
         The first code address on the stack that is not the C library's is the return address of the function that
         called the C library.
         """
-        call = _Call.of(self._pid, tid)
+        call = _SystemCall.of(self._pid, tid)
         if call is None or call.number not in self._machine.waits:
             return False
         if call.pc not in shared.c_library:
@@ -245,7 +245,7 @@ def _parent(pid: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _SystemCall:
     """The system call that a thread is in: its number (-1: none), arguments, and where the thread stands."""
 
     number: int
@@ -254,7 +254,7 @@ class _Call:
     pc: int
 
     @classmethod
-    def of(cls, pid: int, tid: int) -> _Call | None:
+    def of(cls, pid: int, tid: int) -> _SystemCall | None:
         """By proc_pid_syscall(5); None of a thread that runs."""
         with open(f"/proc/{pid}/task/{tid}/syscall") as file:
             words = file.read().split()

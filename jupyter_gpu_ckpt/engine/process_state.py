@@ -222,7 +222,7 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
     for mount in own:
         found.refuse(f"a file system that it has mounted itself ({mount.place})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
-    mine = _Mine.read()
+    mine = _OwnState.read()
     found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
@@ -296,7 +296,7 @@ def _fields(text: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Mine:
+class _OwnState:
     """The same of the caller, PID 1 of the capsule, from which CRIU inherits what it does not restore."""
 
     affinity: set[int]
@@ -312,7 +312,7 @@ class _Mine:
     semaphore_users: set[int]
 
     @classmethod
-    def read(cls) -> _Mine:
+    def read(cls) -> _OwnState:
         pid = os.getpid()
         return cls(
             affinity=os.sched_getaffinity(0),
@@ -346,7 +346,7 @@ def _namespaces(root: str) -> dict[str, str]:
 class _Process:
     """One process, looked at piece by piece."""
 
-    def __init__(self, pid: int, tree: set[int], found: Found, mine: _Mine) -> None:
+    def __init__(self, pid: int, tree: set[int], found: Found, mine: _OwnState) -> None:
         self.pid = pid
         self.tree = tree
         self.found = found

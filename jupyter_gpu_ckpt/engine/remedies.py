@@ -27,7 +27,7 @@ _UNCONFINED = "--security-opt seccomp=unconfined --security-opt apparmor=unconfi
 _ROOT_CAPABILITIES = ("SYS_ADMIN", "SYS_PTRACE", "CHECKPOINT_RESTORE")
 
 
-class Refused(NamedTuple):
+class RefusedStep(NamedTuple):
     """A step that was refused: its name, errno and the system's words."""
 
     step: str
@@ -51,9 +51,9 @@ class Trial:
     def works(self, step: str) -> bool:
         return step in self.answers and self.answers[step] is None
 
-    def refused(self, *steps: str) -> Refused | None:
+    def refused(self, *steps: str) -> RefusedStep | None:
         """The first of ``steps`` that was refused."""
-        return next((Refused(step, **self.answers[step]) for step in steps if self.answers.get(step)), None)
+        return next((RefusedStep(step, **self.answers[step]) for step in steps if self.answers.get(step)), None)
 
 
 def container(engine: str, *, root: bool) -> str:
@@ -73,7 +73,7 @@ def set_sysctl(name: str, value: int | str) -> str:
     return f"sudo sysctl -w {name}={value}"
 
 
-def user_namespace(trial: Trial, refused: Refused) -> Remedy:
+def user_namespace(trial: Trial, refused: RefusedStep) -> Remedy:
     """A user namespace was refused, or has no rights."""
     where = " on the container's host" if trial.container else ""
     if trial.sysctl("user.max_user_namespaces") == "0":
@@ -98,7 +98,7 @@ def user_namespace(trial: Trial, refused: Refused) -> Remedy:
     return f"User namespaces are refused: {refused.what}.", ""
 
 
-def namespace(trial: Trial, refused: Refused) -> Remedy:
+def namespace(trial: Trial, refused: RefusedStep) -> Remedy:
     """One of the mount, time and pid namespaces was refused."""
     step = refused.step
     if refused.errno == errno.ENOSPC:
@@ -113,7 +113,7 @@ def namespace(trial: Trial, refused: Refused) -> Remedy:
     return what, container(trial.container, root=trial.root) if trial.root or trial.confined else ""
 
 
-def proc(trial: Trial, refused: Refused, covers: Sequence[str]) -> Remedy:
+def proc(trial: Trial, refused: RefusedStep, covers: Sequence[str]) -> Remedy:
     """A fresh ``/proc`` was refused."""
     if trial.container:
         hidden = f" ({', '.join(covers)})" if covers else ""
@@ -127,7 +127,7 @@ def proc(trial: Trial, refused: Refused, covers: Sequence[str]) -> Remedy:
     return f"A fresh /proc is refused: {refused.what}.", ""
 
 
-def ptrace(trial: Trial, refused: Refused, scope: str | None) -> Remedy:
+def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Remedy:
     """CRIU could not attach to a process."""
     if scope == "3":
         what = "CRIU cannot attach to processes: yama's ptrace_scope is 3, which only a restart of the host can undo."

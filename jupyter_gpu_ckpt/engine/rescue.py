@@ -66,7 +66,7 @@ class _Thread:
 
 
 @dataclass
-class _Process:
+class _SavedProcess:
     pid: int
     machine: Machine
     mappings: list[_Mapping]
@@ -237,7 +237,7 @@ def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = N
     return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
 
 
-def _look(machine: Machine, pid: int) -> _Process:
+def _look(machine: Machine, pid: int) -> _SavedProcess:
     """What has to be known of a stopped process, and SIGTRAP's guard in place."""
     maps = _read(f"/proc/{pid}/maps")
     mappings = list(_mappings(maps))
@@ -255,7 +255,7 @@ def _look(machine: Machine, pid: int) -> _Process:
                     if handler in GUARD:
                         handler = GUARD[handler]
                         _sigtrap(tracee, gate, memory, handler)
-        return _Process(
+        return _SavedProcess(
             pid=pid,
             machine=machine,
             mappings=mappings,
@@ -303,7 +303,7 @@ def unguard(root: int, parking: Parking | None = None) -> None:
         resume(pid, parking.leader if parking is not None and pid == root else None)
 
 
-def _mend(process: _Process) -> None:
+def _mend(process: _SavedProcess) -> None:
     """Make a process what it was before CRIU came.  It is stopped before and after."""
     pid, machine, gate = process.pid, process.machine, process.gate
     stop(pid, time.monotonic() + PATIENCE)
@@ -338,7 +338,7 @@ def _mend(process: _Process) -> None:
         _drop_guard(leader, gate, memory)
 
 
-def _astray(process: _Process, leader: Tracee, parasite: list[_Mapping]) -> bool:
+def _astray(process: _SavedProcess, leader: Tracee, parasite: list[_Mapping]) -> bool:
     """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
@@ -383,7 +383,7 @@ class Rescue:
         self._pids: list[int] = []
         #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
         self._ran: list[int] = []
-        self._processes: list[_Process] = []
+        self._processes: list[_SavedProcess] = []
         try:
             for pid, ran in _tree(root, deadline, parking):
                 self._pids.append(pid)
@@ -427,7 +427,7 @@ class Rescue:
                 last.callback(self._after, process, well)
 
     @staticmethod
-    def _after(process: _Process, well: bool) -> None:
+    def _after(process: _SavedProcess, well: bool) -> None:
         try:
             if well:
                 _unguard(process.machine, process.pid)

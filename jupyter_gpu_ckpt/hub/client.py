@@ -27,7 +27,7 @@ _REQUEST = 20.0
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelOutcome:
     """What became of one kernel: an image and its bytes, or an error's code and hint."""
 
     kernel_id: str
@@ -42,7 +42,7 @@ class Outcome:
     """What a server answered: every one of its kernels, and whether it can be stopped without a loss."""
 
     parked: bool
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelOutcome, ...]
 
     def __str__(self) -> str:
         """For a log or the spawn page: codes and hints, nothing of the user's."""
@@ -59,7 +59,7 @@ def _outcome(result: Any) -> Outcome:
         return Outcome(
             result["parked"] is True,
             tuple(
-                Kernel(
+                KernelOutcome(
                     kernel_id=printable(str(told["kernel_id"]), 80),
                     image=None if told["image"] is None else printable(str(told["image"]), 80),
                     bytes=int(told["bytes"]),
@@ -74,7 +74,7 @@ def _outcome(result: Any) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Need:
+class DrainEstimate:
     """What parking would need: kernels that are awake, bytes, seconds at most by the host's measured rates."""
 
     kernels: int
@@ -103,11 +103,13 @@ class ServerClient:
         self._headers = {"Authorization": f"token {token}"}
         self._ssl = ssl_options
 
-    async def need(self) -> Need:
+    async def need(self) -> DrainEstimate:
         """What parking would need now.  Raises `ServerRefused`, `ServerSilent`."""
         told = await self._until_answered("GET", "gpu-ckpt/park", time.monotonic() + self.slack)
         try:
-            return Need(int(told["kernels"]), int(told["bytes"]), min(_LONGEST, max(0.0, float(told["seconds"]))))
+            return DrainEstimate(
+                int(told["kernels"]), int(told["bytes"]), min(_LONGEST, max(0.0, float(told["seconds"])))
+            )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerRefused("The server did not say what parking needs.") from error
 
@@ -119,7 +121,7 @@ class ServerClient:
         told = await self._until_answered("GET", "api/status", time.monotonic() + self.slack)
         return str(told["last_activity"])
 
-    async def park(self, need: Need | None = None) -> Outcome:
+    async def park(self, need: DrainEstimate | None = None) -> Outcome:
         """Have every kernel sleep in a proved image.  Asked twice, the second joins the first.
 
         ``need`` as `need` told it; without it, it is asked first.

@@ -36,7 +36,7 @@ from traitlets import Bool, Dict, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError, ImageFormat
-from ..image.requirements import FILE, MOST_BYTES, VARIABLE, Plan, parse, plan
+from ..image.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
 from . import kubernetes, slurm
 from .progress import forget, listen, tell
 
@@ -117,7 +117,7 @@ class Placement(LoggingConfigurable):
         if changes.message:
             tell(spawner, changes.message)
 
-    async def changes(self, spawner: Any, asked: Plan) -> Changes:
+    async def changes(self, spawner: Any, asked: NodeChoice) -> Changes:
         """What the plan means for this spawner.  Raises whatever a scheduler that does not answer makes it raise."""
         if not asked.requirements.gpus and self.without_gpu and not _asks_for_gpu(spawner, self.gpu_option):
             made = Changes(dict(self.without_gpu), "Nothing of yours is on a GPU: you get a node without one.")
@@ -127,14 +127,14 @@ class Placement(LoggingConfigurable):
             return made
         return await self._scheduled(spawner, asked, {}) if asked.together else Changes({}, "")
 
-    async def _scheduled(self, spawner: Any, asked: Plan, before: Mapping[str, Any]) -> Changes:
+    async def _scheduled(self, spawner: Any, asked: NodeChoice, before: Mapping[str, Any]) -> Changes:
         for trait, dialect in _DIALECTS.items():
             if spawner.has_trait(trait):
                 made = await dialect(self, spawner, asked, lambda name: before.get(name, getattr(spawner, name)))
                 return Changes(made.traits, f"{made.message}{_others(asked)}")
         return Changes({}, "")
 
-    async def _slurm(self, spawner: Any, asked: Plan, now: Callable[[str], Any]) -> Changes:
+    async def _slurm(self, spawner: Any, asked: NodeChoice, now: Callable[[str], Any]) -> Changes:
         process = await asyncio.create_subprocess_exec(
             *self.sinfo, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
@@ -158,7 +158,7 @@ class Placement(LoggingConfigurable):
             traits["req_gres"] = slurm.with_gpus(now("req_gres"), request.gres)
         return Changes(traits, f"{_needs(asked)}: {_one_of(request.nodes)} will do.")
 
-    async def _kubernetes(self, spawner: Any, asked: Plan, now: Callable[[str], Any]) -> Changes:
+    async def _kubernetes(self, spawner: Any, asked: NodeChoice, now: Callable[[str], Any]) -> Changes:
         traits: dict[str, Any] = {}
         if asked.requirements.gpus:
             gpus = {kubernetes.GPU_RESOURCE: str(len(asked.requirements.gpus))}
@@ -178,7 +178,7 @@ class Placement(LoggingConfigurable):
         return Changes(traits, f"{needs}: you get a node like that.")
 
 
-_Dialect = Callable[[Placement, Any, Plan, Callable[[str], Any]], Awaitable[Changes]]
+_Dialect = Callable[[Placement, Any, NodeChoice, Callable[[str], Any]], Awaitable[Changes]]
 #: By a trait that only spawners for that scheduler have.
 _DIALECTS: dict[str, _Dialect] = {"req_gres": Placement._slurm, "node_affinity_required": Placement._kubernetes}
 
@@ -210,12 +210,12 @@ def _asks_for_gpu(spawner: Any, option: str) -> bool:
     return bool((spawner.user_options or {}).get(option))
 
 
-def _needs(asked: Plan) -> str:
+def _needs(asked: NodeChoice) -> str:
     whose = "Your sleeping kernel needs" if asked.together == 1 else f"Your {asked.together} sleeping kernels need"
     return f"{whose} {asked.requirements}"
 
 
-def _nowhere(asked: Plan) -> Changes:
+def _nowhere(asked: NodeChoice) -> Changes:
     return Changes({}, f"{_needs(asked)}. No node like that is in service: you get any. {_STAYS}")
 
 
@@ -224,7 +224,7 @@ def _one_of(nodes: Iterable[str]) -> str:
     return ", ".join(shown[:5]) + (f" or one of {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
-def _others(asked: Plan) -> str:
+def _others(asked: NodeChoice) -> str:
     """The kernels that need another node than the one that is asked for."""
     if not asked.others:
         return ""

@@ -45,7 +45,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Request:
+class SbatchOptions:
     """Options for sbatch; an empty one is left out.  ``nodes`` in service have all of it."""
 
     constraint: str
@@ -120,7 +120,7 @@ def word(model: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "_", model.lower()).strip("_")
 
 
-def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str, str] = NAMES) -> Request:
+def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str, str] = NAMES) -> SbatchOptions:
     """What to ask Slurm for; no ``nodes`` in it: there is none in service that has all of this."""
     known = {feature for node in cluster for feature in node.features}
     told = _kinds(known, names)
@@ -130,7 +130,7 @@ def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str,
     kinds = sorted({kind for node in cluster for kind in node.gpus})
     gres = _gres(requirements, kinds)
     if gres is None:
-        return Request("", "", ())
+        return SbatchOptions("", "", ())
     kind, count = gres
     fitting = [
         node.name
@@ -144,7 +144,9 @@ def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str,
     if chosen["linux"] and any(requirements.linux) and not releases:
         fitting = []
     terms = [*needed, *([f"({'|'.join(releases)})"] if len(releases) > 1 else releases)]
-    return Request("&".join(terms), ":".join(filter(None, ("gpu", kind, str(count)))) if count else "", tuple(fitting))
+    return SbatchOptions(
+        "&".join(terms), ":".join(filter(None, ("gpu", kind, str(count)))) if count else "", tuple(fitting)
+    )
 
 
 def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> list[str]:

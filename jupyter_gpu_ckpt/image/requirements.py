@@ -36,7 +36,7 @@ _MOST_GPUS = 64
 
 
 @dataclass(frozen=True, order=True)
-class Gpu:
+class GpuModel:
     """One GPU: its model as NVML names it, and its memory in bytes."""
 
     model: str
@@ -56,7 +56,7 @@ class Requirements:
     linux: tuple[int, int] = (0, 0)
     glibc: str = ""
     driver: str = ""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuModel, ...] = ()
     memory: int = 0
 
     def with_(self, other: Requirements) -> Requirements | None:
@@ -89,7 +89,7 @@ class Requirements:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NodeChoice:
     """The one node to ask for, and whom it suits: ``together`` kernels, while ``others`` need another kind of node."""
 
     requirements: Requirements
@@ -97,7 +97,7 @@ class Plan:
     others: tuple[Requirements, ...] = ()
 
 
-def plan(kernels: Sequence[Requirements]) -> Plan:
+def plan(kernels: Sequence[Requirements]) -> NodeChoice:
     """Which node to ask for, of kernels in the order in which they went to sleep.
 
     Where no node suits all of them, the last one decides, and then each that goes together with those before it: people
@@ -110,7 +110,7 @@ def plan(kernels: Sequence[Requirements]) -> Plan:
             others.append(one)
         else:
             asked = both
-    return Plan(asked, len(kernels) - len(others), tuple(others))
+    return NodeChoice(asked, len(kernels) - len(others), tuple(others))
 
 
 def of(fingerprint: Mapping[str, Any]) -> Requirements:
@@ -123,7 +123,7 @@ def of(fingerprint: Mapping[str, Any]) -> Requirements:
         linux=(int(release[1]), int(release[2])) if release else (0, 0),
         glibc=str(fingerprint.get("glibc", "")),
         driver=str(fingerprint.get("driver", "")) if cuda else "",
-        gpus=tuple(sorted(Gpu(str(gpu["name"]), int(gpu["total"])) for gpu in fingerprint.get("gpus", ())))
+        gpus=tuple(sorted(GpuModel(str(gpu["name"]), int(gpu["total"])) for gpu in fingerprint.get("gpus", ())))
         if cuda
         else (),
         memory=int(fingerprint.get("memory", 0)),
@@ -159,7 +159,7 @@ def _parsed(architecture: Any, cpu: Any, linux: Any, glibc: Any, driver: Any, gp
         linux=(_count(major), _count(minor)),
         glibc=_word(glibc),
         driver=_word(driver),
-        gpus=tuple(sorted(Gpu(_word(gpu["model"], _MODEL), _count(gpu["total"])) for gpu in gpus)),
+        gpus=tuple(sorted(GpuModel(_word(gpu["model"], _MODEL), _count(gpu["total"])) for gpu in gpus)),
         memory=_count(memory),
     )
 

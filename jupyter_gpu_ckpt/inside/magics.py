@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 
 from . import gpu_memory, probes, tensors
-from .outside import Outside, Refused
+from .outside import Outside, RequestRefused
 from .tables import columns, moment, status_text
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -87,7 +87,7 @@ class GpuMagics:
         self._kernel, self._outside, self._pipe_port = kernel, outside, pipe_port
         #: Variables to release when the kernel leaves next; lapses with the next cell.
         self.leaving: list[str] = []
-        self._told: Refused | None = None
+        self._told: RequestRefused | None = None
 
     def register(self) -> None:
         """Called from the agent when it is loaded."""
@@ -150,7 +150,7 @@ class GpuMagics:
         status = self.status()
         for finding in status["findings"]:
             if finding["blocks"]:
-                raise Refused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
+                raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
         names = self._chosen(keep, drop)
         held = tensors.by_variable(self.shell.user_ns)
         for name in names:
@@ -194,7 +194,7 @@ class GpuMagics:
         print(status_text(self.status(), [_row(each) for each in found[:5]], released, self._outside.failure))
 
     def status(self) -> dict[str, Any]:
-        """What the server and preflight say of this kernel now; sizes in bytes.  Raises `Refused`."""
+        """What the server and preflight say of this kernel now; sizes in bytes.  Raises `RequestRefused`."""
         report = probes.report(self._kernel, self._pipe_port(), [])
         return self._outside.ask("status", report=report)
 

@@ -27,7 +27,7 @@ DEADLINE = 30.0
 _TYPES = {"gpu_ckpt_answer_request": "_answered", "gpu_ckpt_failed_request": "_failed"}
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """What was asked for cannot be done; ``code`` and ``hint`` are those of `jupyter_gpu_ckpt.errors`.
 
     A notebook shows it in two lines: the stack below it is this project's own and says nothing to its reader.
@@ -38,7 +38,7 @@ class Refused(Exception):
         self.code, self.message, self.hint, self.left = code, message, hint, left
 
     @classmethod
-    def told(cls, error: dict[str, Any]) -> Refused:
+    def told(cls, error: dict[str, Any]) -> RequestRefused:
         """From the JSON form of an error."""
         return cls(*(str(error.get(name, "")) for name in ("message", "code", "hint", "left")))
 
@@ -64,7 +64,7 @@ class Outside:
         self.kernel_id = ""
         self._waiting: dict[str, tuple[threading.Event, dict[str, Any]]] = {}
         #: Why the last request could not be done.
-        self.failure: Refused | None = None
+        self.failure: RequestRefused | None = None
         #: Called without arguments, on the control thread, when there is a new `failure`.
         self.on_failure: list[Callable[[], None]] = []
 
@@ -89,7 +89,7 @@ class Outside:
     def ask(self, verb: str, **content: Any) -> dict[str, Any]:
         """The server's answer to ``verb`` (``status``, ``list``, ``protect``, ``watch``), now.
 
-        Raises `Refused`: by the server, or because none answered before `DEADLINE`.
+        Raises `RequestRefused`: by the server, or because none answered before `DEADLINE`.
         """
         identity, answered = uuid.uuid4().hex, threading.Event()
         found: dict[str, Any] = {}
@@ -97,7 +97,7 @@ class Outside:
         try:
             self._send({"verb": verb, "now": True, "id": identity, **content})
             if not answered.wait(DEADLINE):
-                raise Refused(
+                raise RequestRefused(
                     f"The server of this kernel did not answer within {DEADLINE:g} s.",
                     "KERNEL_SILENT",
                     "Is the Jupyter server that started this kernel still there, and of the same release?",
@@ -105,13 +105,13 @@ class Outside:
         finally:
             del self._waiting[identity]
         if "error" in found:
-            raise Refused.told(found["error"])
+            raise RequestRefused.told(found["error"])
         self.kernel_id = str(found.get("kernel_id", ""))
         return dict(found.get("answer") or {})
 
     def _send(self, content: dict[str, Any]) -> None:
         if self._plain is not None:
-            raise Refused.told(self._plain)
+            raise RequestRefused.told(self._plain)
         kernel = self._kernel
         # The parent is the request under way: what is asked without `now` is done after its idle.
         kernel.session.send(kernel.iopub_socket, "gpu_ckpt_ask", content, kernel.get_parent(), ident=b"gpu_ckpt_ask")
@@ -132,6 +132,6 @@ class Outside:
             waiting[0].set()
 
     def _failed(self, content: dict[str, Any]) -> None:
-        self.failure = Refused.told(content.get("error") or {})
+        self.failure = RequestRefused.told(content.get("error") or {})
         for tell in tuple(self.on_failure):
             tell()

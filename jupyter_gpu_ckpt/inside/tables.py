@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .outside import Refused
+from .outside import RequestRefused
 from .tensors import human
 
 
@@ -31,7 +31,7 @@ def moment(at: float) -> str:
 
 
 def status_text(
-    status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: Refused | None
+    status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: RequestRefused | None
 ) -> str:
     """The server's answer, what the kernel knows of its tensors, and what went wrong last."""
     seconds, device = status["seconds"], status["device_bytes"]

@@ -98,7 +98,7 @@ class Desk:
         engine, pid = lifecycle.engine, capsule.host_pid
         device: dict[str, int] = {}
         gpus: list[dict[str, Any]] = []
-        findings: list[preflight.Finding] = []
+        findings: list[preflight.PreflightFinding] = []
         try:
             if engine.cuda.state(pid) is not CudaState.NONE:
                 device = engine.gpus.used_by(pid)
@@ -108,7 +108,7 @@ class Desk:
                 ]
             findings = lifecycle.findings()
         except GpuCkptError as error:  # an answer without the GPUs is better than none
-            findings.append(preflight.Finding(error.code, error.message, error))
+            findings.append(preflight.PreflightFinding(error.code, error.message, error))
         findings += preflight.judge_report(report, gpus=len(device))
         on_device = sum(device.values())
         resident = lifecycle.resident()
@@ -172,6 +172,6 @@ def images(lifecycle: Lifecycle) -> dict[str, Any]:
     return {"images": found}
 
 
-def _finding(finding: preflight.Finding) -> dict[str, Any]:
+def _finding(finding: preflight.PreflightFinding) -> dict[str, Any]:
     hint = finding.error.hint if finding.error else ""
     return {"code": finding.code, "text": finding.text, "blocks": finding.blocks, "hint": hint}

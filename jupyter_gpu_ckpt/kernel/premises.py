@@ -22,7 +22,7 @@ from typing import Any
 from ..engine import fastpath
 from ..engine.capsule import Capsule
 from ..errors import CapsuleGone, GpuCkptError, KernelUnfit, RuntimeDirectory
-from ..lifecycle import Engine, Home, Lifecycle, Settings
+from ..lifecycle import Engine, Home, Lifecycle, LifecycleSettings
 from ..machine import State
 from ..trace import Sink, Trace
 from .adoption import Orphan, Session, ended, sleeper
@@ -53,7 +53,7 @@ class Launch:
     cwd: str
     outlive: bool
     start_timeout: float
-    settings: Settings
+    settings: LifecycleSettings
     fast_path: bool = False
     stdout: Any = None
     stderr: Any = None

@@ -29,7 +29,7 @@ from ..image.encryption import Vault
 from ..image.node import unbindable
 from ..image.quota import Quota
 from ..image.store import Image, Store
-from ..lifecycle import Lifecycle, Settings
+from ..lifecycle import Lifecycle, LifecycleSettings
 from ..machine import State
 from ..steps import REFRESHED
 from ..trace import Sink, StepEvent, notify
@@ -412,7 +412,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             cwd=str(kwargs.get("cwd") or Path.cwd()),
             outlive=bool(kwargs.get("independent") or self.outlive_server),
             start_timeout=self.start_timeout,
-            settings=Settings(
+            settings=LifecycleSettings(
                 drain=self.drain_timeout,
                 connect=self.wake_timeout,
                 slowest_rate=self.slowest_rate,

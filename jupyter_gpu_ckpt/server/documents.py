@@ -27,7 +27,7 @@ from ..kernel.adoption import Session, only_copy
 from ..kernel.engines import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
-from ..preflight import Finding, judge_requests, require
+from ..preflight import PreflightFinding, judge_requests, require
 from .jobs import Job
 from .watch import Watched, device_bytes
 
@@ -92,7 +92,7 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
         raise StateError(why_not(provisioner))
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
-    found: list[Finding] = [*requests(provisioner), *lifecycle.findings()]
+    found: list[PreflightFinding] = [*requests(provisioner), *lifecycle.findings()]
     return {
         "ok": not any(finding.blocks for finding in found),
         "findings": [
@@ -107,7 +107,7 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
     }
 
 
-def requests(provisioner: GpuCkptProvisioner | None) -> list[Finding]:
+def requests(provisioner: GpuCkptProvisioner | None) -> list[PreflightFinding]:
     """What preflight says of that which clients have a kernel do now.  Asks the gate's thread."""
     gate = provisioner.gate if provisioner is not None else None
     if gate is None:

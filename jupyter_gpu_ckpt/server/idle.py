@@ -21,7 +21,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError, InsufficientResources, PreflightError, StateError
 from ..kernel.provisioner import GpuCkptProvisioner
 from .background import Background
-from .policy import Action, Look, Policy, Rule, Settings, Verb
+from .policy import Action, IdleSettings, Look, Policy, Rule, Verb
 from .senses import Senses
 
 _RULE_KEYS = ("suspend_after", "checkpoint_after")
@@ -194,9 +194,9 @@ class IdlePolicy(LoggingConfigurable):
         # The code alone: the text of an error may name what is the user's own.  `outlook` has all of it.
         tell("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error.code)
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> IdleSettings:
         common = {key: getattr(self, key) for key in _RULE_KEYS}
-        return Settings(
+        return IdleSettings(
             rule=Rule(**common),
             rules={name: Rule(**{**common, **rule}) for name, rule in self.kernelspecs.items()},
             memory_limit=self.suspended_memory_limit,

@@ -46,7 +46,7 @@ class Parked:
 
 
 @dataclass(frozen=True)
-class Need:
+class DrainWork:
     """What parking has to do: kernels that are awake, bytes to write, seconds that this takes at most."""
 
     kernels: int
@@ -107,7 +107,7 @@ def _plain(kernel_id: str) -> Parked:
     return Parked.failed(kernel_id, error)
 
 
-def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, prove: bool) -> Need:
+def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, prove: bool) -> DrainWork:
     """What parking these would need if they left one after the other.  Asks ``/proc`` and the driver.
 
     ``prove``: the images of those that sleep already are to be proved, too.
@@ -129,7 +129,7 @@ def need(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, prove: bool)
         estimate = RATES.estimate(resident, device)
         awake, bytes = awake + 1, bytes + estimate.image_bytes
         seconds += one.drain_timeout + 2 * estimate.saved
-    return Need(awake, bytes, GRACE + seconds)
+    return DrainWork(awake, bytes, GRACE + seconds)
 
 
 def document(answers: list[Parked]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Settings:
+class IdleSettings:
     """How to judge.
 
     ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
@@ -115,7 +115,7 @@ class Trouble:
 
 
 @dataclass
-class _Memory:
+class _KernelRecord:
     """What is known of a kernel between looks."""
 
     look: Look
@@ -131,9 +131,9 @@ class _Memory:
 class Policy:
     """Decides for all kernels of one server.  Not thread-safe: one caller."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
-        self._known: dict[str, _Memory] = {}
+    def __init__(self, settings: IdleSettings | None = None) -> None:
+        self.settings = settings or IdleSettings()
+        self._known: dict[str, _KernelRecord] = {}
         self._under_way: dict[str, Action] = {}
 
     def decide(self, looks: Iterable[Look], now: float) -> list[Action]:
@@ -210,7 +210,7 @@ class Policy:
         known = self._known.get(look.kernel_id)
         if known is None:
             # A kernel that is new here is not idle yet, whenever its clients were last heard.
-            known = self._known[look.kernel_id] = _Memory(look, came_back=now, computed=look.last_activity)
+            known = self._known[look.kernel_id] = _KernelRecord(look, came_back=now, computed=look.last_activity)
         look = replace(look, process=look.process or known.look.process)  # not looked at is not another one
         if look.state is State.RUNNING and (known.look.state in _AWAY or look.process != known.look.process):
             # Somebody wanted it back, perhaps without running anything yet.

@@ -18,7 +18,7 @@ from typing import Any
 from ..engine import cuda as real
 from ..engine.cuda import Cuda
 from ..engine.cuda_client import Caller
-from ..engine.cuda_helper import Refused
+from ..engine.cuda_helper import DriverRefused
 from ..engine.custom_storage import DRIVER_TOO_OLD, CustomStorage
 from ..engine.gpus import Gpus
 from ..errors import CudaError, HelperGone
@@ -212,7 +212,7 @@ class FakeDriver:
 
     def _known(self, uuid: str) -> None:
         if uuid not in self.gpus:
-            raise Refused(NVML_NOT_FOUND, "NVMLError_NotFound")
+            raise DriverRefused(NVML_NOT_FOUND, "NVMLError_NotFound")
 
 
 class FakeCuda(Cuda):
@@ -244,5 +244,5 @@ class FakeGpus(Gpus):
         self.driver = driver
 
 
-def _refused(number: int) -> Refused:
-    return Refused(number, _NAMES.get(number, f"CUDA_ERROR_{number}"))
+def _refused(number: int) -> DriverRefused:
+    return DriverRefused(number, _NAMES.get(number, f"CUDA_ERROR_{number}"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.cuda_client import Helper
-from ..engine.cuda_helper import Refused, real_operations, run
+from ..engine.cuda_helper import DriverRefused, real_operations, run
 from .fake_cuda import FakeDriver
 
 #: No call of a fake driver takes long; seconds.
@@ -45,7 +45,7 @@ class Before(Helper):
             answer: tuple[Any, tuple[int, str] | None]
             try:
                 answer = (self._driver.call(op, lane=lane, timeout_s=_DEADLINE, **args), None)
-            except Refused as refusal:
+            except DriverRefused as refusal:
                 answer = (None, (refusal.number, refusal.name))
             connection.send(answer)
 
@@ -61,7 +61,7 @@ def _ask(address: str, op: str, **args: Any) -> Any:
         connection.send((op, args.get("pid"), args))
         value, refusal = connection.recv()
     if refusal is not None:
-        raise Refused(*refusal)
+        raise DriverRefused(*refusal)
     return value
 
 

@@ -18,7 +18,7 @@ from notebook_activity import DAY, WEEK, Cell, Person, Session, people
 
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.preflight import MARGIN
-from jupyter_gpu_ckpt.server.policy import Action, Look, Policy, Settings, Verb
+from jupyter_gpu_ckpt.server.policy import Action, IdleSettings, Look, Policy, Verb
 
 Process = Generator[simpy.Event, Any, None]
 #: Seconds between two looks of a server (`IdlePolicy.interval`).
@@ -250,7 +250,7 @@ class Cluster:
     def _serve(self, kernel: Kernel) -> Process:
         """What `server.idle` does, for one kernel; looks at times at which nothing can be due are left out."""
         limit = self.plan.memory_per_gpu * self.plan.gpus_per_node // 2
-        policy = Policy(Settings(self.plan.rule, memory_limit=limit, parallel=self.plan.parallel))
+        policy = Policy(IdleSettings(self.plan.rule, memory_limit=limit, parallel=self.plan.parallel))
         self.policies[kernel] = policy
         while not kernel.ended:
             for action in policy.decide([self._look(kernel)], self.env.now):

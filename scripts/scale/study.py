@@ -17,7 +17,7 @@ from jupyter_gpu_ckpt.server.policy import Rule
 
 SEEDS = (1, 2, 3)
 MINUTE = 60.0
-#: Seconds a wake waits for room before its cell fails with GPU_FULL (`steps.Settings.room`).
+#: Seconds a wake waits for room before its cell fails with GPU_FULL (`steps.LifecycleSettings.room`).
 ROOM = 10.0
 #: Bytes of an NVIDIA H200, as NVML tells.
 H200 = 139 * GIB

@@ -17,14 +17,14 @@ import pytest
 from jupyter_gpu_ckpt.engine import cuda_helper
 from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
 from jupyter_gpu_ckpt.engine.cuda_client import Helper
-from jupyter_gpu_ckpt.engine.cuda_helper import CudaDriver, Refused, Unavailable, serve
+from jupyter_gpu_ckpt.engine.cuda_helper import CudaDriver, DriverRefused, Unavailable, serve
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone, StateError, UnsupportedCuda
 
 # A helper with operations that do what the driver cannot be asked to.  `wait` blocks until somebody writes the FIFO.
 STUB = """
 import os, threading
-from jupyter_gpu_ckpt.engine.cuda_helper import Refused, Unavailable, run
-def refuse(): raise Refused(401, "CUDA_ERROR_ILLEGAL_STATE")
+from jupyter_gpu_ckpt.engine.cuda_helper import DriverRefused, Unavailable, run
+def refuse(): raise DriverRefused(401, "CUDA_ERROR_ILLEGAL_STATE")
 def lack(): raise Unavailable("driver-missing", "No driver.")
 run({
     "x.open": lambda: None,
@@ -190,7 +190,7 @@ class TestHelper:
             Helper([sys.executable, "-c", "raise SystemExit(1)"]).call("x.echo", timeout_s=20)
 
     def test_refusals_and_lacks(self, helper):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(DriverRefused) as refused:
             helper.call("x.refuse", timeout_s=20)
         assert (refused.value.number, refused.value.name) == (401, "CUDA_ERROR_ILLEGAL_STATE")
         for op in ("x.lack", "bad.verb"):
@@ -324,7 +324,7 @@ class TestCudaDriver:
         installed("13.0.2", refusing)
         driver = CudaDriver()
         driver.open()
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(DriverRefused) as refused:
             driver.unlock(1)
         assert refused.value.number == 401
         with pytest.raises(Unavailable) as lacking:
@@ -360,7 +360,7 @@ class Refuses:
         self.number = number
 
     def call(self, op, **args):
-        raise Refused(self.number, f"E{self.number}")
+        raise DriverRefused(self.number, f"E{self.number}")
 
     def close(self):
         pass

@@ -20,7 +20,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt.errors import PipesExhausted
 from jupyter_gpu_ckpt.kernel.engines import shared_engine
-from jupyter_gpu_ckpt.lifecycle import Home, Lifecycle, Settings
+from jupyter_gpu_ckpt.lifecycle import Home, Lifecycle, LifecycleSettings
 from jupyter_gpu_ckpt.machine import State
 from jupyter_gpu_ckpt.trace import Trace
 
@@ -47,7 +47,9 @@ def kernels(directory: Path, count: int, **settings) -> Iterator[list[Lifecycle]
         for number in range(count):
             (base / str(number)).mkdir(mode=0o700)
             home = Home(f"k{number}", "python3", base / str(number), has_agent=False)
-            made.append(Lifecycle(home, engine, GateDouble(), settings=Settings(**settings), trace=Trace(f"k{number}")))
+            made.append(
+                Lifecycle(home, engine, GateDouble(), settings=LifecycleSettings(**settings), trace=Trace(f"k{number}"))
+            )
             made[-1].launch([sys.executable, "-I", "-S", "-c", PROGRAM, str(base / f"{number}.ready")], {}, "/")
         until(lambda: len(list(base.glob("*.ready"))) == count, "all run")
         yield made

@@ -14,7 +14,7 @@ import pytest
 
 from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
 from jupyter_gpu_ckpt.engine.cuda_client import Helper
-from jupyter_gpu_ckpt.engine.cuda_helper import Refused
+from jupyter_gpu_ckpt.engine.cuda_helper import DriverRefused
 from jupyter_gpu_ckpt.engine.gpus import gpu_mapping
 from jupyter_gpu_ckpt.errors import CudaError, GpuCkptError, GpuFull, HelperGone
 
@@ -101,7 +101,7 @@ def raw_state(helper, pid):
     """The driver's own answer to a question for the state."""
     try:
         return helper.call("cuda.state", lane=pid, timeout_s=30, pid=pid)
-    except Refused as refusal:
+    except DriverRefused as refusal:
         return refusal.name
 
 

@@ -12,7 +12,7 @@ import yaml
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.image.requirements import FILE, VARIABLE, Gpu, Requirements, to_json
+from jupyter_gpu_ckpt.image.requirements import FILE, VARIABLE, GpuModel, Requirements, to_json
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
@@ -22,7 +22,7 @@ ADMIN = Path(__file__).resolve().parents[2] / "docs" / "admin"
 MANIFESTS = sorted(path for path in (ADMIN / "k8s").glob("*.yaml") if path.name != "values.yaml")
 #: The first release in which user namespaces for pods are there for good, and the newest whose schemas are installed.
 VERSIONS = ("1.36", kubernetes_validate.latest_version())
-H200 = Gpu("NVIDIA H200", 143_771 << 20)
+H200 = GpuModel("NVIDIA H200", 143_771 << 20)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

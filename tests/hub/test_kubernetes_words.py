@@ -8,7 +8,7 @@ import pytest
 
 from jupyter_gpu_ckpt.hub import kubernetes
 from jupyter_gpu_ckpt.hub.kubernetes import DRIVER, PRODUCT, expressions, fits
-from jupyter_gpu_ckpt.image.requirements import Gpu, Requirements
+from jupyter_gpu_ckpt.image.requirements import GpuModel, Requirements
 
 CPUID = "feature.node.kubernetes.io/cpu-cpuid."
 KERNEL = "feature.node.kubernetes.io/kernel-version."
@@ -21,7 +21,7 @@ NODE = {
     KERNEL + "major": "6",
     KERNEL + "minor": "8",
 }
-H200 = Gpu("NVIDIA H200", 143_771 << 20)
+H200 = GpuModel("NVIDIA H200", 143_771 << 20)
 WANTED = Requirements(
     "x86_64", frozenset({"aes", "avx", "avx512_vnni", "bmi2", "fma"}), (6, 1), "2.36", "580.159.03", (H200,), 5 << 30
 )

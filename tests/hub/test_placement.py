@@ -15,12 +15,12 @@ from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
 from jupyter_gpu_ckpt.hub.placement import Placement
 from jupyter_gpu_ckpt.hub.progress import ToldMixin
-from jupyter_gpu_ckpt.image.requirements import FILE, MOST_BYTES, VARIABLE, Gpu, Requirements, to_json
+from jupyter_gpu_ckpt.image.requirements import FILE, MOST_BYTES, VARIABLE, GpuModel, Requirements, to_json
 
 batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 
-H200 = Gpu("NVIDIA H200", 143_771 << 20)
+H200 = GpuModel("NVIDIA H200", 143_771 << 20)
 ON_GPU = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "580.1", (H200, H200))
 PLAIN = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36")
 NODES = (
@@ -138,7 +138,7 @@ async def test_a_node_of_another_partition_is_none(published):
 
 
 async def test_kernels_that_need_different_nodes(published):
-    publish(published, Requirements(gpus=(Gpu("NVIDIA B200", 1),)), ON_GPU)
+    publish(published, Requirements(gpus=(GpuModel("NVIDIA B200", 1),)), ON_GPU)
     spawner = slurm()
     await hook(published)(spawner)
     assert spawner.req_gres == "gpu:h200:2"

@@ -18,7 +18,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
 from jupyter_gpu_ckpt.image.match import fingerprint
-from jupyter_gpu_ckpt.image.requirements import FILE, Gpu, Requirements, of, to_json
+from jupyter_gpu_ckpt.image.requirements import FILE, GpuModel, Requirements, of, to_json
 
 pytestmark = [pytest.mark.hub, pytest.mark.timeout(600)]
 
@@ -157,7 +157,7 @@ def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_
 def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
     """What a server on a GPU node would have published: there is no GPU here, and Slurm does not look for one."""
     site = at_home
-    gpus = (Gpu("NVIDIA A100-SXM4-80GB", 80 << 30),)
+    gpus = (GpuModel("NVIDIA A100-SXM4-80GB", 80 << 30),)
     published = site.place / "placement" / site.user.name / FILE
     published.write_text(to_json([Requirements(gpus=gpus)]))
     told = site.start()

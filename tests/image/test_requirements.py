@@ -8,10 +8,19 @@ import pytest
 
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.image.match import fingerprint
-from jupyter_gpu_ckpt.image.requirements import MOST_BYTES, MOST_KERNELS, Gpu, Requirements, of, parse, plan, to_json
+from jupyter_gpu_ckpt.image.requirements import (
+    MOST_BYTES,
+    MOST_KERNELS,
+    GpuModel,
+    Requirements,
+    of,
+    parse,
+    plan,
+    to_json,
+)
 
-H200 = Gpu("NVIDIA H200", 143_771 << 20)
-A100 = Gpu("NVIDIA A100-SXM4-80GB", 80 << 30)
+H200 = GpuModel("NVIDIA H200", 143_771 << 20)
+A100 = GpuModel("NVIDIA A100-SXM4-80GB", 80 << 30)
 GPUS = [
     {"uuid": "GPU-1", "name": H200.model, "total": H200.total, "driver": "580.159.03", "cuda": "13.0", "free": 1},
 ]

@@ -90,7 +90,7 @@ async def test_from_an_async_cell_and_from_a_function(kernel):
 async def test_what_preflight_refuses_fails_in_the_cell_with_code_and_hint(kernel):
     await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '60'])")
     _, _, reply = await said(kernel, "%gpu_checkpoint")
-    assert reply["ename"] == "Refused"
+    assert reply["ename"] == "RequestRefused"
     assert reply["traceback"][0].startswith("CHILD_PROCESSES: The kernel has 1 living child process")
     assert reply["traceback"][-1].startswith("Hint: End child processes")
     assert len(reply["traceback"]) == 3, "no stack of ours"

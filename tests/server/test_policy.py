@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server.policy import Action, Look, Policy, Rule, Settings, Verb
+from jupyter_gpu_ckpt.server.policy import Action, IdleSettings, Look, Policy, Rule, Verb
 
 RULE = Rule(suspend_after=300, checkpoint_after=1800)
 BUSY = {"code": "CHILD_PROCESSES", "message": "It has children.", "hint": "End them.", "left": "", "details": {}}
@@ -16,7 +16,7 @@ class Server:
     """A policy, a clock, and kernels that do as they are told.  With device memory or without, they may leave."""
 
     def __init__(self, **settings) -> None:
-        self.policy = Policy(Settings(**{"rule": RULE, "parallel": 100, "without_device_memory": True, **settings}))
+        self.policy = Policy(IdleSettings(**{"rule": RULE, "parallel": 100, "without_device_memory": True, **settings}))
         self.now = 10_000.0
         self.kernels: dict[str, dict] = {}
 
@@ -69,7 +69,7 @@ class TestTimes:
         assert server.verbs(1) == {"k": "checkpoint"}
 
     def test_without_device_memory_a_kernel_is_left_alone_by_default(self):
-        server = Server(without_device_memory=Settings().without_device_memory)
+        server = Server(without_device_memory=IdleSettings().without_device_memory)
         server.kernel()
         server.kernel("suspended by hand", state=State.SUSPENDED)
         assert server.verbs(1e6) == {"suspended by hand": "checkpoint"}

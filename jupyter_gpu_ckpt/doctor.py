@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .engine import criu_install, remedies
-from .engine.custom_storage import CustomStorage
 from .engine.host import Probes
 from .errors import CriuMissing, CudaError, HostError
 from .image import directory as image_directories
@@ -282,12 +281,11 @@ def _nvidia(probes: Probes) -> Iterable[Finding]:
         return
     yield _driver(version)
     try:
-        storage = probes.cuda()
+        probes.require_cuda()
     except CudaError as error:
         yield Finding("cuda-checkpoint", False, error.message, remedies.cuda(error), needed_for="gpu")
     else:
         yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes", needed_for="gpu")
-        yield _custom_storage(storage)
     try:
         gpus = probes.gpus()
     except CudaError as error:
@@ -313,15 +311,6 @@ def _nvidia(probes: Probes) -> Iterable[Finding]:
     else:
         yield Finding("mps", True, "MPS is not running", needed_for="gpu")
     yield _fast_path(probes)
-
-
-def _custom_storage(storage: CustomStorage | None) -> Finding:
-    # for information, so never False: nothing uses it yet
-    if storage is None:
-        return Finding("custom-storage", None, "whether the driver has it could not be asked", needed_for="gpu")
-    said = "offered, and not used yet" if storage.offered else f"not offered ({storage.reason}), nor used yet"
-    what = f"CUDA 13.4's custom storage: {said}; the driver knows CUDA {storage.cuda}"
-    return Finding("custom-storage", True if storage.offered else None, what, needed_for="gpu")
 
 
 def _fast_path(probes: Probes) -> Finding:

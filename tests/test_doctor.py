@@ -11,7 +11,6 @@ import pytest
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
-from jupyter_gpu_ckpt.engine.custom_storage import DRIVER_TOO_OLD, CustomStorage
 from jupyter_gpu_ckpt.engine.fastpath import Preload
 from jupyter_gpu_ckpt.engine.host import Place, Probes, Uname
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
@@ -40,7 +39,7 @@ FIT = Probes(
     place=lambda path: Place(path, 100 << 30, "ext4"),
     default_kernel=lambda: "7.4.0",
     nvidia_driver=lambda: "580.159.04",
-    cuda=lambda: CustomStorage("13.0", DRIVER_TOO_OLD),
+    require_cuda=lambda: None,
     gpus=lambda: [FakeGpu(0)],
     preload=lambda: Preload(Path("/there.so")),
 )
@@ -86,7 +85,9 @@ def test_a_fit_host():
 
 
 def test_without_a_gpu_kernels_without_cuda_can_be_checkpointed():
-    findings = diagnose(probes=replace(FIT, nvidia_driver=lambda: None, cuda=raiser(AssertionError("was asked"))))
+    findings = diagnose(
+        probes=replace(FIT, nvidia_driver=lambda: None, require_cuda=raiser(AssertionError("was asked")))
+    )
     assert fit(findings, "cpu") and not fit(findings, "gpu")
     assert not any(finding.ok is False for finding in findings)
     assert reason(findings) == "" and "no NVIDIA driver" in reason(findings, "gpu")
@@ -239,15 +240,15 @@ FAULTS = {
         replace(FIT, nvidia_driver=lambda: "570.86.15"), "nvidia-driver", "warning", "gpu", "the GPU it left", "580"
     ),
     "no binding": (
-        replace(FIT, cuda=raiser(CudaUnavailable("None.", reason="binding-missing"))),
+        replace(FIT, require_cuda=raiser(CudaUnavailable("None.", reason="binding-missing"))),
         "cuda-checkpoint", "error", "gpu", "None.", "pip install 'jupyter_gpu_ckpt[gpu]'",
     ),
     "old binding": (
-        replace(FIT, cuda=raiser(CudaUnavailable("Old.", reason="binding-too-old"))),
+        replace(FIT, require_cuda=raiser(CudaUnavailable("Old.", reason="binding-too-old"))),
         "cuda-checkpoint", "error", "gpu", "Old.", "pip install --upgrade",
     ),
     "cuda fails": (
-        replace(FIT, cuda=raiser(CudaError("Broken.", hint="Look."))),
+        replace(FIT, require_cuda=raiser(CudaError("Broken.", hint="Look."))),
         "cuda-checkpoint", "error", "gpu", "Broken.", "Look.",
     ),
     "no nvml": (
@@ -329,18 +330,3 @@ def test_text_and_json_say_the_same():
 
 def test_several_gpus_are_no_hindrance():
     assert by_check(replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(1)]))["fast-path"].ok
-
-
-@pytest.mark.parametrize(
-    ("storage", "ok", "words"),
-    [
-        (CustomStorage("13.4"), True, "offered, and not used yet; the driver knows CUDA 13.4"),
-        (CustomStorage("13.0", DRIVER_TOO_OLD), None, "not offered (driver-too-old), nor used yet"),
-        (None, None, "could not be asked"),
-    ],
-)
-def test_custom_storage_is_told_and_hinders_nothing(storage, ok, words):
-    findings = diagnose(probes=replace(FIT, cuda=lambda: storage))
-    (finding,) = (finding for finding in findings if finding.check == "custom-storage")
-    assert finding.ok is ok and words in finding.what
-    assert fit(findings, "gpu")

@@ -18,7 +18,6 @@ from typing import Any
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
 from .cuda_client import Caller, Helper
 from .cuda_helper import DriverRefused
-from .custom_storage import CustomStorage
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
 INVALID_VALUE = 1
@@ -89,14 +88,6 @@ class Cuda:
         (cuInit failed: no GPU, or the kernel module and the library differ).
         """
         self._helper.call("cuda.open", timeout_s=QUICK_TIMEOUT_S)
-
-    def custom_storage(self) -> CustomStorage:
-        """Whether this host's driver can hand device memory to a storage of ours instead of host memory, or why not.
-
-        For information: `checkpoint` and `restore` are where it belongs, and do not use it.  `engine.custom_storage`
-        has its source, and what an implementation would need.  Raises as `available` does.
-        """
-        return CustomStorage(**self._helper.call("cuda.custom_storage", timeout_s=QUICK_TIMEOUT_S))
 
     def uses_cuda(self, pid: int) -> bool:
         """Whether the process may have CUDA state: it has loaded the driver's library.  Cheap; asks /proc only.

@@ -33,11 +33,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
-
-from . import custom_storage
 
 # The CUDA driver's number for each of its versions is 1000 * major + 10 * minor; the checkpoint functions came with
 # 12.8.
@@ -93,11 +90,6 @@ class CudaDriver:
         with self._opening:
             if self._api is None:
                 self._api = _load_driver()
-
-    def custom_storage(self) -> dict[str, str]:
-        """`custom_storage.CustomStorage`, in JSON's types."""
-        self.open()
-        return asdict(custom_storage.look(self._api))
 
     def state(self, pid: int) -> int:
         """``CUprocessState`` as a number."""
@@ -363,7 +355,6 @@ def real_operations() -> dict[str, Operation]:
     cuda, nvml = CudaDriver(), Nvml()
     return {
         "cuda.open": cuda.open,
-        "cuda.custom_storage": cuda.custom_storage,
         "cuda.state": cuda.state,
         "cuda.lock": cuda.lock,
         "cuda.checkpoint": cuda.checkpoint,

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import CudaError
 from . import criu_install
 from .commands import run
 from .criu_install import Check, CriuBinary
-from .custom_storage import CustomStorage
 from .fastpath import Preload, preload
 
 #: Seconds; a cold start of a conda environment on a network file system takes many.
@@ -177,16 +175,12 @@ def nvidia_driver() -> str | None:
     return match[1] if match else "0"
 
 
-def cuda() -> CustomStorage | None:
-    """Raises `errors.CudaUnavailable` (``details["reason"]``) if processes cannot be checkpointed here; else whether
-    they could be to custom storage (``None``: that could not be asked, which hinders nothing)."""
+def require_cuda() -> None:
+    """Raise `errors.CudaUnavailable` (``details["reason"]``) if processes cannot be checkpointed on this host."""
     from .cuda import Cuda  # starts a helper process: only for a host that has a driver
 
     with contextlib.closing(Cuda()) as facade:
         facade.available()
-        with contextlib.suppress(CudaError):
-            return facade.custom_storage()
-    return None
 
 
 def gpus() -> list[GpuFacts]:
@@ -213,6 +207,6 @@ class Probes:
     place: Callable[[Path], Place] = place
     default_kernel: Callable[[], str] = default_kernel
     nvidia_driver: Callable[[], str | None] = nvidia_driver
-    cuda: Callable[[], CustomStorage | None] = cuda
+    require_cuda: Callable[[], None] = require_cuda
     gpus: Callable[[], list[GpuFacts]] = gpus
     preload: Callable[[], Preload] = preload

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from ..engine import cuda as real
 from ..engine.cuda import Cuda
 from ..engine.cuda_client import Caller
 from ..engine.cuda_helper import DriverRefused
-from ..engine.custom_storage import DRIVER_TOO_OLD, CustomStorage
 from ..engine.gpus import Gpus
 from ..errors import CudaError, HelperGone
 
@@ -71,7 +70,7 @@ class FakeDriver:
 
     ``calls`` lists the operations asked for, with their process; ``gone_in`` names operations during which the helper
     ends (each once, before anything is done); ``refuse`` gives operations the number they are refused with (until
-    taken out).  ``hides_processes``: NVML does not tell who computes, as with MIG.  ``custom_storage``: what it offers.
+    taken out).  ``hides_processes``: NVML does not tell who computes, as with MIG.
     """
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
@@ -81,7 +80,6 @@ class FakeDriver:
         self.gone_in: set[str] = set()
         self.refuse: dict[str, int] = {}
         self.hides_processes = False
-        self.custom_storage = CustomStorage("13.0", DRIVER_TOO_OLD)
         self._pids = itertools.count(1000)
         self._guard = threading.Lock()
 
@@ -129,9 +127,6 @@ class FakeDriver:
 
     def _cuda_open(self) -> None:
         pass
-
-    def _cuda_custom_storage(self) -> dict[str, str]:
-        return asdict(self.custom_storage)
 
     def _cuda_state(self, pid: int) -> int:
         return self._process(pid).state

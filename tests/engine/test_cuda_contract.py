@@ -8,7 +8,6 @@ import contextlib
 import pytest
 
 from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.engine.custom_storage import BINDING_TOO_OLD, DRIVER_TOO_OLD, FUNCTION_MISSING
 from jupyter_gpu_ckpt.engine.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
 from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
@@ -106,12 +105,6 @@ def driver(request, tmp_path):
 class TestContract:
     def test_it_is_available(self, driver):
         driver.cuda.available()
-
-    def test_custom_storage_is_told_by_the_drivers_version(self, driver):
-        found = driver.cuda.custom_storage()
-        major, minor = map(int, found.cuda.split("."))
-        assert (found.reason == DRIVER_TOO_OLD) is ((major, minor) < (13, 4))
-        assert found.reason in ("", DRIVER_TOO_OLD, FUNCTION_MISSING, BINDING_TOO_OLD)
 
     def test_a_process_without_cuda(self, driver):
         pid = driver.plain()

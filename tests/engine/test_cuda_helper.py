@@ -312,13 +312,6 @@ class TestCudaDriver:
         assert module.calls[3][1:] == (5, None)
         assert module.calls[4][2].gpuPairsCount == len(module.calls[4][2].gpuPairs) == 2
 
-    def test_custom_storage_is_told_as_json(self, installed):
-        module = installed("13.0.2", bindings())
-        driver = CudaDriver()
-        driver.open()
-        assert json.loads(json.dumps(driver.custom_storage())) == {"cuda": "13.0", "reason": "driver-too-old"}
-        assert module.calls == [], "to ask does nothing to any process"
-
     def test_a_refusal_is_a_number_and_a_missing_function_a_reason(self, installed):
         refusing = bindings(cuCheckpointProcessUnlock=lambda *args: (Number(401),), cuCheckpointProcessLock=no_library)
         installed("13.0.2", refusing)

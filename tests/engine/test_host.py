@@ -64,10 +64,8 @@ def driver(monkeypatch):
     return driver
 
 
-def test_custom_storage_that_cannot_be_asked_is_no_lack_of_the_driver(driver):
-    assert host.cuda() == driver.custom_storage
-    driver.gone_in.add("cuda.custom_storage")
-    assert host.cuda() is None
+def test_a_driver_that_can_checkpoint_is_found(driver):
+    host.require_cuda()
 
 
 def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
@@ -76,4 +74,4 @@ def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
 
     monkeypatch.setattr(driver, "_cuda_open", unavailable)
     with pytest.raises(CudaUnavailable):
-        host.cuda()
+        host.require_cuda()

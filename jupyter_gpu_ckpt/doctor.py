@@ -20,6 +20,7 @@ from .engine import criu_install, remedies
 from .engine.host import Probes
 from .errors import CriuMissing, CudaError, HostError
 from .image import directory as image_directories
+from .units import size
 
 Need = Literal["cpu", "gpu"]
 
@@ -243,7 +244,7 @@ def _images(probes: Probes, named: Path) -> Iterable[Finding]:
         yield Finding(check, False, what, level="warning")
     else:
         yield Finding(check, True, f"{directory} can be written ({place.filesystem})")
-    free = f"{place.free / (1 << 30):.1f} GiB free for images"
+    free = f"{size(place.free)} free for images"
     if place.free >= LITTLE_SPACE:
         yield Finding("disk-space", True, free)
     else:

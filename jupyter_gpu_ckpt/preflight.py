@@ -32,6 +32,7 @@ from .errors import (
     UnsupportedSocket,
     UnsupportedTerminal,
 )
+from .units import size
 
 #: The agent's reason for a deleted file that is still mapped, before a quiesce has tried to mend that
 #: (`inside.mappings.still_deleted`).
@@ -205,8 +206,7 @@ def look(
         findings.append(
             _blocking(
                 NoMemory(
-                    f"The kernel holds {on_device / 2**30:.1f} GiB on the GPU; {available / 2**30:.1f} GiB of host "
-                    "memory are free.",
+                    f"The kernel holds {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free.",
                     needed=to_host + MARGIN,
                     free=available,
                 )
@@ -217,7 +217,7 @@ def look(
         findings.append(
             _blocking(
                 NoSpace(
-                    f"The image may need {needed / 2**30:.2f} GiB; {disk_free / 2**30:.2f} GiB are free.",
+                    f"The image may need {size(needed, 2)}; {size(disk_free, 2)} are free.",
                     needed=needed,
                     free=disk_free,
                 )

@@ -32,6 +32,7 @@ from .image.store import Image, Store
 from .machine import MachineState, State
 from .preflight import MARGIN, available_memory, read_process
 from .trace import Recorder, Trace
+from .units import size
 
 #: What is stale after a restore: credentials of the server, and the job it runs in.
 REFRESHED = ("JUPYTERHUB_API_TOKEN", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID")
@@ -299,5 +300,5 @@ class Steps:
 
 def _no_memory(bytes: int) -> NoMemory:
     free = available_memory()
-    told = f"{bytes / 2**30:.1f} GiB are to go to host memory; {free / 2**30:.1f} GiB of it are free."
+    told = f"{size(bytes, 2)} are to go to host memory; {size(free, 2)} of it are free."
     return NoMemory(told, needed=bytes + MARGIN, free=free)

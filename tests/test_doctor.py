@@ -222,7 +222,7 @@ FAULTS = {
     ),
     "no space": (
         replace(FIT, place=lambda path: Place(path, 1 << 20, "ext4")),
-        "disk-space", "error", "cpu", "Only 0.0 GiB", "df -h",
+        "disk-space", "error", "cpu", "Only 1.0 MiB", "df -h",
     ),
     "no shared memory": (
         replace(FIT, place=lambda path: Place(Path("/dev"), 100 << 30, "devtmpfs")),

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
+from ..units import size
 from .capsule import Capsule
 from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
@@ -121,7 +122,7 @@ class FastPath:
             return ""
         if others < max(_CONTEXT, on_device // 2):
             return ""
-        return f"{others / 2**30:.1f} GiB are not of cudaMalloc (PyTorch: expandable_segments), or small pieces"
+        return f"{size(others)} are not of cudaMalloc (PyTorch: expandable_segments), or small pieces"
 
     def away(self) -> bool:
         """Whether blocks are in host memory, and the kernel's threads must not run on; without asking the library.

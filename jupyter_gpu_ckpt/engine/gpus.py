@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CudaError, GpuFull
+from ..units import size
 from . import gpu_locks
 from .cuda_client import Caller, Helper
 from .cuda_helper import DriverRefused
@@ -136,7 +137,7 @@ class Gpus:
             for uuid, needed in sorted(needs.items()):
                 free = self.free(uuid)
                 if free < needed:
-                    message = f"The kernel needs {_gib(needed)} on the GPU; {_gib(free)} are free."
+                    message = f"The kernel needs {size(needed, 2)} on the GPU; {size(free, 2)} are free."
                     raise GpuFull(message, left="nothing was changed", uuid=uuid, needed=needed, free=free)
             yield
 
@@ -207,7 +208,3 @@ def gpu_mapping(
     unused = iter([uuid for uuid in node if uuid not in taken])
     complete = {uuid: mapping[uuid] if uuid in mapping else next(unused) for uuid in saved}
     return None if all(old == new for old, new in complete.items()) else complete
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

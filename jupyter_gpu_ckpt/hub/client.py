@@ -15,6 +15,7 @@ from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HT
 
 from ..errors import ServerRefused, ServerSilent
 from ..terminal_text import printable
+from ..units import size
 
 #: Seconds between two looks at the job: at first, and once it has shown to be a long one.
 _FIRST_LOOK, _LATER_LOOKS = 0.1, 2.0
@@ -47,8 +48,7 @@ class Outcome:
     def __str__(self) -> str:
         """For a log or the spawn page: codes and hints, nothing of the user's."""
         if self.parked:
-            size = sum(kernel.bytes for kernel in self.kernels) / (1 << 20)
-            return f"{len(self.kernels)} kernels asleep, {size:.0f} MiB"
+            return f"{len(self.kernels)} kernels asleep, {size(sum(kernel.bytes for kernel in self.kernels))}"
         kept = (kernel for kernel in self.kernels if kernel.code is not None)
         return "; ".join(f"kernel {one.kernel_id}: {one.code} ({one.hint})" for one in kept)
 

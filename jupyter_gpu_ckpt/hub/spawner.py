@@ -28,6 +28,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.directory import VARIABLE as IMAGES
+from ..units import size
 from .client import Outcome, ServerClient
 
 #: What spawners call the seconds that they leave to a server told to end: LocalProcessSpawner, then KubeSpawner.
@@ -239,8 +240,8 @@ def notes(outcome: Outcome | GpuCkptError) -> list[str]:
     told = []
     asleep = [kernel for kernel in outcome.kernels if kernel.code is None]
     if asleep:
-        size = sum(kernel.bytes for kernel in asleep) / (1 << 20)
-        told.append(f"{len(asleep)} of your kernels sleep ({size:.0f} MiB); the next cell you run wakes each of them.")
+        together = size(sum(kernel.bytes for kernel in asleep))
+        told.append(f"{len(asleep)} of your kernels sleep ({together}); the next cell you run wakes each of them.")
     told += [
         f"Kernel {kernel.kernel_id} could not be checkpointed when the server was stopped: {kernel.code}. {kernel.hint}"
         for kernel in outcome.kernels

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from ..terminal_text import printable
+from ..units import size
 from .fingerprint import fingerprint, look
 from .node import LINGERS, Facts
 
@@ -219,8 +220,8 @@ def _memory(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         yield Mismatch(
             "memory",
             "Free host memory",
-            _size(wanted["memory"]),
-            _size(found["memory"]),
+            size(wanted["memory"], 2),
+            size(found["memory"], 2),
             "Free some on this node, or checkpoint another kernel.",
             hard=True,
         )
@@ -231,8 +232,8 @@ def _disk(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
         yield Mismatch(
             "disk",
             "Free disk space in the image directory",
-            _size(wanted["disk"]),
-            _size(found["disk"]),
+            size(wanted["disk"], 2),
+            size(found["disk"], 2),
             "The kernel can come back, but its next checkpoint will not fit; free some.",
             hard=False,
         )
@@ -273,7 +274,7 @@ def _files(
         if now is None:
             use = "has it open" if was["open"] else "uses it"
             yield Mismatch(
-                "file_missing", path, f"{_size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
+                "file_missing", path, f"{size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
             )
         elif _kind(was) and _kind(now) != _kind(was):
             yield Mismatch(
@@ -436,16 +437,14 @@ def _gpu(was: Facts, now: Facts | None, uuid: str, needed: int) -> Iterator[Mism
         yield Mismatch("gpu_model", what, was["name"], now["name"], advice, hard=True)
     if now["total"] < was["total"]:
         advice = "Use a GPU with as much memory."
-        yield Mismatch("gpu_memory", what, _size(was["total"]), _size(now["total"]), advice, hard=True)
+        yield Mismatch("gpu_memory", what, size(was["total"], 2), size(now["total"], 2), advice, hard=True)
     if now["free"] < needed:
         advice = "Nothing is lost: checkpoint another kernel there, or name another GPU."
-        yield Mismatch("device_memory", what, f"{_size(needed)} free", f"{_size(now['free'])} free", advice, hard=True)
+        yield Mismatch(
+            "device_memory", what, f"{size(needed, 2)} free", f"{size(now['free'], 2)} free", advice, hard=True
+        )
 
 
 def _version(text: str) -> tuple[int, ...]:
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:.1f} MiB"

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import QuotaExceeded, StoreUnwritable
+from ..units import size
 from . import layout
 from .disk import mapped
 from .image import Image
@@ -62,7 +63,8 @@ def refusal(quota: Quota, taken: Used, kernel_id: str, needed: int) -> QuotaExce
     """Why one more image, of ``kernel_id`` and of ``needed`` bytes, is not made; None if it may be.  Pure."""
     if quota.bytes and taken.bytes + needed > quota.bytes:
         return QuotaExceeded(
-            f"The image may need {_gib(needed)}; your images have {_gib(taken.bytes)} of {_gib(quota.bytes)} already.",
+            f"The image may need {size(needed, 2)}; "
+            f"your images have {size(taken.bytes, 2)} of {size(quota.bytes, 2)} already.",
             limit="bytes",
             allowed=quota.bytes,
             used=taken.bytes,
@@ -148,7 +150,3 @@ def _turn(root: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

@@ -320,9 +320,9 @@ def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
 
 
 def human(count: float) -> str:
-    """Bytes for people, in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
+    """Bytes in binary units, as `jupyter_gpu_ckpt.units.size` writes them, which kernels cannot import everywhere."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -27,6 +27,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ..units import size
+
 #: Bytes that a reader may be behind without being looked at closely, and beyond which the others wait for it.
 BEHIND = 64 << 20
 FAR_BEHIND = 192 << 20
@@ -145,8 +147,8 @@ class Readers:
                 return
             behind, reader.behind, reader.since = reader.behind, 0, None
             self._log.warning(
-                "gate: a client that is %d MiB of outputs behind and does not read them was disconnected",
-                behind >> 20,
+                "gate: a client that is %s of outputs behind and does not read them was disconnected",
+                size(behind),
             )
             with socket.socket(fileno=os.dup(reader.descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)

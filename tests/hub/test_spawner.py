@@ -103,7 +103,7 @@ async def test_a_server_is_parked_and_the_token_for_it_is_gone(ann, double):
     await made.stop()
     assert double.posts() == 1
     assert made.left == module._EMPTY
-    assert made.stop_notes == ["1 of your kernels sleep (0 MiB); the next cell you run wakes each of them."]
+    assert made.stop_notes == ["1 of your kernels sleep (1 B); the next cell you run wakes each of them."]
     assert tokens(ann) == []
 
 

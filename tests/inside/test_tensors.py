@@ -156,6 +156,6 @@ def test_release_reaches_ipythons_results_but_no_other_variable() -> None:
     assert world.last_execution_result.result is None
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5120.0 GiB")])
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
 def test_sizes_for_people(count: int, text: str) -> None:
     assert tensors.human(count) == text

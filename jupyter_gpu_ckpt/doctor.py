@@ -20,6 +20,7 @@ from .engine import criu_install, remedies
 from .engine.host import Probes
 from .errors import CriuMissing, CudaError, HostError
 from .image import directory as image_directories
+from .paths import data_directory
 from .units import size
 
 Need = Literal["cpu", "gpu"]
@@ -68,9 +69,7 @@ def diagnose(image_directory: Path | None = None, probes: Probes | None = None) 
     Takes below 2 s on a host without a GPU; with one, the CUDA driver's own start is added.  Never raises.
     """
     asked = probes or Probes()
-    directory = image_directory or Path(
-        os.environ.get(image_directories.VARIABLE) or criu_install.data_directory().with_name("images")
-    )
+    directory = image_directory or Path(os.environ.get(image_directories.VARIABLE) or data_directory("images"))
     examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("linux", lambda: _linux(asked)),
         ("criu", lambda: _criu(asked)),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CriuMissing, GpuCkptError
+from ..paths import data_directory
 from . import debian
 from .commands import CLEAN_ENVIRONMENT, run
 
@@ -74,15 +75,9 @@ def dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
 
 
-def data_directory() -> Path:
-    """Where unpacked trees lie, one directory a release.  Jupyter's rules for its user data directory."""
-    if named := os.environ.get("JUPYTER_DATA_DIR"):
-        base = Path(named)
-    elif xdg := os.environ.get("XDG_DATA_HOME"):
-        base = Path(xdg) / "jupyter"
-    else:
-        base = Path.home() / ".local/share/jupyter"
-    return base / "gpu-ckpt/criu"
+def default_prefix() -> Path:
+    """The directory of unpacked trees, one directory a release."""
+    return data_directory("criu")
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def _candidates() -> Iterator[tuple[tuple[str, ...], Origin]]:
     path = os.pathsep.join((os.environ.get("PATH", ""), *SYSTEM_DIRECTORIES))
     if system := shutil.which("criu", path=path):
         yield (system,), "system"
-    yield from ((argv, "unpacked") for argv in _started_by(data_directory()))
+    yield from ((argv, "unpacked") for argv in _started_by(default_prefix()))
 
 
 def _started_by(place: Path) -> Iterator[tuple[str, ...]]:
@@ -238,12 +233,12 @@ def install(
 
     1. One that is there already: named in ``$JUPYTER_GPU_CKPT_CRIU``, or the system's, if ``criu check`` is content.
     2. As root: the distribution's own package, if that is new enough.
-    3. Debian's package with its libraries, unpacked under ``prefix`` (default: `data_directory`), which needs no root.
+    3. Debian's package with its libraries, unpacked under ``prefix`` (default: `default_prefix`), which needs no root.
 
     ``force_unpack`` goes to 3 (and finds what an earlier run left there).  ``say`` gets progress lines for people.
     Raises `CriuMissing`.  *After failure* nothing is left behind.
     """
-    prefix = (prefix or data_directory()).absolute()
+    prefix = (prefix or default_prefix()).absolute()
     if not force_unpack:
         if os.environ.get(VARIABLE):
             try:
@@ -409,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"CRIU {dotted(binary.version)} ({binary.origin}): {' '.join(binary.argv)}\ncriu check: {answer.what}")
     if not options.check and not _is_used(binary):
-        say(f"To use it, set {VARIABLE}={(options.prefix or data_directory()).absolute()}")
+        say(f"To use it, set {VARIABLE}={(options.prefix or default_prefix()).absolute()}")
     return 0 if answer.ok or not options.check else CriuMissing.exit_status
 
 

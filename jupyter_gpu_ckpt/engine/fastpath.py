@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
+from ..paths import data_directory
 from ..units import size
 from .capsule import Capsule
-from .criu_install import data_directory
 from .cuda import OUT_OF_MEMORY, Cuda, CudaState
 
 _log = logging.getLogger(__name__)
@@ -384,7 +384,7 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     if not built:
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
     content = built[0].read_bytes()
-    place = data_directory().parent / "native" / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"
+    place = data_directory("native") / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"
     try:
         if not place.exists() or place.read_bytes() != content:
             place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -17,10 +17,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jupyter_core.paths import jupyter_data_dir
-
 from ..errors import KeyUnusable
 from ..files.atomic import write_atomically
+from ..paths import data_directory
 
 ALGORITHM = "hmac-sha256"
 BYTES = 32
@@ -30,7 +29,7 @@ _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 def default_key_dir() -> Path:
     """``gpu-ckpt/keys`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_KEYS``."""
     override = os.environ.get("JUPYTER_GPU_CKPT_KEYS")
-    return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "keys"
+    return Path(override) if override else data_directory("keys")
 
 
 @dataclass(frozen=True)

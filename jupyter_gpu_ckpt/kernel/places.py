@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from filelock import FileLock
-from jupyter_core.paths import jupyter_data_dir
 
 from ..errors import CapsuleError, RuntimeDirectory
 from ..image.directory import VARIABLE
+from ..paths import data_directory
 
 #: Seconds to wait for another server that looks for the directory of sockets.
 _PATIENCE = 10.0
@@ -27,7 +27,7 @@ _KNOWN = 20
 def default_image_dir() -> Path:
     """``gpu-ckpt/images`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_IMAGES``."""
     override = os.environ.get(VARIABLE)
-    return Path(override) if override else Path(jupyter_data_dir()) / "gpu-ckpt" / "images"
+    return Path(override) if override else data_directory("images")
 
 
 def default_archive_url() -> str:
@@ -45,7 +45,7 @@ def default_runtime_base() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK) and Path(runtime).stat().st_uid == os.geteuid():
         return Path(runtime) / "gpu-ckpt"
-    return _remembered(Path(jupyter_data_dir()) / "gpu-ckpt" / "runtime")
+    return _remembered(data_directory("runtime"))
 
 
 def _remembered(directory: Path) -> Path:

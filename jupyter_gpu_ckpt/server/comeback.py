@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
-from jupyter_core.paths import jupyter_data_dir
 from traitlets import Bool, Float
 from traitlets.config import LoggingConfigurable
 
@@ -27,6 +26,7 @@ from ..image.store import Store
 from ..kernel.adoption import Orphan, find
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..machine import State
+from ..paths import data_directory
 from . import documents, park
 
 
@@ -73,7 +73,7 @@ class Comeback(LoggingConfigurable):
 
         Called before the server makes its session manager.
         """
-        directory = Path(jupyter_data_dir()) / "gpu-ckpt" / "sessions"
+        directory = data_directory("sessions")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
         lock = FileLock(directory / f"{name}.lock", timeout=0, mode=0o600, thread_local=False)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from jupyter_core.paths import jupyter_data_dir
 
 from jupyter_gpu_ckpt.engine import commands, criu_install, debian
 from jupyter_gpu_ckpt.engine.commands import Completed
@@ -128,15 +127,6 @@ def test_an_unfit_one_in_the_variable_is_not_replaced_silently(tmp_path, monkeyp
         find()
     assert VARIABLE in caught.value.message and str(version or "there is none") in caught.value.message
     assert VARIABLE in caught.value.hint
-
-
-def test_data_directory_follows_jupyters_rules(monkeypatch):
-    for environment in ({"JUPYTER_DATA_DIR": "/a"}, {"XDG_DATA_HOME": "/b"}, {}):
-        for name in ("JUPYTER_DATA_DIR", "XDG_DATA_HOME"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        assert criu_install.data_directory() == Path(jupyter_data_dir()) / "gpu-ckpt/criu"
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------

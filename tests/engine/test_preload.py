@@ -18,7 +18,7 @@ NATIVE = Path(fastpath.__file__).with_name("native")
 @pytest.fixture(autouse=True)
 def own_data(tmp_path, monkeypatch):
     data, preload = tmp_path / "data", fastpath.preload
-    monkeypatch.setattr(fastpath, "data_directory", lambda: data / "gpu-ckpt" / "criu")
+    monkeypatch.setattr(fastpath, "data_directory", (data / "gpu-ckpt").joinpath)
     preload.cache_clear()
     yield data
     preload.cache_clear()

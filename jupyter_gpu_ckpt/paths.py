@@ -1,0 +1,34 @@
+"""The user's own data directory of this package, below that of Jupyter.
+
+Standard library only where nothing else is installed: ``scripts/install-criu`` comes here before pip does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def data_directory(*names: str) -> Path:
+    """Return ``gpu-ckpt/NAMES...`` below Jupyter's data directory: images, keys, an unpacked CRIU, sessions and others.
+
+    Nothing is made there.
+    """
+    return _jupyter_data_directory().joinpath("gpu-ckpt", *names)
+
+
+def _jupyter_data_directory() -> Path:
+    try:
+        from jupyter_core.paths import jupyter_data_dir
+    except ImportError:
+        return _before_jupyter_is_installed()
+    return Path(jupyter_data_dir())
+
+
+def _before_jupyter_is_installed() -> Path:
+    """The directory that ``jupyter_core.paths.jupyter_data_dir`` will name on Linux."""
+    if named := os.environ.get("JUPYTER_DATA_DIR"):
+        return Path(named)
+    if xdg := os.environ.get("XDG_DATA_HOME"):
+        return Path(xdg) / "jupyter"
+    return Path("~").expanduser().resolve() / ".local" / "share" / "jupyter"

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import procfs
 from .engine import terminals
-from .engine.process_state import is_ending
 from .errors import (
     ChildProcesses,
     DebuggerAttached,
@@ -109,18 +109,14 @@ class Process:
 def read_process(pid: int) -> Process | None:
     """The process, or None when it has gone.  ``rss`` in bytes."""
     with contextlib.suppress(OSError, ValueError):
-        root = Path(f"/proc/{pid}")
-        line = root.joinpath("cmdline").read_bytes().decode(errors="replace")
-        words = line.replace("\0", " ").strip()
-        status = dict(re.findall(r"^(\w+):\s*(.*)$", root.joinpath("status").read_text(), re.MULTILINE))
-        rss = int(status.get("VmRSS", "0 kB").split()[0]) * 1024
+        arguments, status = procfs.arguments(pid), procfs.status(pid)
         return Process(
             pid,
-            words or status.get("Name", "?"),
+            " ".join(arguments).strip() or status.get("Name", "?"),
             status.get("State", "?")[0],
-            rss,
+            int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
             int(status.get("PPid", "0")),
-            tuple(line.rstrip("\0").split("\0")) if line else (),
+            arguments,
         )
     return None
 
@@ -230,7 +226,7 @@ def look(
 
 def undumpable(pid: int) -> PreflightFinding | None:
     """Whether the kernel hides itself from everybody but root (PR_SET_DUMPABLE): nobody can tell what it holds."""
-    if os.access(f"/proc/{pid}/fd", os.R_OK) or is_ending(pid):
+    if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
     return _blocking(
         UnprovenState(
@@ -259,12 +255,9 @@ def _is_used(adapter: Process) -> bool:
     found = re.search(r" --port (\d+)( |$)", adapter.command)
     if found is None:
         return True
-    connected = re.compile(rf"^ *\d+: [0-9A-F]+:{int(found[1]):04X} [0-9A-F]+:[0-9A-F]{{4}} 01 ", re.MULTILINE)
-    try:
-        tables = [Path(f"/proc/{adapter.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    except OSError:  # it has just ended
-        return False
-    return any(connected.search(table) for table in tables)
+    port, connected = f":{int(found[1]):04X}", "01"
+    rows = [*procfs.sockets("tcp", adapter.pid), *procfs.sockets("tcp6", adapter.pid)]
+    return any(row[1].endswith(port) and row[3] == connected for row in rows)
 
 
 def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
@@ -316,10 +309,8 @@ def open_connections(pid: int, directory: Path) -> Counter[str]:
 
     From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  Empty when the process has gone.
     """
-    pattern = re.compile(rf"^(?:\S+ +){{5}}03 +\d+ ({re.escape(str(directory))}/\S+)$", re.MULTILINE)
-    with contextlib.suppress(OSError):
-        return Counter(pattern.findall(Path(f"/proc/{pid}/net/unix").read_text()))
-    return Counter()
+    rows = [row for row in procfs.sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
+    return Counter(row[7] for row in rows if row[7].startswith(f"{directory}/"))
 
 
 def require(findings: Iterable[PreflightFinding]) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt import preflight
-from jupyter_gpu_ckpt.engine.process_state import is_ending
+from jupyter_gpu_ckpt import preflight, procfs
 from jupyter_gpu_ckpt.errors import (
     ChildProcesses,
     DebuggerAttached,
@@ -233,11 +232,11 @@ def test_a_process_that_ends_is_not_one_that_hides_itself():
     """What an ordinary user may look into no more, because it has no memory left to look into."""
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert is_ending(process.pid)
+    assert procfs.is_ending(process.pid)
     assert preflight.undumpable(process.pid) is None
     process.wait()
-    assert is_ending(process.pid)
-    assert not is_ending(os.getpid())
+    assert procfs.is_ending(process.pid)
+    assert not procfs.is_ending(os.getpid())
 
 
 def test_the_first_finding_that_blocks_is_the_one_that_is_raised():

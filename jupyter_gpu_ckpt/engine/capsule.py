@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import procfs
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ProtocolVersion, RuntimeDirectory, UnsupportedTerminal
 from .capsule_protocol import VERSION
 from .clocks import UNSHIFTED, Clocks
@@ -61,8 +62,7 @@ class Ran:
 
 def first_pid() -> int:
     """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it."""
-    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
-    return min(pid_max // 4, 100_000)
+    return min(int(procfs.sysctl("kernel.pid_max") or 32768) // 4, 100_000)
 
 
 class Capsule:
@@ -275,7 +275,7 @@ class Capsule:
     @staticmethod
     def _end(outer: subprocess.Popen[bytes]) -> None:
         # The outer process ignores polite signals; its only child is PID 1, should there be no connection to that.
-        for pid in _children(outer.pid):
+        for pid in procfs.children(outer.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -343,9 +343,7 @@ class Capsule:
         self.pipes = reply["pipes"]
         self._pidfd = fds[0]
         # A pidfd names the process without a race; its fdinfo shows the pid in the namespace of our /proc.
-        for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
-            if line.startswith("Pid:"):
-                self.host_pid = int(line.split()[1])
+        self.host_pid = int(procfs.fdinfo("self", self._pidfd)["Pid"])
 
     def run(
         self,
@@ -526,16 +524,16 @@ class Capsule:
         found, fresh = [], [self.host_pid] if self.host_pid else []
         while fresh:
             found += fresh
-            fresh = [child for pid in fresh for child in _children(pid)]
+            fresh = [child for pid in fresh for child in procfs.children(pid)]
         return found
 
     def companions(self) -> list[int]:
         """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
         found: list[int] = []
-        fresh = _children(self._init_pid) if self._init_fd >= 0 else []  # to PID 1 daemons come
+        fresh = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # to PID 1 daemons come
         while fresh:
             found += fresh
-            fresh = [child for pid in fresh for child in _children(pid)]
+            fresh = [child for pid in fresh for child in procfs.children(pid)]
         return [pid for pid in found if pid != self.host_pid]
 
 
@@ -562,13 +560,3 @@ def _ready(descriptors: list[int], timeout: float | None) -> list[int]:
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return [descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)]
-
-
-def _children(pid: int) -> list[int]:
-    """Children of all threads of ``pid`` (``/proc/PID/task/TID/children``)."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                children += map(int, (task / "children").read_text().split())
-    return children

@@ -45,6 +45,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import namespaces, process_state, state_restore, syscalls
 from jupyter_gpu_ckpt.engine.capsule_protocol import VERSION
 from jupyter_gpu_ckpt.engine.parking import Parking
@@ -59,7 +60,7 @@ PACKET = 1 << 20
 PATIENCE = 15.0
 #: How long resource trackers may tidy up behind a kernel that has ended, in seconds; its other children half of it.
 TIDY = 2.0
-_TRACKER = re.compile(rb"\b(resource|semaphore)_tracker\b")
+_TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
 
 
 class Init:
@@ -69,7 +70,7 @@ class Init:
         self.listener = listener
         #: The mount table of the host: a file shows that of the namespace it was opened in.
         self.outside = outside
-        self.mounted = self.mounts()
+        self.mounted = procfs.mounts()
         self.directory = directory
         self.arena = -1
         self.rootless = rootless
@@ -162,11 +163,11 @@ class Init:
     def others() -> tuple[list[int], list[int]]:
         """The pids of the capsule's living processes but for this one: resource trackers, and all others."""
         found: tuple[list[int], list[int]] = [], []
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as file:
-                    if command := file.read():  # of a zombie there is none
-                        found[_TRACKER.search(command) is None].append(int(name))
+        for pid in procfs.pids():
+            if pid != os.getpid():
+                with contextlib.suppress(OSError):
+                    if command := procfs.arguments(pid):  # of a zombie there is none
+                        found[_TRACKER.search(" ".join(command)) is None].append(pid)
         return found
 
     def hurry(self, job: dict[str, Any]) -> None:
@@ -455,26 +456,20 @@ class Init:
             parked.leave()
         self.answer({})
 
-    @staticmethod
-    def mounts() -> list[process_state.Mount]:
-        """What is mounted in the capsule."""
-        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
-            return process_state.mounts(file.read())
-
-    def own_mounts(self) -> list[process_state.Mount]:
+    def own_mounts(self) -> list[procfs.Mount]:
         """What the kernel has mounted: an ordinary user's has no right to."""
         if self.rootless:
             return []
         with open(self.outside, errors="surrogateescape", closefd=False) as file:
             file.seek(0)
-            outside = process_state.mounts(file.read())
-        return process_state.own_mounts(self.mounts(), self.mounted, outside)
+            outside = procfs.parse_mounts(file.read())
+        return process_state.own_mounts(procfs.mounts(), self.mounted, outside)
 
     def do_arena(self) -> None:
         if self.arena < 0:
-            before = self.mounts()
+            before = procfs.mounts()
             self.arena = os.open(namespaces.mount_arena(self.directory), os.O_DIRECTORY | os.O_CLOEXEC)
-            self.mounted += [mount for mount in self.mounts() if mount not in before]
+            self.mounted += [mount for mount in procfs.mounts() if mount not in before]
         self.answer({}, self.arena)
 
     def do_inspect(self, allow_unconfined: bool) -> None:

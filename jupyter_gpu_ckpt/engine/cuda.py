@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from .. import procfs
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
 from .cuda_client import Caller, Helper
 from .cuda_helper import DriverRefused
@@ -103,15 +104,8 @@ class Cuda:
         if self._is_hidden(pid):
             return []
         files = set(re.findall(r"/dev/nvidia\S+", self._read(pid, "maps")))
-        directory = f"/proc/{pid}/fd"
         try:
-            for descriptor in os.listdir(directory):
-                try:
-                    target = os.readlink(f"{directory}/{descriptor}")
-                except FileNotFoundError:
-                    continue  # closed since the listing
-                if target.startswith("/dev/nvidia"):
-                    files.add(target)
+            files.update(target for _, target in procfs.links(pid) if target.startswith("/dev/nvidia"))
         except OSError as error:
             raise _unreadable(pid, error) from error
         return sorted(files)
@@ -210,16 +204,15 @@ class Cuda:
             raise _error(verb, pid, refusal, left=left) from refusal
 
     def _check_process(self, pid: int) -> None:
-        group = re.search(r"^Tgid:\s*(\d+)", self._read(pid, "status"), re.MULTILINE)
-        if group is not None and int(group[1]) != pid:
-            raise ValueError(f"{pid} is a thread of process {group[1]}")
+        group = procfs.fields(self._read(pid, "status")).get("Tgid", str(pid))
+        if int(group) != pid:
+            raise ValueError(f"{pid} is a thread of process {group}")
 
     def _read(self, pid: int, name: str) -> str:
         """One file of /proc/``pid``; overridden by the fake."""
         check_pid(pid)
         try:
-            with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
-                return file.read()
+            return procfs.read(f"/proc/{pid}/{name}")
         except OSError as error:
             raise _unreadable(pid, error) from error
 
@@ -233,7 +226,7 @@ def check_pid(pid: int) -> None:
 
 
 def _unreadable(pid: int, error: OSError) -> CudaError:
-    if isinstance(error, FileNotFoundError | ProcessLookupError):
+    if isinstance(error, procfs.GONE):
         return CudaError(f"There is no process {pid}.", hint="Restart the kernel, or restore its image.", pid=pid)
     return CudaError(
         f"Process {pid} cannot be looked into: {error.strerror}.",

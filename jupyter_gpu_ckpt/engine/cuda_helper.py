@@ -36,6 +36,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TextIO
 
+from .. import procfs
+
 # The CUDA driver's number for each of its versions is 1000 * major + 10 * minor; the checkpoint functions came with
 # 12.8.
 NEEDED_DRIVER = 12080
@@ -283,7 +285,7 @@ class Nvml:
 
 def _command_name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace")
+        return procfs.stat(pid).name
     except OSError:
         return ""
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import procfs
 from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
 from ..paths import data_directory
 from ..units import size
@@ -114,8 +115,7 @@ class FastPath:
     def why_slow(self, on_device: int) -> str:
         """Why most of so many bytes of the kernel's device memory will be the driver's to move; "" if they will not."""
         try:
-            maps = Path(f"/proc/{self._capsule.host_pid}/maps").read_text(errors="replace")
-            if not any(line.endswith(_LIBRARY) for line in maps.splitlines()):
+            if not any(mapping.name.endswith(_LIBRARY) for mapping in procfs.maps(self._capsule.host_pid)):
                 return preload().why or 'the kernel was started with fast_path = "off"'
             others = on_device - self.amounts().bytes
         except (OSError, CudaError, ProtocolVersion):  # it ends, or is busy: whoever asks hears of that otherwise
@@ -133,10 +133,10 @@ class FastPath:
 
     def _is_called(self, *names: str) -> bool:
         try:
-            threads = list(Path(f"/proc/{self._capsule.host_pid}/task").iterdir())
+            threads = procfs.threads(self._capsule.host_pid)
         except OSError as error:
             raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
-        return any(_name(thread) in names for thread in threads)
+        return any(self._thread_name(tid) in names for tid in threads)
 
     def blocks(self) -> int | None:
         """A descriptor, the caller's own, of the directory that has the blocks that are away, in chunks (`arena.h`).
@@ -277,10 +277,20 @@ class FastPath:
 
     def _note_where_it_is(self) -> None:
         """For who looks into it: the system calls (proc_pid_syscall(5)) in which the library's threads are held up."""
-        for thread in Path(f"/proc/{self._capsule.host_pid}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                if (name := _name(thread)).startswith("gpu-ckpt"):
-                    _log.warning("%s (thread %s) is in %s", name, thread.name, (thread / "syscall").read_text().strip())
+        pid = self._capsule.host_pid
+        with contextlib.suppress(*procfs.GONE):
+            for tid in procfs.threads(pid):
+                with contextlib.suppress(OSError):
+                    if (name := self._thread_name(tid)).startswith("gpu-ckpt"):
+                        call = procfs.read(f"/proc/{pid}/task/{tid}/syscall").strip()
+                        _log.warning("%s (thread %s) is in %s", name, tid, call)
+
+    def _thread_name(self, tid: int) -> str:
+        """The name of one of the kernel's threads; empty once it has ended."""
+        try:
+            return procfs.stat(self._capsule.host_pid, tid).name
+        except OSError:
+            return ""
 
     @contextlib.contextmanager
     def _library(self, timeout_s: float) -> Iterator[_Library | None]:
@@ -343,13 +353,6 @@ class _Library:
 
 def _kind(name: str, directory: int) -> int:
     return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
-
-
-def _name(thread: Path) -> str:
-    try:
-        return (thread / "comm").read_text().rstrip("\n")
-    except OSError:  # it has ended
-        return ""
 
 
 def _told(error: _Refused) -> CudaError:

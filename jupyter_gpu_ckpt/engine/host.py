@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..procfs import mounts, status, sysctl
 from . import criu_install
 from .commands import run
 from .criu_install import Check, CriuBinary
@@ -74,20 +75,6 @@ def is_root() -> bool:
     return os.geteuid() == 0
 
 
-def status() -> dict[str, str]:
-    """``/proc/self/status``: ``Seccomp``, ``CapEff`` and others."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
-def sysctl(name: str) -> str | None:
-    """A kernel setting; ``None`` where the kernel has no such setting."""
-    try:
-        return Path("/proc/sys", *name.split(".")).read_text().strip()
-    except OSError:
-        return None
-
-
 def container() -> str:
     """``kubernetes``, ``docker``, ``podman``, or empty: which words the reader's container engine understands."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
@@ -101,7 +88,7 @@ def container() -> str:
 def proc_covers() -> list[str]:
     """What is mounted over parts of ``/proc``: the kernel then refuses a fresh one to a user namespace
     (``mount_too_revealing`` in ``fs/namespace.c``).  An automount point is no cover."""
-    points = [fields[4] for fields in _mounts()]
+    points = [mount.point for mount in mounts()]
     return [point for point in points if point.startswith("/proc/") and point != "/proc/sys/fs/binfmt_misc"]
 
 
@@ -131,15 +118,11 @@ def _try_to_write(there: Path) -> str:
 def _filesystem(there: Path) -> str:
     """The type of the file system that ``there`` is on: that of the last mount on the longest way to it."""
     real, best, kind = os.path.realpath(there), "", "unknown"
-    for fields in _mounts():
-        point = fields[4].encode().decode("unicode_escape")  # a blank is written \040
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, fields[fields.index("-") + 1]
+    for mount in mounts():
+        below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if below and len(mount.point) >= len(best):
+            best, kind = mount.point, mount.filesystem
     return kind
-
-
-def _mounts() -> list[list[str]]:
-    return [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
 
 
 def default_kernel() -> str:

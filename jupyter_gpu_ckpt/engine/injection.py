@@ -16,9 +16,10 @@ import signal
 import struct
 from collections.abc import Iterator, Sequence
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import kernel_calls, syscalls
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS, Numbers
-from jupyter_gpu_ckpt.engine.ptrace import MACHINE, Machine, Tracee
+from jupyter_gpu_ckpt.engine.ptrace import MACHINE, Machine, ProcessMemory, Tracee, system_call_gate
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -41,7 +42,9 @@ _LANDLOCK_CREATE_RULESET_VERSION = 1
 class Injection:
     """The first thread of a stopped process, ours until the end of `into`."""
 
-    def __init__(self, pid: int, machine: Machine, numbers: Numbers, leader: Tracee, memory: int, gate: int) -> None:
+    def __init__(
+        self, pid: int, machine: Machine, numbers: Numbers, leader: Tracee, memory: ProcessMemory, gate: int
+    ) -> None:
         self.pid = pid
         self.numbers = numbers
         self._machine = machine
@@ -59,13 +62,10 @@ class Injection:
         if MACHINE is None or NUMBERS is None:
             yield None
             return
-        memory = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            gate = _gate(MACHINE, pid, memory)
+        with ProcessMemory(pid) as memory:
+            gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
             with Tracee(MACHINE, pid) as leader:
                 yield cls(pid, MACHINE, NUMBERS, leader, memory, gate)
-        finally:
-            os.close(memory)
 
     def call(self, number: int, *arguments: int, tid: int = 0) -> int:
         """Run a system call in the process's name; its result, negative for an error.  ``tid``: by another thread."""
@@ -85,16 +85,16 @@ class Injection:
             with Tracee(self._machine, tid) as tracee:
                 stack = tracee.words()[self._machine.sp]
         address = stack & ~15
-        kept = os.pread(self._memory, len(data), address)
-        os.pwrite(self._memory, data, address)
+        kept = self._memory.read(address, len(data))
+        self._memory.write(address, data)
         try:
             yield address
         finally:
-            os.pwrite(self._memory, kept, address)
+            self._memory.write(address, kept)
 
     def read(self, address: int, size: int) -> bytes:
         """Memory of the process."""
-        return os.pread(self._memory, size, address)
+        return self._memory.read(address, size)
 
     # -- questions
 
@@ -128,8 +128,7 @@ class Injection:
         return locked
 
     def _locked(self) -> int:
-        with open(f"/proc/{self.pid}/status") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("VmLck:")), 0)
+        return int(procfs.status(self.pid).get("VmLck", "0").split()[0])
 
     def _has_tiles(self) -> bool:
         """Whether the process was permitted to use AMX."""
@@ -211,18 +210,6 @@ class Injection:
             "mdwe": (prctl, PR_SET_MDWE, settings.get("mdwe", 0)),
         }
         return [name for name, call in calls.items() if name in settings and self.call(*call) < 0]
-
-
-def _gate(machine: Machine, pid: int, memory: int) -> int:
-    """Address of a system call instruction, in the vdso: nothing has to be written for it."""
-    with open(f"/proc/{pid}/maps") as file:
-        for line in file:
-            if line.endswith("[vdso]\n"):
-                start, end = (int(word, 16) for word in line.split()[0].split("-"))
-                place = os.pread(memory, end - start, start).find(machine.instruction)
-                if place >= 0:
-                    return start + place
-    raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")
 
 
 def has_landlock() -> bool:

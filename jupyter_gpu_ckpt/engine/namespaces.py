@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import syscalls
 
 _TERMINALS, _MULTIPLEXER = "/dev/pts", "/dev/ptmx"
@@ -67,11 +68,8 @@ def mount_terminals(user: bool) -> None:
 
 def _terminal_group() -> str:
     """The option that gives new terminals the host's group for them; empty where it has none."""
-    with open("/proc/self/mounts") as file:
-        mounts = [line.split() for line in file]
-    options = [words[3] for words in mounts if words[1] == _TERMINALS and words[2] == "devpts"]
-    words = options[-1].split(",") if options else []
-    return next((f",{word}" for word in words if word.startswith("gid=")), "")
+    options = [mount.options for mount in procfs.mounts() if (mount.point, mount.filesystem) == (_TERMINALS, "devpts")]
+    return next((f",{word}" for word in (options[-1] if options else ()) if word.startswith("gid=")), "")
 
 
 def mount_under_old_path(directory: int, old: str) -> None:

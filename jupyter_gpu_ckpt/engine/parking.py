@@ -4,7 +4,7 @@ A thread is parked where it can hold nothing that others need: in a system call 
 the C library's nor the CUDA driver's (a thread stopped inside ``malloc`` would keep its lock).  One that is elsewhere
 is let run on for a moment and looked at again.
 
-Standard library only, as `ptrace`: a capsule's init imports it with nothing else of the package.
+Standard library only, as `ptrace`: a capsule's init imports this module.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .ptrace import WALL, Machine, Tracee
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.engine.ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
 #: The one that suspends and resumes is called by a number in hexadecimal, as ``cuda00001400006``.
 _SPARED = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|away|filed|door|copy))$")
 #: Another one of such a name is the driver's, of a release that we do not know, or somebody's who should be parked.
 _DOUBTFUL = re.compile(r"cuda(-|[0-9a-f]{4})")
-_ENDED = ("Z", "X")
 #: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
 _EVERYBODY_S = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
@@ -101,8 +101,8 @@ class Parking:
         code = _Shared.of(self._pid)
         before = set(self._parked)
         try:
-            for tid in self._threads():
-                with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
+            for tid in procfs.threads(self._pid):
+                with contextlib.suppress(*procfs.GONE):  # it ended
                     if tid not in self._parked and not self._is_spared(tid, insist=True) and self._in_driver(tid, code):
                         self._park_one(tid, lambda tid: self._in_driver(tid, code))
         except BaseException:
@@ -132,15 +132,15 @@ class Parking:
     def _park(self, may_stay: Callable[[int, _Shared], bool], insist: bool) -> bool:
         """Park whom we can; whether that is everybody."""
         shared = _Shared.of(self._pid)
-        for tid in self._threads():
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # it ended
+        for tid in procfs.threads(self._pid):
+            with contextlib.suppress(*procfs.GONE):  # it ended
                 if tid not in self._parked and not self._is_spared(tid, insist):
                     self._park_one(tid, lambda tid: may_stay(tid, shared))
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
-        return all(self._is_at_rest(tid) for _ in range(2) for tid in self._threads())
+        return all(self._is_at_rest(tid) for _ in range(2) for tid in procfs.threads(self._pid))
 
     def _is_spared(self, tid: int, insist: bool) -> bool:
-        name, _ = _name_and_state(self._pid, tid)
+        name = procfs.stat(self._pid, tid).name
         if _SPARED.match(name):
             return True
         if not insist and _DOUBTFUL.match(name):
@@ -154,7 +154,7 @@ class Parking:
             self._reap(tid)
             raise
         except PermissionError:
-            if _name_and_state(self._pid, tid)[1] in _ENDED:
+            if procfs.stat(self._pid, tid).has_ended:
                 return
             raise
         try:
@@ -171,19 +171,16 @@ class Parking:
         Not where we are the parent: then the end of the process is for whoever waits for its child.
         """
         with contextlib.suppress(OSError):
-            if tid != self._pid or _parent(self._pid) != os.getpid():
+            if tid != self._pid or procfs.stat(self._pid).parent != os.getpid():
                 os.waitid(os.P_PID, tid, os.WEXITED | os.WNOHANG | WALL)
 
     def _is_at_rest(self, tid: int) -> bool:
         try:
-            name, state = _name_and_state(self._pid, tid)
-        except (ProcessLookupError, FileNotFoundError):  # it ended, and what it made meanwhile is in no list of ours
+            seen = procfs.stat(self._pid, tid)
+        except procfs.GONE:  # it ended, and what it made meanwhile is in no list of ours
             return False
         # The first thread stays as a zombie while there are others.
-        return tid in self._parked or _SPARED.match(name) is not None or (tid == self._pid and state in _ENDED)
-
-    def _threads(self) -> list[int]:
-        return [int(name) for name in os.listdir(f"/proc/{self._pid}/task")]
+        return tid in self._parked or _SPARED.match(seen.name) is not None or (tid == self._pid and seen.has_ended)
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
@@ -230,18 +227,6 @@ class Parking:
             return stat.S_ISREG(os.stat(f"/proc/{self._pid}/fd/{descriptor}").st_mode)
         except OSError:
             return False
-
-
-def _name_and_state(pid: int, tid: int) -> tuple[str, str]:
-    # proc_pid_stat(5): number, name in parentheses, state.
-    with open(f"/proc/{pid}/task/{tid}/stat") as file:
-        name, _, rest = file.read().partition("(")[2].rpartition(")")
-    return name, rest.split()[0]
-
-
-def _parent(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
 
 
 @dataclass(frozen=True)
@@ -295,19 +280,15 @@ class _Shared:
     def of(cls, pid: int) -> _Shared:
         """Of a process, by proc_pid_maps(5)."""
         found = cls()
-        with open(f"/proc/{pid}/maps") as file:
-            for line in file:
-                words = line.split(None, 5)
-                begin, end = (int(word, 16) for word in words[0].split("-"))
-                path = words[5].rstrip("\n") if len(words) > 5 else ""
-                if "x" in words[1]:
-                    found.executable.add(begin, end)
-                    if _SHARED_CODE.search(path):
-                        found.code.add(begin, end)
-                    if _C_LIBRARY.search(path):
-                        found.c_library.add(begin, end)
-                    if _DRIVER.search(path):
-                        found.driver.add(begin, end)
-                if _EVERYBODY_S.search(path):
-                    found.data.add(begin, end)
+        for begin, end, permissions, path in procfs.maps(pid):
+            if "x" in permissions:
+                found.executable.add(begin, end)
+                if _SHARED_CODE.search(path):
+                    found.code.add(begin, end)
+                if _C_LIBRARY.search(path):
+                    found.c_library.add(begin, end)
+                if _DRIVER.search(path):
+                    found.driver.add(begin, end)
+            if _EVERYBODY_S.search(path):
+                found.data.add(begin, end)
         return found

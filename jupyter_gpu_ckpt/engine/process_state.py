@@ -26,15 +26,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import file_facts, kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 from jupyter_gpu_ckpt.engine.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.engine.state_restore import readable_policy, timer_time
+from jupyter_gpu_ckpt.procfs import Mount
 
 Notes = dict[str, Any]
-
-#: include/linux/sched.h
-_PF_EXITING = 0x4
 
 # -- what is proven
 
@@ -161,30 +160,6 @@ class Found:
         }
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A line of ``/proc/PID/mountinfo``; ``arrived``: it came from another mount namespace (a slave)."""
-
-    number: str
-    parent: str
-    device: str
-    root: str
-    place: str
-    kind: str
-    arrived: bool
-
-
-def mounts(table: str) -> list[Mount]:
-    """The mounts that the text of a ``mountinfo`` file lists."""
-    found = []
-    for line in table.splitlines():
-        head, _, tail = line.partition(" - ")
-        number, parent, device, root, place, _, *marks = head.split(" ")
-        arrived = any(mark.startswith("master:") for mark in marks)
-        found.append(Mount(number, parent, device, root, place, tail.partition(" ")[0], arrived))
-    return found
-
-
 def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
     """Those of a capsule's mounts that somebody in it has made.
 
@@ -192,13 +167,13 @@ def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> l
     a file system of the network as somebody enters it, and does so again.
     """
     known = {mount.number for mount in before}
-    kinds = {mount.number: mount.kind for mount in now}
-    of_host = {(mount.device, mount.root, mount.place) for mount in outside}
+    kinds = {mount.number: mount.filesystem for mount in now}
+    of_host = {(mount.device, mount.root, mount.point) for mount in outside}
     return [
         mount
         for mount in now
-        if not (mount.arrived or mount.number in known or (mount.device, mount.root, mount.place) in of_host)
-        and not (mount.kind in _MOUNTED_BY_LINUX and kinds.get(mount.parent) == mount.kind)
+        if not (mount.arrived or mount.number in known or (mount.device, mount.root, mount.point) in of_host)
+        and not (mount.filesystem in _MOUNTED_BY_LINUX and kinds.get(mount.parent) == mount.filesystem)
     ]
 
 
@@ -220,42 +195,32 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
     """
     found = Found()
     for mount in own:
-        found.refuse(f"a file system that it has mounted itself ({mount.place})", "file", "Unmount it (umount).")
+        found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
     mine = _OwnState.read()
     found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
             _Process(pid, set(tree), found, mine).look(stopped, allow_unconfined)
-        except (ProcessLookupError, FileNotFoundError):  # it ended
+        except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
             _refuse_hidden(pid, found, error)
     return found
 
 
-def is_ending(pid: int) -> bool:
-    """Whether the process is on its way out, or gone: an ordinary user may not look into it any more then."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            words = file.read().rpartition(")")[2].split()  # proc_pid_stat(5), from the third field on
-    except (ProcessLookupError, FileNotFoundError):
-        return True
-    return words[0] in "ZX" or bool(int(words[6]) & _PF_EXITING)
-
-
 def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
     """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
-    if is_ending(pid):
+    if procfs.is_ending(pid):
         return
     try:
-        os.listdir(f"/proc/{pid}/fd")
+        procfs.descriptors(pid)
     except PermissionError:
         found.refuse(
             "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
             hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
         )
-    except (ProcessLookupError, FileNotFoundError):  # it ended
+    except procfs.GONE:  # it ended
         pass
     else:
         found.refuse(
@@ -269,30 +234,19 @@ def _tree(root: int) -> Iterator[int]:
     while fresh:
         pid = fresh.pop()
         yield pid
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] in "ZX":
-                continue
-            for tid in os.listdir(f"/proc/{pid}/task"):
-                fresh += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
-
-
-def _read(path: str) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return file.readall().decode(errors="surrogateescape")
+        with contextlib.suppress(*procfs.GONE):
+            if not procfs.stat(pid).has_ended:
+                fresh += procfs.children(pid)
 
 
 def _optional(path: str) -> str:
     """A file that this Linux may be built without; empty then.  The end of its process is raised."""
     try:
-        return _read(path)
+        return procfs.read(path)
     except ProcessLookupError:
         raise
     except OSError:
         return ""
-
-
-def _fields(text: str) -> dict[str, str]:
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
 
 @dataclass(frozen=True)
@@ -317,13 +271,13 @@ class _OwnState:
         return cls(
             affinity=os.sched_getaffinity(0),
             slice=_slice(0),
-            cgroup=_read("/proc/self/cgroup"),
+            cgroup=procfs.read("/proc/self/cgroup"),
             label=_optional("/proc/self/attr/current"),
             namespaces=_namespaces(f"/proc/{pid}"),
             coredump_filter=_optional("/proc/self/coredump_filter"),
             forbidden=kernel_calls.forbidden(),
             semaphore_users=set(kernel_calls.semaphore_users()),
-            seccomp=_fields(_read("/proc/self/status")).get("Seccomp", "0"),
+            seccomp=procfs.status().get("Seccomp", "0"),
         )
 
 
@@ -359,14 +313,14 @@ class _Process:
 
     def look(self, stopped: bool, allow_unconfined: bool) -> None:
         """Fill `Found` with what there is of this process."""
-        if _read(f"{self.root}/stat").rpartition(")")[2].split()[0] in "ZX":
+        if procfs.stat(self.pid).has_ended:
             return
         if (directory := os.readlink(f"{self.root}/root")) != "/":
             self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
         self.threads()
         self.descriptors()
         self.process()
-        self.mapping_names(_read(f"{self.root}/maps"))
+        self.mapping_names()
         if stopped:
             self.mappings()
             self.ask(allow_unconfined)
@@ -378,11 +332,11 @@ class _Process:
 
     def threads(self) -> None:
         """Attributes that each thread has of its own."""
-        tids = sorted(map(int, os.listdir(f"{self.root}/task")))
+        tids = procfs.threads(self.pid)
         self.inventory["threads"] = tids
         noted: dict[str, Notes] = {}
         self.suspects: list[int] = []
-        first = _fields(_read(f"{self.root}/status"))  # not the first in the list, once threads are made after a wake
+        first = procfs.status(self.pid)  # not the first in the list, once threads are made after a wake
         self.user = first.get("Uid"), first.get("Gid")
         if any(len(set((ids or "").split())) > 1 for ids in self.user):
             self.found.refuse(
@@ -390,7 +344,7 @@ class _Process:
                 hint="Make them the same, or use them in a process of its own.",
             )
         for tid in tids:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            with contextlib.suppress(*procfs.GONE):
                 if notes := self.thread(tid):
                     noted[str(tid)] = notes
         if noted:
@@ -399,7 +353,7 @@ class _Process:
     def thread(self, tid: int) -> Notes:
         """What is to be put back of one thread."""
         root = f"{self.root}/task/{tid}"
-        status = _fields(_read(f"{root}/status"))
+        status = procfs.status(self.pid, tid)
         self.confinement(tid, root, status)
         notes: Notes = {}
         if (affinity := os.sched_getaffinity(tid)) != self.mine.affinity:
@@ -467,7 +421,7 @@ class _Process:
 
     def process(self) -> None:
         """Attributes that all threads share."""
-        if _read(f"{self.root}/cgroup") != self.mine.cgroup:
+        if procfs.read(f"{self.root}/cgroup") != self.mine.cgroup:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
             self.found.refuse(f"a security label of its own ({label.strip()})", hint="Run it with its server's label.")
@@ -483,7 +437,7 @@ class _Process:
 
     def descriptors(self) -> None:
         """Every open descriptor, by its kind."""
-        numbers = sorted(map(int, os.listdir(f"{self.root}/fd")))
+        numbers = procfs.descriptors(self.pid)
         self.inventory["descriptors"] = numbers
         self.candidates: list[tuple[str, bytes]] | None = None
         self.mounts: dict[str, str] | None = None
@@ -527,7 +481,7 @@ class _Process:
         facts = file_facts.of(path)
         kind = facts.mode
         if stat.S_ISFIFO(kind):
-            if int(_fields(_read(f"{self.root}/fdinfo/{number}"))["flags"], 8) & _O_DIRECT:
+            if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
         elif stat.S_ISCHR(kind):
             if facts.device not in _DEVICES and facts.device not in _TERMINALS and not target.startswith("/dev/nvidia"):
@@ -559,9 +513,8 @@ class _Process:
         if not target.startswith("/"):  # a namespace
             return ""
         if self.mounts is None:
-            rows = (line.split() for line in _read(f"{self.root}/mountinfo").splitlines())
-            self.mounts = {words[0]: words[words.index("-", 6) + 1] for words in rows}
-        mount = _fields(_read(f"{self.root}/fdinfo/{number}"))["mnt_id"]
+            self.mounts = {mount.number: mount.filesystem for mount in procfs.mounts(self.pid)}
+        mount = procfs.fdinfo(self.pid, number)["mnt_id"]
         if mount in self.mounts:
             return _FILE_SYSTEMS.get(self.mounts[mount], "")
         if target.startswith("/memfd:"):
@@ -591,9 +544,9 @@ class _Process:
             shown = _ANONYMOUS_NAMES.get(name) or _ANONYMOUS_NAMES.get(f"[{name}]") or f"a kernel object of kind {name}"
             self.refuse_file(f"{shown} (descriptor {number})")
             return
-        text = _read(f"{self.root}/fdinfo/{number}")
+        text = procfs.read(f"{self.root}/fdinfo/{number}")
         if name == "[eventfd]":
-            facts = _fields(text)
+            facts = procfs.fields(text)
             if (count := int(facts.get("eventfd-count", "0"), 16)) >= 1 << 32:  # CRIU makes it anew with 32 bits
                 self.notes.setdefault("eventfd_counts", {})[str(number)] = count
             if facts.get("eventfd-semaphore", "0") == "1":
@@ -601,7 +554,7 @@ class _Process:
         elif name == "[eventpoll]":
             self.epoll(pidfd, number, text)
         elif name == "[pidfd]":
-            pid = int(_fields(text).get("Pid", "-1"))
+            pid = int(procfs.fields(text).get("Pid", "-1"))
             if pid not in self.tree and pid != -1:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
@@ -611,7 +564,7 @@ class _Process:
 
     def timer(self, pidfd: int, number: int, text: str) -> None:
         """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
-        facts = _fields(text)
+        facts = procfs.fields(text)
         interval = timer_time(facts["it_interval"])
         if not interval or timer_time(facts["it_value"]) or "pidfd_getfd" in self.mine.forbidden:
             return
@@ -620,7 +573,7 @@ class _Process:
             kernel_calls.rearm_timer(descriptor)
         finally:
             os.close(descriptor)
-        facts = _fields(_read(f"{self.root}/fdinfo/{number}"))
+        facts = procfs.fdinfo(self.pid, number)
         self.notes.setdefault("timers", {})[str(number)] = {
             "clock": int(facts["clockid"]),
             "flags": int(facts["settime flags"], 8),
@@ -680,7 +633,7 @@ class _Process:
     def socket(self, pidfd: int, number: int) -> None:
         """One socket: judge its kind and what is queued in it, and note the options that CRIU forgets."""
         with kernel_calls.socket_of(pidfd, number) as sock:
-            queued = int(_fields(_read(f"{self.root}/fdinfo/{number}")).get("scm_fds", "0"))
+            queued = int(procfs.fdinfo(self.pid, number).get("scm_fds", "0"))
             if what := socket_state.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
                 return
@@ -718,13 +671,12 @@ class _Process:
 
     # -- memory
 
-    def mapping_names(self, maps: str) -> None:
+    def mapping_names(self) -> None:
         """Mappings of a kind that is not proven, by what ``/proc/PID/maps`` calls them."""
-        for words in (line.split(None, 5) for line in maps.splitlines()):
-            if len(words) > 5:
-                self.mapping_name(words[5])
-                if words[5] == "/dev/zero (deleted)" and os.geteuid() != 0:
-                    self.shared_memory(int(words[0].partition("-")[2], 16))
+        for mapping in procfs.maps(self.pid):
+            self.mapping_name(mapping.name)
+            if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
+                self.shared_memory(mapping.end)
 
     def shared_memory(self, end: int) -> None:
         """An ordinary user's CRIU cannot save shared memory that mremap(2) has enlarged: nothing lies behind its end.
@@ -760,7 +712,7 @@ class _Process:
         ranges: list[list[int]] = []
         sealed, on_fault = [], []
         pattern = r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)"
-        for low, high, name, facts in re.findall(pattern, _read(f"{self.root}/smaps"), re.M):
+        for low, high, name, facts in re.findall(pattern, procfs.read(f"{self.root}/smaps"), re.M):
             if _OF_LINUX.match(name):
                 continue
             start, end = int(low, 16), int(high, 16)
@@ -819,14 +771,13 @@ class _Process:
 
     def ended_children(self, injection: Injection) -> None:
         """Linux may hide from an ordinary user's CRIU how a child ended that CRIU itself had made again."""
-        for tid in os.listdir(f"{self.root}/task"):
-            for child in _read(f"{self.root}/task/{tid}/children").split():
-                fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
-                if fields[0] == "Z" and injection.end_of(int(child)) not in (None, int(fields[-1])):
-                    self.found.refuse(
-                        f"an ended child (process {child}) of which Linux does not tell how it ended",
-                        hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
-                    )
+        for child in procfs.children(self.pid):
+            seen = procfs.stat(child)
+            if seen.state == "Z" and injection.end_of(child) not in (None, seen.exit_code):
+                self.found.refuse(
+                    f"an ended child (process {child}) of which Linux does not tell how it ended",
+                    hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
+                )
 
 
 def describe(refusals: list[dict[str, str]]) -> str:

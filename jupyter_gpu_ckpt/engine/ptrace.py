@@ -1,19 +1,22 @@
 """A stopped thread of another process, held by ``ptrace(2)``: its registers, signal mask, system calls in its name.
 
 Names and numbers are the kernel's own (``include/uapi/linux/{ptrace,elf}.h``).  Standard library only: a capsule's init
-imports this module with nothing else of the package.
+imports this module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 PTRACE_POKEUSER = 6
 PTRACE_CONT = 7
@@ -307,3 +310,34 @@ class Tracee:
             if self._wait() == SYSCALL_STOP:
                 return
         raise OSError(f"thread {self.tid} comes to no system call")
+
+
+class ProcessMemory:
+    """``/proc/PID/mem`` of a process: writes go through whatever the mapping's protection is, as a debugger's do."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+
+    def __enter__(self) -> ProcessMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def read(self, address: int, size: int) -> bytes:
+        """Read up to ``size`` bytes: fewer where what is mapped ends."""
+        return os.pread(self._fd, size, address)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write ``data`` at ``address``."""
+        os.pwrite(self._fd, data, address)
+
+
+def system_call_gate(machine: Machine, memory: ProcessMemory, mappings: Iterable[MemoryMapping]) -> int:
+    """Find the address of a system call instruction, in the vdso: nothing has to be written for it."""
+    for mapping in mappings:
+        if mapping.name == "[vdso]":
+            offset = memory.read(mapping.start, mapping.end - mapping.start).find(machine.instruction)
+            if offset >= 0:
+                return mapping.start + offset
+    raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import re
 import signal
 import struct
 import time
@@ -27,9 +26,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import syscall_restart
 from jupyter_gpu_ckpt.engine.parking import Parking
-from jupyter_gpu_ckpt.engine.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, PATIENCE, Machine, Tracee
+from jupyter_gpu_ckpt.engine.ptrace import (
+    ALL_BUT_SIGTRAP,
+    MACHINE,
+    NT_PRSTATUS,
+    PATIENCE,
+    Machine,
+    ProcessMemory,
+    Tracee,
+    system_call_gate,
+)
+from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 #: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
 GUARD = {int(signal.SIG_DFL): 0x10, int(signal.SIG_IGN): 0x20}
@@ -39,22 +49,10 @@ _SIGACTION = struct.Struct("=4Q")
 #: Bytes of the first executable mapping that CRIU may overwrite (compel's syscall and the name of its memfd: 16).
 _ENTRY_BYTES = 64
 #: compel's name for the file that its code lies in.
-_PARASITE = b"/memfd:CRIUMFD"
+_PARASITE = "/memfd:CRIUMFD"
 _TRAP = 1 << signal.SIGTRAP - 1
 _CONT = 1 << signal.SIGCONT - 1
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
-_MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \d+ *(.*)$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    start: int
-    end: int
-    protection: bytes
-    name: bytes
-
-    def holds(self, address: int) -> bool:
-        return self.start <= address < self.end
 
 
 @dataclass
@@ -69,7 +67,7 @@ class _Thread:
 class _SavedProcess:
     pid: int
     machine: Machine
-    mappings: list[_Mapping]
+    mappings: list[MemoryMapping]
     descriptors: set[int]
     #: Address of a system call instruction.
     gate: int
@@ -99,27 +97,18 @@ def stop(pid: int, deadline: float, parking: Parking | None = None) -> bool:
 
 
 def _all_stopped(pid: int) -> bool:
-    return all(_state(pid, tid) in "TZX" for tid in _threads(pid))
+    return all(_state(pid, tid) in "TZX" for tid in procfs.threads(pid))
 
 
 def _state(pid: int, tid: int) -> str:
     try:
-        return _read(f"/proc/{pid}/task/{tid}/stat").rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError):
+        return procfs.stat(pid, tid).state
+    except procfs.GONE:
         return "X"
 
 
 def _lives(pid: int) -> bool:
     return _state(pid, pid) not in "ZX"
-
-
-def _threads(pid: int) -> list[int]:
-    return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return file.readall()
 
 
 def resume(pid: int, leader: Tracee | None = None) -> None:
@@ -131,14 +120,14 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
     with held:
         if MACHINE is not None and _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
-                memory = held.enter_context(_Memory(pid))
-                gate = _gate(MACHINE, memory, list(_mappings(_read(f"/proc/{pid}/maps"))))
+                memory = held.enter_context(ProcessMemory(pid))
+                gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
                 held.enter_context(_uncaught(leader or held.enter_context(Tracee(MACHINE, pid)), gate, memory))
         os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
-def _uncaught(leader: Tracee, gate: int, memory: _Memory) -> Iterator[None]:
+def _uncaught(leader: Tracee, gate: int, memory: ProcessMemory) -> Iterator[None]:
     """Have Linux drop each SIGCONT as one that is neither caught nor blocked."""
     action, mask = (
         _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0)),
@@ -154,18 +143,10 @@ def _uncaught(leader: Tracee, gate: int, memory: _Memory) -> Iterator[None]:
 
 def _signals(pid: int, tid: int, *fields: str) -> int:
     """The signals that are in one of these fields of proc_pid_status(5), bit 0 being signal 1."""
-    found = 0
-    for line in _read(f"/proc/{pid}/task/{tid}/status").splitlines():
-        name, _, value = line.partition(b":")
-        if name.decode() in fields:
-            found |= int(value, 16)
+    found, status = 0, procfs.status(pid, tid)
+    for name in fields:
+        found |= int(status.get(name, "0"), 16)
     return found
-
-
-def _mappings(maps: bytes) -> Iterator[_Mapping]:
-    for found in _MAPPING.finditer(maps):
-        start, end, protection, name = found.groups()
-        yield _Mapping(int(start, 16), int(end, 16), protection, name)
 
 
 def _tree(root: int, deadline: float, parking: Parking | None = None) -> Iterator[tuple[int, bool]]:
@@ -179,40 +160,10 @@ def _tree(root: int, deadline: float, parking: Parking | None = None) -> Iterato
         if _state(pid, pid) == "Z":
             continue
         yield pid, stop(pid, deadline, parking if pid == root else None)
-        for tid in _threads(pid):
-            fresh += map(int, _read(f"/proc/{pid}/task/{tid}/children").split())
+        fresh += procfs.children(pid)
 
 
-class _Memory:
-    """``/proc/PID/mem``: writes go through whatever the mapping's protection is, as a debugger's do."""
-
-    def __init__(self, pid: int) -> None:
-        self._fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def read(self, address: int, size: int) -> bytes:
-        return os.pread(self._fd, size, address)
-
-    def write(self, address: int, data: bytes) -> None:
-        os.pwrite(self._fd, data, address)
-
-
-def _gate(machine: Machine, memory: _Memory, mappings: list[_Mapping]) -> int:
-    """Address of a system call instruction, in the vdso: nothing has to be written for it."""
-    for mapping in mappings:
-        if mapping.name == b"[vdso]":
-            place = memory.read(mapping.start, mapping.end - mapping.start).find(machine.instruction)
-            if place >= 0:
-                return mapping.start + place
-    raise OSError("there is no system call instruction in the vdso")
-
-
-def _action(leader: Tracee, gate: int, memory: _Memory, number: int, new: bytes | None = None) -> bytes:
+def _action(leader: Tracee, gate: int, memory: ProcessMemory, number: int, new: bytes | None = None) -> bytes:
     """Set what a signal does (None: leave it), as `_SIGACTION`; what it did."""
     machine = leader.machine
     # The stopped thread's own stack lends the room; what was there is put back.
@@ -230,7 +181,7 @@ def _action(leader: Tracee, gate: int, memory: _Memory, number: int, new: bytes 
         memory.write(room, kept)
 
 
-def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = None) -> int:
+def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | None = None) -> int:
     """Set SIGTRAP's handler (None: leave it); the handler it had."""
     # All signals wait while it would run, so that no other handler is entered after it.
     new = None if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
@@ -239,13 +190,12 @@ def _sigtrap(leader: Tracee, gate: int, memory: _Memory, handler: int | None = N
 
 def _look(machine: Machine, pid: int) -> _SavedProcess:
     """What has to be known of a stopped process, and SIGTRAP's guard in place."""
-    maps = _read(f"/proc/{pid}/maps")
-    mappings = list(_mappings(maps))
-    entry = next((each.start for each in mappings if each.protection[2:3] == b"x"), 0)
+    mappings = procfs.maps(pid)
+    entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
     threads = {}
-    with _Memory(pid) as memory:
-        gate = _gate(machine, memory, mappings)
-        for tid in _threads(pid):
+    with ProcessMemory(pid) as memory:
+        gate = system_call_gate(machine, memory, mappings)
+        for tid in procfs.threads(pid):
             with Tracee(machine, tid) as tracee:
                 syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
                 regsets = {kind: data for kind in machine.regsets if (data := tracee.regset(kind)) is not None}
@@ -259,7 +209,7 @@ def _look(machine: Machine, pid: int) -> _SavedProcess:
             pid=pid,
             machine=machine,
             mappings=mappings,
-            descriptors=_descriptors(pid),
+            descriptors=set(procfs.descriptors(pid)),
             gate=gate,
             entry=entry,
             entry_bytes=memory.read(entry, _ENTRY_BYTES),
@@ -268,11 +218,7 @@ def _look(machine: Machine, pid: int) -> _SavedProcess:
         )
 
 
-def _descriptors(pid: int) -> set[int]:
-    return set(map(int, os.listdir(f"/proc/{pid}/fd")))
-
-
-def _drop_guard(leader: Tracee, gate: int, memory: _Memory) -> None:
+def _drop_guard(leader: Tracee, gate: int, memory: ProcessMemory) -> None:
     handler = _sigtrap(leader, gate, memory)
     for was, guard in GUARD.items():
         if handler == guard:
@@ -281,8 +227,8 @@ def _drop_guard(leader: Tracee, gate: int, memory: _Memory) -> None:
 
 def _unguard(machine: Machine, pid: int) -> None:
     stop(pid, time.monotonic() + PATIENCE)
-    with _Memory(pid) as memory:
-        gate = _gate(machine, memory, list(_mappings(_read(f"/proc/{pid}/maps"))))
+    with ProcessMemory(pid) as memory:
+        gate = system_call_gate(machine, memory, procfs.maps(pid))
         with Tracee(machine, pid) as leader:
             _drop_guard(leader, gate, memory)
 
@@ -307,13 +253,15 @@ def _mend(process: _SavedProcess) -> None:
     """Make a process what it was before CRIU came.  It is stopped before and after."""
     pid, machine, gate = process.pid, process.machine, process.gate
     stop(pid, time.monotonic() + PATIENCE)
-    with _Memory(pid) as memory, ExitStack() as held:
-        tracees = {tid: held.enter_context(Tracee(machine, tid)) for tid in _threads(pid) if tid in process.threads}
+    with ProcessMemory(pid) as memory, ExitStack() as held:
+        tracees = {
+            tid: held.enter_context(Tracee(machine, tid)) for tid in procfs.threads(pid) if tid in process.threads
+        }
         leader = tracees[pid]
         if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
             memory.write(process.entry, process.entry_bytes)
         known = {mapping.start for mapping in process.mappings}
-        now = list(_mappings(_read(f"/proc/{pid}/maps")))
+        now = procfs.maps(pid)
         parasite = [each for each in now if each.name.startswith(_PARASITE) and each.start not in known]
         astray = _astray(process, leader, parasite)
         for tid, tracee in tracees.items():
@@ -328,7 +276,7 @@ def _mend(process: _SavedProcess) -> None:
             if _signals(pid, tid, "SigPnd") & _TRAP:
                 tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
         if astray:
-            for descriptor in _descriptors(pid) - process.descriptors:
+            for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
                 leader.call(gate, machine.close, descriptor)
             for mapping in _changed(process.mappings, now):
                 length = mapping.end - mapping.start
@@ -338,7 +286,7 @@ def _mend(process: _SavedProcess) -> None:
         _drop_guard(leader, gate, memory)
 
 
-def _astray(process: _SavedProcess, leader: Tracee, parasite: list[_Mapping]) -> bool:
+def _astray(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
     """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
@@ -347,17 +295,17 @@ def _astray(process: _SavedProcess, leader: Tracee, parasite: list[_Mapping]) ->
     return in_entry or at == process.handler or any(mapping.holds(at) for mapping in parasite)
 
 
-def _changed(before: list[_Mapping], now: list[_Mapping]) -> Iterator[_Mapping]:
+def _changed(before: list[MemoryMapping], now: list[MemoryMapping]) -> Iterator[MemoryMapping]:
     """Those of ``before`` whose protection is another one ``now``."""
     for was in before:
         for mapping in now:
-            if mapping.start < was.end and was.start < mapping.end and mapping.protection[:3] != was.protection[:3]:
+            if mapping.start < was.end and was.start < mapping.end and mapping.permissions[:3] != was.permissions[:3]:
                 yield was
                 break
 
 
-def _protection(mapping: _Mapping) -> int:
-    letters = zip(b"rwx", mapping.protection, (mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC), strict=False)
+def _protection(mapping: MemoryMapping) -> int:
+    letters = zip("rwx", mapping.permissions, (mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC), strict=False)
     return sum(bit for letter, found, bit in letters if letter == found)
 
 
@@ -448,7 +396,7 @@ class Rescue:
                     self._parking.waiting_in_driver()
                     leader = self._parking.leader
                 resume(pid, leader)
-            except (ProcessLookupError, FileNotFoundError):  # it ended
+            except procfs.GONE:  # it ended
                 continue
             except Exception as error:
                 failures.append(f"process {pid}: {type(error).__name__}: {error}")

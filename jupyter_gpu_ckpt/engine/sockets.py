@@ -13,8 +13,8 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterable
-from pathlib import Path
 
+from .. import procfs
 from . import syscalls
 
 
@@ -24,21 +24,12 @@ def let_ports_be_rebound(pids: Iterable[int]) -> None:
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(pid)
             try:
-                for number in _sockets(pid):
-                    with contextlib.suppress(OSError):  # closed meanwhile, or not to be had
-                        _set(syscalls.pidfd_getfd(pidfd, number))
+                for number, target in procfs.links(pid):
+                    if target.startswith("socket:"):
+                        with contextlib.suppress(OSError):  # closed meanwhile, or not to be had
+                            _set(syscalls.pidfd_getfd(pidfd, number))
             finally:
                 os.close(pidfd)
-
-
-def _sockets(pid: int) -> list[int]:
-    """Descriptors of ``pid`` that are sockets, of whatever kind."""
-    found = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(entry.readlink()).startswith("socket:"):
-                found.append(int(entry.name))
-    return found
 
 
 def _set(fd: int) -> None:

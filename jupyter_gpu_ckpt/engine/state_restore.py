@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import injection, kernel_calls, socket_state
 from jupyter_gpu_ckpt.engine.injection import Injection
 
@@ -108,18 +109,13 @@ class _Restorer:
                     self.inject(inside)
         for number, count in self.notes.get("eventfd_counts", {}).items():
             with self.trying("count of an eventfd", vital=True), self.borrowed(int(number)) as descriptor:
-                if (lacking := count - int(self.descriptor_facts(int(number))["eventfd-count"], 16)) > 0:
+                if (lacking := count - int(procfs.fdinfo(self.pid, int(number))["eventfd-count"], 16)) > 0:
                     os.write(descriptor, lacking.to_bytes(8, "little"))
         for number, timer in self.notes.get("timers", {}).items():
             with self.trying("periodic timer (timerfd)", vital=True), self.borrowed(int(number)) as descriptor:
                 begin = time.clock_gettime_ns(timer["clock"]) if timer["flags"] & _TFD_TIMER_ABSTIME else 0
                 value, interval = begin + timer["value"], timer["interval"]
                 kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
-
-    def descriptor_facts(self, number: int) -> dict[str, str]:
-        """The lines of a descriptor's fdinfo, by name."""
-        with open(f"/proc/{self.pid}/fdinfo/{number}") as file:
-            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
 
     def needs_injection(self) -> bool:
         """Whether some note can only be put back in the name of the process."""
@@ -259,7 +255,7 @@ class _Restorer:
     def semaphore(self, inside: Injection, semaphore: Notes) -> None:
         """Give the place of a plain eventfd to a semaphore of the same count, and register that where it was."""
         numbers, descriptors = inside.numbers, semaphore["descriptors"]
-        facts = self.descriptor_facts(descriptors[0])
+        facts = procfs.fdinfo(self.pid, descriptors[0])
         if facts.get("eventfd-semaphore", "0") == "1":
             return  # this CRIU knows of them
         count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
@@ -268,7 +264,7 @@ class _Restorer:
             self.require(made, "an eventfd that is a semaphore", vital=True)
             return
         for number in descriptors:
-            closes = int(self.descriptor_facts(number)["flags"], 8) & os.O_CLOEXEC
+            closes = int(procfs.fdinfo(self.pid, number)["flags"], 8) & os.O_CLOEXEC
             self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}", vital=True)
         inside.call(numbers.close, made)
         for watched in semaphore["epolls"]:

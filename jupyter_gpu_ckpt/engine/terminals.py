@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import syscalls
 
 #: The name of the file in which a dump keeps what was under way, beside CRIU's own.
@@ -72,33 +73,25 @@ def obstacle(pid: int) -> str:
     if numbers and (highest := max(numbers)) not in NUMBERS:
         return f"it has a pseudo-terminal with the number {highest}, and only those below {len(NUMBERS)} can be saved"
     with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/stat") as file:
-            words = file.read().rpartition(")")[2].split()
-        controlling, group = int(words[4]), int(words[5])
-        if controlling and group > 0 and not _exists(group):
+        seen = procfs.stat(pid)
+        if seen.terminal and seen.foreground > 0 and not _exists(seen.foreground):
             return "the job in the foreground of its controlling terminal has ended, and no other was put there"
     return ""
-
-
-def _is_zombie(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
 
 
 def _numbers(pid: int) -> Iterator[int]:
     """The numbers of the pseudo-terminals that a process has open, of either end."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
+        for number in procfs.descriptors(pid):
             with contextlib.suppress(OSError):  # closed meanwhile
-                device = _device(pid, name)
+                device = _device(pid, number)
                 if device is not None and os.major(device) in _SLAVES:
                     yield _number(device)
-                elif device is not None:
-                    with open(f"/proc/{pid}/fdinfo/{name}") as file:
-                        yield from (int(line.split()[1]) for line in file if line.startswith("tty-index:"))
+                elif device is not None and (index := procfs.fdinfo(pid, number).get("tty-index")):
+                    yield int(index)
 
 
-def _device(pid: int, fd: str) -> int | None:
+def _device(pid: int, fd: int) -> int | None:
     """The device of an open file, if it is one end of a pseudo-terminal; raises `OSError` if it is closed.
 
     By its name first: whoever asks for the status of any file waits for as long as its server does not answer.
@@ -193,15 +186,16 @@ class Terminals:
             raise
 
     def _find(self) -> None:
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended
+        for pid in procfs.pids():
+            with contextlib.suppress(*procfs.GONE):
                 # A zombie has no descriptors, and its directory of them is root's.
-                for name in os.listdir(f"/proc/{pid}/fd") if not _is_zombie(pid) else ():
-                    self._look_at(pid, int(name))
+                if pid != os.getpid() and not procfs.stat(pid).has_ended:
+                    for number in procfs.descriptors(pid):
+                        self._look_at(pid, number)
 
     def _look_at(self, pid: int, fd: int) -> None:
         try:
-            device = _device(pid, str(fd))
+            device = _device(pid, fd)
         except OSError:  # closed meanwhile
             return
         if device is None:

@@ -40,6 +40,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from .. import procfs
 from ..errors import CapsuleError, CapsuleGone, ImageBusy, ImageNotFound, NoSpace
 from ..files.atomic import flush
 from . import layout
@@ -297,7 +298,7 @@ def _here() -> dict[str, Any]:
     """This host, since it was booted."""
     machine = Path("/etc/machine-id")
     return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "boot": procfs.boot_id(),
         "machine": machine.read_text().strip() if machine.is_file() else "",
         "hostname": socket.gethostname(),
     }
@@ -314,9 +315,9 @@ def _pids() -> str:
 
 def _started(pid: int) -> int:
     """When the process was started, in clock ticks since the boot; 0 when there is none, or a zombie."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return 0 if words[0] in "ZX" else int(words[19])
+    with contextlib.suppress(OSError):
+        seen = procfs.stat(pid)
+        return 0 if seen.has_ended else seen.started
     return 0
 
 

@@ -14,6 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from .. import procfs
+
 #: CPU features that programs choose their code by.  The others in /proc/cpuinfo are Linux's own business.
 _USED_BY_PROGRAMS = re.compile(
     r"(sse|ssse|avx|amx|bmi|sha|vaes|vpclmul)\w*"
@@ -69,7 +71,7 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         id = _MACHINE_ID.read_text().strip()
     if not id or root == "overlay":
-        id += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        id += " " + procfs.boot_id()
     return f"{id} {socket.gethostname()}"
 
 
@@ -195,12 +197,7 @@ def installed(directory: str) -> dict[str, str]:
 
 def mounts() -> dict[str, str]:
     """The type of file system by mount point (proc_pid_mountinfo(5))."""
-    found = {}
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        words = line.split()
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4])  # a blank is written \040
-        found[point] = words[words.index("-") + 1]
-    return found
+    return {mount.point: mount.filesystem for mount in procfs.mounts()}
 
 
 def mount_of(path: str, points: Mapping[str, str]) -> str:
@@ -233,12 +230,9 @@ _CLOSING = frozenset({"04", "05", "06", "07", "09", "0B"})
 def _lingers(number: int) -> bool:
     """Whether a TCP port of this host has nothing but connections that were closed."""
     states = set()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
-                words = line.split()
-                if int(words[1].rpartition(":")[2], 16) == number:
-                    states.add(words[3])
+    for row in [*procfs.sockets("tcp"), *procfs.sockets("tcp6")]:
+        if int(row[1].rpartition(":")[2], 16) == number:
+            states.add(row[3])
     return bool(states) and states <= _CLOSING
 
 

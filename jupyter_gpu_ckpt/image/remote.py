@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .. import procfs
 from ..errors import GpuCkptError, ImageBusy, ImageFormat, ImageNotFound, NoSpace, RemoteFailed, RemoteUnsupported
 from ..files.atomic import flush, write_atomically
 from . import integrity
@@ -383,7 +384,7 @@ class Remote:
 
 
 def _claimant() -> dict[str, str]:
-    return {"hostname": socket.gethostname(), "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip()}
+    return {"hostname": socket.gethostname(), "boot": procfs.boot_id()}
 
 
 @contextlib.contextmanager

@@ -172,9 +172,11 @@ def _note_lost(base: Path, directory: Path) -> None:
 
 @contextlib.contextmanager
 def _turn(base: Path) -> Iterator[None]:
-    """The lock of the base: on the directory itself, which needs no file of its own to be made, left and trusted.
+    """Hold the lock of the base, which is a flock(2) on the directory itself.
 
-    Nothing below a base that others can write to is believed, locked or removed: `CapsuleError`.
+    Not a `FileLock`: that opens a file for writing, so that one would be left in the base, which is empty when no
+    kernel is there; and a cleaner of temporary files may remove a file that is locked, but leaves a directory that is
+    (tmpfiles.d(5)).  Nothing below a base that others can write to is believed, locked or removed: `CapsuleError`.
     """
     require_private(base)
     fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import procfs
+
 #: The part of one processor that is work.  An ipykernel that nobody uses takes 0.00002 of one, with clients whose
 #: heartbeats it echoes 0.0001 (ipykernel 7.4: history thread, heartbeat, event loop; measured on 2026-11-22).
 SHARE = 0.01
@@ -46,10 +48,9 @@ class _Known:
 
 
 class Activity:
-    """What is known of each kernel between looks.  ``proc``: where Linux shows processes."""
+    """What is known of each kernel between looks."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self._proc = proc
+    def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
 
     def keep(self, kernel_ids: Iterable[str]) -> None:
@@ -96,47 +97,40 @@ class Activity:
             known.connections, known.processes = fresh.connections, fresh.processes
         return spent > allowed or accepted
 
-    def _cpu(self, pid: int) -> float | None:
+    @staticmethod
+    def _cpu(pid: int) -> float | None:
         """Seconds of CPU time of a process and of those children that it has waited for; None when it is gone."""
         try:
-            text = (self._proc / str(pid) / "stat").read_text(errors="replace")
+            return procfs.stat(pid).cpu_ticks / _TICKS
         except OSError:
             return None
-        return sum(map(int, text.rpartition(")")[2].split()[11:15])) / _TICKS
 
     def _connections(self, pids: Mapping[int, object], own: tuple[Path, ...]) -> frozenset[str]:
         """Connections that listeners of these processes have accepted, each by what no other one is called."""
+        # A kernel shares this process's network namespace.
         inodes = {inode for pid in pids for inode in self._sockets(pid)}
         if not inodes:
             return frozenset()
         found: set[str] = set()
         for name in ("tcp", "tcp6"):
-            rows = self._table(name)
+            rows = procfs.sockets(name)
             ports = {row[1].rpartition(":")[2] for row in rows if row[3] == _LISTEN and row[9] in inodes}
             if ports:
                 found |= {f"{name} {row[1]} {row[2]}" for row in rows if _was_accepted(row, ports)}
-        rows = [row for row in self._table("unix") if len(row) > 7 and not _lies_in(row[7], own)]
+        rows = [row for row in procfs.sockets("unix") if len(row) > 7 and not _lies_in(row[7], own)]
         paths = {row[7] for row in rows if int(row[3], 16) & _UNIX_ACCEPTS and row[6] in inodes}
         found |= {f"unix {row[6]}" for row in rows if row[5] == _UNIX_CONNECTED and row[7] in paths}
         return frozenset(found)
 
-    def _sockets(self, pid: int) -> set[str]:
+    @staticmethod
+    def _sockets(pid: int) -> set[str]:
         """Inodes of a process's sockets."""
         found: set[str] = set()
         with contextlib.suppress(OSError):  # it has gone
-            for descriptor in (self._proc / str(pid) / "fd").iterdir():
-                with contextlib.suppress(OSError):  # it was closed
-                    if match := re.fullmatch(r"socket:\[(\d+)\]", str(descriptor.readlink())):
-                        found.add(match[1])
+            for _, target in procfs.links(pid):
+                if match := re.fullmatch(r"socket:\[(\d+)\]", target):
+                    found.add(match[1])
         return found
-
-    def _table(self, name: str) -> list[list[str]]:
-        """Rows of a table of sockets.  A kernel shares this process's network namespace."""
-        try:
-            text = (self._proc / "net" / name).read_text(errors="replace")
-        except OSError:
-            return []  # a kernel of the system without this family
-        return [row.split() for row in text.splitlines()[1:]]
 
 
 def _was_accepted(row: list[str], ports: set[str]) -> bool:

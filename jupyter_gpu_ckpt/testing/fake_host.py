@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import procfs
 from ..engine.criu import Criu
 from ..engine.criu_install import dotted, find
 from ..engine.cuda_client import Caller
@@ -74,7 +75,7 @@ class _Cuda(FakeCuda):
 def _home(pid: int) -> Path | None:
     """The directory of the kernel that ``pid`` is."""
     try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = procfs.arguments(pid)
     except OSError:
         return None
     files = [Path(argument) for argument in arguments if argument.endswith("/connection.json")]

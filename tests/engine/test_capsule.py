@@ -20,6 +20,7 @@ from harness import alive
 from sleepers import ENV, sleeper, status_of
 from waiting import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import capsule as under_test
 from jupyter_gpu_ckpt.engine.capsule import Capsule, first_pid
 from jupyter_gpu_ckpt.engine.clocks import Clocks
@@ -283,7 +284,7 @@ def test_close_ends_a_capsule_whose_outer_process_was_killed(capsule):
     sleeper(capsule)
     kernel, outer = capsule.host_pid, capsule._outer.pid
     os.kill(outer, signal.SIGKILL)
-    until(lambda: not under_test._children(outer), "PID 1 has left it")
+    until(lambda: not procfs.children(outer), "PID 1 has left it")
     assert capsule.poll() is None
     assert capsule.companions() == []
     capsule.close()
@@ -398,7 +399,7 @@ def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
     assert held(tmp_path / "two")
     (tmp_path / "one").unlink()
     hold(tmp_path / "three")
-    init = under_test._children(capsule._outer.pid)[0]
+    init = procfs.children(capsule._outer.pid)[0]
     files = [os.readlink(path) for path in Path(f"/proc/{init}/fd").iterdir()]
     assert sorted(file for file in files if str(tmp_path) in file) == [f"{tmp_path}/three", f"{tmp_path}/two"]
     capsule.close()

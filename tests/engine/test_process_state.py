@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from round_trip import Subject, image
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state, socket_state
 from jupyter_gpu_ckpt.engine.capsule import Capsule
 from jupyter_gpu_ckpt.engine.criu import Criu
@@ -729,8 +730,8 @@ def test_a_mount_of_the_kernel_is_told_from_others(line, own):
     before = ["20 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", "30 20 0:30 / /net rw - nfs4 server:/ rw"]
     outside = [*before, "77 20 0:60 / /of_host rw - tmpfs tmpfs rw"]
     now, was, host = ("\n".join(lines) for lines in ([*before, line], before, outside))
-    found = process_state.own_mounts(*map(process_state.mounts, (now, was, host)))
-    assert [mount.place for mount in found] == ([line.split()[4]] if own else [])
+    found = process_state.own_mounts(*map(procfs.parse_mounts, (now, was, host)))
+    assert [mount.point for mount in found] == ([line.split()[4]] if own else [])
 
 
 #: What only a stopped process shows.
@@ -880,9 +881,9 @@ VmFlags: FLAGS
     ],
 )
 def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, flags, refused):
-    real = process_state._read
+    real = procfs.read
     smaps = SMAPS.replace("NAME", name).replace("FLAGS", flags)
-    monkeypatch.setattr(process_state, "_read", lambda path: smaps if path.endswith("/smaps") else real(path))
+    monkeypatch.setattr(procfs, "read", lambda path: smaps if path.endswith("/smaps") else real(path))
     monkeypatch.setattr(process_state, "NUMBERS", None)
     found = process_state.inspect(os.getpid(), stopped=True)
     assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused

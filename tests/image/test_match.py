@@ -327,7 +327,7 @@ def test_a_machine_is_known_again_after_a_boot_where_nothing_else_has_its_id(mon
         monkeypatch.setattr(node, "_MACHINE_ID", Path("/nowhere"))
     machines = set()
     for boot in ("one", "two"):
-        told["/proc/sys/kernel/random/boot_id"] = boot
+        monkeypatch.setattr(node.procfs, "boot_id", lambda boot=boot: boot)
         machines.add(node.machine())
     assert (len(machines) == 1) is lasts
     assert all(machine.endswith(f" {socket.gethostname()}") for machine in machines)

@@ -164,10 +164,12 @@ class TestConnections:
                     assert subject.worked(own=excluded) is expected
 
 
-def test_what_is_gone_or_foreign_is_looked_at_without_harm(tmp_path):
-    activity = Activity(tmp_path)
-    assert not activity.worked("k", [1], now=0.0, questions=0)
-    assert not activity.worked("k", [1], now=1.0, questions=0)
+def test_what_is_gone_or_foreign_is_looked_at_without_harm():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    activity = Activity()
+    assert not activity.worked("k", [gone.pid], now=0.0, questions=0)
+    assert not activity.worked("k", [gone.pid], now=1.0, questions=0)
     activity.keep([])
     assert activity._known == {}
 

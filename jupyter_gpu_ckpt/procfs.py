@@ -1,0 +1,259 @@
+"""Typed readers of ``/proc`` (proc(5)): one for each thing that several modules read.
+
+A process may end while it is read.  Linux then answers `FileNotFoundError` where a file is opened and
+`ProcessLookupError` where it is read: readers of one process raise one of these (`GONE`), unless they say otherwise,
+and `PermissionError` where the caller may not look into it.  A zombie has ``stat`` and ``status``; its mappings and
+arguments are empty.
+
+Standard library only: a capsule's init, which has no site-packages (``python -I -S``), imports this module; that is why
+psutil does not stand here.  The agent in a kernel (`inside`) has readers of its own: its Python may be older than this
+package supports, and need not have the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+#: What the end of a process raises while it is read.
+GONE = (FileNotFoundError, ProcessLookupError)
+
+Pid = int | Literal["self"]
+
+#: include/linux/sched.h
+_PF_EXITING = 0x4
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Stat:
+    """A process or thread by proc_pid_stat(5)."""
+
+    #: At most 15 bytes.
+    name: str
+    #: One letter; ``Z`` and ``X``: it has ended.
+    state: str
+    parent: int
+    #: Device number of the controlling terminal (0: none), and the process group in its foreground.
+    terminal: int
+    foreground: int
+    flags: int
+    #: CPU time of its own and of the children that it has waited for, in clock ticks (``SC_CLK_TCK``).
+    cpu_ticks: int
+    #: When it was started, in clock ticks since the boot.
+    started: int
+    #: As waitpid(2) gives it; 0 where the caller may not know.
+    exit_code: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is a zombie, or about to vanish."""
+        return self.state in "ZX"
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has ended or is on its way: even its own user may not look into it any more then."""
+        return self.has_ended or bool(self.flags & _PF_EXITING)
+
+
+class MemoryMapping(NamedTuple):
+    """A line of proc_pid_maps(5); ``name``: a path, ``[vdso]`` and the like, or empty."""
+
+    start: int
+    end: int
+    #: ``r-xp``
+    permissions: str
+    name: str
+
+    def holds(self, address: int) -> bool:
+        """Whether ``address`` lies in it."""
+        return self.start <= address < self.end
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A line of proc_pid_mountinfo(5).  ``arrived``: it came from another mount namespace (a slave)."""
+
+    number: str
+    parent: str
+    device: str
+    #: What of the file system is mounted, and where.
+    root: str
+    point: str
+    filesystem: str
+    #: Of the file system, not of this mount.
+    options: tuple[str, ...]
+    arrived: bool
+
+
+def read(path: str) -> str:
+    """The whole of a file; bytes that are no UTF-8 as surrogates."""
+    with open(path, "rb", buffering=0) as file:
+        return file.readall().decode(errors="surrogateescape")
+
+
+def lines(text: str) -> list[str]:
+    """The lines that are not empty.  Not by ``str.splitlines``: a name may have characters that end a line for that."""
+    return [line for line in text.split("\n") if line]
+
+
+def fields(text: str) -> dict[str, str]:
+    """Lines of ``NAME: VALUE`` by name; of a name that comes several times, the last."""
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines(text))}
+
+
+def _directory(pid: Pid, tid: int | None) -> str:
+    return f"/proc/{pid}" if tid is None else f"/proc/{pid}/task/{tid}"
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+def stat(pid: Pid, tid: int | None = None) -> Stat:
+    """State, parent and times of a process, or of one thread of it."""
+    head, _, tail = read(f"{_directory(pid, tid)}/stat").rpartition(")")
+    words = tail.split()
+    return Stat(
+        name=head.partition("(")[2],
+        state=words[0],
+        parent=int(words[1]),
+        terminal=int(words[4]),
+        foreground=int(words[5]),
+        flags=int(words[6]),
+        cpu_ticks=sum(map(int, words[11:15])),
+        started=int(words[19]),
+        exit_code=int(words[-1]),
+    )
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process is on its way out, or gone."""
+    try:
+        return stat(pid).is_ending
+    except GONE:
+        return True
+
+
+def status(pid: Pid = "self", tid: int | None = None) -> dict[str, str]:
+    """The fields of proc_pid_status(5) of a process, or of one thread of it."""
+    return fields(read(f"{_directory(pid, tid)}/status"))
+
+
+def arguments(pid: int) -> tuple[str, ...]:
+    """The command line; empty for a zombie and for a thread of the kernel."""
+    line = os.fsencode(read(f"/proc/{pid}/cmdline")).decode(errors="replace")
+    return tuple(line.rstrip("\0").split("\0")) if line else ()
+
+
+def maps(pid: int) -> list[MemoryMapping]:
+    """The mappings in ascending order."""
+    found = []
+    for line in lines(read(f"/proc/{pid}/maps")):
+        words = line.split(None, 5)
+        start, _, end = words[0].partition("-")
+        found.append(MemoryMapping(int(start, 16), int(end, 16), words[1], words[5] if len(words) > 5 else ""))
+    return found
+
+
+def threads(pid: int) -> list[int]:
+    """The ids of the threads, sorted."""
+    return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+
+
+def children(pid: int) -> list[int]:
+    """Child processes of all threads, zombies included; empty once the process is gone.  Never raises `GONE`."""
+    found: list[int] = []
+    with contextlib.suppress(*GONE):
+        for tid in threads(pid):
+            with contextlib.suppress(*GONE):  # this thread has ended
+                found += map(int, read(f"/proc/{pid}/task/{tid}/children").split())
+    return found
+
+
+def descriptors(pid: int) -> list[int]:
+    """The open descriptors, sorted.  An ordinary user may not list those of a zombie."""
+    return sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
+
+
+def links(pid: int) -> Iterator[tuple[int, str]]:
+    """The open descriptors and what each is open on (``socket:[7]``, a path); what is closed meanwhile is left out."""
+    for number in descriptors(pid):
+        with contextlib.suppress(*GONE):
+            yield number, os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+def fdinfo(pid: Pid, number: int) -> dict[str, str]:
+    """The fields of proc_pid_fdinfo(5) of one descriptor."""
+    return fields(read(f"/proc/{pid}/fdinfo/{number}"))
+
+
+# -- namespaces of a process ------------------------------------------------------------------------------------------
+
+
+def mounts(pid: Pid = "self") -> list[Mount]:
+    """What is mounted in the mount namespace of a process, in the order of mounting."""
+    return parse_mounts(read(f"/proc/{pid}/mountinfo"))
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The mounts in the text of a ``mountinfo`` file."""
+    found = []
+    for line in lines(text):
+        head, _, tail = line.partition(" - ")
+        number, parent, device, root, point, _, *marks = head.split(" ")
+        filesystem, _, options = tail.split(" ", 2)
+        found.append(
+            Mount(
+                number,
+                parent,
+                device,
+                _unescaped(root),
+                _unescaped(point),
+                filesystem,
+                tuple(options.split(",")),
+                any(mark.startswith("master:") for mark in marks),
+            )
+        )
+    return found
+
+
+def _unescaped(path: str) -> str:
+    r"""A path as it is: ``mountinfo`` writes a blank as \040, byte by byte."""
+    return _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), path)
+
+
+def sockets(table: str, pid: Pid = "self") -> list[list[str]]:
+    """The rows of ``/proc/PID/net/TABLE`` (``tcp``, ``udp6``, ``unix`` ...), split at blanks, without the heads.
+
+    The path of a unix socket is one word, whatever is in it.  Empty on a Linux without this family, or once the process
+    is gone.
+    """
+    with contextlib.suppress(OSError):
+        rows = lines(read(f"/proc/{pid}/net/{table}"))[1:]
+        return [row.split(None, 7 if table == "unix" else -1) for row in rows]
+    return []
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def pids() -> list[int]:
+    """The processes that this ``/proc`` shows, sorted."""
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def sysctl(name: str) -> str | None:
+    """A kernel setting by its dotted name; None where this Linux has no such setting or does not show it."""
+    try:
+        return read(f"/proc/sys/{name.replace('.', '/')}").strip()
+    except OSError:
+        return None
+
+
+def boot_id() -> str:
+    """What names this boot of the machine."""
+    return read("/proc/sys/kernel/random/boot_id").strip()

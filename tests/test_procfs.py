@@ -1,0 +1,164 @@
+"""The readers of ``/proc``, on real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt import procfs
+
+PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
+PROGRAM = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print('up', flush=True)"
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM, "", "ü b"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as made:
+        assert made.stdout is not None and made.stdout.readline() == "up\n"
+        yield made
+        made.kill()
+
+
+@pytest.fixture
+def zombie() -> Iterator[int]:
+    process = subprocess.Popen(["sh", "-c", "exit 3"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
+
+
+@pytest.fixture
+def gone() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_a_process_by_its_stat_and_status(process):
+    seen, status = procfs.stat(process.pid), procfs.status(process.pid)
+    assert (seen.name, seen.parent) == (status["Name"], os.getpid()) and seen.state in "RS"
+    assert not seen.has_ended and not seen.is_ending and seen.exit_code == 0
+    assert seen.started >= procfs.stat(os.getpid()).started and seen.cpu_ticks >= 0
+    assert int(status["Tgid"]) == process.pid == int(status["Pid"])
+    first, second = procfs.threads(process.pid)
+    assert first == process.pid and int(procfs.status(process.pid, second)["Pid"]) == second
+    assert procfs.stat(process.pid, second).name == seen.name
+
+
+@pytest.mark.parametrize("name", ["a) R 1 (b", "a b", "a\x0bb", "\udcff"])
+def test_a_name_is_whatever_the_program_says(tmp_path, name):
+    (tmp_path / name).symlink_to(shutil.which("sleep") or "")
+    with subprocess.Popen([tmp_path / name, "60"]) as process:
+        assert procfs.stat(process.pid).name == name
+        assert procfs.status(process.pid)["Tgid"] == str(process.pid)
+        process.kill()
+
+
+def test_arguments_may_be_empty_and_foreign(process):
+    assert procfs.arguments(process.pid) == (sys.executable, "-c", PROGRAM, "", "ü b")
+
+
+def test_mappings(process):
+    found = procfs.maps(process.pid)
+    assert [each.start for each in found] == sorted(each.start for each in found)
+    (vdso,) = (each for each in found if each.name == "[vdso]")
+    assert vdso.permissions == "r-xp" and vdso.holds(vdso.start) and not vdso.holds(vdso.end)
+    assert any(each.name.startswith("/") for each in found) and any(each.name == "" for each in found)
+
+
+def test_descriptors_and_what_they_are_open_on(tmp_path):
+    near, far = socket.socketpair()
+    with near, far, open(tmp_path / "a b", "w") as file:
+        found = dict(procfs.links(os.getpid()))
+        assert found[file.fileno()] == str(tmp_path / "a b") and found[near.fileno()].startswith("socket:[")
+        assert set(found) <= set(procfs.descriptors(os.getpid())) | {max(found)}
+        assert int(procfs.fdinfo("self", file.fileno())["flags"], 8) & os.O_WRONLY
+
+
+def test_children_of_all_threads_and_zombies(zombie, process):
+    assert {zombie, process.pid} <= set(procfs.children(os.getpid()))
+    assert {zombie, process.pid, os.getpid()} <= set(procfs.pids())
+
+
+def test_a_zombie_says_how_it_ended_and_has_nothing_left(zombie):
+    seen = procfs.stat(zombie)
+    assert seen.state == "Z" and seen.has_ended and seen.is_ending and os.waitstatus_to_exitcode(seen.exit_code) == 3
+    assert procfs.is_ending(zombie)
+    assert procfs.arguments(zombie) == () and procfs.maps(zombie) == [] and procfs.children(zombie) == []
+    assert procfs.status(zombie)["State"].startswith("Z")
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        *(procfs.stat, procfs.status, procfs.arguments, procfs.maps, procfs.threads, procfs.descriptors, procfs.mounts),
+        *(lambda pid: list(procfs.links(pid)), lambda pid: procfs.fdinfo(pid, 0)),
+    ],
+)
+def test_a_process_that_is_gone_is_told_by_one_kind_of_error(gone, reader):
+    with pytest.raises(procfs.GONE):
+        reader(gone)
+
+
+def test_a_process_that_is_gone_has_neither_children_nor_sockets(gone):
+    assert procfs.children(gone) == [] and procfs.sockets("tcp", gone) == [] and procfs.is_ending(gone)
+
+
+def test_a_process_that_ends_while_it_is_read_is_no_other_error():
+    for _ in range(20):
+        process = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        for reader in (procfs.stat, procfs.status, procfs.arguments, procfs.maps, procfs.children, procfs.threads):
+            with contextlib.suppress(*procfs.GONE):
+                reader(process.pid)
+        process.wait()
+
+
+def test_mounts_with_blanks_in_their_names_and_what_they_came_by():
+    text = (
+        "20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda rw,errors=remount-ro\n"
+        "50 20 0:50 /a\\040b /mnt/x\\040y\\134z rw master:1 propagate_from:2 - devpts devpts rw,gid=5,mode=620\n"
+    )
+    root, terminals = procfs.parse_mounts(text)
+    assert (root.point, root.filesystem, root.arrived) == ("/", "ext4", False)
+    assert (terminals.number, terminals.parent, terminals.device) == ("50", "20", "0:50")
+    assert (terminals.root, terminals.point) == ("/a b", "/mnt/x y\\z")
+    assert terminals.options == ("rw", "gid=5", "mode=620") and terminals.arrived
+    assert {"/", "/proc"} <= {mount.point for mount in procfs.mounts()}
+
+
+def test_tables_of_sockets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("a b")
+        port = f":{server.getsockname()[1]:04X}"
+        assert [row[3] for row in procfs.sockets("tcp") if row[1].endswith(port)] == ["0A"]
+        assert "a b" in [row[7] for row in procfs.sockets("unix") if len(row) > 7]
+    assert procfs.sockets("no_such_family") == []
+
+
+def test_settings_of_the_machine():
+    assert int(procfs.sysctl("kernel.pid_max") or 0) > 0 and procfs.sysctl("kernel.no_such_setting") is None
+    assert re.fullmatch(r"[0-9a-f-]{36}", procfs.boot_id())
+
+
+def test_nobody_else_reads_what_is_read_here():
+    own = re.compile(
+        r"/proc/[^\"]*/(stat|status|maps|cmdline|children|mountinfo|mounts|comm)\"|sys/kernel/random/boot_id"
+    )
+    allowed = {"capsule_init.py": 1}  # it opens its mountinfo before it enters the capsule, and reads it later
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "procfs.py" and path.parent.name != "inside":
+            found = [line for line in path.read_text().splitlines() if own.search(line) and "#:" not in line]
+            assert len(found) <= allowed.get(path.name, 0), (path, found)

@@ -114,7 +114,7 @@ FAULTS = {
         replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
     ),
     "a machine that nobody has tried": (
-        replace(FIT, kernel=lambda: Kernel("Linux", "6.8.0", "aarch64")),
+        replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "aarch64")),
         "linux", "warning", "cpu", "nobody has tried it", "",
     ),
     "no criu": (

@@ -11,9 +11,9 @@ import pytest
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.doctor import diagnose
 from jupyter_gpu_ckpt.engine import criu_install, host
-from jupyter_gpu_ckpt.engine.commands import run
 from jupyter_gpu_ckpt.errors import CriuMissing
 from jupyter_gpu_ckpt.kernel.places import default_image_dir
+from jupyter_gpu_ckpt.subprocesses import run
 from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")

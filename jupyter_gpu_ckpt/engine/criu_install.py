@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from ..errors import CriuMissing, GpuCkptError
 from ..paths import data_directory
+from ..subprocesses import CLEAN_ENVIRONMENT, run
 from . import debian
-from .commands import CLEAN_ENVIRONMENT, run
 
 #: The oldest release that is fit.
 FLOOR = (4, 2, 1)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CriuMissing
-from .commands import CLEAN_ENVIRONMENT, Completed, run
+from ..subprocesses import CLEAN_ENVIRONMENT, Completed, run
 
 SUITES = ("sid", "testing", "stable-backports", "stable")
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..procfs import mounts, status, sysctl
+from ..subprocesses import run
 from . import criu_install
-from .commands import run
 from .criu_install import Check, CriuBinary
 from .fastpath import Preload, preload
 

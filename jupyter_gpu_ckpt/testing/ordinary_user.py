@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.commands import CLEAN_ENVIRONMENT, Completed, run
+from ..subprocesses import CLEAN_ENVIRONMENT, Completed, run
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import commands, criu_install, debian
-from jupyter_gpu_ckpt.engine.commands import Completed
+from jupyter_gpu_ckpt import subprocesses
+from jupyter_gpu_ckpt.engine import criu_install, debian
 from jupyter_gpu_ckpt.engine.criu_install import FLOOR, VARIABLE, CriuBinary, check, find, install
 from jupyter_gpu_ckpt.errors import CriuMissing
+from jupyter_gpu_ckpt.subprocesses import Completed
 from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
 REPOSITORY = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def test_the_distributions_package_is_preferred_if_new_enough(tmp_path, monkeypa
             if installs:
                 fake_criu(tmp_path / "sbin/criu", "4.3")
             return Completed(0 if installs else 100, "", "E: no luck")
-        return commands.run(argv, **options)
+        return subprocesses.run(argv, **options)
 
     monkeypatch.setattr(criu_install, "run", run)
     monkeypatch.setattr(debian, "at_least", lambda version, floor: version == "4.3-1")

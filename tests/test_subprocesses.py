@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.commands import run
+from jupyter_gpu_ckpt.subprocesses import run
 
 
 def test_output_status_and_environment():

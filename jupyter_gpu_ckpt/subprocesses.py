@@ -61,7 +61,7 @@ def run(
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         _end(process)
-        raise TimeoutError(f"{os.path.basename(words[0])} did not end within {timeout_s:g} s") from None
+        raise TimeoutError(f"{Path(words[0]).name} did not end within {timeout_s:g} s") from None
     except BaseException:  # an interrupt of the user must not leave a download running
         _end(process)
         raise

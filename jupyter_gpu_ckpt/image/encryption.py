@@ -7,7 +7,7 @@ needs no key.
 
 CRIU knows nothing of this.  It writes to, and reads from, a directory in memory (`Plain`), so its files touch no disk;
 they need as much host memory as they are large, for as long as a dump or a restore takes.  Device memory is encrypted
-from the arena into the image and decrypted on the way back, chunk by chunk (`Chunks`), and lies nowhere else.
+from the arena into the image and decrypted on the way back, chunk by chunk (`EncryptedCodec`), and lies nowhere else.
 
 Two functions are all that others need: `form` to write an image, `readable` to read it, encrypted or not.
 """
@@ -271,7 +271,7 @@ class Vault:
         return swept
 
 
-class Chunks:
+class EncryptedCodec:
     """Store chunks of device memory encrypted; a `device.Codec`."""
 
     def __init__(self, cipher: Cipher) -> None:
@@ -351,7 +351,7 @@ class Encrypted:
 
     def codec(self, take: device.Take) -> device.Codec:
         """As `Form.codec`; what a cache has in the clear is of no use."""
-        return Chunks(self._cipher)
+        return EncryptedCodec(self._cipher)
 
     def finish(self) -> dict[str, Any]:
         """As `Form.finish`."""
@@ -407,7 +407,7 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
                     cipher.decrypt(path / name, place, name)
         except OSError as error:
             raise NoMemory(f"The image cannot be decrypted: {error.strerror}.", image=manifest.id) from error
-        yield Readable(plain.path, stored / layout.DEVICE, Chunks(cipher), clear=False)
+        yield Readable(plain.path, stored / layout.DEVICE, EncryptedCodec(cipher), clear=False)
 
 
 def _place(base: Path) -> Path:

@@ -84,7 +84,7 @@ class Orphan:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrphans:
     """What there is without an owner: ``orphans``, the living ones first, and ``refused``, by kernel id.
 
     The latter are of another release (`ProtocolVersion`): no business of this one's, and left as they are.
@@ -94,7 +94,7 @@ class Found:
     refused: dict[str, ProtocolVersion]
 
 
-def find(base: Path, store: Store) -> Found:
+def find(base: Path, store: Store) -> FoundOrphans:
     """Every kernel of this user on this host that has no owner.
 
     Of several images of one kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
@@ -109,7 +109,7 @@ def find(base: Path, store: Store) -> Found:
             living[record["kernel_id"]] = one
     asleep = {id: one for id, one in _asleep(store).items() if id not in living and id not in owned}
     found = {**living, **asleep}
-    return Found(
+    return FoundOrphans(
         [one for one in found.values() if isinstance(one, Orphan)],
         {id: one for id, one in found.items() if isinstance(one, ProtocolVersion)},
     )

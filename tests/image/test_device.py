@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from jupyter_gpu_ckpt.errors import ImageDamaged
 from jupyter_gpu_ckpt.image import device
-from jupyter_gpu_ckpt.image.encryption import CHUNK, Chunks, Cipher, Secret
+from jupyter_gpu_ckpt.image.encryption import CHUNK, Cipher, EncryptedCodec, Secret
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def in_the_clear(take=device.none_there) -> device.Codec:
 
 
 def encrypted(take=device.none_there) -> device.Codec:
-    return Chunks(Cipher(Secret("id", bytes(32)), bytes(32)))
+    return EncryptedCodec(Cipher(Secret("id", bytes(32)), bytes(32)))
 
 
 @pytest.fixture(params=[in_the_clear, encrypted])
@@ -86,7 +86,7 @@ def test_there_and_back(arenas, codec, rest):
 def test_what_is_encrypted_is_a_file_of_the_image_as_every_other(arenas, tmp_path):
     """Its name, number and length are proved; and what a whole file is decrypted by decrypts it."""
     cipher = Cipher(Secret("id", bytes(32)), bytes(32))
-    arenas.write([RANDOM], Chunks(cipher))
+    arenas.write([RANDOM], EncryptedCodec(cipher))
     cipher.decrypt(arenas.image / "000000.img", tmp_path / "plain", "criu/device/000000.img")
     assert (tmp_path / "plain").read_bytes() == RANDOM
 

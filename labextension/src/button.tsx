@@ -54,9 +54,7 @@ export class CheckpointButton extends ReactWidget {
     }
     if (model.phase === 'plain') {
       const reason = host.reason || model.reason;
-      return reason
-        ? trans.__('This kernel cannot leave the GPU. %1', reason)
-        : trans.__('This kernel cannot leave the GPU');
+      return reason ? trans.__('This kernel cannot sleep. %1', reason) : trans.__('This kernel cannot sleep');
     }
     const state = trans.__('Kernel %1', word(model.phase, trans));
     if (model.progress !== null) {
@@ -114,7 +112,7 @@ export class CheckpointButton extends ReactWidget {
     }
     menu.addItem({ type: 'separator' });
     const protections = new Menu({ commands });
-    protections.title.label = trans.__('Protect for');
+    protections.title.label = trans.__('Protect kernel for');
     for (const seconds of PROTECTIONS) {
       protections.addItem({ command: IDS.protect, args: { kernelId, seconds, isMenu: true } });
     }

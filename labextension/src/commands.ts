@@ -72,15 +72,15 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
 
   commands.addCommand(
     IDS.suspend,
-    leave('suspend', trans.__('Suspend now'), trans.__('GPU memory to host memory: quick, and quickly back'))
+    leave('suspend', trans.__('Suspend kernel'), trans.__('GPU memory to host memory: quick, and quickly back'))
   );
   commands.addCommand(
     IDS.checkpoint,
-    leave('checkpoint', trans.__('Checkpoint now'), trans.__('Everything to disk; no process is left'))
+    leave('checkpoint', trans.__('Put kernel to sleep'), trans.__('Everything to disk; no process is left'))
   );
 
   commands.addCommand(IDS.wake, {
-    label: trans.__('Wake now'),
+    label: trans.__('Wake kernel'),
     caption: trans.__('Back to the GPU, as the next cell would do'),
     isEnabled: args => {
       const phase = meant(args)?.phase;
@@ -95,7 +95,7 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   });
 
   commands.addCommand(IDS.stay, {
-    label: trans.__('Do not sleep after this cell'),
+    label: trans.__('Keep kernel awake after this cell'),
     caption: trans.__('Takes back that the kernel sleeps when its cells have finished'),
     isEnabled: args => meant(args)?.waiting != null,
     execute: async args => {
@@ -113,13 +113,13 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   commands.addCommand(IDS.protect, {
     label: args => {
       if (typeof args.seconds !== 'number') {
-        return trans.__('Protect for 2 h');
+        return trans.__('Protect kernel for 2 h');
       }
       return args.seconds === 0
-        ? trans.__('No protection any more')
+        ? trans.__('No protection of the kernel any more')
         : args.isMenu
           ? duration(args.seconds)
-          : trans.__('Protect for %1', duration(args.seconds));
+          : trans.__('Protect kernel for %1', duration(args.seconds));
     },
     caption: trans.__('Keeps idle policies off this kernel; whoever asks for a checkpoint still gets it'),
     isEnabled: args => {
@@ -143,8 +143,8 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   });
 
   commands.addCommand(IDS.explain, {
-    label: trans.__("Why can't I?"),
-    caption: trans.__('Whether this kernel could be checkpointed now, and what is in the way'),
+    label: trans.__("Why can't this kernel sleep?"),
+    caption: trans.__('Whether this kernel could be put to sleep now, and what is in the way'),
     isEnabled: args => meant(args) !== null,
     execute: async args => {
       const kernel = meant(args);

@@ -1,4 +1,4 @@
-/** "Why can't I?": preflight in plain words. */
+/** "Why can't this kernel sleep?": preflight in plain words. */
 
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import * as React from 'react';
@@ -23,7 +23,7 @@ export async function explain(context: IContext, kernel: KernelModel): Promise<b
   const close = Dialog.okButton({ label: trans.__('Close') });
   const later = Dialog.okButton({ label: trans.__('Sleep when the cell has finished') });
   const { button } = await showDialog({
-    title: trans.__('Can %1 leave the GPU?', nameOf(context.services, kernel.id)),
+    title: trans.__('Can %1 sleep?', nameOf(context.services, kernel.id)),
     body: (
       <div className="jp-gpuCkpt-explain">
         <p>{head}</p>

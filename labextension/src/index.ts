@@ -74,7 +74,7 @@ function activate(
 
   if (palette !== null) {
     const category = trans.__('GPU checkpoints');
-    for (const command of [IDS.suspend, IDS.checkpoint, IDS.wake, IDS.explain]) {
+    for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.stay, IDS.explain]) {
       palette.addItem({ command, category });
     }
     for (const seconds of PROTECTIONS) {

@@ -166,7 +166,7 @@ export class Announcer {
       const seconds = duration(outcome.seconds);
       let text = trans.__('%1 is back after %2.', name, seconds);
       if (leaves) {
-        const done = outcome.verb === 'suspend' ? trans.__('suspended') : trans.__('checkpointed');
+        const done = outcome.verb === 'suspend' ? trans.__('suspended') : trans.__('asleep');
         text =
           outcome.freed > 0
             ? trans.__('%1 is %2: %3 of GPU memory freed in %4.', name, done, bytes(outcome.freed), seconds)
@@ -210,7 +210,7 @@ export class Announcer {
     if (verb === 'suspend') {
       what = trans.__('%1 was not suspended.', name);
     } else if (verb === 'checkpoint') {
-      what = trans.__('%1 was not checkpointed.', name);
+      what = trans.__('%1 was not put to sleep.', name);
     }
     const fate = lost ? trans.__('The kernel is gone.') : trans.__('Nothing was lost.');
     const details = async () => {

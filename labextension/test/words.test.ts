@@ -4,7 +4,7 @@ import { kernelDocument } from './documents';
 import { nullTranslator } from './translation';
 
 const trans = nullTranslator.load();
-const WHAT = 'train.ipynb was not checkpointed. Nothing was lost.';
+const WHAT = 'train.ipynb was not put to sleep. Nothing was lost.';
 const HINT = 'End child processes (pools, DataLoader workers, commands) and try again.';
 
 test('a failure carries its hint, however long the cause is', () => {

@@ -39,7 +39,7 @@ def tab(desktop, jupyter):
 
 
 def test_the_badge_says_what_is_held_and_what_was_freed(tab):
-    tab.choose("Suspend now")
+    tab.choose("Suspend kernel")
     tab.wait_for_phase("suspended")
     tab.toast("suspended: 2.0 GiB of GPU memory freed")
     assert tab.badge == "asleep, 2.0 GiB freed"

@@ -44,9 +44,9 @@ def tab(desktop, jupyter, request, cells):
 
 def test_a_kernel_leaves_by_the_button_and_comes_back_with_a_cell(tab):
     assert "running" in tab.tooltip
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
-    tab.toast("checkpointed, in .* s")
+    tab.toast("asleep, in .* s")
     tab.wait_for_badge("asleep")
     tab.picture("checkpointed")
     tab.run(1)
@@ -75,7 +75,7 @@ def test_what_is_clicked_shows_before_the_server_has_answered(tab):
           });
         }"""
     )
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     milliseconds = tab.page.evaluate("window.seen")
     until(lambda: held or tab.page.wait_for_timeout(20))
     assert tab.phase == "checkpointing"
@@ -85,7 +85,7 @@ def test_what_is_clicked_shows_before_the_server_has_answered(tab):
 
 
 def test_reloading_the_page_wakes_nothing_and_shows_what_is(tab):
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     kernel_id = tab.kernel_id()
     before = tab.window.server.get(f"gpu-ckpt/kernels/{kernel_id}")
@@ -100,7 +100,7 @@ def test_reloading_the_page_wakes_nothing_and_shows_what_is(tab):
 
 @pytest.mark.parametrize("width", [1280, 600])
 def test_that_a_kernel_sleeps_is_within_sight_and_in_reach_however_narrow_the_window(tab, width):
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()  # 1280 pixels with a panel are too few for the badge
     tab.page.set_viewport_size({"width": width, "height": 800})
@@ -117,7 +117,7 @@ def test_that_a_kernel_sleeps_is_within_sight_and_in_reach_however_narrow_the_wi
 
 
 def test_a_kernel_that_prints_is_awake_whatever_events_were_missed(tab):
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     tab.window.events.cut()
     tab.run(1)
@@ -140,7 +140,7 @@ def test_a_notification_of_progress_goes_when_the_verb_ends(tab):
     for fraction in (0.2, 0.6, 0.99):
         events.say("kernel_step/v1", kernel_id, verb="checkpoint", fraction=fraction, **step)
     events.state(kernel_id, "checkpointed", "dumping")
-    done = tab.toast("is checkpointed")
+    done = tab.toast("is asleep")
     progress.wait_for(state="detached")
     done.hover()  # it would go by itself otherwise
     events.state(kernel_id, "restoring", "checkpointed")
@@ -175,13 +175,13 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
         return fresh
 
     for _ in range(3):  # the phase between is shown for some milliseconds, which nobody can wait for
-        tab.choose("Checkpoint now")
+        tab.choose("Put kernel to sleep")
         until(lambda: refused() or tab.page.wait_for_timeout(20))
-        toast = tab.toast("was not checkpointed. Nothing was lost.")
+        toast = tab.toast("was not put to sleep. Nothing was lost.")
     until(lambda: tab.page.locator(".Toastify__toast").count() == 1 or tab.page.wait_for_timeout(20))
     assert "End child processes (pools, DataLoader workers, commands) and try again." in toast.inner_text()
     server.run(tab.kernel_id(), "child.kill(); child.wait()")
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     toast.wait_for(state="detached")
 
@@ -190,7 +190,7 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
     server, kernel_id, status = tab.window.server, tab.kernel_id(), tab.page.locator(STATUS)
     offer = "Sleep when the cell has finished"
     with server.busy(kernel_id):
-        tab.choose("Why can't I?")
+        tab.choose("Why can't this kernel sleep?")
         dialog = tab.page.locator(".jp-Dialog")
         dialog.get_by_text("A cell is running").wait_for()
         assert "Not now" in dialog.inner_text()
@@ -200,8 +200,8 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
         assert "sleeps when its cells have finished" in tab.tooltip
         status.click()
         status.wait_for(state="hidden")
-        tab.choose("Checkpoint now")
-        toast = tab.toast("was not checkpointed. Nothing was lost.")
+        tab.choose("Put kernel to sleep")
+        toast = tab.toast("was not put to sleep. Nothing was lost.")
         tab.picture("busy-refused")
         assert "A cell is running." in toast.inner_text()
         toast.get_by_title(offer).click()
@@ -213,7 +213,7 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
 
 
 def test_while_events_flow_the_page_asks_for_nothing(tab):
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     tab.run(1)
     tab.wait_for_output(1, "42")
@@ -229,7 +229,7 @@ def test_while_events_flow_the_page_asks_for_nothing(tab):
 def test_two_tabs_on_one_kernel_see_the_same(tab):
     other = tab.window.tab(tab.page.url.split("/tree/")[1].split("?")[0])
     other.wait_for_phase("running")
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     other.wait_for_phase("checkpointed")
     tab.wait_for_phase("checkpointed")
     other.run(1)
@@ -241,14 +241,14 @@ def test_two_tabs_on_one_kernel_see_the_same(tab):
 def test_refused_it_says_why_and_that_nothing_was_lost(tab):
     server = tab.window.server
     server.run(tab.kernel_id(), "import subprocess; child = subprocess.Popen(['sleep', '600'])")
-    tab.choose("Why can't I?")
+    tab.choose("Why can't this kernel sleep?")
     dialog = tab.page.locator(".jp-Dialog .jp-gpuCkpt-explain")
     dialog.wait_for()
     assert "Not now" in dialog.inner_text() and "sleep" in dialog.inner_text()
     tab.picture("explain")
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()
-    tab.choose("Checkpoint now")
-    toast = tab.toast("was not checkpointed. Nothing was lost.")
+    tab.choose("Put kernel to sleep")
+    toast = tab.toast("was not put to sleep. Nothing was lost.")
     tab.picture("failure")
     toast.get_by_text("Details").click()
     details = tab.page.locator(".jp-Dialog-body")
@@ -265,8 +265,8 @@ def test_by_keyboard_and_the_command_palette(tab):
     tab.page.keyboard.press("Enter")  # the first item: suspend
     tab.wait_for_phase("suspended")
     tab.page.keyboard.press("Control+Shift+C")
-    tab.page.locator(".lm-CommandPalette-input").fill("wake now")
-    tab.page.locator(".lm-CommandPalette-item", has_text="Wake now").first.wait_for()
+    tab.page.locator(".lm-CommandPalette-input").fill("wake kernel")
+    tab.page.locator(".lm-CommandPalette-item", has_text="Wake kernel").first.wait_for()
     tab.page.keyboard.press("Enter")
     tab.wait_for_phase("running")
     name = tab.page.locator(BUTTON).first.get_attribute("aria-label")
@@ -280,7 +280,7 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
 
     def protect(label: str) -> None:
         tab.page.locator(BUTTON).first.click()
-        tab.page.locator(".lm-Menu-itemLabel", has_text="Protect for").first.hover()
+        tab.page.locator(".lm-Menu-itemLabel", has_text="Protect kernel for").first.hover()
         tab.page.locator(".lm-Menu-itemLabel", has_text=label).first.click()
 
     protect("2 h")
@@ -293,7 +293,7 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
 
 def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab):
     tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     sleeper = tab.page.locator(".jp-gpuCkpt-sleeper")
     sleeper.first.wait_for()
@@ -302,7 +302,7 @@ def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab):
     sleeper.first.get_by_text("Wake").click()
     tab.wait_for_phase("running")
     sleeper.first.wait_for(state="detached")
-    tab.choose("Checkpoint now")
+    tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     sleeper.first.hover()
     sleeper.first.locator(".jp-RunningSessions-itemShutdown").click()
@@ -324,7 +324,7 @@ class TestWidgets:
     def test_a_slider_and_a_panel_survive_and_the_slider_wakes(self, tab):
         thumb = tab.page.locator(".widget-slider .noUi-handle, .jupyter-widgets.widget-hslider .noUi-handle").first
         thumb.wait_for()
-        tab.choose("Checkpoint now")
+        tab.choose("Put kernel to sleep")
         tab.wait_for_phase("checkpointed")
         tab.picture("widgets")
         thumb.focus()
@@ -335,7 +335,7 @@ class TestWidgets:
 
     def test_after_a_reload_they_sleep_visibly_until_somebody_wakes_them(self, tab):
         tab.page.keyboard.press("Control+s")
-        tab.choose("Checkpoint now")
+        tab.choose("Put kernel to sleep")
         tab.wait_for_phase("checkpointed")
         tab.reload()
         sleeping = tab.page.locator(SLEEPING_WIDGET)
@@ -418,7 +418,7 @@ def test_in_notebook_7(desktop, tmp_path, runtime_base, criu_binary):
         tab.wait_for_phase("running")
         tab.run(0)
         tab.wait_for_output(0, "ready")
-        tab.choose("Checkpoint now")
+        tab.choose("Put kernel to sleep")
         tab.wait_for_phase("checkpointed")
         tab.wait_for_badge("asleep")
         tab.picture("notebook7")

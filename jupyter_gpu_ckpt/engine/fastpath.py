@@ -13,6 +13,7 @@ depends on it.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import json
@@ -21,6 +22,7 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -60,14 +62,24 @@ _UNKNOWN_LOCKS = 3
 _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 #: Bytes of device memory that a context takes, and the driver moves in any case; of a large one.
 _CONTEXT = 2 << 30
-#: What the library's thread is called while blocks are away, in its own memory or in the capsule's (`control.c`).
-_AWAY, _FILED = "gpu-ckpt-away", "gpu-ckpt-filed"
-#: And while threads are relieved of the driver's lock (`door.h`): they must not go on until they have it again.
-_DOOR = "gpu-ckpt-door"
+#: Precedes the library's version and its state in its memory (`control.c`).
+_MARK = b"gpu-ckpt state:\0"
+_SHOWN = struct.Struct("=ii")
 #: Of the words on that socket (`control.c`).
 _VERSION = 1
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
+
+
+class _State(enum.IntEnum):
+    """What the library shows of itself in its memory."""
+
+    ON_DEVICE = 0
+    #: In the library's own memory, or in files of the capsule's.
+    AWAY_IN_MEMORY = 1
+    AWAY_IN_FILES = 2
+    #: Threads are relieved of the driver's lock (`door.h`): they must not go on until they have it again.
+    RELIEVED = 3
 
 
 class _Refused(Exception):
@@ -129,21 +141,28 @@ class FastPath:
 
         Raises `CudaError` where the process is gone.
         """
-        return self._is_called(_AWAY, _FILED)
+        return self._state() in (_State.AWAY_IN_MEMORY, _State.AWAY_IN_FILES)
 
-    def _is_called(self, *names: str) -> bool:
+    def _state(self) -> _State:
+        """What the library shows, which may not be able to answer.
+
+        Raises `CudaError` where the process is gone, `ProtocolVersion`.
+        """
         try:
-            threads = procfs.threads(self._capsule.host_pid)
+            version, state = _shown(self._capsule.host_pid)
+        except PermissionError:  # who cannot be looked into cannot be parked, either: nothing of it ever left
+            return _State.ON_DEVICE
         except OSError as error:
-            raise CudaError("The kernel's threads cannot be looked at: it has ended.") from error
-        return any(self._thread_name(tid) in names for tid in threads)
+            raise CudaError("The kernel's memory cannot be looked at: it has ended.") from error
+        _require_version(version)
+        return _State(state)
 
     def blocks(self) -> int | None:
         """A descriptor, the caller's own, of the directory that has the blocks that are away, in chunks (`arena.h`).
 
         None while nothing is away, or where the library took anonymous memory.  Raises `CapsuleError`, `OSError`.
         """
-        if not self._is_called(_FILED):
+        if self._state() is not _State.AWAY_IN_FILES:
             return None
         with self._arena() as arena:
             return os.open(BLOCKS, os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=arena)
@@ -167,15 +186,15 @@ class FastPath:
 
     def elsewhere(self) -> Path | None:
         """Where blocks are that are away, and not in memory.  Raises `CapsuleError`, `OSError`."""
-        if not self._is_called(_FILED):
+        if self._state() is not _State.AWAY_IN_FILES:
             return None
         with self._arena() as arena:
             return Path(os.readlink(BLOCKS, dir_fd=arena)) if stat.S_ISLNK(_kind(BLOCKS, arena)) else None
 
     def in_memory(self) -> int:
         """Bytes of blocks that are in the capsule's own memory, and in no process's; 0 of a kernel that has ended."""
-        with contextlib.suppress(CudaError, CapsuleError, CapsuleGone, OSError):
-            if self._is_called(_FILED):
+        with contextlib.suppress(CudaError, CapsuleError, CapsuleGone, ProtocolVersion, OSError):
+            if self._state() is _State.AWAY_IN_FILES:
                 with self._arena() as arena:
                     there = os.fstatvfs(arena)
                     return (there.f_blocks - there.f_bfree) * there.f_frsize
@@ -229,7 +248,7 @@ class FastPath:
             except _Silent as error:
                 # No lock now: the library, still at it, would wait at the driver's door, and for ever.
                 self._note_where_it_is()
-                may_run = may_run and not self._is_called(_DOOR)
+                may_run = may_run and self._state() is not _State.RELIEVED
                 raise _told(error) from error
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
@@ -250,7 +269,7 @@ class FastPath:
         """
         pid = self._capsule.host_pid
         if not self.away():
-            if self._is_called(_DOOR):
+            if self._state() is _State.RELIEVED:
                 self.amounts(timeout_s)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
@@ -320,14 +339,7 @@ class _Library:
 
     def require_version(self) -> None:
         """Raises `ProtocolVersion` for a library of another release, which the kernel has for as long as it lives."""
-        version = self._answer("status").get("version")
-        if version != _VERSION:
-            raise ProtocolVersion(
-                f"The kernel's library for device memory speaks version {version} of its protocol, this release "
-                f"version {_VERSION}.",
-                left="the kernel and its device memory are where they were",
-                version=version,
-            )
+        _require_version(self._answer("status").get("version"))
 
     def ask(self, verb: str) -> Amounts:
         answer = self._answer(verb)
@@ -351,8 +363,33 @@ class _Library:
         return answer if isinstance(answer, dict) else {}
 
 
+def _require_version(version: object) -> None:
+    if version != _VERSION:
+        raise ProtocolVersion(
+            f"The kernel's library for device memory speaks version {version} of its protocol, this release version "
+            f"{_VERSION}.",
+            left="the kernel and its device memory are where they were",
+            version=version,
+        )
+
+
 def _kind(name: str, directory: int) -> int:
     return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+
+
+def _shown(pid: int) -> tuple[int, int]:
+    """Version and state of the library in a process: in what is mapped of it, after its mark.  Raises `OSError`."""
+    mappings = procfs.maps(pid)
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for mapping in mappings:
+            is_library = mapping.name.removesuffix(" (deleted)").endswith(_LIBRARY)
+            if is_library and mapping.permissions.startswith("rw"):
+                found = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
+                at = found.find(_MARK)
+                if at >= 0:
+                    version, state = _SHOWN.unpack_from(found, at + len(_MARK))
+                    return version, state
+    return _VERSION, _State.ON_DEVICE
 
 
 def _told(error: _Refused) -> CudaError:

@@ -25,7 +25,7 @@ from jupyter_gpu_ckpt.engine.ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
 #: The one that suspends and resumes is called by a number in hexadecimal, as ``cuda00001400006``.
-_SPARED = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|away|filed|door|copy))$")
+_SPARED = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
 #: Another one of such a name is the driver's, of a release that we do not know, or somebody's who should be parked.
 _DOUBTFUL = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.

@@ -226,7 +226,7 @@ def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-away", "gpu-ckpt-filed"]
+    "name", ["cuda00001400006", "cuda0000240000a", "cuda-EvtHandlr", "gpu-ckpt-fast", "gpu-ckpt-copy"]
 )
 def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
@@ -236,7 +236,7 @@ def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
         parking.leave()
 
 
-@pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine"])
+@pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
 def test_threads_that_are_called_nearly_so_are_parked(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         parking = subject.parked()

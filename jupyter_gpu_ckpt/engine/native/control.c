@@ -5,9 +5,8 @@
  *   free      give the physical memory back            likewise
  *   return    everything back on the device            likewise
  *
- * While blocks are away the thread that answers is called "gpu-ckpt-away", or "gpu-ckpt-filed" where they are in files
- * (`arena.h`); while threads are relieved of the driver's lock (`door.h`), "gpu-ckpt-door"; else "gpu-ckpt-fast": who has
- * to know whether the process may run need not ask it, and may not be able to.
+ * Whether blocks are away, and whether threads are relieved of the driver's lock (`door.h`), is also in `shown`, for
+ * others to read in our memory: who has to know whether the process may run may not be able to ask.
  *
  * ``version`` is that of all this, CONTROL_VERSION: to be raised with every change that the other side has to know of.
  * `status` and its answer's ``version`` stay.  Who connects asks for that first, and for nothing else of another version.
@@ -95,10 +94,18 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
+/* Found by its mark, in what is mapped of this library; mark and version stay where they are in all versions. */
+enum { ON_DEVICE, AWAY_IN_MEMORY, AWAY_IN_FILES, RELIEVED };
+static struct {
+    char mark[16];
+    int version;
+    atomic_int state;
+} shown __attribute__((used)) = {"gpu-ckpt state:", CONTROL_VERSION, ON_DEVICE};
+
 static void tell(bool away)
 {
-    const char *name = away ? "gpu-ckpt-away" : door_is_open() ? "gpu-ckpt-door" : "gpu-ckpt-fast";
-    pthread_setname_np(pthread_self(), away && arena_is_files() ? "gpu-ckpt-filed" : name);
+    int there = arena_is_files() ? AWAY_IN_FILES : AWAY_IN_MEMORY;
+    atomic_store(&shown.state, away ? there : door_is_open() ? RELIEVED : ON_DEVICE);
 }
 
 static CUresult perform(const char *verb)
@@ -196,6 +203,7 @@ static void serve(void)
 static void *listen_for_ever(void *argument)
 {
     (void)argument;
+    pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
     tell(false);
     for (;;) {
         int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);

@@ -102,7 +102,7 @@ def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
     with pytest.raises(CudaError):
         kernel.leave(timeout_s=0.4)
     assert kernel.state == RUNNING
-    assert not kernel.path._is_called(fastpath._DOOR) or parked(kernel)
+    assert kernel.path._state() is not fastpath._State.RELIEVED or parked(kernel)
     kernel.come_back()
     kernel.ask("slow(0)")
     goes_on(kernel)

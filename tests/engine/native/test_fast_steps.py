@@ -76,6 +76,35 @@ def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
     kernel.runs_on()
 
 
+@pytest.mark.parametrize("name", ["gpu-ckpt-away", "gpu-ckpt-filed", "gpu-ckpt-door"])
+def test_a_program_that_renames_its_threads_says_nothing_of_its_memory(kernel, name):
+    kernel.ask(f"open('/proc/self/comm', 'w').write({name!r})")
+    assert not kernel.path.away()
+    assert kernel.path.blocks() is None
+    kernel.lock()
+    assert kernel.leave() > 0
+    assert kernel.path.away()
+    kernel.come_back()
+    assert not kernel.path.away()
+    kernel.runs_on()
+
+
+def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
+    kernel.lock()
+    assert kernel.leave() > 0
+    (library,) = (
+        task for task in Path(f"/proc/{kernel.pid}/task").iterdir() if (task / "comm").read_text() == "gpu-ckpt-fast\n"
+    )
+    threads = "os.listdir('/proc/self/task')"
+    inside = kernel.ask(f"[t for t in {threads} if 'ckpt-fast' in open(f'/proc/self/task/{{t}}/comm').read()][0]")
+    for name in ("python", "gpu-ckpt-fast"):  # by the latter it is known when all other threads are parked
+        kernel.ask(f"open('/proc/self/task/{inside}/comm', 'w').write({name!r})")
+        assert (library / "comm").read_text() == f"{name}\n"
+        assert kernel.path.away()
+    kernel.come_back()
+    kernel.runs_on()
+
+
 @pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuMemHostRegister_v2", "cuMemUnmap"])
 def test_a_driver_that_refuses_the_transfer_gets_to_do_it_itself(kernel, function):
     kernel.ask(f"fail({function!r}, 2 if {function!r} == 'cuMemUnmap' else 1, 999)")

@@ -488,7 +488,7 @@ class StoreUnwritable(ImageError):
 
 
 class StoreShared(ImageError):
-    """The image directory is one that other users can enter or take away; it was not changed."""
+    """The directory of images, or of decrypted files, is one that others can enter or take away; it was not changed."""
 
     code = "STORE_SHARED"
     exit_status = 73

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from blake3 import blake3
 from filelock import FileLock, Timeout
 
-from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
+from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory, StoreShared
 from . import device, direct, layout
 from .disk import free
 from .manifest import FileEntry, Manifest
@@ -190,8 +190,8 @@ class Plain:
     base:
         A directory of a file system in memory, for instance ``/dev/shm``.
 
-    Raises `NoMemory` when it cannot be made there, and leaves nothing then; `ImageBusy` when another process has one of
-    the same image.
+    Raises `NoMemory` when it cannot be made there, `StoreShared` when what is there is not this user's alone, and
+    leaves nothing then; `ImageBusy` when another process has one of the same image.
     """
 
     def __init__(self, base: Path, id: str) -> None:
@@ -201,7 +201,11 @@ class Plain:
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             if place.lstat().st_uid != os.geteuid() or place.lstat().st_mode & 0o077:
-                raise NoMemory("The directory for plain files is not this user's alone.", directory=str(place))
+                raise StoreShared(
+                    "The directory for decrypted files is not this user's alone.",
+                    hint="Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir).",
+                    directory=str(place),
+                )
             self._lock.acquire()
         except Timeout as error:
             raise ImageBusy(f"Image {id} is being decrypted by another process.", image=id) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from images import publish
 
-from jupyter_gpu_ckpt.errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory
+from jupyter_gpu_ckpt.errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory, StoreShared
 from jupyter_gpu_ckpt.image import encryption
 from jupyter_gpu_ckpt.image.encryption import CHUNK, TAG, Cipher, Plain, Secret, Vault, secret
 from jupyter_gpu_ckpt.image.keys import Keyring
@@ -203,7 +203,7 @@ def test_plain_files_of_the_dead_are_swept_and_no_others(store, vault):
 
 def test_a_place_in_memory_that_others_can_enter(store, vault):
     (vault.base / f"gpu-ckpt-plain-{os.geteuid()}").mkdir(mode=0o755)
-    with pytest.raises(NoMemory):
+    with pytest.raises(StoreShared, match="not this user's alone"):
         store.begin("kernel")
     assert [path for path in store.root.iterdir() if path.name != ".probe"] == []
 

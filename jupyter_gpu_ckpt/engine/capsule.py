@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -61,8 +62,13 @@ class Ran:
 
 
 def first_pid() -> int:
-    """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it."""
-    return min(int(procfs.sysctl("kernel.pid_max") or 32768) // 4, 100_000)
+    """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it.
+
+    Drawn at random: programs name files after their pid (``/tmp/ipykernel_8192``), and another user's kernel with the
+    same one would find that taken, for ever.
+    """
+    pid_max = int(procfs.sysctl("kernel.pid_max") or 32768)
+    return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
 
 
 class Capsule:

@@ -56,7 +56,7 @@ def test_the_kernel_keeps_its_user_and_its_surroundings(capsule):
         "  status=open('/proc/self/status').read())",
     )
     assert found["ids"] == [os.getuid(), os.geteuid(), os.getgid(), os.getegid()]
-    assert found["pid"] >= first_pid()
+    assert found["pid"] >= 8192
     assert found["ppid"] == 1
     assert found["sid"] == found["pid"], "a session leader outside would fail the dump"
     assert found["cwd"] == str(capsule.directory)
@@ -137,7 +137,15 @@ def test_an_environment_larger_than_a_packet(capsule):
 def test_an_environment_larger_than_a_process_may_have(capsule):
     with pytest.raises(CapsuleError, match="Argument list too long"):
         capsule.spawn([sys.executable], {**ENV, "LARGE": "y" * 300_000}, None)
-    assert tell(capsule, "found['pid'] = os.getpid()")["pid"] >= first_pid()
+    assert tell(capsule, "found['pid'] = os.getpid()")["pid"] >= 8192
+
+
+def test_kernels_of_one_host_have_pids_of_their_own():
+    """Programs name files in /tmp after their pid, and another user's cannot be written."""
+    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+    pids = {first_pid() for _ in range(100)}
+    assert len(pids) > 50
+    assert all(min(pid_max // 4, 100_000) <= pid < pid_max // 2 for pid in pids)
 
 
 def test_a_second_kernel_is_refused(capsule):

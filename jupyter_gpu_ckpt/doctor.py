@@ -1,13 +1,12 @@
 """Can THIS host checkpoint kernels, and if not, which command mends it.
 
-`diagnose` asks `engine.host` and judges the answers; `fit` and `reason` are what buttons and preflights read; `main` is
-``jupyter gpu-ckpt doctor``.  Nothing is changed on the host, and nothing here raises because of what the host lacks.
+`diagnose` asks `engine.host` and judges the answers; `fit` and `reason` are what buttons and preflights read;
+``jupyter gpu-ckpt doctor`` (`cli.host`) prints them.  Nothing is changed on the host, and nothing here raises because
+of what the host lacks.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shlex
 import sys
@@ -18,7 +17,7 @@ from typing import Any, Literal
 
 from .engine import criu_install, remedies
 from .engine.host import Probes
-from .errors import CriuMissing, CudaError, HostError
+from .errors import CriuMissing, CudaError
 from .image import directory as image_directories
 from .paths import data_directory
 from .units import size
@@ -353,39 +352,3 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
         "reason": {need: reason(findings, need) for need in needs},
         "findings": [asdict(finding) for finding in findings],
     }
-
-
-def as_text(findings: Sequence[Finding]) -> str:
-    """A line a finding, with what mends it below."""
-    width = max((len(finding.check) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        bad = "FAIL" if finding.level == "error" else "warn"
-        word = {True: "ok", None: "-", False: bad}[finding.ok]
-        lines.append(f"{word:<4}  {finding.check:<{width}}  {finding.what}")
-        if finding.mend and finding.ok is False:
-            lines.append(f"{'':<{width + 6}}  -> {finding.mend}")
-    lines.append("")
-    subjects: dict[Need, str] = {"cpu": "Kernels without CUDA", "gpu": "Kernels on a GPU"}
-    for need, words in subjects.items():
-        why = reason(findings, need)
-        lines.append(f"{words}: {'no. ' + why if why else 'can be checkpointed here.'}")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``jupyter gpu-ckpt doctor``: exit status 0 if the host is fit for ``--for``, else that of `errors.HostError`."""
-    parser = argparse.ArgumentParser(prog="jupyter gpu-ckpt doctor", description="Can this host checkpoint kernels?")
-    parser.add_argument("--image-dir", type=Path, metavar="DIR", help="where images are to lie")
-    parser.add_argument(
-        "--for", dest="need", choices=("cpu", "gpu"), default="cpu", help="what the exit status is about"
-    )
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
-    options = parser.parse_args(argv)
-    findings = diagnose(options.image_dir)
-    print(json.dumps(as_json(findings), indent=1) if options.json else as_text(findings))
-    return 0 if fit(findings, options.need) else HostError.exit_status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

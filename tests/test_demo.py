@@ -123,15 +123,15 @@ def test_a_fingerprint_of_nothing_proves_nothing(tmp_path: Path):
 )
 def test_a_notebook_that_can_show_nothing_is_a_bad_request(tmp_path: Path, cells: list[tuple[list[str], str]]):
     done = demo(tmp_path, written(tmp_path, *cells), "--json")
-    assert (done.returncode, done.stdout) == (64, "")
-    assert json.loads(done.stderr)["error"]["code"] == "BAD_REQUEST"
+    assert (done.returncode, done.stderr) == (64, "")
+    assert json.loads(done.stdout)["error"]["code"] == "BAD_REQUEST"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "no json"])
 def test_a_file_that_is_no_notebook_is_a_bad_request(tmp_path: Path, text: str):
     (tmp_path / "demo.ipynb").write_text(text)
     done = demo(tmp_path, str(tmp_path / "demo.ipynb"), "--json")
-    assert (done.returncode, json.loads(done.stderr)["error"]["code"]) == (64, "BAD_REQUEST")
+    assert (done.returncode, json.loads(done.stdout)["error"]["code"]) == (64, "BAD_REQUEST")
 
 
 def test_a_cell_that_does_not_end_is_an_error_and_no_traceback(tmp_path: Path):
@@ -143,8 +143,8 @@ def test_a_cell_that_does_not_end_is_an_error_and_no_traceback(tmp_path: Path):
         (FINGERPRINT, "print(1)"),
     )
     done = demo(tmp_path, notebook, "--json", "--timeout", "2")
-    assert (done.returncode, done.stdout) == (70, "")
-    told = json.loads(done.stderr.splitlines()[-1])["error"]
+    assert done.returncode == 70
+    told = json.loads(done.stdout)["error"]
     assert told["code"] == "KERNEL_SILENT"
     assert "within 2 s: import time" in told["message"]
     assert "--timeout" in told["hint"]
@@ -153,6 +153,6 @@ def test_a_cell_that_does_not_end_is_an_error_and_no_traceback(tmp_path: Path):
 
 def test_a_kernel_that_there_is_not_is_a_bad_request(tmp_path: Path):
     done = demo(tmp_path, "--json", "--kernel", "no-such-kernel")
-    assert (done.returncode, done.stdout) == (64, "")
-    assert json.loads(done.stderr.splitlines()[-1])["error"]["code"] == "BAD_REQUEST"
+    assert done.returncode == 64
+    assert json.loads(done.stdout)["error"]["code"] == "BAD_REQUEST"
     assert "Traceback" not in done.stderr

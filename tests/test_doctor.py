@@ -1,6 +1,7 @@
 """The doctor on hosts that only fakes can show; `test_doctor_here` has the real one."""
 
 import errno
+import io
 import json
 import os
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt import doctor
+from jupyter_gpu_ckpt.cli.host import show_findings
+from jupyter_gpu_ckpt.cli.terminal import Terminal
 from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
 from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
 from jupyter_gpu_ckpt.engine.fastpath import Preload
@@ -321,7 +324,9 @@ def test_a_broken_probe_is_a_finding_and_the_rest_is_still_asked():
 
 def test_text_and_json_say_the_same():
     findings = diagnose(probes=refusing("user", sysctl=settings(user__max_user_namespaces="0")))
-    text, data = doctor.as_text(findings), doctor.as_json(findings)
+    printed = io.StringIO()
+    show_findings(findings, Terminal(printed))
+    text, data = printed.getvalue(), doctor.as_json(findings)
     assert json.loads(json.dumps(data)) == data
     assert "FAIL  user-namespaces" in text and "-> sudo sysctl -w user.max_user_namespaces=15000" in text
     assert data["fit"] == {"cpu": False, "gpu": False} and data["reason"]["cpu"] in text

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt import doctor
+from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.doctor import diagnose
 from jupyter_gpu_ckpt.engine import criu_install, host
 from jupyter_gpu_ckpt.errors import CriuMissing
@@ -41,7 +42,7 @@ HINDRANCES = ("linux", "criu", "criu-check", "namespaces", "proc-mount", "pid-ch
 
 def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv(criu_install.VARIABLE, criu)
-    assert doctor.main(["--json", "--image-dir", str(tmp_path / "not/yet")]) == 0
+    assert main(["doctor", "--json", "--image-dir", str(tmp_path / "not/yet")]) == 0
     found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert all(found[check]["ok"] for check in HINDRANCES), found
     assert list(tmp_path.iterdir()) == []  # nothing is made
@@ -63,7 +64,7 @@ def test_this_host_is_fit_for_an_ordinary_user(criu):
         if tree and (tree / "criu.json").exists():  # in a directory of pytest's, which only its owner can enter
             named = Path(shutil.copytree(tree, user.home / "criu"))
         env = {criu_install.VARIABLE: str(named)}
-        done = user.run([user.python, "-m", "jupyter_gpu_ckpt.doctor", "--json"], timeout_s=120, env=env)
+        done = user.run([user.python, "-m", "jupyter_gpu_ckpt", "doctor", "--json"], timeout_s=120, env=env)
     found = told(done)
     assert done.status == 0, found
     assert all(found[check]["ok"] for check in (*HINDRANCES, "user-namespaces")), found
@@ -99,7 +100,7 @@ elif fault == "seccomp":
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(program)))
     s.prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
     s.prctl(22, 2, ctypes.addressof(header))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt.doctor", "--json", *rest])
+os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt", "doctor", "--json", *rest])
 """
 
 

@@ -11,40 +11,69 @@ import json
 import logging
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import BadRequest, GpuCkptError, KernelSilent
-from .kernel.provisioner import GpuCkptProvisioner
-from .preflight import read_process
-from .trace import Recorder, StepEvent
+from traitlets import Float, Unicode
+from traitlets.config import Config
+
+from ..errors import BadRequest, GpuCkptError, KernelSilent
+from ..trace import Recorder, StepEvent
+from .command import Answer, ImageCommand
+from .terminal import Part, Terminal
+
+if TYPE_CHECKING:
+    from ..kernel.provisioner import GpuCkptProvisioner
 
 #: Seconds a kernel may take until it answers; importing on a cold disk is slow.
 _START = 60.0
 
 
+class DemoCommand(ImageCommand):
+    verb = "demo"
+    description = (
+        "Run a notebook, checkpoint its kernel at the cell tagged `checkpoint`, and compare what the two cells tagged "
+        "`fingerprint` print before and after. The kernel is configured as a server's kernels are."
+    )
+    arguments = ("[NOTEBOOK]",)
+    aliases: dict[str, Any] = {
+        "kernel": ("DemoCommand.kernel", "The kernelspec to use (default: python3)."),
+        "timeout": ("DemoCommand.timeout", "The seconds that a cell may take (default: 300)."),
+        **ImageCommand.aliases,
+    }
+    metavars: ClassVar[dict[str, str]] = {"kernel": "NAME", "timeout": "SECONDS", **ImageCommand.metavars}
+    examples = """
+    jupyter gpu-ckpt demo
+    jupyter gpu-ckpt demo analysis.ipynb --timeout 1000
+    """
+
+    kernel = Unicode("python3", help="The kernelspec to use.").tag(config=True)
+    timeout = Float(300.0, help="The seconds that a cell may take.").tag(config=True)
+
+    def run(self) -> Answer:
+        logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
+        cells = _read(Path(self.extra_args[0]) if self.extra_args else quickstart())
+        config = deepcopy(self.config)
+        config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+        config.GpuCkptProvisioner.image_dir = self.configured.image_dir
+        demo = _Demo(cells, self.kernel, config, self.timeout, None if self.as_json else self.terminal)
+        facts = asyncio.run(demo.run())
+        return facts, 0 if facts["intact"] else 1
+
+    def show(self, document: dict[str, Any]) -> None:
+        """Print nothing: the notebook's output, the tables and the result are printed as they come."""
+
+
 def quickstart() -> Path:
-    """The quickstart notebook: of this checkout, or as the wheel installed it."""
+    """Return the quickstart notebook of this checkout, or the one that the wheel installed."""
     from jupyter_core.paths import jupyter_path
 
-    places = [Path(__file__).resolve().parents[1] / "notebooks", *map(Path, jupyter_path("gpu-ckpt", "notebooks"))]
-    for place in places:
-        if (place / "quickstart.ipynb").is_file():
-            return place / "quickstart.ipynb"
+    checkout = Path(__file__).resolve().parents[2] / "notebooks"
+    for directory in (checkout, *map(Path, jupyter_path("gpu-ckpt", "notebooks"))):
+        if (directory / "quickstart.ipynb").is_file():
+            return directory / "quickstart.ipynb"
     raise BadRequest("The quickstart notebook is not installed.", hint="Name a notebook.")
-
-
-def run(notebook: Path | None, *, kernel_name: str, image_dir: Path, timeout: float, as_json: bool) -> int:
-    """Run the demo; 0 when every value survived.  A cell may take ``timeout`` seconds.
-
-    Raises `GpuCkptError` when the kernel could not start, leave, come back or end a cell in time.
-    """
-    logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
-    cells = _read(notebook or quickstart())
-    facts = asyncio.run(_Demo(cells, kernel_name, image_dir, timeout, None if as_json else sys.stdout).run())
-    if as_json:
-        print(json.dumps(facts))
-    return 0 if facts["intact"] else 1
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -67,32 +96,35 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 class _Demo:
     def __init__(
-        self, cells: list[dict[str, Any]], kernel_name: str, image_dir: Path, timeout: float, out: TextIO | None
+        self, cells: list[dict[str, Any]], kernel_name: str, config: Config, timeout: float, out: Terminal | None
     ) -> None:
         self.cells = cells
         self.kernel_name = kernel_name
-        self.image_dir = image_dir
+        self.config = config
         self.timeout = timeout
         self.out = out
         self.fingerprints: list[str] = []
         self.failed: list[str] = []
         self.client: Any = None
 
-    def say(self, text: str = "") -> None:
+    def say(self, *parts: Part) -> None:
         if self.out is not None:
-            print(text, file=self.out, flush=True)
+            self.out.line(*parts)
+            sys.stdout.flush()
+
+    def title(self, text: str) -> None:
+        self.say((text, "bold"))
+        self.say(("-" * len(text), "bold"))
 
     async def run(self) -> dict[str, Any]:
         from jupyter_client.kernelspec import NoSuchKernel
         from jupyter_client.manager import AsyncKernelManager
         from jupyter_client.provisioning.factory import KernelProvisionerFactory
-        from traitlets.config import Config
 
-        config = Config()
-        config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
-        config.GpuCkptProvisioner.image_dir = str(self.image_dir)
-        KernelProvisionerFactory.instance(config=config)
-        manager = AsyncKernelManager(kernel_name=self.kernel_name, config=config)
+        from ..kernel.provisioner import GpuCkptProvisioner
+
+        KernelProvisionerFactory.instance(config=self.config)
+        manager = AsyncKernelManager(kernel_name=self.kernel_name, config=self.config)
         try:
             manager.kernel_spec_manager.get_kernel_spec(self.kernel_name)
         except NoSuchKernel as error:
@@ -115,8 +147,10 @@ class _Demo:
             await manager.shutdown_kernel(now=True)  # it has nothing to say any more, least of all while a cell runs
 
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
+        from ..preflight import read_process
+
         middle = next(i for i, cell in enumerate(self.cells) if "checkpoint" in _tags(cell))
-        self.say("First half\n----------")
+        self.title("First half")
         await self._execute(self.cells[:middle])
         lifecycle = provisioner.lifecycle
         processes = lifecycle.capsule.processes() if lifecycle and lifecycle.capsule else []
@@ -128,23 +162,31 @@ class _Demo:
         leaving, steps.events[:] = steps.completed(), []
         left = [pid for pid in processes if read_process(pid)]
         still_on_gpu = _gpu_bytes(provisioner, processes)
-        self.say("\nCheckpoint\n----------")
+        self.say()
+        self.title("Checkpoint")
         self._table(leaving)
-        self.say(f"\nprocesses: {len(processes)} before, {len(left)} now")
+        self.say()
+        self.say(f"processes: {len(processes)} before, {len(left)} now")
         self.say(f"on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
         self.say(f"image {image.id}: {_mib(image.manifest.bytes)} in {len(image.manifest.files)} files")
         if left or still_on_gpu:
             raise GpuCkptError("Something of the kernel is still there after the checkpoint.", pids=left)
 
-        self.say("\nSecond half, on the same connection\n-----------------------------------")
+        self.say()
+        self.title("Second half, on the same connection")
         await self._execute(self.cells[middle:])
         await provisioner.restore()  # returns when the wake that is under way has tidied up
         returning = steps.completed()
-        self.say("\nWake\n----")
+        self.say()
+        self.title("Wake")
         self._table(returning)
         before, after = self.fingerprints
         intact = before == after and not self.failed
-        self.say("\nEvery value is intact." if intact else f"\nNOT INTACT: {self.failed or 'the fingerprints differ'}")
+        self.say()
+        if intact:
+            self.say(("Every value is intact.", "green"))
+        else:
+            self.say(("NOT INTACT", "red"), f": {'; '.join(self.failed) or 'the fingerprints differ'}")
         return {
             "intact": intact,
             "failed": self.failed,
@@ -180,14 +222,14 @@ class _Demo:
                 ) from error
             text = "".join(printed)
             for line in text.splitlines():
-                self.say(f"  {line}")
+                self.say(f"  {line.expandtabs()}")
             if "fingerprint" in _tags(cell):
                 self.fingerprints.append(text)
                 if not text:
                     self.failed.append("a cell tagged `fingerprint` printed nothing")
             if reply["content"]["status"] != "ok":
                 self.failed.append(f"{reply['content'].get('ename')}: {reply['content'].get('evalue')}")
-                self.say(f"  FAILED {self.failed[-1]}")
+                self.say("  ", ("FAILED", "red"), f" {self.failed[-1]}")
 
     def _table(self, events: list[StepEvent]) -> None:
         self.say(f"  {'step':16} {'seconds':>9} {'MiB':>10} {'GB/s':>7}")

@@ -9,7 +9,8 @@ import time
 import pytest
 from images import publish
 
-from jupyter_gpu_ckpt import cli, cli_trust
+from jupyter_gpu_ckpt import cli
+from jupyter_gpu_ckpt.cli.images import _AGES, _SIZES, amount
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
@@ -28,7 +29,8 @@ def run(capsys):
         """Exit status and document with ``--json``; then what people read."""
         status = cli.main([*arguments, "--json"])
         printed = capsys.readouterr()
-        document = json.loads(printed.out or printed.err)
+        document = json.loads(printed.out)
+        assert printed.err == ""
         if arguments[0] not in ("seal", "prune", "break-claim") and "--rotate" not in arguments:
             assert cli.main(list(arguments)) == status
             printed = capsys.readouterr()
@@ -136,9 +138,10 @@ def test_prune_asks_for_limits_that_it_understands(store, run, arguments):
 AMOUNTS = [("0", 0), ("12", 12), ("2k", 2048), ("1.5G", 1.5 * 2**30), ("2GiB", 2**31), ("10 MB", 10 << 20)]
 
 
-@pytest.mark.parametrize(("text", "amount"), AMOUNTS)
-def test_sizes_as_people_write_them(text, amount):
-    assert cli_trust._amount(text, cli_trust._UNITS) == amount
+@pytest.mark.parametrize(("text", "number"), AMOUNTS)
+def test_sizes_as_people_write_them(text, number):
+    assert amount(text, _SIZES) == number
+    assert amount("30d", _AGES) == 30 * 86400
 
 
 def test_a_claim_can_be_broken_by_who_knows(store, run):

@@ -1,0 +1,385 @@
+"""What all commands share: options, Jupyter's configuration, help, and an answer for people or for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jupyter_core.application import JupyterApp, base_aliases, base_flags
+from traitlets import Bool, TraitError, Unicode, default
+from traitlets.config.application import ClassesType
+from traitlets.config.configurable import Configurable
+from traitlets.config.loader import ArgumentError, Config, ConfigFileNotFound, KVArgParseConfigLoader
+
+from .. import __version__
+from ..errors import BadRequest
+from .terminal import Terminal
+
+if TYPE_CHECKING:
+    from ..image.store import Store
+
+PROGRAM = "jupyter gpu-ckpt"
+
+#: What a command answers: the document for programs, and the exit status.
+Answer = tuple[dict[str, Any], int]
+
+#: Configuration files, each before those that override it: the files of the applications that start kernels, since
+#: each may set the provisioner's traits; then this application's own, which the server extension reads, too.
+CONFIG_FILES = (
+    "jupyter_config",
+    "jupyter_server_config",
+    "jupyter_notebook_config",
+    "jupyter_lab_config",
+    "jupyter_gpu_ckpt_config",
+)
+
+
+class Configured(Configurable):
+    """The traits of `GpuCkptProvisioner` that commands need, from the same configuration.
+
+    Importing the provisioner takes longer than most commands.  The tests compare these traits with its own.
+    """
+
+    image_dir = Unicode().tag(config=True)
+    runtime_base = Unicode().tag(config=True)
+    accept_changed_files = Bool(False).tag(config=True)
+    encryption_key = Unicode().tag(config=True)
+    memory_dir = Unicode("/dev/shm").tag(config=True)  # noqa: S108 - a directory of this user's below it
+
+    @classmethod
+    def section_names(cls) -> list[str]:
+        return ["GpuCkptProvisioner"]
+
+    @default("image_dir")
+    def _default_image_dir(self) -> str:
+        from ..kernel.places import default_image_dir
+
+        return str(default_image_dir())
+
+    @default("runtime_base")
+    def _default_runtime_base(self) -> str:
+        from ..kernel.places import default_runtime_base
+
+        return str(default_runtime_base())
+
+
+class GpuCkptCommand(JupyterApp):
+    """A command; subclasses set `verb`, `description`, `arguments`, `examples`, and define `run` and `show`."""
+
+    name = "jupyter-gpu-ckpt"
+    version = __version__
+    #: The word after ``jupyter gpu-ckpt``.
+    verb: ClassVar[str] = ""
+    #: The positional arguments as the help shows them: ``IMAGE``, ``[IMAGE]`` or ``IMAGE...``.
+    arguments: ClassVar[tuple[str, ...]] = ()
+    #: What stands for the value of an option in the help.
+    metavars: ClassVar[dict[str, str]] = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR"}
+
+    aliases: dict[str, Any] = {
+        "config": ("JupyterApp.config_file", "Read this file instead of those of Jupyter's applications."),
+        "log-level": (base_aliases["log-level"], "Log from this level on: DEBUG, INFO, WARN, ERROR or CRITICAL."),
+    }
+    flags: dict[str, Any] = {
+        "json": ({"GpuCkptCommand": {"as_json": True}}, "Print one JSON document, also when the command fails."),
+        "debug": (base_flags["debug"][0], "Log everything, and show where in the program an error occurred."),
+        "show-config": (base_flags["show-config"][0], "Print the configuration and the files it comes from."),
+        "show-config-json": (base_flags["show-config-json"][0], "The same as JSON."),
+        "generate-config": (base_flags["generate-config"][0], "Write a configuration file with all defaults."),
+        "y": (base_flags["y"][0], "Overwrite that file without asking."),
+    }
+
+    as_json = Bool(False, help="Print one JSON document.").tag(config=True)
+
+    #: The exit status, once the command has been started.
+    status = 0
+    _shown: str | None = None
+
+    def _log_level_default(self) -> int:
+        return 30  # logging.WARNING: answers go to stdout, and nothing is to stand between them
+
+    # -- what a subclass defines
+
+    def run(self) -> Answer | None:
+        """Do the work.  None if everything is printed already.  Raises `GpuCkptError`."""
+        raise NotImplementedError
+
+    def show(self, document: dict[str, Any]) -> None:
+        """Print the document of `run` for people."""
+
+    def complete(self, given: list[str]) -> list[str]:
+        """Return what the next positional argument may be, after those ``given``.  Called from the shell."""
+        return []
+
+    # -- what commands use
+
+    @property
+    def configured(self) -> Configured:
+        """The provisioner's configuration.  Raises `BadRequest` for a value of a wrong type."""
+        section = self.config.get("GpuCkptProvisioner", {})  # the others are no mistakes, which traitlets would warn of
+        known = {name: section[name] for name in Configured.class_traits(config=True) if name in section}
+        with _understood():
+            return Configured(config=Config({"GpuCkptProvisioner": known}))
+
+    def store(self) -> Store:
+        """Return the images of this user, in the directory where kernels put them."""
+        from ..image.store import Store
+
+        return Store(Path(self.configured.image_dir))
+
+    @property
+    def terminal(self) -> Terminal:
+        return Terminal()
+
+    # -- what traitlets calls
+
+    def initialize(self, argv: Any = None) -> None:
+        """Parse the command line and load the configuration.  Raises `BadRequest`."""
+        self.parse_command_line(argv)
+        if self.subapp is None and self._shown is None:
+            self.load_config_file()
+
+    def parse_command_line(self, argv: Any = None) -> None:
+        arguments = list(argv or [])
+        options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        if {"-h", "--help", "--help-all"} & set(options) and "_ARGCOMPLETE" not in os.environ:
+            self._shown = "\n".join(self.emit_help(classes="--help-all" in options)).rstrip()
+        elif {"-V", "--version"} & set(options) and "_ARGCOMPLETE" not in os.environ:
+            self._shown = self.version
+        else:
+            self._parse(arguments)
+
+    def _parse(self, arguments: list[str]) -> None:
+        flags, aliases = self.flatten_flags()
+        with _understood(aliases):
+            loader = _Loader(arguments, aliases, flags, command=self)
+            self.cli_config = deepcopy(loader.load_config())
+            self.update_config(self.cli_config)
+        self.extra_args = loader.extra_args
+        if not self.generate_config:
+            self._count_arguments()
+
+    def _count_arguments(self) -> None:
+        given, least = self.extra_args, [name for name in self.arguments if not name.startswith("[")]
+        if len(given) < len(least):
+            raise BadRequest(f"{least[len(given)].rstrip('.')} is missing.", hint=f"Usage: {self._usage()}")
+        if len(given) > len(self.arguments) and not any(name.endswith("...") for name in self.arguments):
+            raise BadRequest(f"{given[len(self.arguments)]!r} is one too many.", hint=f"Usage: {self._usage()}")
+
+    def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
+        """Load the files of Jupyter's configuration, or the one that ``--config`` names.  Raises `BadRequest`.
+
+        A file that fails is skipped with a warning, as Jupyter's servers skip it.  What it prints goes to stderr: the
+        answer alone is on stdout.
+        """
+        found = Config()
+        with contextlib.redirect_stdout(sys.stderr):
+            if self.config_file:
+                self._load(found, "jupyter_config")
+                path = Path(self.config_file).absolute()
+                if not path.is_file():
+                    raise BadRequest(f"There is no configuration file {path}.", hint="Correct --config.")
+                self._load(found, path.stem, [str(path.parent)], [path.suffix])
+            else:
+                for name in CONFIG_FILES:
+                    self._load(found, name)
+        found.merge(self.cli_config)
+        with _understood():
+            self.update_config(found)
+
+    def _load(
+        self, into: Config, name: str, directories: list[str] | None = None, suffixes: Any = (".py", ".json")
+    ) -> None:
+        loaders = {".py": self.python_config_loader_class, ".json": self.json_config_loader_class}
+        for directory in reversed(directories or self.config_file_paths):
+            for suffix in suffixes:
+                loader = loaders.get(suffix, self.python_config_loader_class)(name + suffix, path=directory)
+                try:
+                    into.merge(loader.load_config())
+                except ConfigFileNotFound:
+                    continue
+                except Exception as error:
+                    path = Path(directory, name + suffix)
+                    self.log.warning("%s is not used: %s: %s", path, type(error).__name__, error)
+                    self.log.debug("Where it failed:", exc_info=True)
+                    continue
+                self._loaded_config_files.append(str(Path(directory, name + suffix)))
+
+    def start(self) -> None:
+        if self.subapp is not None:
+            self.subapp.start()
+            self.status = getattr(self.subapp, "status", 0)
+        elif self._shown is not None:
+            print(self._shown)
+        elif self.generate_config:
+            self.write_default_config()
+        else:
+            answer = self.run()
+            if answer is None:
+                return
+            document, self.status = answer
+            if self.as_json:
+                print(json.dumps(document))
+            else:
+                self.show(document)
+
+    def write_default_config(self) -> None:
+        """Write the defaults of the provisioner and of this command to a file."""
+        try:
+            super().write_default_config()
+        except EOFError as error:
+            path = self.config_file or str(Path(self.config_dir, f"{self.config_file_name}.py"))
+            raise BadRequest(f"{path} exists.", hint="Add -y to overwrite it.") from error
+
+    def generate_config_file(self, classes: ClassesType | None = None) -> str:
+        return super().generate_config_file(classes or self._documented())
+
+    def _documented(self) -> list[type[Configurable]]:
+        """The classes whose traits are shown in full: the provisioner's are configured in the same files."""
+        from ..kernel.provisioner import GpuCkptProvisioner
+
+        return [type(self), GpuCkptProvisioner]
+
+    # -- help
+
+    def emit_help(self, classes: bool = False) -> Iterator[str]:  # type: ignore[override]
+        yield f"usage: {self._usage()}"
+        yield ""
+        yield from textwrap.wrap(self.description, 100)
+        yield ""
+        yield from self.emit_options_help()
+        if classes:
+            yield "Traits, for configuration files and as --Class.trait=VALUE:"
+            yield ""
+            for one in self._classes_with_config_traits(self._documented()):
+                yield one.class_get_help()
+                yield ""
+        yield from self.emit_examples()
+
+    def _usage(self) -> str:
+        return " ".join([PROGRAM, *filter(None, [self.verb]), "[OPTIONS]", *self.arguments])
+
+    def emit_options_help(self) -> Iterator[str]:  # type: ignore[override]
+        rows = [(_option(key), help) for key, (_, help) in self.flags.items()]
+        rows += [(f"{_option(key)} {self.metavars[key]}", help) for key, (_, help) in self.aliases.items()]
+        shared = {_option(key) for key in (*GpuCkptCommand.flags, *GpuCkptCommand.aliases)}
+        rows.sort(key=lambda row: row[0].split()[0] in shared)  # its own ones first
+        rows += [
+            ("--help, --help-all", "Print this, or all configurable traits, too."),
+            ("--version", "Print the version."),
+        ]
+        yield "Options:"
+        yield from rows_of_help(rows)
+        yield ""
+
+    def emit_examples(self) -> Iterator[str]:  # type: ignore[override]
+        yield "Examples:"
+        yield textwrap.indent(textwrap.dedent(self.examples).strip(), "  ")
+        yield ""
+
+
+class ImageCommand(GpuCkptCommand):
+    """A command on the image directory; by default its only argument is an image."""
+
+    arguments: ClassVar[tuple[str, ...]] = ("IMAGE",)
+    aliases: dict[str, Any] = {
+        "image-dir": (
+            "GpuCkptProvisioner.image_dir",
+            "The directory of the images (default: the one that Jupyter's configuration sets).",
+        ),
+        **GpuCkptCommand.aliases,
+    }
+
+    def complete(self, given: list[str]) -> list[str]:
+        places = self.arguments[len(given) : len(given) + 1] or self.arguments[-1:]
+        if not any("IMAGE" in name for name in places) or "URL" in self.arguments[:1]:
+            return []
+        return [image.id for image in self.store().images() if image.id not in given]
+
+
+class _Loader(KVArgParseConfigLoader):
+    """Parse options as traitlets does, but refuse those that do not exist, and complete the others in a shell."""
+
+    def __init__(
+        self, argv: list[str], aliases: dict[str, str], flags: dict[str, Any], *, command: GpuCkptCommand
+    ) -> None:
+        super().__init__(argv, aliases, flags, command.log, [type(command)], command.subcommands)
+        self._command = command
+
+    def _create_parser(self) -> None:
+        super()._create_parser()
+
+        def refuse(message: str) -> Any:
+            for name in re.findall(r"(?:unrecognized arguments: |argument )--([\w-]+)(?![.\w])", message):
+                if name not in self.aliases and name not in self.flags:
+                    self._handle_unrecognized_alias(name)
+            for alias, trait in self.aliases.items():
+                message = message.replace(f"--{trait}:", f"{_option(alias)}:")
+            raise BadRequest(f"{message[:1].upper()}{message[1:]}.", hint=f"Usage: {self._command._usage()}")
+
+        self.parser.error = refuse  # type: ignore[method-assign]
+        # Options may stand between images, too.
+        self.parser.parse_args = self.parser.parse_intermixed_args  # type: ignore[method-assign]
+
+    def _handle_unrecognized_alias(self, arg: str) -> None:
+        """Called for an option that does not exist.  It might be a misspelt ``--dry-run``: nothing may happen."""
+        known = [*self.aliases, *self.flags, "help", "help-all", "version"]
+        raise BadRequest(f"There is no option {_option(arg)}.", hint=suggestion(arg, known, _option))
+
+    def _argcomplete(self, classes: list[Any], subcommands: dict[str, Any] | None) -> None:
+        """Called once the parser is made.  Without a shell that asks, `argcomplete` is not even imported."""
+        if "_ARGCOMPLETE" not in os.environ:
+            return
+
+        def complete(prefix: str, parsed_args: Any, **_: Any) -> list[str]:
+            with contextlib.suppress(Exception):  # a shell that completes has no place for errors
+                self._command.load_config_file()
+                return self._command.complete(list(getattr(parsed_args, "extra_args", None) or []))
+            return []
+
+        for action in self.parser._actions:
+            if action.dest == "extra_args":
+                action.completer = complete  # type: ignore[attr-defined]
+        self._argcomplete_kwargs = {"always_complete_options": False}  # options where a word begins with a dash
+        super()._argcomplete(classes, subcommands)
+
+
+@contextlib.contextmanager
+def _understood(aliases: dict[str, str] | None = None) -> Iterator[None]:
+    """Map traitlets' errors about values to `BadRequest`; ``aliases`` are the traits that options set."""
+    try:
+        yield
+    except (TraitError, ArgumentError) as error:
+        message = str(error)
+        if match := re.fullmatch(r"The '(\w+)' trait of an? (\w+) instance expected (.*)", message, re.DOTALL):
+            trait = f"{match[2].replace('Configured', 'GpuCkptProvisioner')}.{match[1]}"
+            option = next((_option(alias) for alias, target in (aliases or {}).items() if target == trait), trait)
+            message = f"{option}: expected {match[3]}"
+        raise BadRequest(message, hint="See --help-all for what can be configured.") from error
+
+
+def suggestion(word: str, known: list[str], shown: Callable[[str], str] = str) -> str:
+    """Return the hint about a misspelt word."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"Did you mean {shown(near[0])}? See --help." if near else "See --help."
+
+
+def rows_of_help(rows: list[tuple[str, str]]) -> Iterator[str]:
+    """Yield lines in two columns."""
+    width = max(len(left) for left, _ in rows)
+    for left, right in rows:
+        lines = textwrap.wrap(right, 98 - width) or [""]
+        yield f"  {left:{width}}  {lines[0]}".rstrip()
+        yield from (f"  {'':{width}}  {line}" for line in lines[1:])
+
+
+def _option(name: str) -> str:
+    return f"--{name}" if len(name) > 1 else f"-{name}"

@@ -1,0 +1,394 @@
+"""The commands on images: list, inspect, verify, check, rm, prune, keys, seal, break-claim."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from traitlets import Bool, Int, Unicode
+
+from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
+from ..units import duration, rate, size
+from .command import Answer, GpuCkptCommand, ImageCommand
+from .terminal import Column, Part, progress
+
+if TYPE_CHECKING:
+    from ..image.store import Image
+
+_SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_AGES = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+#: The colours of a kernel's states.
+_STATES = {"running": "green", "checkpointed": "cyan", "suspended": "cyan", "dead": "red"}
+
+
+class ListCommand(ImageCommand):
+    verb = "list"
+    description = "List your kernels on this host, and your images."
+    arguments = ()
+    aliases: dict[str, Any] = {
+        "runtime-base": (
+            "GpuCkptProvisioner.runtime_base",
+            "The directory of the kernels' sockets (default: the one that Jupyter's configuration sets).",
+        ),
+        **ImageCommand.aliases,
+    }
+    metavars: ClassVar[dict[str, str]] = {"runtime-base": "DIR", **ImageCommand.metavars}
+    examples = """
+    jupyter gpu-ckpt list
+    jupyter gpu-ckpt list --json
+    jupyter gpu-ckpt list --image-dir /scratch/images
+    """
+
+    def run(self) -> Answer:
+        from ..kernel.registry import kernels
+
+        store = self.store()
+        images = [
+            {
+                "id": image.id,
+                "path": str(image.path),
+                "bytes": image.manifest.bytes,
+                "created": image.manifest.created,
+                "kernel_id": image.manifest.kernel_id,
+                "kernel_name": image.manifest.kernel_name,
+                "hostname": image.manifest.hostname,
+                "device_bytes": sum(image.manifest.device_bytes.values()),
+            }
+            for image in store.images()
+        ]
+        damaged = [{"id": id, "code": error.code, "message": error.message} for id, error in store.damaged().items()]
+        found = kernels(Path(self.configured.runtime_base))
+        return {"kernels": found, "images": images, "damaged": damaged}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        terminal, now = self.terminal, time.time()
+        kernels: list[list[Part]] = []
+        for kernel in document["kernels"]:
+            state = kernel["state"] if kernel["owned"] else "abandoned"
+            style = _STATES.get(state, "yellow")
+            kernels.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
+        if kernels:
+            terminal.table([Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")], kernels)
+        else:
+            terminal.line("No kernel of yours runs or sleeps on this host.")
+        terminal.line()
+        images: list[list[Part]] = [
+            [
+                image["id"],
+                size(image["bytes"]),
+                size(image["device_bytes"]),
+                duration(now - image["created"]),
+                image["kernel_id"],
+            ]
+            for image in document["images"]
+        ]
+        if images:
+            sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
+            terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], images)
+        else:
+            terminal.line(f"There are no images in {self.store().root}.")
+        if document["damaged"]:
+            terminal.line()
+            rows: list[list[Part]] = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
+            terminal.table([Column("DAMAGED IMAGE"), Column("WHAT IS WRONG")], rows)
+
+
+class InspectCommand(ImageCommand):
+    verb = "inspect"
+    description = "Show everything that the manifest of an image says."
+    examples = """
+    jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839
+    """
+
+    def run(self) -> Answer:
+        image = self.store().get(self.extra_args[0])
+        return {"path": str(image.path), "bytes": image.manifest.bytes, **image.manifest.to_dict()}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        terminal = self.terminal
+        for name, value in document.items():
+            if isinstance(value, dict):
+                terminal.line((f"{name}:", "bold"))
+                for key, entry in value.items():
+                    terminal.line(f"  {key:28} {json.dumps(entry)}")
+            else:
+                terminal.line((f"{name:30} ", "bold"), str(value))
+
+
+class VerifyCommand(ImageCommand):
+    verb = "verify"
+    description = "Check that an image is whole, yours, and the newest of its kernel. All of it is read."
+    examples = """
+    jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839
+    """
+
+    def run(self) -> Answer:
+        store = self.store()
+        image = store.get(self.extra_args[0])
+        count, began = image.manifest.bytes, time.monotonic()
+        with progress(count, "Verifying", quiet=self.as_json) as advance:
+            store.check(image, advance)
+        seconds = time.monotonic() - began
+        return {"id": image.id, "bytes": count, "files": len(image.manifest.files), "seconds": seconds}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        speed = rate(document["bytes"], document["seconds"])
+        what = f"{size(document['bytes'])} in {document['files']} files, {speed}"
+        self.terminal.line(f"{document['id']} is ", ("whole", "green"), f": {what}.")
+
+
+class CheckCommand(ImageCommand):
+    verb = "check"
+    description = "Verify every image. All of them are read; an archived one is verified when it comes back."
+    arguments = ()
+    examples = """
+    jupyter gpu-ckpt check
+    """
+
+    def run(self) -> Answer:
+        store = self.store()
+        found: list[dict[str, Any]] = []
+        broken: dict[str, ImageError] = dict(store.damaged())
+        images = store.images()
+        with progress(sum(image.manifest.bytes for image in images), "Verifying", quiet=self.as_json) as advance:
+            for image in images:
+                try:
+                    store.check(image, advance)
+                except ImageNotFound:  # removed meanwhile
+                    continue
+                except ImageArchived:
+                    found.append({"id": image.id, "ok": True, "archived": True})
+                except ImageError as error:
+                    broken[image.id] = error
+                else:
+                    found.append({"id": image.id, "ok": True})
+        found += [{"id": id, "ok": False, "error": error.as_dict()} for id, error in broken.items()]
+        found.sort(key=lambda each: str(each["id"]))
+        return {"images": found}, ImageError.exit_status if broken else 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        rows: list[list[Part]] = []
+        for each in document["images"]:
+            if error := each.get("error"):
+                rows.append([each["id"], (f"{error['code']}: {error['message']}", "red")])
+            else:
+                rows.append([each["id"], ("archived" if each.get("archived") else "ok", "green")])
+        if rows:
+            self.terminal.table([Column("IMAGE"), Column("RESULT")], rows)
+        else:
+            self.terminal.line(f"There are no images in {self.store().root}.")
+
+
+class RemoveCommand(ImageCommand):
+    verb = "rm"
+    description = (
+        "Delete images, damaged ones, too. The only copy of a sleeping kernel is deleted with --force only. If one of "
+        "several may not be deleted, none is."
+    )
+    arguments = ("IMAGE...",)
+    flags: dict[str, Any] = {
+        "force": (
+            {"RemoveCommand": {"force": True}},
+            "Delete also the only copy of a kernel, and an image that a newer release made.",
+        ),
+        **ImageCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839
+    """
+
+    force = Bool(False, help="Delete also what cannot be had again.").tag(config=True)
+
+    def run(self) -> Answer:
+        from ..kernel.adoption import only_copy
+
+        store = self.store()
+        found: dict[str, Image | None] = {}
+        for id in dict.fromkeys(self.extra_args):  # all of them exist and may go, or none is deleted
+            try:
+                found[id] = image = store.get(id)
+                if not self.force and (refusal := only_copy(image, "use --force")) is not None:
+                    raise refusal
+            except ImageFormat as error:
+                found[id] = None
+                if not self.force:
+                    _require_unusable(store.root / id, error)
+        freed = {id: store.remove(image) if image else store.remove_damaged(id) for id, image in found.items()}
+        return {"removed": freed}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        for id, count in document["removed"].items():
+            self.terminal.line(f"Deleted {id}, {size(count)}.")
+
+
+def _require_unusable(path: Path, error: ImageFormat) -> None:
+    """Refuse to delete a damaged image that can still be of use."""
+    from ..kernel.adoption import Session
+    from ..kernel.registry import owned_kernel
+
+    if "version" in error.details:
+        raise ImageBusy(
+            f"Image {path.name}: {error.message}", hint="A newer release can read it. Use --force to delete it."
+        )
+    session = Session.read(path)
+    kernel = owned_kernel(Path(session.runtime_dir)) if session else None
+    if session and kernel and kernel["image"] == path.name:
+        raise ImageBusy(
+            f"Image {path.name} is damaged, and the only copy of kernel {session.kernel_id}, which sleeps.",
+            hint="Repair it if you can (from a backup), or use --force to delete it.",
+        )
+
+
+class PruneCommand(ImageCommand):
+    verb = "prune"
+    description = (
+        "Delete images that are too many, too old or too large, the oldest first. The only copy of a sleeping kernel "
+        "is never deleted. At least one limit must be given."
+    )
+    arguments = ()
+    aliases: dict[str, Any] = {
+        "keep-last": ("PruneCommand.keep_last", "Keep this many images of each kernel."),
+        "max-age": ("PruneCommand.max_age", "Delete images that are older, such as 12h or 30d."),
+        "max-bytes": ("PruneCommand.max_bytes", "Keep all images together below this size, such as 500M or 20G."),
+        **ImageCommand.aliases,
+    }
+    metavars: ClassVar[dict[str, str]] = {
+        "keep-last": "N",
+        "max-age": "AGE",
+        "max-bytes": "SIZE",
+        **ImageCommand.metavars,
+    }
+    flags: dict[str, Any] = {
+        "dry-run": ({"PruneCommand": {"dry_run": True}}, "Only say what would be deleted."),
+        **ImageCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt prune --max-age 30d --dry-run
+    jupyter gpu-ckpt prune --keep-last 1 --max-bytes 20G
+    """
+
+    keep_last = Int(None, allow_none=True, help="Images to keep of each kernel.").tag(config=True)
+    max_age = Unicode(help="The age from which images are deleted, such as 12h or 30d.").tag(config=True)
+    max_bytes = Unicode(help="The size of all images together, such as 500M or 20G.").tag(config=True)
+    dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True)
+
+    def run(self) -> Answer:
+        from ..image.retention import Limits, choose
+        from ..kernel.adoption import only_copy
+
+        limits = Limits(
+            self.keep_last,
+            amount(self.max_age, _AGES) if self.max_age else None,
+            int(amount(self.max_bytes, _SIZES)) if self.max_bytes else None,
+        )
+        if limits == Limits():
+            raise BadRequest("No limit is given.", hint="Give --keep-last, --max-age or --max-bytes.")
+        if limits.keep_last is not None and limits.keep_last < 0:
+            raise BadRequest("--keep-last cannot be negative.")
+
+        def protected(image: Image) -> bool:
+            try:
+                return only_copy(image, "") is not None
+            except GpuCkptError:  # what cannot be judged stays
+                return True
+
+        store = self.store()
+        removed: dict[str, int] = {}
+        for image in choose(store.images(), limits, time.time(), protected):
+            with contextlib.suppress(ImageBusy, ImageNotFound):
+                if self.dry_run:
+                    removed[image.id] = image.manifest.bytes
+                # Checked again: deleting the others took its time, and this one may be a kernel's only copy by now.
+                elif not protected(image):
+                    removed[image.id] = store.remove(image)
+        return {"removed": removed, "dry_run": self.dry_run}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        verb = "Would delete" if document["dry_run"] else "Deleted"
+        for id, count in document["removed"].items():
+            self.terminal.line(f"{verb} {id}, {size(count)}.")
+        if not document["removed"]:
+            self.terminal.line("Nothing to delete: every image is within the limits, in use, or a kernel's only copy.")
+
+
+class KeysCommand(GpuCkptCommand):
+    verb = "keys"
+    description = (
+        "List the keys that seal images. The newest one seals; all of them verify. An image on another machine needs "
+        "its key there."
+    )
+    flags: dict[str, Any] = {
+        "rotate": ({"KeysCommand": {"rotate": True}}, "Make a new key, which seals from now on."),
+        **GpuCkptCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt keys
+    jupyter gpu-ckpt keys --rotate
+    """
+
+    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True)
+
+    def run(self) -> Answer:
+        from ..image.keys import Keyring
+
+        keys = Keyring()
+        if self.rotate:
+            keys.rotate()
+        return {"directory": str(keys.directory), "keys": keys.ids()}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        self.terminal.line(document["directory"])
+        for id in document["keys"]:
+            self.terminal.line(f"  {id}", ("  seals", "green") if id == document["keys"][-1] else "")
+
+
+class SealCommand(ImageCommand):
+    verb = "seal"
+    description = (
+        "Vouch for an image as it is now, for instance one whose key is lost. Do it only if you know who wrote it: "
+        "once it is restored, it can do anything that you can."
+    )
+    examples = """
+    jupyter gpu-ckpt seal 20261120T153012-0c0ffee0-a97839
+    """
+
+    def run(self) -> Answer:
+        store = self.store()
+        return {"sealed": store.seal(store.get(self.extra_args[0])).id}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        self.terminal.line(f"Sealed {document['sealed']} as it is now.")
+
+
+class BreakClaimCommand(ImageCommand):
+    verb = "break-claim"
+    description = (
+        "Free an image that a kernel on another host has claimed, if that host is gone for good. If the kernel still "
+        "runs there, restoring the image makes a second one."
+    )
+    examples = """
+    jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839
+    """
+
+    def run(self) -> Answer:
+        from ..image import leases
+
+        return {"broken": leases.break_claim(self.store().get(self.extra_args[0]).path)}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        broken = document["broken"]
+        self.terminal.line("The image can be restored again." if broken else "No kernel has claimed that image.")
+
+
+def amount(text: str, units: dict[str, int]) -> float:
+    """Return a number with a unit, such as 30d or 20G, in seconds or bytes.  Raises `BadRequest`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*?)(?:ib|b)?", text.strip().lower())
+    if match is None or match.group(2) not in units:
+        wanted = ", ".join(filter(None, units))
+        raise BadRequest(f"{text!r} cannot be understood.", hint=f"Give a number and one of {wanted}, without a space.")
+    return float(match.group(1)) * units[match.group(2)]

@@ -1,0 +1,252 @@
+"""The commands about other nodes: match, push, pull, node-features."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from traitlets import Bool, Unicode
+
+from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError
+from ..units import duration, rate, size
+from .command import Answer, GpuCkptCommand, ImageCommand
+from .terminal import Column, Part, progress
+
+if TYPE_CHECKING:
+    from ..engine.gpus import Gpus
+    from ..image.remote import Remote
+    from ..image.store import Image, Store
+
+
+class MatchCommand(ImageCommand):
+    verb = "match"
+    description = "Compare this node with what an image needs: files, programs, GPUs, ports, memory."
+    aliases: dict[str, Any] = {
+        "gpu-map": ("MatchCommand.gpu_map", 'Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.'),
+        **ImageCommand.aliases,
+    }
+    metavars: ClassVar[dict[str, str]] = {"gpu-map": "JSON", **ImageCommand.metavars}
+    flags: dict[str, Any] = {
+        "accept-changed-files": (
+            {"MatchCommand": {"accept_changed_files": True}},
+            "From now on the image's kernel may wake with files as they are now.",
+        ),
+        **ImageCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839
+    jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839 --accept-changed-files
+    """
+
+    accept_changed_files = Bool(False, help="From now on the kernel may wake with files as they are now.").tag(
+        config=True
+    )
+    gpu_map = Unicode(help="Which GPU here each GPU there becomes, as a JSON object of UUIDs.").tag(config=True)
+
+    def run(self) -> Answer:
+        from ..engine.gpus import Gpus
+        from ..fit import mismatches
+        from ..image.encryption import Vault
+        from ..image.store import Store
+
+        gpu_map = self._gpu_map()
+        configured = self.configured
+        vault = Vault(configured.encryption_key, Path(configured.memory_dir))
+        store = Store(Path(configured.image_dir), vault=vault)
+        image = store.get(self.extra_args[0])
+        accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
+        with Gpus() as gpus:
+            node = _Node(_criu_version(), gpus, store)
+            try:
+                found = mismatches(image.manifest, node, accept_changed_files=accepted, gpu_map=gpu_map)
+            except ValueError as error:
+                raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+        hard = [mismatch for mismatch in found if mismatch.hard]
+        if self.accept_changed_files and not hard:
+            image.accept_changed_files()
+        document = {"id": image.id, "fits": not hard, "mismatches": [dataclasses.asdict(one) for one in found]}
+        return document, ImageError.exit_status if hard else 0
+
+    def _gpu_map(self) -> dict[str, str] | None:
+        if not self.gpu_map:
+            return None
+        try:
+            found = json.loads(self.gpu_map)
+        except ValueError as error:
+            raise BadRequest(f"--gpu-map is not JSON: {error}.") from error
+        if not isinstance(found, dict) or not all(isinstance(uuid, str) for uuid in found.values()):
+            raise BadRequest("--gpu-map must be an object of UUIDs.", hint='Such as {"GPU-there": "GPU-here"}.')
+        return found
+
+    def show(self, document: dict[str, Any]) -> None:
+        from ..image.match import Mismatch
+
+        terminal = self.terminal
+        for one in document["mismatches"]:
+            word: Part = ("refused", "red") if one["hard"] else ("warning", "yellow")
+            terminal.line(word, f"  {Mismatch(**one)}")
+        fits: Part = ("fits", "green") if document["fits"] else ("does not fit", "red")
+        terminal.line(f"{document['id']} ", fits, " this node")
+
+
+class PushCommand(ImageCommand):
+    verb = "push"
+    description = "Move an image to a shared directory, an object store or a server, from where another node pulls it."
+    arguments = ("IMAGE", "URL")
+    flags: dict[str, Any] = {
+        "keep": ({"PushCommand": {"keep": True}}, "Copy the image: keep it here, too."),
+        **ImageCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 /depot
+    jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 s3://bucket/images --keep
+    """
+
+    keep = Bool(False, help="Keep the image here, too.").tag(config=True)
+
+    def run(self) -> Answer:
+        store = self.store()
+        id, url = self.extra_args
+        image = store.get(id)
+        if not self.keep:
+            _require_unowned(image)
+        count, began = image.manifest.bytes, time.monotonic()
+        with progress(count, "Sending", quiet=self.as_json) as advance:
+            sent = _remote(url).push(image, take_from=None if self.keep else store, progress=advance)
+        seconds = time.monotonic() - began
+        return {"id": image.id, "bytes": count, "sent": sent, "moved": not self.keep, "seconds": seconds}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        self.terminal.line(f"{'Moved' if document['moved'] else 'Copied'} {document['id']}: {_rate(document)}.")
+
+
+def _require_unowned(image: Image) -> None:
+    """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
+    from ..kernel.registry import owned_kernel
+
+    kernel = owned_kernel(Path(image.manifest.runtime_dir))
+    if kernel is not None and kernel["image"] == image.id:
+        raise ImageBusy(
+            f"Kernel {image.manifest.kernel_id} belongs to a server that runs here.",
+            hint="Stop that server first: its kernels stay asleep. Or push a copy with --keep.",
+        )
+
+
+class PullCommand(ImageCommand):
+    verb = "pull"
+    description = "Fetch an image that was pushed, and verify it; without an image, list the images there."
+    arguments = ("URL", "[IMAGE]")
+    flags: dict[str, Any] = {
+        "keep": ({"PullCommand": {"keep": True}}, "Copy the image: keep it there, too."),
+        **ImageCommand.flags,
+    }
+    examples = """
+    jupyter gpu-ckpt pull /depot
+    jupyter gpu-ckpt pull /depot 20261120T153012-0c0ffee0-a97839
+    """
+
+    keep = Bool(False, help="Keep the image there, too.").tag(config=True)
+
+    def run(self) -> Answer:
+        remote = _remote(self.extra_args[0])
+        if len(self.extra_args) == 1:
+            return {"images": _listing(remote)}, 0
+        id = self.extra_args[1]
+        began = time.monotonic()
+        with progress(remote.manifest(id).bytes, "Fetching", quiet=self.as_json) as advance:
+            image = remote.pull(id, self.store(), keep=self.keep, progress=advance)
+        document = {"id": image.id, "path": str(image.path), "bytes": image.manifest.bytes, "moved": not self.keep}
+        return {**document, "seconds": time.monotonic() - began}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        terminal = self.terminal
+        if "id" in document:
+            verb = "Moved" if document["moved"] else "Copied"
+            terminal.line(f"{verb} {document['id']} and verified it: {_rate(document)}.")
+            return
+        if not document["images"]:
+            terminal.line(f"There are no images in {self.extra_args[0]}.")
+            return
+        rows: list[list[Part]] = [
+            [
+                image["id"],
+                size(image["bytes"]),
+                image["hostname"],
+                image["kernel_id"],
+                (str(image["claimed"] or "-"), "yellow"),
+            ]
+            for image in document["images"]
+        ]
+        columns = [Column("IMAGE"), Column("SIZE", number=True), Column("FROM"), Column("KERNEL"), Column("CLAIMED BY")]
+        terminal.table(columns, rows)
+
+
+def _listing(remote: Remote) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": manifest.id,
+            "bytes": manifest.bytes,
+            "kernel_id": manifest.kernel_id,
+            "hostname": manifest.hostname,
+            "claimed": remote.claimed(manifest.id),
+        }
+        for manifest in remote.images()
+    ]
+
+
+class NodeFeaturesCommand(GpuCkptCommand):
+    verb = "node-features"
+    description = "Print the features of this node for slurm.conf, by which the hub's placement chooses a node."
+    examples = """
+    jupyter gpu-ckpt node-features
+    """
+
+    def run(self) -> Answer:
+        from ..engine.gpus import Gpus
+        from ..hub.slurm import features
+        from ..image.fingerprint import fingerprint
+        from ..image.requirements import of
+
+        with Gpus() as gpus:
+            try:
+                found = [dataclasses.asdict(gpu) for gpu in gpus.list()]
+            except GpuCkptError:
+                found = []  # a node without GPUs, or without their driver
+        # That of a kernel which used all of it.
+        here = of(fingerprint(files=(), ports=(), criu=_criu_version(), gpus=found, cuda=bool(found)))
+        return {"features": features(here)}, 0
+
+    def show(self, document: dict[str, Any]) -> None:
+        self.terminal.line(",".join(document["features"]))
+
+
+@dataclasses.dataclass
+class _Node:
+    """This node, for `fit.mismatches`."""
+
+    criu_version: str
+    gpus: Gpus
+    store: Store
+
+
+def _criu_version() -> str:
+    from ..engine.criu_install import dotted, find
+
+    try:
+        return dotted(find().version)
+    except CriuMissing:
+        return "none"
+
+
+def _remote(url: str) -> Remote:
+    from ..image.remote import Remote
+
+    return Remote(url if "://" in url else f"file://{Path(url).absolute()}")
+
+
+def _rate(document: dict[str, Any]) -> str:
+    count, seconds = document["bytes"], document["seconds"]
+    return f"{size(count)} in {duration(seconds)}, {rate(count, seconds)}"

@@ -212,6 +212,7 @@ class GpuCkptCommand(JupyterApp):
                     self.log.debug("Where it failed:", exc_info=True)
                     continue
                 self._loaded_config_files.append(str(Path(directory, name + suffix)))
+                self.log.debug("Read %s", self._loaded_config_files[-1])
 
     def start(self) -> None:
         if self.subapp is not None:

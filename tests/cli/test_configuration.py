@@ -179,6 +179,7 @@ def test_a_value_of_a_wrong_type_is_named(run, configuration):
 def test_the_configuration_and_its_files_are_shown(store, run, configuration):
     shown = run("list", "--show-config").out
     assert str(configuration / "jupyter_server_config.py") in shown
+    assert str(configuration / "jupyter_server_config.py") in run("list", "--debug").err
     assert str(store.named) in shown
 
 

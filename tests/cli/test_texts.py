@@ -107,6 +107,7 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("check")
     transcript("verify", first.id)
     (second.criu_directory / "core-1.img").write_bytes(b"CORE")
+    transcript("check")
     transcript("verify", second.id)
     transcript("seal", second.id)
     with first.lease() as lease:

@@ -1,4 +1,4 @@
-"""verify, check, seal, keys, prune, break-claim: what they say, their documents, their exit statuses."""
+"""verify, check, seal, keys, prune, break-claim: their documents and exit statuses (`tests/cli` has their texts)."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ def damage(image) -> None:
 
 def test_verify(store, run):
     image = publish(store)
-    status, document, text = run("verify", image.id)
+    status, document, _ = run("verify", image.id)
     assert (status, document["files"], document["bytes"]) == (0, 4, image.manifest.bytes)
-    assert f"{image.id} is whole" in text
     damage(image)
-    status, document, text = run("verify", image.id)
+    status, document, _ = run("verify", image.id)
     assert (status, document["error"]["code"]) == (66, "IMAGE_DAMAGED")
     assert document["error"]["details"]["files"] == ["criu/core-1.img"]
     assert run("verify", "nothing")[:2][1]["error"]["code"] == "IMAGE_NOT_FOUND"
@@ -61,11 +60,10 @@ def test_check_names_every_image_and_what_is_wrong_with_it(store, run):
     assert run("check")[0] == 0
     damage(damaged)
     (unreadable.path / "manifest.json").write_text("{")
-    status, document, text = run("check")
+    status, document, _ = run("check")
     assert status == 66
     found = {one["id"]: one["error"]["code"] if "error" in one else "ok" for one in document["images"]}
     assert found == {good.id: "ok", damaged.id: "IMAGE_DAMAGED", unreadable.id: "IMAGE_FORMAT"}
-    assert "IMAGE_DAMAGED: The image is damaged: criu/core-1.img." in text
 
 
 def test_seal_vouches_for_what_is_there(store, run):
@@ -80,7 +78,6 @@ def test_keys_are_listed_and_rotated_without_losing_images(store, run):
     first = store.keys.ids()
     _, document, text = run("keys")
     assert document == {"directory": str(store.keys.directory), "keys": first}
-    assert f"{first[0]}  seals" in text
     assert store.keys.current().secret.hex() not in text
     assert run("keys", "--rotate")[0] == 0
     assert store.keys.ids()[0] == first[0]

@@ -236,7 +236,7 @@ class _Demo:
         for event in events:
             seconds, count = event.seconds or 0.0, event.bytes
             rate = f"{count / seconds / 1e9:7.2f}" if count and seconds else ""
-            self.say(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}")
+            self.say(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}".rstrip())
         self.say(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
 
 

@@ -300,8 +300,9 @@ class ImageCommand(GpuCkptCommand):
     }
 
     def complete(self, given: list[str]) -> list[str]:
-        places = self.arguments[len(given) : len(given) + 1] or self.arguments[-1:]
-        if not any("IMAGE" in name for name in places) or "URL" in self.arguments[:1]:
+        repeated = [name for name in self.arguments[-1:] if name.endswith("...")]
+        name = next(iter([*self.arguments[len(given) : len(given) + 1], *repeated]), "")
+        if "IMAGE" not in name or "URL" in self.arguments[:1]:  # images elsewhere are not listed for a completion
             return []
         return [image.id for image in self.store().images() if image.id not in given]
 
@@ -341,7 +342,7 @@ class _Loader(KVArgParseConfigLoader):
             return
 
         def complete(prefix: str, parsed_args: Any, **_: Any) -> list[str]:
-            with contextlib.suppress(Exception):  # a shell that completes has no place for errors
+            with contextlib.suppress(Exception):  # while a shell completes, an error would garble its line
                 self._command.load_config_file()
                 return self._command.complete(list(getattr(parsed_args, "extra_args", None) or []))
             return []

@@ -217,7 +217,7 @@ class _Demo:
             except TimeoutError as error:
                 raise KernelSilent(
                     f"A cell did not end within {self.timeout:g} s: {_first_line(source)}",
-                    hint="Give cells more time by --timeout, or take a notebook with shorter ones.",
+                    hint="Give cells more time by --timeout, or use a notebook with shorter ones.",
                     left="the demo's kernel is ended",
                 ) from error
             text = "".join(printed)

@@ -11,6 +11,8 @@ import pexpect
 import pytest
 from images import publish
 
+from jupyter_gpu_ckpt.cli.images import InspectCommand, RemoveCommand
+
 LINE = 'eval "$(register-python-argcomplete jupyter jupyter-gpu-ckpt)"'
 BIN = str(Path(sys.executable).parent)
 PROMPT = "ready> "
@@ -56,6 +58,16 @@ def test_commands_options_values_and_images(shell, store):
     typed(shell, "jupyter gpu-ckpt doctor --for g", "--for gpu ")
     typed(shell, "jupyter gpu-ckpt rm ", f"rm {image.id} ")
     typed(shell, f"jupyter gpu-ckpt inspect {image.id[:4]}", f"inspect {image.id} ")
+
+
+@pytest.mark.parametrize(("kind", "again"), [(InspectCommand, False), (RemoveCommand, True)])
+def test_images_are_offered_for_as_many_arguments_as_there_are(store, kind, again):
+    image = publish(store)
+    command = kind()
+    command.load_config_file()
+    assert command.complete([]) == [image.id]
+    assert command.complete(["another"]) == ([image.id] if again else [])
+    assert command.complete([image.id]) == []
 
 
 def test_the_documents_name_the_line():

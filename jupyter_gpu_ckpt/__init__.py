@@ -20,7 +20,7 @@ def _jupyter_server_extension_points() -> list[dict[str, object]]:
 def __getattr__(name: str) -> Any:
     """``CheckpointPanel`` is imported when it is asked for: it needs ipywidgets, which servers need not have."""
     if name == "CheckpointPanel":
-        from .inside.widgets import CheckpointPanel
+        from .agent.widgets import CheckpointPanel
 
         return CheckpointPanel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

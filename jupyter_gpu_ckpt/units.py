@@ -2,7 +2,7 @@
 
 Sizes are binary units, as GPU memory and ``df -h`` have them; rates are decimal units, as disks and links have them.
 The agent (`inside`) runs in kernels whose environment may lack this package and writes sizes by its own
-`inside.tensors.human`, in the same form.
+`agent.tensors.human`, in the same form.
 """
 
 from __future__ import annotations

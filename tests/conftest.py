@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt.engine.criu_install import find
-from jupyter_gpu_ckpt.engine.cuda_client import Helper
+from jupyter_gpu_ckpt.criu.install import find
+from jupyter_gpu_ckpt.cuda.client import Helper
 from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 #: Folders whose files run one after the other.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from jupyter_gpu_ckpt.engine.criu_install import CriuBinary
+from jupyter_gpu_ckpt.criu.install import CriuBinary
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -280,7 +280,7 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
 SIDE_BY_SIDE = """
 import sys
 from pathlib import Path
-from jupyter_gpu_ckpt.kernel.places import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
 from jupyter_gpu_ckpt.kernel.registry import Registration, kernels, reap
 
 base, role = Path(sys.argv[1]), sys.argv[2]

@@ -10,8 +10,8 @@ import time
 import pytest
 from harness import alive, notebook, until
 
-from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.errors import StateError
+from jupyter_gpu_ckpt.lifecycle import machine
 
 
 async def test_an_execute_wakes_a_checkpointed_kernel_and_everything_is_there(kernel):

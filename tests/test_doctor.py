@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.cli.host import show_findings
 from jupyter_gpu_ckpt.cli.terminal import Terminal
-from jupyter_gpu_ckpt.doctor import Finding, diagnose, fit, reason
-from jupyter_gpu_ckpt.engine.criu_install import Check, CriuBinary
-from jupyter_gpu_ckpt.engine.fastpath import Preload
-from jupyter_gpu_ckpt.engine.host import Place, Probes, Uname
+from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
+from jupyter_gpu_ckpt.cuda.fastpath import Preload
+from jupyter_gpu_ckpt.doctor import checks
+from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
+from jupyter_gpu_ckpt.doctor.probes import Place, Probes, Uname
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
@@ -326,7 +326,7 @@ def test_text_and_json_say_the_same():
     findings = diagnose(probes=refusing("user", sysctl=settings(user__max_user_namespaces="0")))
     printed = io.StringIO()
     show_findings(findings, Terminal(printed))
-    text, data = printed.getvalue(), doctor.as_json(findings)
+    text, data = printed.getvalue(), checks.as_json(findings)
     assert json.loads(json.dumps(data)) == data
     assert "FAIL  user-namespaces" in text and "-> sudo sysctl -w user.max_user_namespaces=15000" in text
     assert data["fit"] == {"cpu": False, "gpu": False} and data["reason"]["cpu"] in text

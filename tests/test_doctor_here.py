@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.cli import main
-from jupyter_gpu_ckpt.doctor import diagnose
-from jupyter_gpu_ckpt.engine import criu_install, host
+from jupyter_gpu_ckpt.criu import install
+from jupyter_gpu_ckpt.doctor import checks, probes
+from jupyter_gpu_ckpt.doctor.checks import diagnose
 from jupyter_gpu_ckpt.errors import CriuMissing
-from jupyter_gpu_ckpt.kernel.places import default_image_dir
+from jupyter_gpu_ckpt.kernel.directories import default_image_dir
 from jupyter_gpu_ckpt.subprocesses import run
 from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
@@ -24,11 +24,11 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the test
 def criu(tmp_path_factory):
     """Where the variable must point for a fit CRIU: the host's own, or one unpacked for these tests."""
     try:
-        return criu_install.find().argv[-1]
+        return install.find().argv[-1]
     except CriuMissing:
         if "GPU_CKPT_OFFLINE" in os.environ:
             pytest.skip("no CRIU here and GPU_CKPT_OFFLINE is set: unset it, or install one")
-        return str(criu_install.install(tmp_path_factory.mktemp("criu"), force_unpack=True).argv[-1])
+        return str(install.install(tmp_path_factory.mktemp("criu"), force_unpack=True).argv[-1])
 
 
 def told(done) -> dict[str, dict]:
@@ -41,7 +41,7 @@ HINDRANCES = ("linux", "criu", "criu-check", "namespaces", "proc-mount", "pid-ch
 
 
 def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv(criu_install.VARIABLE, criu)
+    monkeypatch.setenv(install.VARIABLE, criu)
     assert main(["doctor", "--json", "--image-dir", str(tmp_path / "not/yet")]) == 0
     found = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert all(found[check]["ok"] for check in HINDRANCES), found
@@ -63,7 +63,7 @@ def test_this_host_is_fit_for_an_ordinary_user(criu):
         named, tree = Path(criu), Path(criu).parents[2] if len(Path(criu).parents) > 2 else None
         if tree and (tree / "criu.json").exists():  # in a directory of pytest's, which only its owner can enter
             named = Path(shutil.copytree(tree, user.home / "criu"))
-        env = {criu_install.VARIABLE: str(named)}
+        env = {install.VARIABLE: str(named)}
         done = user.run([user.python, "-m", "jupyter_gpu_ckpt", "doctor", "--json"], timeout_s=120, env=env)
     found = told(done)
     assert done.status == 0, found
@@ -105,7 +105,7 @@ os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt", "doctor", "-
 
 
 def spoiled(fault: str, *arguments: str) -> dict[str, dict]:
-    environment = dict(os.environ) | {"PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(checks.__file__).parents[1])}
     return told(run([sys.executable, "-c", SPOILER, fault, *arguments], timeout_s=120, env=environment))
 
 
@@ -151,13 +151,13 @@ def test_real_old_criu(tmp_path, monkeypatch):
     old = tmp_path / "criu"
     old.write_text("#!/bin/sh\necho 'Version: 3.17.1'\n")
     old.chmod(0o755)
-    monkeypatch.setenv(criu_install.VARIABLE, str(old))
+    monkeypatch.setenv(install.VARIABLE, str(old))
     found = {finding.check: finding for finding in diagnose()}
     assert found["criu"].ok is False and "3.17.1" in found["criu"].what and found["criu-check"].ok is None
 
 
 def test_no_driver_no_gpu_questions():
-    if host.nvidia_driver() is not None:
+    if probes.nvidia_driver() is not None:
         pytest.skip("this host has an NVIDIA driver: run it on one without")
     found = {finding.check: finding for finding in diagnose()}
     assert found["nvidia-driver"].ok is None

@@ -13,7 +13,7 @@ from jupyter_client.manager import AsyncKernelManager
 from waiting import until as wait_until
 
 from jupyter_gpu_ckpt.errors import NoSpace
-from jupyter_gpu_ckpt.leaving import Leaving
+from jupyter_gpu_ckpt.lifecycle.leaving import Leaving
 from jupyter_gpu_ckpt.trace import TracedStep
 
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.

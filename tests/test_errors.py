@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpu_ckpt import errors
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.server import documents
+from jupyter_gpu_ckpt.server import models
 
 
 def tree(base: type[GpuCkptError] = GpuCkptError) -> list[type[GpuCkptError]]:
@@ -98,13 +98,13 @@ def test_only_left_says_what_became_of_the_kernel(error):
 def test_too_little_room_is_no_refusal_beforehand(error):
     assert not issubclass(error, errors.PreflightError), "it also comes in the middle of a dump, a wake and a pull"
     assert issubclass(error, errors.InsufficientResources)
-    assert documents.http_status(error("x")) == 409
+    assert models.http_status(error("x")) == 409
 
 
 def test_a_capsule_that_ended_says_nothing_of_the_host():
     error = errors.CapsuleGone("x")
     assert not isinstance(error, errors.HostError)
-    assert documents.http_status(error) != 503
+    assert models.http_status(error) != 503
     assert error.exit_status != errors.HostError.exit_status
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt.estimate import Rates
+from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.trace import StepEvent
 
 GIB = 1 << 30

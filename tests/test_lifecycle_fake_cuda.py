@@ -18,9 +18,8 @@ from gate_double import GateDouble
 from harness import alive
 from waiting import until
 
-from jupyter_gpu_ckpt import lifecycle
-from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.engine.criu_install import dotted
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.criu.install import dotted
 from jupyter_gpu_ckpt.errors import (
     AgentError,
     CudaError,
@@ -35,8 +34,9 @@ from jupyter_gpu_ckpt.errors import (
 )
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import Engine, Home, Lifecycle, LifecycleSettings
-from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.lifecycle import driver as lifecycle
+from jupyter_gpu_ckpt.lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
+from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import (
     CHECKPOINTED,
     LOCKED,

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.errors import StateError
-from jupyter_gpu_ckpt.machine import MachineState, State, Step, advance
+from jupyter_gpu_ckpt.lifecycle import machine
+from jupyter_gpu_ckpt.lifecycle.machine import MachineState, State, Step, advance
 
 VERBS = (machine.Suspend(), machine.Resume(), machine.Checkpoint(), machine.Restore(), machine.Wake())
 RUNNING = advance(MachineState(), machine.Launched())[0]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from jupyter_core.paths import jupyter_data_dir
 
-from jupyter_gpu_ckpt.engine import criu_install
+from jupyter_gpu_ckpt.criu import install
 from jupyter_gpu_ckpt.image.keys import default_key_dir
-from jupyter_gpu_ckpt.kernel.places import default_image_dir
+from jupyter_gpu_ckpt.kernel.directories import default_image_dir
 from jupyter_gpu_ckpt.paths import data_directory
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
@@ -42,7 +42,7 @@ def environment(request, monkeypatch, tmp_path):
 def test_all_lies_below_the_directory_that_jupyter_names(environment):
     ours = Path(jupyter_data_dir()) / "gpu-ckpt"
     assert data_directory() == ours
-    assert criu_install.default_prefix() == ours / "criu"
+    assert install.default_prefix() == ours / "criu"
     assert default_image_dir() == ours / "images"
     assert default_key_dir() == ours / "keys"
 

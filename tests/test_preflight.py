@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt import preflight, procfs
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.errors import (
     ChildProcesses,
     DebuggerAttached,
@@ -20,7 +20,8 @@ from jupyter_gpu_ckpt.errors import (
     QuotaExceeded,
     UnsupportedCuda,
 )
-from jupyter_gpu_ckpt.preflight import MARGIN, judge_report, look, read_process, require
+from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN, judge_report, look, read_process, require
 
 PLENTY = 1 << 50
 

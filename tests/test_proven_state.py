@@ -9,14 +9,8 @@ from pathlib import Path
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.errors import (
-    ChildProcesses,
-    SocketTaken,
-    UnprovenState,
-    UnsupportedFile,
-    UnsupportedSocket,
-)
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.errors import ChildProcesses, SocketTaken, UnprovenState, UnsupportedFile, UnsupportedSocket
 
 ROOT = os.geteuid() == 0
 

@@ -22,8 +22,8 @@ import pytest
 from everybody import REPOSITORY, needed, opened, readable_criu
 from harness import descendants
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.criu_install import VARIABLE
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.install import VARIABLE
 
 ROOT = os.geteuid() == 0
 UID = 54321

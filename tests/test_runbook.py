@@ -10,7 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from jupyter_gpu_ckpt import doctor, errors
+from jupyter_gpu_ckpt import errors
+from jupyter_gpu_ckpt.doctor import checks
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "admin" / "runbook.md").read_text()
@@ -90,5 +91,5 @@ def test_the_checks_are_those_of_the_doctor():
     named = {
         check for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for check in re.findall(r"`(.+?)`", cell)
     }
-    source = inspect.getsource(doctor)
+    source = inspect.getsource(checks)
     assert named == set(re.findall(r'(?:Finding\(|check(?:, \w+)? = )"([a-z-]+)"', source))

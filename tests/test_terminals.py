@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import terminals
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.engine.terminals import FILE, Content, Terminals, obstacle
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import NoSpace, UnsupportedTerminal
 from jupyter_gpu_ckpt.image.draft import Draft
+from jupyter_gpu_ckpt.process import terminals
+from jupyter_gpu_ckpt.process.terminals import FILE, Content, Terminals, obstacle
 
 SETUP = """
 import array, fcntl, os, pty, select, signal, struct, subprocess, sys, termios, time, tty

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.inside.tensors import human
+from jupyter_gpu_ckpt.agent.tensors import human
 from jupyter_gpu_ckpt.units import duration, rate, size
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
@@ -50,7 +50,7 @@ def test_durations(seconds, text):
 
 
 def test_nobody_else_writes_units_of_bytes():
-    own = {PACKAGE / "units.py", PACKAGE / "inside" / "tensors.py"}
+    own = {PACKAGE / "units.py", PACKAGE / "agent" / "tensors.py"}
     written = re.compile(r"f\".*\{[^}]*\} ?(KiB|MiB|GiB|TiB|[kMG]B/s)\b|%d [KMGT]i?B\b")
     found = [
         f"{path.relative_to(PACKAGE)}:{number}"

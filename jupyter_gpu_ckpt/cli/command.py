@@ -61,13 +61,13 @@ class Configured(Configurable):
 
     @default("image_dir")
     def _default_image_dir(self) -> str:
-        from ..kernel.places import default_image_dir
+        from ..kernel.directories import default_image_dir
 
         return str(default_image_dir())
 
     @default("runtime_base")
     def _default_runtime_base(self) -> str:
-        from ..kernel.places import default_runtime_base
+        from ..kernel.directories import default_runtime_base
 
         return str(default_runtime_base())
 

@@ -147,7 +147,7 @@ class _Demo:
             await manager.shutdown_kernel(now=True)  # it has nothing to say any more, least of all while a cell runs
 
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
-        from ..preflight import read_process
+        from ..lifecycle.preflight import read_process
 
         middle = next(i for i, cell in enumerate(self.cells) if "checkpoint" in _tags(cell))
         self.title("First half")

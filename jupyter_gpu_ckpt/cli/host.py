@@ -13,7 +13,7 @@ from .command import Answer, GpuCkptCommand, ImageCommand
 from .terminal import Part, Terminal
 
 if TYPE_CHECKING:
-    from ..doctor import Finding, Need
+    from ..doctor.checks import Finding, Need
 
 
 class DoctorCommand(ImageCommand):
@@ -33,11 +33,11 @@ class DoctorCommand(ImageCommand):
     need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about.").tag(config=True)
 
     def run(self) -> Answer:
-        from .. import doctor
+        from ..doctor import checks
 
-        self._findings = doctor.diagnose(Path(self.configured.image_dir))
+        self._findings = checks.diagnose(Path(self.configured.image_dir))
         need = cast("Need", self.need)
-        return doctor.as_json(self._findings), 0 if doctor.fit(self._findings, need) else HostError.exit_status
+        return checks.as_json(self._findings), 0 if checks.fit(self._findings, need) else HostError.exit_status
 
     def show(self, document: dict[str, Any]) -> None:
         show_findings(self._findings, self.terminal)
@@ -45,7 +45,7 @@ class DoctorCommand(ImageCommand):
 
 def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     """Print a line for each finding, with what helps below, and then what can be checkpointed."""
-    from ..doctor import reason
+    from ..doctor.checks import reason
 
     width = max((len(finding.check) for finding in findings), default=0)
     for finding in findings:
@@ -112,7 +112,7 @@ class InstallCriuCommand(GpuCkptCommand):
 
     def run(self) -> None:
         """Run what ``scripts/install-criu`` runs before this package is installed, which has its own options."""
-        from ..engine import criu_install
+        from ..criu import install
 
         values = {"--prefix": self.prefix, "--mirror": self.mirror, "--keyring": self.keyring}
         switches = {
@@ -122,4 +122,4 @@ class InstallCriuCommand(GpuCkptCommand):
             "--json": self.as_json,
         }
         arguments = [f"{name}={value}" for name, value in values.items() if value]
-        self.status = criu_install.main([*arguments, *(name for name, on in switches.items() if on)])
+        self.status = install.main([*arguments, *(name for name, on in switches.items() if on)])

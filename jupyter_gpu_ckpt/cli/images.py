@@ -376,9 +376,9 @@ class BreakClaimCommand(ImageCommand):
     """
 
     def run(self) -> Answer:
-        from ..image import leases
+        from ..image import lease
 
-        return {"broken": leases.break_claim(self.store().get(self.extra_args[0]).path)}, 0
+        return {"broken": lease.break_claim(self.store().get(self.extra_args[0]).path)}, 0
 
     def show(self, document: dict[str, Any]) -> None:
         broken = document["broken"]

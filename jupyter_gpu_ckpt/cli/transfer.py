@@ -16,9 +16,9 @@ from .command import Answer, GpuCkptCommand, ImageCommand
 from .terminal import Column, Part, progress
 
 if TYPE_CHECKING:
-    from ..engine.gpus import Gpus
-    from ..image.remote import Remote
+    from ..cuda.gpus import Gpus
     from ..image.store import Image, Store
+    from ..transfer.remote import Remote
 
 
 class MatchCommand(ImageCommand):
@@ -47,10 +47,10 @@ class MatchCommand(ImageCommand):
     gpu_map = Unicode(help="Which GPU here each GPU there becomes, as a JSON object of UUIDs.").tag(config=True)
 
     def run(self) -> Answer:
-        from ..engine.gpus import Gpus
-        from ..fit import mismatches
+        from ..cuda.gpus import Gpus
         from ..image.encryption import Vault
         from ..image.store import Store
+        from ..node.compatibility import mismatches
 
         gpu_map = self._gpu_map()
         configured = self.configured
@@ -82,7 +82,7 @@ class MatchCommand(ImageCommand):
         return found
 
     def show(self, document: dict[str, Any]) -> None:
-        from ..image.match import Mismatch
+        from ..node.match import Mismatch
 
         terminal = self.terminal
         for one in document["mismatches"]:
@@ -205,10 +205,10 @@ class NodeFeaturesCommand(GpuCkptCommand):
     """
 
     def run(self) -> Answer:
-        from ..engine.gpus import Gpus
+        from ..cuda.gpus import Gpus
         from ..hub.slurm import features
-        from ..image.fingerprint import fingerprint
-        from ..image.requirements import of
+        from ..node.fingerprint import fingerprint
+        from ..node.requirements import of
 
         with Gpus() as gpus:
             try:
@@ -225,7 +225,7 @@ class NodeFeaturesCommand(GpuCkptCommand):
 
 @dataclasses.dataclass
 class _Node:
-    """This node, for `fit.mismatches`."""
+    """This node, for `compatibility.mismatches`."""
 
     criu_version: str
     gpus: Gpus
@@ -233,7 +233,7 @@ class _Node:
 
 
 def _criu_version() -> str:
-    from ..engine.criu_install import dotted, find
+    from ..criu.install import dotted, find
 
     try:
         return dotted(find().version)
@@ -242,7 +242,7 @@ def _criu_version() -> str:
 
 
 def _remote(url: str) -> Remote:
-    from ..image.remote import Remote
+    from ..transfer.remote import Remote
 
     return Remote(url if "://" in url else f"file://{Path(url).absolute()}")
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..image.requirements import Requirements
+from ..node.requirements import Requirements
 
 ARCH = "kubernetes.io/arch"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

@@ -8,7 +8,7 @@ In jupyterhub_config.py::
 
 and, so that a spawn page that is open before the hook runs shows what it tells, `progress.ToldMixin` before the
 spawner's class: ``class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner)``.  The hook reads what the user's last
-server published of its sleeping kernels (`image.requirements`), and asks Slurm (batchspawner) or Kubernetes
+server published of its sleeping kernels (`node.requirements`), and asks Slurm (batchspawner) or Kubernetes
 (KubeSpawner) for a node that has it.  Where there is none the user gets any node, and is told so: the images stay, and
 their kernels wake on a node like theirs.
 
@@ -36,9 +36,9 @@ from traitlets import Bool, Dict, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError, ImageFormat
-from ..image.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
+from ..node.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
 from . import kubernetes, slurm
-from .progress import forget, listen, tell
+from .spawn_messages import forget, listen, tell
 
 _STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
 

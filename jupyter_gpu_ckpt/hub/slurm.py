@@ -3,7 +3,7 @@
 Slurm knows of a node what slurm.conf says: nothing about CPUs' instructions, drivers or C libraries, unless the
 administrator names them as features.  `features` makes those names, ``jupyter gpu-ckpt node-features`` prints them for
 a node, and `ask` requires them.  A kind of feature that no node has is not required: the wake itself asks the node
-again (`image.match`), and refuses without harm.
+again (`node.match`), and refuses without harm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..image.requirements import Requirements
+from ..node.requirements import Requirements
 
 #: How the kinds of features are named; ``{}`` is the value.
 NAMES = {

@@ -27,7 +27,7 @@ from traitlets import Bool, Float, List, Unicode
 from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
-from ..image.directory import VARIABLE as IMAGES
+from ..image.user_directory import VARIABLE as IMAGES
 from ..units import size
 from .client import Outcome, ServerClient
 

@@ -19,8 +19,8 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from ..files.atomic import flush, write_atomically
-from . import device, encryption, integrity, layout, leases, links
-from .disk import mapped
+from ..files.disk import mapped
+from . import device_memory, encryption, layout, lease, links, verify
 from .encryption import Vault
 from .generations import Generations
 from .image import Image
@@ -82,13 +82,13 @@ class Draft:
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
-    def write_device(self, arena: int, take: device.Take, go_on: Callable[[], object]) -> None:
+    def write_device(self, arena: int, take: device_memory.Take, go_on: Callable[[], object]) -> None:
         """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.
 
         ``go_on``: asked on the way, and what it raises ends it.  Raises `NoSpace`, `StoreUnwritable`.
         """
         with mapped(self._root):
-            written = device.write(arena, self.path / layout.CRIU / layout.DEVICE, self._form.codec(take), go_on)
+            written = device_memory.write(arena, self.path / layout.CRIU / layout.DEVICE, self._form.codec(take), go_on)
             self._known = {layout.device_file(name): one for name, one in written.items()}
 
     def size(self) -> int:
@@ -99,7 +99,7 @@ class Draft:
                 found += path.stat().st_size
         return found
 
-    def publish(self, manifest: Manifest, *, living: int | None = None, holder: leases.Holder | None = None) -> Image:
+    def publish(self, manifest: Manifest, *, living: int | None = None, holder: lease.Holder | None = None) -> Image:
         """Make it an image.  After failure it is still a draft.  Raises `QuotaExceeded` when it grew past its promise.
 
         ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image,
@@ -117,7 +117,7 @@ class Draft:
             with ThreadPoolExecutor(8) as pool:
                 last = [path for path in files if self._known and str(path.relative_to(self.path)) not in self._known]
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
-                entries = integrity.entries(self.path, punch=True, known=self._known)
+                entries = verify.entries(self.path, punch=True, known=self._known)
                 flushing += [pool.submit(flush, path) for path in last]
                 manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:
@@ -125,9 +125,9 @@ class Draft:
             if self._room is not None:
                 self._room.require(manifest.bytes)
             write_atomically(self.path / layout.MANIFEST, manifest.to_json(), durable=True)
-            integrity.seal(self.path, key)
+            verify.seal(self.path, key)
             if living is not None:
-                leases.publish_claim(self.path, living, holder)
+                lease.publish_claim(self.path, living, holder)
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)

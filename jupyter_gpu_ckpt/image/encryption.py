@@ -33,8 +33,9 @@ from blake3 import blake3
 from filelock import FileLock, Timeout
 
 from ..errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory, StoreShared
-from . import device, direct, layout
-from .disk import free
+from ..files import direct_io
+from ..files.disk import free
+from . import device_memory, layout
 from .manifest import FileEntry, Manifest
 
 ALGORITHM = "aes-256-gcm"
@@ -286,7 +287,7 @@ class EncryptedCodec:
         """As `device.Codec.store`."""
         buffer = self._buffer(len(chunk))
         size = self._cipher.seal(layout.device_file(path.name), chunk, buffer)
-        direct.write(path, buffer, size, size=size)
+        direct_io.write(path, buffer, size, size=size)
         return FileEntry(size, blake3(buffer[:size]).hexdigest())
 
     def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
@@ -294,7 +295,7 @@ class EncryptedCodec:
         buffer = self._buffer(len(chunk))
         if entry.bytes > len(buffer):
             return False
-        sealed = direct.read(path, buffer, entry.bytes)
+        sealed = direct_io.read(path, buffer, entry.bytes)
         if len(sealed) != entry.bytes or blake3(sealed).hexdigest() != entry.blake3:
             return False
         return self._cipher.open(layout.device_file(path.name), sealed, chunk)
@@ -303,7 +304,7 @@ class EncryptedCodec:
         """A `direct.buffer` for the encrypted form of ``size`` bytes, used again by the thread."""
         needed = size + TAG * max(1, -(-size // CHUNK))
         if not hasattr(self._own, "buffer") or len(self._own.buffer) < needed:
-            self._own.buffer = direct.buffer(needed)
+            self._own.buffer = direct_io.buffer(needed)
         found: memoryview = self._own.buffer
         return found
 
@@ -314,7 +315,7 @@ class Form(Protocol):
     #: Where CRIU writes.
     criu_directory: Path
 
-    def codec(self, take: device.Take) -> device.Codec:
+    def codec(self, take: device_memory.Take) -> device_memory.Codec:
         """How device memory is written.  ``take``: a cache of chunks, as they are."""
 
     def finish(self) -> dict[str, Any] | None:
@@ -330,9 +331,9 @@ class Clear:
     def __init__(self, directory: Path) -> None:
         self.criu_directory = directory
 
-    def codec(self, take: device.Take) -> device.Codec:
+    def codec(self, take: device_memory.Take) -> device_memory.Codec:
         """As `Form.codec`."""
-        return device.InTheClear(take)
+        return device_memory.InTheClear(take)
 
     def finish(self) -> None:
         """As `Form.finish`."""
@@ -353,7 +354,7 @@ class Encrypted:
         self._plain = Plain(vault.base, id)
         self.criu_directory = self._plain.path
 
-    def codec(self, take: device.Take) -> device.Codec:
+    def codec(self, take: device_memory.Take) -> device_memory.Codec:
         """As `Form.codec`; what a cache has in the clear is of no use."""
         return EncryptedCodec(self._cipher)
 
@@ -387,7 +388,7 @@ class Readable:
 
     criu_directory: Path
     device_directory: Path
-    codec: device.Codec
+    codec: device_memory.Codec
     clear: bool
 
 
@@ -399,12 +400,12 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
     """
     stored = path / layout.CRIU
     if manifest.encryption is None:
-        yield Readable(stored, stored / layout.DEVICE, device.InTheClear(), clear=True)
+        yield Readable(stored, stored / layout.DEVICE, device_memory.InTheClear(), clear=True)
         return
     cipher = Cipher.of(vault.secret() if vault.encrypts else None, manifest.encryption)
     with contextlib.closing(Plain(vault.base, manifest.id)) as plain:
         try:
-            for name in manifest.files.keys() - {layout.device_file(each) for each in device.entries(manifest)}:
+            for name in manifest.files.keys() - {layout.device_file(each) for each in device_memory.entries(manifest)}:
                 if name.startswith(f"{layout.CRIU}/"):
                     place = plain.path / name.removeprefix(f"{layout.CRIU}/")
                     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.atomic import flush
-from . import layout, leases
-from .leases import Lease
+from . import layout
+from . import lease as leases
+from .lease import Lease
 from .manifest import Manifest
 
 
@@ -83,7 +84,7 @@ class Image:
         layout.mark(self.path, layout.SENT).unlink(missing_ok=True)
 
     def lease(self) -> AbstractContextManager[Lease]:
-        """Hold the image for one restorer (`leases.hold`).
+        """Hold the image for one restorer (`lease.hold`).
 
         Raises `ImageBusy` at once when another holds it or its kernel lives, `ImageNotFound` when it was removed.
         """

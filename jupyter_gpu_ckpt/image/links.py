@@ -13,9 +13,9 @@ import os
 import stat
 from pathlib import Path
 
-from ..engine import criu_images
+from ..criu import images
+from ..node.facts import identity
 from .manifest import Manifest
-from .node import identity
 
 #: Nanoseconds that the clock which stamps files may be behind this host's (that of a file server).
 _BEHIND = 1_000_000_000
@@ -30,7 +30,7 @@ def remove(manifest: Manifest, *, current: bool) -> None:
     files = manifest.fingerprint.get("files")
     for name, was in files.items() if isinstance(files, dict) else ():
         # The manifest need not be one that was proved.
-        if not (isinstance(was, dict) and was.get("made") and criu_images.is_made_name(name)):
+        if not (isinstance(was, dict) and was.get("made") and images.is_made_name(name)):
             continue
         with contextlib.suppress(OSError):
             path = Path(name)
@@ -41,7 +41,7 @@ def remove(manifest: Manifest, *, current: bool) -> None:
 
 def remove_of_dump(directory: Path, since: int) -> None:
     """Remove the links of the dump in ``directory``, begun at ``since`` (ns since the epoch), which is given up."""
-    for path in map(Path, criu_images.made_names(directory)):
+    for path in map(Path, images.made_names(directory)):
         with contextlib.suppress(OSError):
             if _regular(path).st_ctime_ns > since - _BEHIND:  # else CRIU met a file of that name, and made none
                 Path(path).unlink()

@@ -70,7 +70,7 @@ class Manifest:
     generation: int = 0
     #: What the node had that a node which restores this must have too (`match.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    #: What CRIU forgets of each process, by its pid, and a restore puts back (`process_state`).
+    #: What CRIU forgets of each process, by its pid, and a restore puts back (`inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory that lie beside CRIU's files (`device`); 0 where CRIU has it all.
     arena: int = 0

@@ -20,9 +20,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import QuotaExceeded, StoreUnwritable
+from ..files.disk import mapped
 from ..units import size
 from . import layout
-from .disk import mapped
 from .image import Image
 
 _LOCK = ".quota.lock"

@@ -15,8 +15,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from . import layout, leases
-from .disk import mapped
+from ..files.disk import mapped
+from . import layout, lease
 
 #: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`arena.c`).
 _HOST = ".host"
@@ -36,7 +36,7 @@ def begin(root: Path, hold: Callable[[int], object]) -> Path:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             hold(fd)
             place.mkdir(mode=0o700)
-            leases.write_host(place / _HOST)
+            lease.write_host(place / _HOST)
         except BaseException:
             end(place)
             raise
@@ -51,7 +51,7 @@ def _lock(place: Path) -> Path:
 
 def is_of_another_host(place: Path) -> bool:
     """Whether a draft's directory is one of these, and not this host's to remove."""
-    return leases.is_of_another_host(place / _HOST)
+    return lease.is_of_another_host(place / _HOST)
 
 
 def end(place: Path) -> None:

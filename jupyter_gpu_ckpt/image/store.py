@@ -18,18 +18,18 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
-from . import directory, encryption, integrity, layout, leases, links, spill, tracked
-from .disk import free, mapped
+from ..files.disk import free, mapped
+from . import encryption, layout, lease, links, spill, tracked, user_directory, verify
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
 from .hashes import Hashes
 from .image import Image
-from .integrity import Progress
 from .keys import Keyring
 from .layout import MANIFEST, SEAL
 from .manifest import Manifest
 from .quota import Quota, Room, Used, refusal, used, with_promises
+from .verify import Progress
 
 __all__ = ["Image", "Store"]
 
@@ -49,7 +49,7 @@ class Store:
         self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: Quota | None = None
     ) -> None:
         self.named = named
-        self.root = directory.of_user(named)
+        self.root = user_directory.of_user(named)
         #: Encrypts the images made from now on, if it has a key.
         self.vault = vault or Vault()
         #: What all images together may take.
@@ -64,7 +64,7 @@ class Store:
 
         Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
-        directory.prepare(self.named)
+        user_directory.prepare(self.named)
         self.keys.current()
         self.vault.require()
 
@@ -126,7 +126,7 @@ class Store:
         """The image named ``id``.  Raises `ImageNotFound`, `ImageFormat`."""
         path = self._own(id)
         try:
-            manifest = Manifest.from_json(integrity.read_manifest(path))
+            manifest = Manifest.from_json(verify.read_manifest(path))
         except OSError as error:
             self._own(id)  # another may have removed it since
             raise ImageFormat(f"The image's manifest cannot be read: {error.strerror}.", image=id) from error
@@ -160,15 +160,15 @@ class Store:
         Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`, `ImageFormat`, `KeyUnusable`.
         """
         self._require_content(image)
-        self._require_current(image, self._swept(lambda: integrity.verify(image.path, self.keys, progress)))
+        self._require_current(image, self._swept(lambda: verify.verify(image.path, self.keys, progress)))
 
-    def begin_check(self, image: Image) -> integrity.Proof:
+    def begin_check(self, image: Image) -> verify.Proof:
         """`check` for a restore: all that CRIU looks at is proved when this returns, and what it copies soon after.
 
         Raises as `check`.  The caller runs nothing of the image before the proof is complete.
         """
         self._require_content(image)
-        manifest, proof = self._swept(lambda: integrity.begin(image.path, self.keys))
+        manifest, proof = self._swept(lambda: verify.begin(image.path, self.keys))
         try:
             self._require_current(image, manifest)
         except BaseException:
@@ -212,12 +212,12 @@ class Store:
 
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
-        with leases.hold(image.path), mapped(self.root):
+        with lease.hold(image.path), mapped(self.root):
             for name in (MANIFEST, SEAL):  # a seal that was broken off
                 remove_leftovers(image.path / name)
-            manifest = replace(image.manifest, files=integrity.entries(image.path))
+            manifest = replace(image.manifest, files=verify.entries(image.path))
             write_atomically(image.path / MANIFEST, manifest.to_json(), durable=True)
-            integrity.seal(image.path, self.keys.current())
+            verify.seal(image.path, self.keys.current())
         return Image(image.path, manifest)
 
     def remove(
@@ -254,7 +254,7 @@ class Store:
         gone: Image | None = None,
         salvage: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        with contextlib.nullcontext() if leased else leases.hold(path, remove=True), mapped(self.root):
+        with contextlib.nullcontext() if leased else lease.hold(path, remove=True), mapped(self.root):
             forsaken = gone is not None and not leased and self._is_forsaken(gone)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{layout.DRAFT}{path.name}"
@@ -272,8 +272,8 @@ class Store:
     def _is_forsaken(self, image: Image) -> bool:
         """Whether the image, which goes, is proved to be the user's, and the last of a kernel that does not live."""
         try:
-            sealed = integrity.require_sealed(image.path, self.keys)
-            leases.require_unclaimed(image.path)
+            sealed = verify.require_sealed(image.path, self.keys)
+            lease.require_unclaimed(image.path)
         except (GpuCkptError, OSError):
             return False
         return sealed == image.manifest and self._is_current(image)
@@ -293,7 +293,7 @@ class Store:
         """
         swept = self.vault.sweep()
         self.hashes.sweep()
-        ours = self.root.is_dir() and directory.is_private(self.root)
+        ours = self.root.is_dir() and user_directory.is_private(self.root)
         for path in self.root.glob(f"{layout.DRAFT}*") if ours else ():
             if not path.is_dir() or spill.is_of_another_host(path):
                 continue

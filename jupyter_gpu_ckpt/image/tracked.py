@@ -1,7 +1,7 @@
 """Shared memory, semaphores and temporary files of a kernel that will not come back from its image.
 
 While a kernel lives its resource trackers know them, and remove them when it ends; those of a kernel that sleeps are in
-the image, and end with that.  What they would have removed is in the agent's report (`inside.trackers`).
+the image, and end with that.  What they would have removed is in the agent's report (`agent.trackers`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps the panel in the notebook (`inside.widgets`) up to date while its own kernel cannot.
+"""Keeps the panel in the notebook (`agent.widgets`) up to date while its own kernel cannot.
 
 A widget lives half in the kernel and half in the browser; while the kernel leaves, is away and comes back, the half in
 the browser gets its updates from here, in the kernel's name.  The half in the kernel knows nothing of them and says how
@@ -12,9 +12,9 @@ import html
 from typing import Any
 
 from ..errors import GpuCkptError
-from ..machine import PLANS, State
+from ..gate.gate import Gate
+from ..lifecycle.machine import PLANS, State
 from ..trace import StepEvent
-from .gate import Gate
 
 #: What people read for a state.
 TEXTS = {

@@ -24,23 +24,23 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Bool, Enum, Float, Int, List, Unicode, default
 
 from ..errors import GpuCkptError, HostError, KernelUnfit, StateError
-from ..estimate import RATES
+from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
-from ..image.node import unbindable
 from ..image.quota import Quota
 from ..image.store import Image, Store
-from ..lifecycle import Lifecycle, LifecycleSettings
-from ..machine import State
-from ..steps import REFRESHED
+from ..lifecycle.context import REFRESHED
+from ..lifecycle.driver import Lifecycle, LifecycleSettings
+from ..lifecycle.machine import State
+from ..lifecycle.rates import RATES
+from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
 from . import unfit
 from .adoption import Orphan, not_adopted, orphan, sleeper
-from .desk import Desk
-from .engines import shared_engine, with_own_store
-from .gate import Gate, GateState
-from .inject import NOTICE, PLAIN, rewrite
-from .places import default_archive_url, default_image_dir, default_runtime_base
-from .premises import Launch, Premises
+from .agent_injection import NOTICE, PLAIN, rewrite
+from .agent_requests import Desk
+from .directories import default_archive_url, default_image_dir, default_runtime_base
+from .engine import shared_engine, with_own_store
+from .host import Launch, Premises
 
 
 class GpuCkptProvisioner(LocalProvisioner):

@@ -22,16 +22,16 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..engine.capsule import Capsule
+from ..capsule.capsule import Capsule
 from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, RuntimeDirectory, StateError
-from .places import make_runtime_dir, require_private
+from .directories import make_runtime_dir, require_private
 
 RECORD = "kernel.json"
 _LOCK = "owner.lock"
 #: Below the base: notes of kernels that ended together with their server.
 _LOST = ".lost"
 _MOST_LOST = 100
-#: Seconds to wait for one's turn; a turn takes milliseconds, or `engine.capsule.ANSWER` for a capsule that hangs.
+#: Seconds to wait for one's turn; a turn takes milliseconds, or `capsule.capsule.ANSWER` for a capsule that hangs.
 _TURN = 30.0
 
 

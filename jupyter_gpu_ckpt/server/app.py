@@ -24,25 +24,25 @@ from traitlets.config import Config
 
 from .. import __version__
 from ..errors import GpuCkptError, StateError
-from ..image.requirements import VARIABLE
 from ..image.store import Image, Store
 from ..kernel.adoption import Orphan
 from ..kernel.adoption import orphan as find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
-from . import documents, park
+from ..node.requirements import VARIABLE
+from . import drain, models
 from .cold import ColdTier
-from .comeback import Comeback
 from .events import Events, Log
+from .gpu_usage import GpuUsage
 from .handlers import HANDLERS
-from .idle import IdlePolicy
+from .idle.loop import IdlePolicy
 from .jobs import Jobs
-from .kernelmanager import CheckpointKernelManager, CheckpointKernelManagerMixin
+from .kernel_manager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
+from .monitor import Watcher
 from .placement import Publisher
-from .presence import Presence
-from .sessions import CheckpointSessionManager
-from .usage import GpuUsage
-from .watch import Watcher
+from .readiness import Presence
+from .session_manager import CheckpointSessionManager
+from .shutdown import Comeback
 
 PROVISIONER = "gpu-ckpt-provisioner"
 
@@ -271,12 +271,12 @@ class GpuCkptApp(ExtensionApp):
         """Have every kernel sleep in a proved image, so that the server can be stopped; the document of ``park``."""
         assert self.serverapp is not None
         ids = list(self.serverapp.kernel_manager.list_kernel_ids())
-        return park.document(await park.park(ids, self.provisioners(), self.store, self.serverapp.log))
+        return drain.document(await drain.park(ids, self.provisioners(), self.store, self.serverapp.log))
 
     async def need(self) -> dict[str, Any]:
         """What `park` would need now."""
         assert self.serverapp is not None
-        found = await asyncio.to_thread(park.need, self.provisioners(), self.serverapp.log, prove=True)
+        found = await asyncio.to_thread(drain.need, self.provisioners(), self.serverapp.log, prove=True)
         return dataclasses.asdict(found)
 
     async def status(self) -> dict[str, Any]:
@@ -284,13 +284,13 @@ class GpuCkptApp(ExtensionApp):
         directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_KEEPS:
-                self._diagnosis = time.monotonic(), await asyncio.to_thread(documents.host, directory)
+                self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory)
         return {
             "version": __version__,
             "host": self._diagnosis[1],
-            "gpus": await asyncio.to_thread(documents.gpus, directory),
+            "gpus": await asyncio.to_thread(models.gpus, directory),
             "policy": self.idle.status(),
-            "kernels": documents.counts(self.provisioners().values()),
+            "kernels": models.counts(self.provisioners().values()),
         }
 
 

@@ -1,5 +1,5 @@
-"""The cold tier of a server: now and then the content of old images is sent away (`image.archive`), and what lies there
-of images that are gone is removed: a wake leaves that to the next round.
+"""The cold tier of a server: now and then the content of old images is sent away (`transfer.archive`), and what lies
+there of images that are gone is removed: a wake leaves that to the next round.
 
 A process of its own sends it, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time from the
 server's threads, and it can be ended at any moment.  What it has sent by then is not sent again.  Its options come on
@@ -20,11 +20,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageBusy, ImageNotFound
-from ..image.archive import archive_old, due, remnants, sweep
 from ..image.keys import Keyring
-from ..image.remote import Remote
 from ..image.store import Store
-from .background import Background
+from ..transfer.archive import archive_old, due, remnants, sweep
+from ..transfer.remote import Remote
+from .periodic_task import Background
 
 #: Seconds between two looks, if images are archived after long; a quarter of that time if it is shorter.
 INTERVAL = 600.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from jupyter_events import EventLogger
 
-from .watch import Changed, Failed, Stepped
+from .monitor import Changed, Failed, Stepped
 
 SCHEMAS = Path(__file__).with_name("event-schemas")
 _BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"

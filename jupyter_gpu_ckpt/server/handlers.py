@@ -21,7 +21,7 @@ from tornado import web
 
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..kernel.provisioner import GpuCkptProvisioner
-from . import documents
+from . import models
 
 if TYPE_CHECKING:
     from ..image.store import Image
@@ -43,7 +43,7 @@ def _told(method: Method) -> Method:
         try:
             await method(self, *args)
         except GpuCkptError as error:
-            self.set_status(documents.http_status(error))
+            self.set_status(models.http_status(error))
             self.reply({"message": error.message, "error": error.as_dict()})
 
     return inner
@@ -110,7 +110,7 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         provisioner = self.kernel(kernel_id)
         name = self.kernel_manager.get_kernel(kernel_id).kernel_name
         watched, job = self.app.watcher.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
-        return documents.kernel(kernel_id, name, provisioner, watched, job, self.app.idle.outlook(kernel_id))
+        return models.kernel(kernel_id, name, provisioner, watched, job, self.app.idle.outlook(kernel_id))
 
 
 class StatusHandler(Handler):
@@ -146,7 +146,7 @@ class KernelHandler(Handler):
         """One kernel, with the device memory it holds now."""
         self.app.look()
         provisioner = self.kernel(kernel_id)
-        held = await asyncio.to_thread(documents.on_device, provisioner)
+        held = await asyncio.to_thread(models.on_device, provisioner)
         self.reply({**self.document(kernel_id), "device_bytes": held})
 
 
@@ -158,7 +158,7 @@ class PreflightHandler(Handler):
     @_told
     async def get(self, kernel_id: str) -> None:
         """Whether a checkpoint would be refused now."""
-        self.reply(await asyncio.to_thread(documents.findings, self.kernel(kernel_id)))
+        self.reply(await asyncio.to_thread(models.findings, self.kernel(kernel_id)))
 
 
 class VerbHandler(Handler):
@@ -171,7 +171,7 @@ class VerbHandler(Handler):
         """Begin; 202 with the job."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.why_not(provisioner))
+            raise StateError(models.why_not(provisioner))
         parameters = self._parameters(verb)
         arguments = {name: value for name, value in parameters.items() if name != "when"}
         call = functools.partial(_call, provisioner, verb, arguments)
@@ -179,7 +179,7 @@ class VerbHandler(Handler):
         if parameters.get("when") == "idle":
             moment = provisioner.once_idle()
         elif verb in _LEAVING:
-            await asyncio.to_thread(documents.require_no_cell, provisioner)
+            await asyncio.to_thread(models.require_no_cell, provisioner)
         job = self.app.jobs.start(kernel_id, verb, parameters, call, moment)
         self.set_status(202)
         self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
@@ -236,7 +236,7 @@ class ProtectHandler(Handler):
         """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
         provisioner = self.kernel(kernel_id)
         if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(documents.why_not(provisioner))
+            raise StateError(models.why_not(provisioner))
         body = self.body({"seconds"})
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")
@@ -287,7 +287,7 @@ class ImagesHandler(Handler):
     @_told
     async def get(self) -> None:
         """All images in the image directory."""
-        self.reply(await asyncio.to_thread(documents.images, self.app.store, self.app.root))
+        self.reply(await asyncio.to_thread(models.images, self.app.store, self.app.root))
 
 
 class ImageHandler(Handler):
@@ -298,7 +298,7 @@ class ImageHandler(Handler):
     @_told
     async def get(self, id: str) -> None:
         """One image."""
-        self.reply(await asyncio.to_thread(lambda: documents.image(self.image(id), self.app.root)))
+        self.reply(await asyncio.to_thread(lambda: models.image(self.image(id), self.app.root)))
 
     @web.authenticated
     @authorized
@@ -309,7 +309,7 @@ class ImageHandler(Handler):
         if force not in ("true", "false"):
             raise BadRequest("force must be true or false.")
         image = await asyncio.to_thread(self.image, id)
-        freed = await asyncio.to_thread(documents.remove, self.app.store, image, force=force == "true")
+        freed = await asyncio.to_thread(models.remove, self.app.store, image, force=force == "true")
         self.reply({"id": id, "bytes": freed})
 
 

@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..machine import State
-from .watch import VERBS, Changed, Failed, Stepped, Watcher
+from ..lifecycle.machine import State
+from .monitor import VERBS, Changed, Failed, Stepped, Watcher
 
 STEP_SECONDS = Histogram(
     "gpu_ckpt_step_seconds",

@@ -1,7 +1,7 @@
 """Publishes what the sleeping kernels need of a node, for the hub that places this user's next server.
 
 The hub cannot read images, and shall not: they are their owner's alone, and hold everything a kernel knew.  So the side
-that may read them says the little that a scheduler needs (`image.requirements`), in a directory that it shares with the
+that may read them says the little that a scheduler needs (`node.requirements`), in a directory that it shares with the
 hub.  Whoever starts the server names that directory in ``$JUPYTER_GPU_CKPT_PLACEMENT``; without it nothing is written.
 """
 
@@ -14,11 +14,11 @@ import tempfile
 import threading
 from pathlib import Path
 
-from ..image.requirements import FILE, of, to_json
 from ..image.store import Store
 from ..kernel.adoption import sleepers
-from .background import Background
-from .watch import Changed, Failed, Stepped
+from ..node.requirements import FILE, of, to_json
+from .monitor import Changed, Failed, Stepped
+from .periodic_task import Background
 
 
 def publish(directory: Path, store: Store) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..estimate import RATES
-from ..machine import Plan, Step
+from ..lifecycle.machine import Plan, Step
+from ..lifecycle.rates import RATES
 
 #: Seconds a step takes however little it moves: measured with a kernel without CUDA (docs/measurements.md).
 _FLOORS = {Step.QUIESCE: 0.03, Step.DUMP: 0.08, Step.CRIU_RESTORE: 0.07, Step.CONNECT: 0.02, Step.END_PROCESS: 0.03}

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from ..engine.cuda import Cuda
-from ..engine.gpus import Gpus
+from ..cuda.driver import Cuda
+from ..cuda.gpus import Gpus
 from ..errors import GpuCkptError
 
 START_TIMEOUT_S = 120.0

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..engine import cuda as real
-from ..engine.cuda import Cuda
-from ..engine.cuda_client import Caller
-from ..engine.cuda_helper import DriverRefused
-from ..engine.gpus import Gpus
+from ..cuda import driver as real
+from ..cuda.client import Caller
+from ..cuda.driver import Cuda
+from ..cuda.gpus import Gpus
+from ..cuda.helper import DriverRefused
 from ..errors import CudaError, HelperGone
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
@@ -61,7 +61,7 @@ class FakeProcess:
 
 
 class FakeDriver:
-    """GPUs and the processes on them; a `cuda_client.Caller`.
+    """GPUs and the processes on them; a `client.Caller`.
 
     Parameters
     ----------

@@ -15,8 +15,8 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from ..engine.cuda_client import Helper
-from ..engine.cuda_helper import DriverRefused, real_operations, run
+from ..cuda.client import Helper
+from ..cuda.helper import DriverRefused, real_operations, run
 from .fake_cuda import FakeDriver
 
 #: No call of a fake driver takes long; seconds.
@@ -24,7 +24,7 @@ _DEADLINE = 60.0
 
 
 class Before(Helper):
-    """`cuda_client.Helper`, with ``driver`` behind its process.  ``close`` ends both connections and process."""
+    """`client.Helper`, with ``driver`` behind its process.  ``close`` ends both connections and process."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
-from ..engine.criu import Criu
-from ..engine.criu_install import dotted, find
-from ..engine.cuda_client import Caller
+from ..criu.criu import Criu
+from ..criu.install import dotted, find
+from ..cuda.client import Caller
 from ..image.store import Store
-from ..kernel.engines import use_engine
-from ..lifecycle import Engine
+from ..kernel.engine import use_engine
+from ..lifecycle.driver import Engine
 from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 
 _MEMORY = "fake-device-memory.json"

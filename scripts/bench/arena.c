@@ -2,7 +2,7 @@
  *
  *   cc -O2 -pthread -o arena scripts/bench/arena.c && ./arena GIB THREADS DIRECTORY
  *
- * DIRECTORY: of a tmpfs with huge pages (mount -t tmpfs -o huge=always).  What engine/native/arena.c does is "16 files". */
+ * DIRECTORY: of a tmpfs with huge pages (mount -t tmpfs -o huge=always).  What cuda/native/arena.c does is "16 files". */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>

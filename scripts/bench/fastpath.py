@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from harness import notebook, until
 
-from jupyter_gpu_ckpt.engine.gpus import Gpus
+from jupyter_gpu_ckpt.cuda.gpus import Gpus
 
 ROUNDS = 5
 SIZES = (1, 4, 16, 48)

@@ -27,7 +27,7 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from limits import MISSED
 
-from jupyter_gpu_ckpt.kernel import wire
+from jupyter_gpu_ckpt.gate import wire
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernel"))

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from harness import notebook
 from jupyter_client.manager import start_new_async_kernel
 
-from jupyter_gpu_ckpt.engine.criu import OPTIONS
-from jupyter_gpu_ckpt.engine.criu_install import find
-from jupyter_gpu_ckpt.engine.gpus import Gpus
+from jupyter_gpu_ckpt.criu.criu import OPTIONS
+from jupyter_gpu_ckpt.criu.install import find
+from jupyter_gpu_ckpt.cuda.gpus import Gpus
 
 ROUNDS = 3
 #: Of the steady state, an even number.

@@ -20,7 +20,7 @@ from pathlib import Path
 from limits import MISSED
 
 from jupyter_gpu_ckpt.files.atomic import flush
-from jupyter_gpu_ckpt.image import integrity
+from jupyter_gpu_ckpt.image import verify as integrity
 from jupyter_gpu_ckpt.image.blocks import BLOCK, DEPTH
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store

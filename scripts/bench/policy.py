@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from harness import notebook
 from limits import MISSED
 
-from jupyter_gpu_ckpt.server.idle import IdlePolicy
+from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy
 
 KERNELS = 20
 REST = 300  # round trips before, for comparison

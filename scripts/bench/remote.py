@@ -29,8 +29,8 @@ from limits import MISSED
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.image.keys import Keyring
-from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
 LIMIT = 0.8
 ROUNDS = 5

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from move_costs import GIB, Costs, measured
 from notebook_activity import HOUR, WEEK, Habits
 
-from jupyter_gpu_ckpt.server.policy import Rule
+from jupyter_gpu_ckpt.server.idle.policy import Rule
 
 
 class Strategy(str, enum.Enum):

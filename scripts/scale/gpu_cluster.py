@@ -1,7 +1,9 @@
 """A cluster of GPUs and notebooks on it, as discrete events; when a kernel leaves is decided by the real policy.
 
-`server.policy.Policy` is what a server runs, one for each user here, fed with the same looks and obeyed in the same way
-as by `server.idle`.  What is modelled is the rest: people (`notebook_activity`), GPUs that one kernel holds at a time,
+`server.idle.policy.Policy` is what a server runs, one for each user here, fed with the same looks and obeyed in the
+same way
+as by `server.idle.loop`.  What is modelled is the rest: people (`notebook_activity`), GPUs that one kernel holds at a
+time,
 host memory and a disk for each node, and how long moves take (`move_costs`).  Times are seconds of the simulation.
 """
 
@@ -16,9 +18,9 @@ import simpy
 from experiment import Move, Plan, Result, Strategy, Use, Wake
 from notebook_activity import DAY, WEEK, Cell, Person, Session, people
 
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.preflight import MARGIN
-from jupyter_gpu_ckpt.server.policy import Action, IdleSettings, Look, Policy, Verb
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN
+from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, Look, Policy, Verb
 
 Process = Generator[simpy.Event, Any, None]
 #: Seconds between two looks of a server (`IdlePolicy.interval`).
@@ -248,7 +250,7 @@ class Cluster:
     # -- the server's policy
 
     def _serve(self, kernel: Kernel) -> Process:
-        """What `server.idle` does, for one kernel; looks at times at which nothing can be due are left out."""
+        """What `server.idle.loop` does, for one kernel; looks at times at which nothing can be due are left out."""
         limit = self.plan.memory_per_gpu * self.plan.gpus_per_node // 2
         policy = Policy(IdleSettings(self.plan.rule, memory_limit=limit, parallel=self.plan.parallel))
         self.policies[kernel] = policy

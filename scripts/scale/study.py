@@ -13,11 +13,11 @@ from gpu_cluster import Cluster
 from move_costs import GIB
 from notebook_activity import DAY, HOUR, WEEK, Habits
 
-from jupyter_gpu_ckpt.server.policy import Rule
+from jupyter_gpu_ckpt.server.idle.policy import Rule
 
 SEEDS = (1, 2, 3)
 MINUTE = 60.0
-#: Seconds a wake waits for room before its cell fails with GPU_FULL (`steps.LifecycleSettings.room`).
+#: Seconds a wake waits for room before its cell fails with GPU_FULL (`context.LifecycleSettings.room`).
 ROOM = 10.0
 #: Bytes of an NVIDIA H200, as NVML tells.
 H200 = 139 * GIB

@@ -12,7 +12,7 @@ from images import publish as publish_files
 from jupyter_gpu_ckpt.cli import demo
 from jupyter_gpu_ckpt.cli.command import CONFIG_FILES, Configured
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel.places import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import Registration
 from jupyter_gpu_ckpt.server.app import GpuCkptApp
@@ -97,7 +97,9 @@ def test_list_looks_for_kernels_in_the_configured_runtime_base(run, configuratio
 @pytest.mark.parametrize("accepts", [True, False])
 def test_match_accepts_changed_files_where_kernels_do(store, run, configuration, monkeypatch, accepts):
     given = []
-    monkeypatch.setattr("jupyter_gpu_ckpt.fit.mismatches", lambda *_, **options: given.append(options) or [])
+    monkeypatch.setattr(
+        "jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **options: given.append(options) or []
+    )
     (configuration / "jupyter_config.py").write_text(f"c.GpuCkptProvisioner.accept_changed_files = {accepts}\n")
     image = publish(store)
     assert run("match", image.id).status == 0
@@ -107,7 +109,9 @@ def test_match_accepts_changed_files_where_kernels_do(store, run, configuration,
 
 def test_match_counts_the_memory_that_an_encrypted_image_takes(store, run, configuration, monkeypatch):
     vaults = []
-    monkeypatch.setattr("jupyter_gpu_ckpt.fit.mismatches", lambda _, node, **__: vaults.append(node.store.vault) or [])
+    monkeypatch.setattr(
+        "jupyter_gpu_ckpt.node.compatibility.mismatches", lambda _, node, **__: vaults.append(node.store.vault) or []
+    )
     image = publish(store)
     assert run("match", image.id).status == 0
     (configuration / "jupyter_config.py").write_text("c.GpuCkptProvisioner.encryption_key = 'env:KEY'\n")

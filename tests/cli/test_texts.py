@@ -16,14 +16,14 @@ import pytest
 from images import FILES
 from images import publish as publish_files
 
-from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.cli import demo
-from jupyter_gpu_ckpt.doctor import Finding
+from jupyter_gpu_ckpt.doctor import checks
+from jupyter_gpu_ckpt.doctor.checks import Finding
 from jupyter_gpu_ckpt.image import layout
-from jupyter_gpu_ckpt.image.match import Mismatch
 from jupyter_gpu_ckpt.kernel.adoption import VERSION
-from jupyter_gpu_ckpt.kernel.places import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
 from jupyter_gpu_ckpt.kernel.registry import Registration
+from jupyter_gpu_ckpt.node.match import Mismatch
 
 TEXTS = Path(__file__).with_name("texts.txt")
 KERNELS = [f"{n}c0ffee0-1111-2222-3333-444444444444" for n in range(4)]
@@ -116,9 +116,9 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("break-claim", first.id)
     assert not (first.path / layout.CLAIM).exists()
 
-    monkeypatch.setattr("jupyter_gpu_ckpt.fit.mismatches", lambda *_, **__: MISMATCHES)
+    monkeypatch.setattr("jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **__: MISMATCHES)
     transcript("match", first.id)
-    monkeypatch.setattr("jupyter_gpu_ckpt.fit.mismatches", lambda *_, **__: [])
+    monkeypatch.setattr("jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **__: [])
     transcript("match", first.id)
 
     session = {"version": VERSION, "kernel_id": KERNELS[3], "kernel_name": "python3", "runtime_dir": "/nowhere/kernel"}
@@ -137,7 +137,7 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("pull", str(depot))
     transcript("keys")
 
-    monkeypatch.setattr(doctor, "diagnose", lambda directory: FINDINGS)
+    monkeypatch.setattr(checks, "diagnose", lambda directory: FINDINGS)
     transcript("doctor")
     monkeypatch.setattr(demo, "quickstart", lambda: tmp_path / "demo.ipynb")
     (tmp_path / "demo.ipynb").write_text('{"cells": []}')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from waiting import until
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 
 _SUBJECT = """
 import os, sys, time

@@ -9,7 +9,7 @@ import pytest
 from sleepers import ENV
 from waiting import until
 
-from jupyter_gpu_ckpt.engine import criu as module
+from jupyter_gpu_ckpt.criu import criu as module
 from jupyter_gpu_ckpt.errors import KernelBusy
 
 #: In a system call that says nothing of what its caller holds, and is about memory: no way to park it.

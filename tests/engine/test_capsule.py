@@ -21,10 +21,10 @@ from sleepers import ENV, sleeper, status_of
 from waiting import until
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, first_pid
-from jupyter_gpu_ckpt.engine.clocks import Clocks
-from jupyter_gpu_ckpt.engine.raw_output import BACKLOG
+from jupyter_gpu_ckpt.capsule import capsule as under_test
+from jupyter_gpu_ckpt.capsule.capsule import Capsule, first_pid
+from jupyter_gpu_ckpt.capsule.clocks import Clocks
+from jupyter_gpu_ckpt.capsule.stdio import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 
 SECOND = 1_000_000_000
@@ -341,7 +341,7 @@ import os, sys
 sys.path.insert(0, {package!r})
 from pathlib import Path
 from jupyter_gpu_ckpt.engine import syscalls
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError
 uid, gid = os.getuid(), os.getgid()
 syscalls.unshare(syscalls.CLONE_NEWUSER)

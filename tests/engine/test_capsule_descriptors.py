@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 
 
 def test_descriptors_above_1023(runtime_base):

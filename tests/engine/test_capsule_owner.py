@@ -17,9 +17,9 @@ from harness import alive
 from sleepers import ENV, sleeper, status_of
 from waiting import until
 
-from jupyter_gpu_ckpt.engine import capsule as under_test
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Ran
-from jupyter_gpu_ckpt.engine.capsule_init import Init
+from jupyter_gpu_ckpt.capsule import capsule as under_test
+from jupyter_gpu_ckpt.capsule.capsule import Capsule, Ran
+from jupyter_gpu_ckpt.capsule.init import Init
 from jupyter_gpu_ckpt.errors import CapsuleGone, ProtocolVersion
 from jupyter_gpu_ckpt.kernel import registry
 
@@ -27,7 +27,7 @@ OWNER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {package!r})
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 capsule = Capsule.create(Path({directory!r}))
 capsule.spawn(["sleep", "1000"], {{"PATH": "/usr/bin:/bin"}}, None)
 if {outlive}:

@@ -11,10 +11,10 @@ import pytest
 from harness import alive
 from waiting import until
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule, Ran
-from jupyter_gpu_ckpt.engine.criu import OPTIONS, explain
+from jupyter_gpu_ckpt.capsule.capsule import Capsule, Ran
+from jupyter_gpu_ckpt.criu.criu import OPTIONS, explain
 from jupyter_gpu_ckpt.errors import CriuError, CriuKilled, CriuTimeout
-from jupyter_gpu_ckpt.preflight import read_process
+from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 ENV = {"PATH": os.environ["PATH"]}
 FAILED = Ran(1, False, 0.1)

@@ -9,8 +9,8 @@ import struct
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import criu_images
-from jupyter_gpu_ckpt.engine.criu_images import Port, RegularFile
+from jupyter_gpu_ckpt.criu import images
+from jupyter_gpu_ckpt.criu.images import Port, RegularFile
 from jupyter_gpu_ckpt.errors import ImageFormat
 
 FILES, FDINFO, REMAP = 0x56303138, 0x56213732, 0x59133954
@@ -76,7 +76,7 @@ def dump(tmp_path):
 
 def test_the_files_a_restore_needs(dump):
     """Not deleted ones, which travel in the image, nor devices."""
-    assert criu_images.regular_files(dump) == [
+    assert images.regular_files(dump) == [
         RegularFile("/data", None, stat.S_IFDIR | 0o755, False, writes=True),
         RegularFile("/data/a.csv", 300, 0o100644, True, writes=True),
         RegularFile("/lib/libc.so", 1 << 40, 0o100644, False, writes=True),
@@ -85,7 +85,7 @@ def test_the_files_a_restore_needs(dump):
 
 def test_the_ports_a_restore_binds(dump):
     """Not those of connections, which come back closed."""
-    assert criu_images.ports(dump) == [
+    assert images.ports(dump) == [
         Port(socket.AF_INET, socket.SOCK_DGRAM, "127.0.0.1", 5353),
         Port(socket.AF_INET, socket.SOCK_STREAM, "127.0.0.1", 8888),
     ]
@@ -93,19 +93,19 @@ def test_the_ports_a_restore_binds(dump):
 
 def test_a_view_asks_for_no_size_of_a_changed_file_and_leaves_the_image_alone(dump, tmp_path):
     before = {path.name: path.read_bytes() for path in dump.iterdir()}
-    view = criu_images.view(dump, tmp_path / "view", {"/data/a.csv"})
-    assert criu_images.regular_files(view)[1:] == [
+    view = images.view(dump, tmp_path / "view", {"/data/a.csv"})
+    assert images.regular_files(view)[1:] == [
         RegularFile("/data/a.csv", None, None, True, writes=True),
         RegularFile("/lib/libc.so", 1 << 40, 0o100644, False, writes=True),
     ]
-    assert criu_images.ports(view) == criu_images.ports(dump)
+    assert images.ports(view) == images.ports(dump)
     assert (view / "pages-1.img").samefile(dump / "pages-1.img")
     assert {path.name: path.read_bytes() for path in dump.iterdir()} == before
     assert (view / "files.img").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_view_without_changes_is_byte_for_byte_the_same(dump, tmp_path):
-    view = criu_images.view(dump, tmp_path / "view", ())
+    view = images.view(dump, tmp_path / "view", ())
     assert (view / "files.img").read_bytes() == (dump / "files.img").read_bytes()
 
 
@@ -113,7 +113,7 @@ def test_a_view_without_changes_is_byte_for_byte_the_same(dump, tmp_path):
 def test_another_kind_of_file_is_refused(dump, damage):
     (dump / "files.img").write_bytes(damage)
     with pytest.raises(ImageFormat):
-        criu_images.regular_files(dump)
+        images.regular_files(dump)
 
 
 def test_every_cut_is_refused_or_ends_between_two_records(dump):
@@ -125,10 +125,10 @@ def test_every_cut_is_refused_or_ends_between_two_records(dump):
     for length in range(len(whole)):
         (dump / "files.img").write_bytes(whole[:length])
         if length in ends:
-            criu_images.ports(dump)
+            images.ports(dump)
         else:
             with pytest.raises(ImageFormat):
-                criu_images.ports(dump)
+                images.ports(dump)
 
 
 TTY_INFO, PTY, CTTY = 0x59453036, 1, 4
@@ -142,14 +142,14 @@ def terminal(kind: int, *owner: tuple[int, int]) -> bytes:
 def test_devices_keep_their_owners_and_pseudo_terminals_get_theirs(tmp_path):
     path = tmp_path / "tty-info.img"
     write(path, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY, (14, 65534), (15, 65534)))
-    criu_images.spare_devices(tmp_path)
+    images.spare_devices(tmp_path)
     expected = tmp_path / "expected"
     write(expected, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY))
     assert path.read_bytes() == expected.read_bytes()
 
 
 def test_a_dump_without_terminals_has_no_owners_to_forget(tmp_path):
-    criu_images.spare_devices(tmp_path)
+    images.spare_devices(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,7 +165,7 @@ def test_how_files_are_used(dump):
     areas = [vma(2, 5, 2, private), vma(1, 3, 1, shared), vma(4, 5, 2, anonymous), vma(2, 1, 2, private)]
     write(dump / "files.img", FILES, *(read_only(id, name) for id, name in ((1, "/a"), (2, "/b"), (4, "/c"))))
     write(dump / "mm-2.img", 0x57492820, message((1, 7), *((14, area) for area in areas)))
-    found = {file.path: (file.writes, file.code) for file in criu_images.regular_files(dump)}
+    found = {file.path: (file.writes, file.code) for file in images.regular_files(dump)}
     assert found == {"/a": (True, False), "/b": (False, True), "/c": (False, False)}
 
 
@@ -178,20 +178,20 @@ def test_names_that_the_dump_made(dump):
     named = [(3, "/data/gone", 0o100644), (9, "/data/link_remap.9", None), (10, "/data/link_remap.10", 0o100644)]
     write(dump / "files.img", FILES, *(read_only(*one) for one in named))
     write(dump / "remap-fpath.img", REMAP, message((1, 3), (2, 9), (3, 0)))
-    assert criu_images.made_names(dump) == ["/data/link_remap.9"], "the other one is the user's"
-    assert [(file.path, file.made) for file in criu_images.regular_files(dump)] == [
+    assert images.made_names(dump) == ["/data/link_remap.9"], "the other one is the user's"
+    assert [(file.path, file.made) for file in images.regular_files(dump)] == [
         ("/data/link_remap.10", False),
         ("/data/link_remap.9", True),
     ]
     write(dump / "remap-fpath.img", REMAP, message((1, 3), (2, 9), (3, 1)))
-    assert criu_images.made_names(dump) == [], "what travels in the image has no name"
+    assert images.made_names(dump) == [], "what travels in the image has no name"
     (dump / "remap-fpath.img").write_bytes(b"cut")
-    assert criu_images.made_names(dump) == []
+    assert images.made_names(dump) == []
 
 
 @pytest.mark.parametrize("name", ["/data/a.csv", "/data/link_remap.", "/data/link_remap.1x", "link_remap.1", "/x/../y"])
 def test_no_other_name_is_taken_for_one_that_a_dump_made(name):
-    assert not criu_images.is_made_name(name)
+    assert not images.is_made_name(name)
 
 
 def test_what_lies_in_proc_is_not_looked_for_on_the_host_and_may_not_come_back(dump):
@@ -203,5 +203,5 @@ def test_what_lies_in_proc_is_not_looked_for_on_the_host_and_may_not_come_back(d
     write(dump / "files.img", FILES, *records)
     write(dump / "fdinfo-2.img", FDINFO, *(message((1, id), (2, id)) for id in range(len(opened))))
     write(dump / "remap-fpath.img", REMAP)
-    assert [file.path for file in criu_images.regular_files(dump)] == ["/procs"]
-    assert criu_images.unrestorable(dump) == ["/proc/8192", "/proc/8192/task", "/proc/8192/task/8193/stat"]
+    assert [file.path for file in images.regular_files(dump)] == ["/procs"]
+    assert images.unrestorable(dump) == ["/proc/8192", "/proc/8192/task", "/proc/8192/task/8193/stat"]

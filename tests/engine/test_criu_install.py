@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt import subprocesses
-from jupyter_gpu_ckpt.engine import criu_install, debian
-from jupyter_gpu_ckpt.engine.criu_install import FLOOR, VARIABLE, CriuBinary, check, find, install
+from jupyter_gpu_ckpt.criu import debian
+from jupyter_gpu_ckpt.criu import install as criu_install
+from jupyter_gpu_ckpt.criu.install import FLOOR, VARIABLE, CriuBinary, check, find, install
 from jupyter_gpu_ckpt.errors import CriuMissing
 from jupyter_gpu_ckpt.subprocesses import Completed
 from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
@@ -263,7 +264,7 @@ def test_criu_check_passes_as_whoever_runs_this(unpacked, monkeypatch):
 @online
 def test_an_ordinary_user_installs_and_checks():
     with ordinary_user() as user:
-        script = [user.python, "-m", "jupyter_gpu_ckpt.engine.criu_install", "--force-unpack", "--json"]
+        script = [user.python, "-m", "jupyter_gpu_ckpt.criu.install", "--force-unpack", "--json"]
         done = user.run(script, timeout_s=300)
         assert done.status == 0, done.err
         answer = json.loads(done.out)

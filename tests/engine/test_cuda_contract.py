@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.engine.gpus import Gpus
+from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
 from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus

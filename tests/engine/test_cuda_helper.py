@@ -14,16 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import cuda_helper
-from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.engine.cuda_client import Helper
-from jupyter_gpu_ckpt.engine.cuda_helper import CudaDriver, DriverRefused, Unavailable, serve
+from jupyter_gpu_ckpt.cuda import helper as cuda_helper
+from jupyter_gpu_ckpt.cuda.client import Helper
+from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.helper import CudaDriver, DriverRefused, Unavailable, serve
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone, StateError, UnsupportedCuda
 
 # A helper with operations that do what the driver cannot be asked to.  `wait` blocks until somebody writes the FIFO.
 STUB = """
 import os, threading
-from jupyter_gpu_ckpt.engine.cuda_helper import DriverRefused, Unavailable, run
+from jupyter_gpu_ckpt.cuda.helper import DriverRefused, Unavailable, run
 def refuse(): raise DriverRefused(401, "CUDA_ERROR_ILLEGAL_STATE")
 def lack(): raise Unavailable("driver-missing", "No driver.")
 run({
@@ -110,7 +110,7 @@ class TestHelper:
         (tmp_path / "cuda.py").write_text("raise SystemExit('imported from the working directory')")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        code = "import os; from jupyter_gpu_ckpt.engine.cuda_helper import run\n"
+        code = "import os; from jupyter_gpu_ckpt.cuda.helper import run\n"
         code += "run({'x.open': dict, 'x.look': lambda: [os.getcwd(), os.environ.get('CUDA_VISIBLE_DEVICES')]})"
         helper = Helper([sys.executable, "-c", code])
         cwd, visible = helper.call("x.look", timeout_s=20)
@@ -213,7 +213,7 @@ class TestHelper:
         assert helper.pid is None
 
     def test_it_ends_with_its_caller(self):
-        code = "import os, sys; from jupyter_gpu_ckpt.engine.cuda_client import Helper\n"
+        code = "import os, sys; from jupyter_gpu_ckpt.cuda.client import Helper\n"
         code += "helper = Helper([sys.executable, '-c', sys.argv[1]])\n"
         code += "print(helper.call('x.pid', timeout_s=20), flush=True); os._exit(1)"
         caller = subprocess.run([sys.executable, "-c", code, STUB], capture_output=True, timeout=60)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import debian
-from jupyter_gpu_ckpt.engine.criu_install import FLOOR, install
+from jupyter_gpu_ckpt.criu import debian
+from jupyter_gpu_ckpt.criu.install import FLOOR, install
 from jupyter_gpu_ckpt.errors import CriuMissing
 
 GPG = shutil.which("gpg")

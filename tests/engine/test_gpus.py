@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import gpu_locks
-from jupyter_gpu_ckpt.engine.cuda_helper import Nvml, Unavailable
-from jupyter_gpu_ckpt.engine.gpus import Gpus, gpu_mapping
+from jupyter_gpu_ckpt.cuda import gpu_locks
+from jupyter_gpu_ckpt.cuda.gpus import Gpus, gpu_mapping
+from jupyter_gpu_ckpt.cuda.helper import Nvml, Unavailable
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull, HostError
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeGpus
 

@@ -5,30 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine import host
+from jupyter_gpu_ckpt.doctor import probes
 from jupyter_gpu_ckpt.errors import CudaUnavailable
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver
 
 
 def test_place_of_a_directory_that_is_not_there_yet(tmp_path):
-    place = host.place(tmp_path / "a/b")
+    place = probes.place(tmp_path / "a/b")
     assert place.path == tmp_path and place.free > 0 and place.problem == "" and place.filesystem != "unknown"
 
 
 def test_place_in_a_file_system_that_cannot_be_written():
-    assert host.place(Path("/proc/nowhere")).problem
-    assert host.place(Path("/proc/nowhere")).filesystem == "proc"
+    assert probes.place(Path("/proc/nowhere")).problem
+    assert probes.place(Path("/proc/nowhere")).filesystem == "proc"
 
 
 def test_sysctl():
-    assert int(host.sysctl("kernel.pid_max")) > 0
-    assert host.sysctl("kernel.no_such_setting") is None
+    assert int(probes.sysctl("kernel.pid_max")) > 0
+    assert probes.sysctl("kernel.no_such_setting") is None
 
 
 def test_default_kernel_of_this_environment():
     import ipykernel
 
-    assert host.default_kernel() == ipykernel.__version__
+    assert probes.default_kernel() == ipykernel.__version__
 
 
 def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
@@ -41,7 +41,7 @@ def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
     (spec / "kernel.json").write_text(json.dumps(content))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     with pytest.raises(LookupError, match="No module named ipykernel"):
-        host.default_kernel()
+        probes.default_kernel()
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
 )
 def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: text)
-    assert host.nvidia_driver() == version
+    assert probes.nvidia_driver() == version
 
 
 @pytest.fixture
 def driver(monkeypatch):
     driver = FakeDriver({})
-    monkeypatch.setattr("jupyter_gpu_ckpt.engine.cuda.Cuda", lambda: FakeCuda(driver))
+    monkeypatch.setattr("jupyter_gpu_ckpt.cuda.driver.Cuda", lambda: FakeCuda(driver))
     return driver
 
 
 def test_a_driver_that_can_checkpoint_is_found(driver):
-    host.require_cuda()
+    probes.require_cuda()
 
 
 def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
@@ -74,4 +74,4 @@ def test_a_driver_that_cannot_checkpoint_is_one(driver, monkeypatch):
 
     monkeypatch.setattr(driver, "_cuda_open", unavailable)
     with pytest.raises(CudaUnavailable):
-        host.require_cuda()
+        probes.require_cuda()

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from jupyter_gpu_ckpt.engine.parking import _SHARED_CODE, Parking
-from jupyter_gpu_ckpt.engine.ptrace import MACHINE
+from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, Parking
+from jupyter_gpu_ckpt.process.ptrace import MACHINE
 
 #: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
 KINDS = ("computes", "allocates", "hashes", "comes", "waits", "locks")
@@ -82,8 +82,8 @@ os._exit(0)
 
 PARKER = """
 import sys, time
-from jupyter_gpu_ckpt.engine.parking import Parking
-from jupyter_gpu_ckpt.engine.ptrace import MACHINE
+from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.ptrace import MACHINE
 parking = Parking(MACHINE, int(sys.argv[1]))
 parking.everybody(time.monotonic() + 60)
 print(len(parking), flush=True)
@@ -338,7 +338,7 @@ def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
         ("/x/nvidia/cu13/lib/libcudart.so.13", True),
         ("/x/cupy.libs/libcudart-2f1a8c1d.so.12", True),
         ("/usr/lib/libtcmalloc_minimal.so.4", True),
-        ("/x/jupyter_gpu_ckpt/engine/native/_fastpath.abi3.so", True),
+        ("/x/jupyter_gpu_ckpt/cuda/native/_fastpath.abi3.so", True),
         ("/usr/lib/libcrypto.so.3", False),
         ("/x/nvidia/cu13/lib/libcublasLt.so.13", False),
         ("/x/nvidia/cudnn/lib/libcudnn.so.9", False),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt.engine import fastpath
+from jupyter_gpu_ckpt.cuda import fastpath
 
 NATIVE = Path(fastpath.__file__).with_name("native")
 

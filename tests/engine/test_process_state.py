@@ -22,10 +22,12 @@ import pytest
 from round_trip import Subject, image
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.engine import criu_tasks, kernel_calls, process_state, socket_state
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.criu import Criu
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu import tasks
+from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuError
+from jupyter_gpu_ckpt.process import inventory as process_state
+from jupyter_gpu_ckpt.process import kernel_calls, sockets
 
 ROOT = os.geteuid() == 0
 
@@ -485,7 +487,7 @@ class Trip:
                 criu.dump(capsule, image(home), timeout=60)
                 state = capsule.inspect()
                 assert state["refusals"] == []
-                assert criu_tasks.missing(image(home), state["inventory"]) == []
+                assert tasks.missing(image(home), state["inventory"]) == []
                 notes = state["notes"]
                 note_death_signals(home, inner, notes)
             with Capsule.create(home) as capsule:
@@ -509,7 +511,7 @@ class Trip:
 
 
 def note_death_signals(home: Path, inner: int, notes: dict[str, Any]) -> None:
-    for tid, number in criu_tasks.take_death_signals(image(home)).items():
+    for tid, number in tasks.take_death_signals(image(home)).items():
         threads = notes.setdefault(str(inner), {}).setdefault("threads", {})
         threads.setdefault(str(tid), {})["death_signal"] = number
 
@@ -896,7 +898,7 @@ def test_a_look_at_a_socket_leaves_where_its_owner_looks_next():
         far.setsockopt(socket.SOL_SOCKET, 16, 1)  # SO_PASSCRED
         far.setsockopt(socket.SOL_SOCKET, 42, 3)  # SO_PEEK_OFF
         near.send(b"abcdef")
-        assert "SCM_CREDENTIALS" in socket_state.refusal(far, 0)
+        assert "SCM_CREDENTIALS" in sockets.refusal(far, 0)
         assert far.getsockopt(socket.SOL_SOCKET, 42) == 3
 
 
@@ -923,15 +925,15 @@ def test_a_death_signal_is_not_in_the_image(criu, capsule, home):
     subject = Subject(capsule)
     subject.tell(PRELUDE + f"prctl(1, {int(signal.SIGTERM)})")
     criu.dump(capsule, image(home), timeout=60)
-    assert criu_tasks.take_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
-    assert criu_tasks.take_death_signals(image(home)) == {}
+    assert tasks.take_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
+    assert tasks.take_death_signals(image(home)) == {}
 
 
 def test_a_connection_that_nobody_outside_has_accepted_is_seen_in_the_image(criu, capsule, home):
     subject = Subject(capsule)
     subject.tell(f"{PRELUDE}a, b = socket.socketpair()")
     criu.dump(capsule, image(home), timeout=60)
-    assert not criu_tasks.has_foreign_peer(image(home))
+    assert not tasks.has_foreign_peer(image(home))
     capsule.go_on()
     shutil.rmtree(image(home))
     with socket.socket(socket.AF_UNIX) as outside:
@@ -939,7 +941,7 @@ def test_a_connection_that_nobody_outside_has_accepted_is_seen_in_the_image(criu
         outside.listen()
         subject.tell(f"c = socket.socket(socket.AF_UNIX); c.connect({str(home / 'outside')!r})")
         criu.dump(capsule, image(home), timeout=60)
-        assert criu_tasks.has_foreign_peer(image(home))
+        assert tasks.has_foreign_peer(image(home))
 
 
 def test_what_a_dump_lacks_is_named(criu, capsule, home):
@@ -947,13 +949,13 @@ def test_what_a_dump_lacks_is_named(criu, capsule, home):
     criu.dump(capsule, image(home), timeout=60)
     inventory = capsule.inspect()["inventory"]
     mine = inventory[str(capsule.inner_pid)]
-    assert criu_tasks.missing(image(home), inventory) == []
+    assert tasks.missing(image(home), inventory) == []
     at = max(end for _, end in mine["mappings"])
     mine["threads"].append(77)
     mine["descriptors"].append(88)
     mine["mappings"].append([at + 4096, at + 8192])
     pid = capsule.inner_pid
-    assert criu_tasks.missing(image(home), {**inventory, "99": mine}) == [
+    assert tasks.missing(image(home), {**inventory, "99": mine}) == [
         f"thread 77 of process {pid}",
         f"descriptor 88 of process {pid}",
         f"memory at {at + 4096:#x} of process {pid}",

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from jupyter_gpu_ckpt.engine import rescue
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.engine.ptrace import MACHINE, Tracee, let_go
+from jupyter_gpu_ckpt.capsule import criu_guard
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuKilled
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, let_go
 
 ENV = {"PATH": os.environ["PATH"]}
 LAUNCHER = Path(__file__).with_name("killed_criu.py")
@@ -224,7 +224,7 @@ def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, cap
     pids = [capsule.host_pid, *sorted(capsule.companions())]
 
     def states() -> str:
-        return "".join(rescue._state(pid, pid) for pid in pids)
+        return "".join(criu_guard._state(pid, pid) for pid in pids)
 
     until(lambda: states()[1:] == "ST")
     Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
@@ -291,22 +291,22 @@ def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
 
     monkeypatch.setattr(Tracee, "__init__", refused)
     with pytest.raises(OSError, match="^another tracer$" if undone else "another tracer; whether SIGTRAP"):
-        rescue.Rescue(process.pid, time.monotonic() + 5)
+        criu_guard.Rescue(process.pid, time.monotonic() + 5)
     assert (handled(process.pid) == before) is undone
-    until(lambda: rescue._state(process.pid, process.pid) == "S")
+    until(lambda: criu_guard._state(process.pid, process.pid) == "S")
 
 
 def test_a_process_that_cannot_be_put_right_goes_on_all_the_same(process, monkeypatch):
     """And so do those that come after it: a stop that stays is what nobody could undo any more."""
-    stopped = rescue.Rescue(process.pid, time.monotonic() + 5)
+    stopped = criu_guard.Rescue(process.pid, time.monotonic() + 5)
 
     def refused(pid, leader):
         raise PermissionError("another tracer")
 
-    monkeypatch.setattr(rescue, "resume", refused)
+    monkeypatch.setattr(criu_guard, "resume", refused)
     with pytest.raises(OSError, match=f"process {process.pid}: PermissionError: another tracer"):
         stopped.go_on()
-    until(lambda: rescue._state(process.pid, process.pid) == "S", "it goes on")
+    until(lambda: criu_guard._state(process.pid, process.pid) == "S", "it goes on")
 
 
 def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
@@ -320,5 +320,5 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
     assert os.WIFSTOPPED(status)
     assert let_go(pid, status)
     until(lambda: "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text())
-    until(lambda: rescue._state(pid, pid) == "S")
+    until(lambda: criu_guard._state(pid, pid) == "S")
     assert not let_go(pid, status)

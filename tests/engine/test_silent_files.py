@@ -9,8 +9,9 @@ import pytest
 from round_trip import Subject
 from silent_fuse import SilentFuse
 
-from jupyter_gpu_ckpt.engine import file_facts, process_state
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.files import facts as file_facts
+from jupyter_gpu_ckpt.process import inventory
 
 ROOT = os.geteuid() == 0
 
@@ -50,8 +51,8 @@ def test_no_descriptor_is_judged_by_a_call_that_asks_a_server(monkeypatch, tmp_p
     with open(tmp_path / "open", "w") as file, open("/dev/null") as null:
         assert file.fileno() != null.fileno()
         for name in ("stat", "lstat", "statvfs"):
-            monkeypatch.setattr(process_state.os, name, asked)
-        found = process_state.inspect(os.getpid(), stopped=False)
+            monkeypatch.setattr(inventory.os, name, asked)
+        found = inventory.inspect(os.getpid(), stopped=False)
         monkeypatch.undo()
     assert [each["what"] for each in found.refusals if "open" in each["what"]] == []
 
@@ -62,7 +63,7 @@ def test_a_file_that_cannot_be_reached_is_refused_by_its_name(monkeypatch, tmp_p
 
     with open(tmp_path / "gone", "w"):
         monkeypatch.setattr(file_facts, "of", fails)
-        found = process_state.inspect(os.getpid(), stopped=False)
+        found = inventory.inspect(os.getpid(), stopped=False)
     words = [each["what"] for each in found.refusals]
     assert [what for what in words if f"a file that cannot be reached ({tmp_path}/gone, descriptor " in what], words
 

@@ -12,7 +12,7 @@ import pytest
 from sleepers import ENV
 from waiting import until
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CriuError
 
 #: Each thread makes one system call through the C library; none of them may return before it is told to.

@@ -14,9 +14,9 @@ from typing import Any
 from harness import Notebook, alive, until
 from jupyter_client.asynchronous import AsyncKernelClient
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.preflight import read_process
+from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 from jupyter_gpu_ckpt.trace import StepEvent
 
 

@@ -15,7 +15,7 @@ from faulty import Subject
 from harness import notebook
 
 from jupyter_gpu_ckpt.errors import GpuCkptError, NoSpace
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 
@@ -183,7 +183,7 @@ async def test_a_wake_that_finds_no_room_for_its_claim(subject, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(leases, "_process", full)
+        patched.setattr(lease, "_process", full)
         error = await subject.fails(subject.provisioner.restore, "NO_SPACE")
     await subject.stays_away(error)
     await subject.wakes()

@@ -24,13 +24,13 @@ from faulty import Subject
 from harness import notebook
 from waiting import until
 
-from jupyter_gpu_ckpt import machine
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel import engines
+from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.adoption import orphans
-from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.lifecycle import machine
+from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.testing.fake_helper import Before
 from jupyter_gpu_ckpt.testing.fake_host import FakeHost, holding, install
 
@@ -187,7 +187,7 @@ async def on_gpu(tmp_path_factory, criu_binary):
         helpers.append(Before(driver))
         return helpers[0]
 
-    with mock.patch.dict(engines._engines, clear=True):
+    with mock.patch.dict(engine._engines, clear=True):
         host = install({GPU: 100 << 20}, directory / "images", before)
         async with notebook(directory, base) as kernel:
             subject = await Subject.of(kernel, directory, holding({GPU: HELD}))

@@ -15,9 +15,9 @@ import pytest
 from faulty import Subject, under_way
 from harness import alive, notebook, until
 
-from jupyter_gpu_ckpt.engine import criu
+from jupyter_gpu_ckpt.criu import criu
 from jupyter_gpu_ckpt.errors import CriuKilled, CriuTimeout
-from jupyter_gpu_ckpt.preflight import read_process
+from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 
 @pytest.mark.parametrize("enough", [0, 1, 100_000_000], ids=["at once", "first page", "in the middle"])

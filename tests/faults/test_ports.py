@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from harness import until
 
-from jupyter_gpu_ckpt.image import node
+from jupyter_gpu_ckpt.node import facts
 
 LISTEN = """
 import socket, threading
@@ -72,7 +72,7 @@ async def test_what_lingers_is_told_as_what_it_is(subject):
     lifecycle = subject.kernel.lifecycle
     port = await closed_before(subject)
     await subject.provisioner.checkpoint()
-    assert node.unbindable("127.0.0.1", port) == node.LINGERS
+    assert facts.unbindable("127.0.0.1", port) == facts.LINGERS
     lifecycle.settings = dataclasses.replace(lifecycle.settings, lingering=0.3)
     error = await subject.fails(subject.provisioner.restore, "PORT_TAKEN")
     assert "connections that were closed linger" in error.message
@@ -83,13 +83,13 @@ async def test_what_lingers_is_told_as_what_it_is(subject):
 async def test_a_wake_waits_for_what_lingers_and_no_longer(subject, monkeypatch):
     await closed_before(subject)
     await subject.provisioner.checkpoint()
-    looks, real = [], node.unbindable
+    looks, real = [], facts.unbindable
 
     def gone_after_three(*args) -> str:
         looks.append(real(*args))
-        return node.LINGERS if len(looks) < 3 else ""
+        return facts.LINGERS if len(looks) < 3 else ""
 
-    monkeypatch.setattr(node, "unbindable", gone_after_three)
+    monkeypatch.setattr(facts, "unbindable", gone_after_three)
     await subject.fails(subject.provisioner.restore, "PORT_TAKEN")  # CRIU's own word: here it only seemed to be gone
     assert len(looks) == 3
 

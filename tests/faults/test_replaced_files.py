@@ -128,7 +128,7 @@ async def test_nothing_is_read_on_a_wake_while_nothing_changed(subject, array, m
         raise AssertionError(f"{path} was read")
 
     monkeypatch.setattr("jupyter_gpu_ckpt.image.hashes.open_regular", read)
-    monkeypatch.setattr("jupyter_gpu_ckpt.image.node.open_regular", read)
+    monkeypatch.setattr("jupyter_gpu_ckpt.node.facts.open_regular", read)
     await subject.wakes()
 
 

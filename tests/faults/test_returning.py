@@ -15,10 +15,10 @@ import pytest
 from faulty import under_way
 from harness import CellFailed, alive, until
 
-from jupyter_gpu_ckpt import lifecycle
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.preflight import read_process
+from jupyter_gpu_ckpt.lifecycle import driver
+from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 
 async def test_an_open_log_that_grew_while_the_kernel_was_away(subject):
@@ -110,7 +110,7 @@ class Created:
             self.capsules.append(create(*args, **options))
             return self.capsules[-1]
 
-        monkeypatch.setattr(lifecycle.Capsule, "create", noted)
+        monkeypatch.setattr(driver.Capsule, "create", noted)
 
     def criu(self) -> list[int]:
         """CRIU itself, in the newest capsule."""
@@ -294,9 +294,9 @@ async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
 
     def end(event) -> None:
         if (event.kind, event.step) == (edge, step):
-            lifecycle = subject.kernel.lifecycle
-            ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(lifecycle.terminate), loop))
-            assert lifecycle._ending.wait(60)
+            driver = subject.kernel.lifecycle
+            ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(driver.terminate), loop))
+            assert driver._ending.wait(60)
 
     subject.provisioner.faults.append(end)
     await subject.fails(subject.provisioner.restore, "KERNEL_LOST", "CAPSULE_GONE")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt import machine
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.lifecycle import machine
+from jupyter_gpu_ckpt.lifecycle.machine import State
 
 #: The verb of the provisioner for each request, and the verbs that bring a running kernel to where it starts.
 VERBS = {machine.Suspend: "suspend", machine.Resume: "resume", machine.Checkpoint: "checkpoint"}

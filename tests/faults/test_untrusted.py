@@ -10,8 +10,8 @@ import pytest
 from faulty import Subject
 from harness import notebook, until
 
-from jupyter_gpu_ckpt.engine.criu import Criu
-from jupyter_gpu_ckpt.image import layout, leases
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.image import layout, lease
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def living_elsewhere(image, subject):
     claim = {"boot": "0" * 36, "machine": "another", "hostname": "elsewhere", "pid": 7}
     (image.path / layout.CLAIM).write_text(json.dumps(claim))
     yield
-    assert leases.break_claim(image.path)
+    assert lease.break_claim(image.path)
 
 
 CASES = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.cuda import Cuda
-from jupyter_gpu_ckpt.engine.gpus import Gpus
+from jupyter_gpu_ckpt.cuda.driver import Cuda
+from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 
 

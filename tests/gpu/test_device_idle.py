@@ -8,8 +8,8 @@ import pytest
 import waiting
 from harness import notebook, until
 
-from jupyter_gpu_ckpt.server.idle import IdlePolicy
-from jupyter_gpu_ckpt.server.senses import computing
+from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy
+from jupyter_gpu_ckpt.server.idle.probe import computing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt import fit
+from jupyter_gpu_ckpt.node import compatibility
 
 pytestmark = pytest.mark.gpu
 
 
 def fields(manifest, engine, **options) -> list[str]:
-    return [mismatch.field for mismatch in fit.mismatches(manifest, engine, **options) if mismatch.hard]
+    return [mismatch.field for mismatch in compatibility.mismatches(manifest, engine, **options) if mismatch.hard]
 
 
 def elsewhere(manifest, **changes):

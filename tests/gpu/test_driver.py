@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.engine.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.engine.cuda_client import Helper
-from jupyter_gpu_ckpt.engine.cuda_helper import DriverRefused
-from jupyter_gpu_ckpt.engine.gpus import gpu_mapping
+from jupyter_gpu_ckpt.cuda.client import Helper
+from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.gpus import gpu_mapping
+from jupyter_gpu_ckpt.cuda.helper import DriverRefused
 from jupyter_gpu_ckpt.errors import CudaError, GpuCkptError, GpuFull, HelperGone
 
 pytestmark = pytest.mark.gpu

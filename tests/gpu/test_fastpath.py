@@ -8,11 +8,12 @@ import time
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt import fit, preflight, steps
-from jupyter_gpu_ckpt.engine import fastpath
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.engine.cuda import CudaState
-from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.cuda.driver import CudaState
+from jupyter_gpu_ckpt.lifecycle import context, preflight
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.node import compatibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -200,7 +201,7 @@ async def test_device_memory_that_host_memory_is_too_small_for(tmp_path, runtime
             "import torch; x = torch.randn(1 << 30, device='cuda'); bits = int(x.view(torch.int32).sum())", 120
         )
         lifecycle = kernel.lifecycle
-        for module in (fit, preflight, steps):
+        for module in (compatibility, preflight, context):
             monkeypatch.setattr(module, "available_memory", lambda: 3 << 30)
         for verb in ("suspend", "checkpoint", "suspend"):
             began = time.monotonic()

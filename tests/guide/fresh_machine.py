@@ -20,7 +20,7 @@ from pathlib import Path
 from namespaces import init_of
 from waiting import until
 
-from jupyter_gpu_ckpt.engine import debian
+from jupyter_gpu_ckpt.criu import debian
 
 SUITE = "bookworm"
 _TOOLS = ("debootstrap", "slirp4netns", "unshare", "nsenter")

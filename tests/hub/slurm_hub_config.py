@@ -6,7 +6,7 @@ from pathlib import Path
 from batchspawner import SlurmSpawner
 
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.hub.progress import ToldMixin
+from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
 from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
 
 bin_directory = Path(os.environ["TEST_BIN"])

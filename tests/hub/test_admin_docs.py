@@ -12,7 +12,7 @@ import yaml
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.image.requirements import FILE, VARIABLE, GpuModel, Requirements, to_json
+from jupyter_gpu_ckpt.node.requirements import FILE, VARIABLE, GpuModel, Requirements, to_json
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")

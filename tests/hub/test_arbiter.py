@@ -11,7 +11,7 @@ from small_server import BUSY, PARKED, Double
 
 from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
 from jupyter_gpu_ckpt.hub.client import ServerClient
-from jupyter_gpu_ckpt.hub.culler import Arbiter
+from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter
 
 HOUR = 3600.0
 

@@ -8,7 +8,7 @@ import pytest
 
 from jupyter_gpu_ckpt.hub import kubernetes
 from jupyter_gpu_ckpt.hub.kubernetes import DRIVER, PRODUCT, expressions, fits
-from jupyter_gpu_ckpt.image.requirements import GpuModel, Requirements
+from jupyter_gpu_ckpt.node.requirements import GpuModel, Requirements
 
 CPUID = "feature.node.kubernetes.io/cpu-cpuid."
 KERNEL = "feature.node.kubernetes.io/kernel-version."

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpu_ckpt.errors import ServerSilent
-from jupyter_gpu_ckpt.hub.progress import ToldMixin
+from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
 from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
 
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")

@@ -14,8 +14,8 @@ import pytest
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.hub.progress import ToldMixin
-from jupyter_gpu_ckpt.image.requirements import FILE, MOST_BYTES, VARIABLE, GpuModel, Requirements, to_json
+from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
+from jupyter_gpu_ckpt.node.requirements import FILE, MOST_BYTES, VARIABLE, GpuModel, Requirements, to_json
 
 batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")

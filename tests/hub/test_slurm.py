@@ -17,8 +17,8 @@ from slurm_hub import ACCOUNT, PATIENCE, PROXY, Hub, hub
 from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
-from jupyter_gpu_ckpt.image.match import fingerprint
-from jupyter_gpu_ckpt.image.requirements import FILE, GpuModel, Requirements, of, to_json
+from jupyter_gpu_ckpt.node.match import fingerprint
+from jupyter_gpu_ckpt.node.requirements import FILE, GpuModel, Requirements, of, to_json
 
 pytestmark = [pytest.mark.hub, pytest.mark.timeout(600)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from jupyter_gpu_ckpt.hub import slurm
 from jupyter_gpu_ckpt.hub.slurm import NAMES, SbatchOptions, ask, nodes
-from jupyter_gpu_ckpt.image.requirements import GpuModel, Requirements
+from jupyter_gpu_ckpt.node.requirements import GpuModel, Requirements
 
 H200 = GpuModel("NVIDIA H200", 143_771 << 20)
 NEW, OLD = "linux-6.18,glibc-2.36,driver-580.1,cpu-avx,cpu-avx2", "linux-5.15,glibc-2.36,driver-580.1,cpu-avx"

@@ -26,7 +26,7 @@ import requests
 import waiting
 from everybody import needed, opened, readable_criu
 
-from jupyter_gpu_ckpt.engine.criu_install import VARIABLE, CriuBinary
+from jupyter_gpu_ckpt.criu.install import VARIABLE, CriuBinary
 
 PROXY = Path(sys.prefix) / "proxy" / "node_modules" / ".bin" / "configurable-http-proxy"
 CULLER = "gpu-ckpt-culler"
@@ -75,7 +75,7 @@ c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 0}}  # replies at once, 
 """
 
 _CULLER_CONFIG = """
-from jupyter_gpu_ckpt.hub.culler import Arbiter
+from jupyter_gpu_ckpt.hub.cull_arbiter import Arbiter
 c = get_config()
 c.IdleCuller.cull_arbiter_hook = Arbiter({url!r})
 """

@@ -10,11 +10,12 @@ import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import ImageArchived, ImageBusy, RemoteFailed
-from jupyter_gpu_ckpt.image import archive, leases
-from jupyter_gpu_ckpt.image import remote as remote_module
-from jupyter_gpu_ckpt.image.remote import Remote
-from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
+from jupyter_gpu_ckpt.image import lease as leases
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.transfer import archive
+from jupyter_gpu_ckpt.transfer import remote as remote_module
+from jupyter_gpu_ckpt.transfer.remote import Remote
+from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 
 @pytest.fixture

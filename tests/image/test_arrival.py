@@ -12,9 +12,9 @@ from images import publish
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.errors import RemoteFailed
-from jupyter_gpu_ckpt.image import pieces
-from jupyter_gpu_ckpt.image.remote import Remote
-from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
+from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer.remote import Remote
+from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 #: A server that runs commands, one that is made for files alone, one that runs commands of its own, and the others.
 KINDS = ("directory", "sftp", "sftp only", "sftp chatty", "s3")
@@ -30,7 +30,7 @@ FORCED = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", 1000)
+    monkeypatch.setattr(parts, "PIECE", 1000)
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +83,7 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
             data = bytes([data[0] ^ 1]) + data[1:]
         put(place, name, data)
 
-    def spoil_write(self, piece: pieces.Piece, mine: memoryview) -> None:
+    def spoil_write(self, piece: parts.Piece, mine: memoryview) -> None:
         write(self, piece, mine)
         if not spoiled and piece.name.endswith("000002"):
             spoiled.append(piece.name)
@@ -127,7 +127,7 @@ def test_only_a_directory_on_a_disk_of_this_machine_is_not_read_back(store, tmp_
     image = publish(store)
     read_back: list[str] = []
 
-    def has(self, piece: pieces.Piece, mine: memoryview) -> bool:
+    def has(self, piece: parts.Piece, mine: memoryview) -> bool:
         read_back.append(piece.name)
         return True
 

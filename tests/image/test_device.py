@@ -12,7 +12,7 @@ import pytest
 from blake3 import blake3
 
 from jupyter_gpu_ckpt.errors import ImageDamaged
-from jupyter_gpu_ckpt.image import device
+from jupyter_gpu_ckpt.image import device_memory
 from jupyter_gpu_ckpt.image.encryption import CHUNK, Cipher, EncryptedCodec, Secret
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 
@@ -36,23 +36,23 @@ class Arenas:
         finally:
             os.close(fd)
 
-    def write(self, chunks: list[bytes], codec: device.Codec) -> dict[str, FileEntry]:
+    def write(self, chunks: list[bytes], codec: device_memory.Codec) -> dict[str, FileEntry]:
         for number, chunk in enumerate(chunks):
             (self._places[0] / f"{number:06d}.img").write_bytes(chunk)
         with self._open(0) as arena:
-            return device.write(arena, self.image, codec, lambda: None)
+            return device_memory.write(arena, self.image, codec, lambda: None)
 
-    def read(self, size: int, entries: dict[str, FileEntry], codec: device.Codec) -> bytes:
+    def read(self, size: int, entries: dict[str, FileEntry], codec: device_memory.Codec) -> bytes:
         with self._open(1) as arena:
-            assert device.Filling(arena, size, self.image, entries, codec).require()
+            assert device_memory.Filling(arena, size, self.image, entries, codec).require()
         return b"".join(path.read_bytes() for path in sorted(self._places[1].iterdir()))
 
 
-def in_the_clear(take=device.none_there) -> device.Codec:
-    return device.InTheClear(take)
+def in_the_clear(take=device_memory.none_there) -> device_memory.Codec:
+    return device_memory.InTheClear(take)
 
 
-def encrypted(take=device.none_there) -> device.Codec:
+def encrypted(take=device_memory.none_there) -> device_memory.Codec:
     return EncryptedCodec(Cipher(Secret("id", bytes(32)), bytes(32)))
 
 
@@ -79,7 +79,7 @@ def test_there_and_back(arenas, codec, rest):
     for name, entry in entries.items():
         stored = (arenas.image / name).read_bytes()
         assert entry == FileEntry(len(stored), blake3(stored).hexdigest())
-        assert (chunks[int(name[:6])] == stored) is isinstance(codec, device.InTheClear)
+        assert (chunks[int(name[:6])] == stored) is isinstance(codec, device_memory.InTheClear)
     assert arenas.read(sum(map(len, chunks)), entries, codec) == b"".join(chunks)
 
 

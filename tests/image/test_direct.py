@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from jupyter_gpu_ckpt.image import direct
+from jupyter_gpu_ckpt.files import direct_io
 
 LENGTHS = (0, 1, 511, 4095, 4096, 4097, 3 * 4096, (1 << 20) + 5)
 
@@ -33,43 +33,43 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("offset", [0, 8192])
 def test_what_is_written_is_read(tmp_path, way, length, offset):
-    data, into = direct.buffer(2 << 20), direct.buffer(2 << 20)
+    data, into = direct_io.buffer(2 << 20), direct_io.buffer(2 << 20)
     content = os.urandom(length)
     data[:length] = content
     data[length : length + 8192] = b"x" * 8192  # of the piece before
-    direct.write(tmp_path / "file", data, length, offset=offset, size=offset + length)
+    direct_io.write(tmp_path / "file", data, length, offset=offset, size=offset + length)
     stored = (tmp_path / "file").read_bytes()
     assert stored[offset:] == content
     assert stored[:offset] in (bytes(offset), b"")
-    assert bytes(direct.read(tmp_path / "file", into, length, offset)) == content
-    assert bytes(direct.read(tmp_path / "file", into, length + 4096, offset)) == content, "it ends before"
-    assert bytes(direct.read(tmp_path / "file", into, length // 2, offset)) == content[: length // 2]
+    assert bytes(direct_io.read(tmp_path / "file", into, length, offset)) == content
+    assert bytes(direct_io.read(tmp_path / "file", into, length + 4096, offset)) == content, "it ends before"
+    assert bytes(direct_io.read(tmp_path / "file", into, length // 2, offset)) == content[: length // 2]
 
 
 def test_what_comes_after_is_left_alone(tmp_path, way):
     (tmp_path / "file").write_bytes(b"a" * 20000)
-    data = direct.buffer(8192)
+    data = direct_io.buffer(8192)
     data[:] = b"b" * 8192
-    direct.write(tmp_path / "file", data, 5000, offset=4096, size=20000)
+    direct_io.write(tmp_path / "file", data, 5000, offset=4096, size=20000)
     assert (tmp_path / "file").read_bytes() == b"a" * 4096 + b"b" * 5000 + b"a" * (20000 - 9096)
 
 
 def test_another_error_is_no_reason_to_try_again(tmp_path):
     with pytest.raises(FileNotFoundError):
-        direct.read(tmp_path / "none", direct.buffer(1), 1)
+        direct_io.read(tmp_path / "none", direct_io.buffer(1), 1)
     (tmp_path / "link").symlink_to("/etc/hostname")
     with pytest.raises(OSError, match="symbolic links"):
-        direct.write(tmp_path / "link", direct.buffer(1), 1, size=1)
+        direct_io.write(tmp_path / "link", direct_io.buffer(1), 1, size=1)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_zeros_and_sameness(length):
-    one, other = direct.buffer(2 << 20)[:length], direct.buffer(2 << 20)[:length]
-    assert direct.is_zero(one)
-    assert direct.same(one, other)
+    one, other = direct_io.buffer(2 << 20)[:length], direct_io.buffer(2 << 20)[:length]
+    assert direct_io.is_zero(one)
+    assert direct_io.same(one, other)
     for at in {0, length // 2, length - 1} if length else ():
         one[at] = 1
-        assert not direct.is_zero(one)
-        assert not direct.same(one, other)
+        assert not direct_io.is_zero(one)
+        assert not direct_io.same(one, other)
         one[at] = 0
-    assert not direct.same(one, direct.buffer(2 << 20)[: length + 1])
+    assert not direct_io.same(one, direct_io.buffer(2 << 20)[: length + 1])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from images import publish
 
-from jupyter_gpu_ckpt import doctor
+from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.errors import StoreShared, StoreUnsuitable, StoreUnwritable
-from jupyter_gpu_ckpt.image import directory
+from jupyter_gpu_ckpt.image import user_directory
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 
@@ -43,7 +43,7 @@ def test_a_sticky_directory_gets_a_private_one_for_each_user(named, tmp_path):
 
 
 def finding(named):
-    return next(each for each in doctor.diagnose(named) if each.check == "image-directory")
+    return next(each for each in checks.diagnose(named) if each.check == "image-directory")
 
 
 # All is imported by root: Python itself may lie where the user cannot read.
@@ -68,7 +68,7 @@ except GpuCkptError as error:
 
 def of(uid: int, named) -> list[str]:
     """What the doctor and `prepare` tell the user ``uid``, a line each."""
-    package = str(directory.__file__).partition("/jupyter_gpu_ckpt/")[0]
+    package = str(user_directory.__file__).partition("/jupyter_gpu_ckpt/")[0]
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(uid), str(named)],
         capture_output=True,
@@ -135,19 +135,19 @@ def test_a_directory_that_an_administrator_made_for_the_user(reachable):
 
 
 def test_a_private_one_that_was_opened_to_others_is_refused(named):
-    directory.prepare(named)
+    user_directory.prepare(named)
     (named / str(os.geteuid())).chmod(0o750)
     with pytest.raises(StoreShared, match="not yours alone"):
-        directory.prepare(named)
+        user_directory.prepare(named)
     assert not finding(named).ok
 
 
 def test_the_users_own_directory_is_what_was_named(tmp_path):
-    assert directory.of_user(tmp_path / "new") == tmp_path / "new"
-    directory.prepare(tmp_path / "new")
-    assert directory.of_user(tmp_path / "new") == tmp_path / "new"
+    assert user_directory.of_user(tmp_path / "new") == tmp_path / "new"
+    user_directory.prepare(tmp_path / "new")
+    assert user_directory.of_user(tmp_path / "new") == tmp_path / "new"
     (tmp_path / "link").symlink_to(tmp_path / "new")
-    directory.prepare(tmp_path / "link")
+    user_directory.prepare(tmp_path / "link")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from jupyter_gpu_ckpt.image import hashes as module
 from jupyter_gpu_ckpt.image.hashes import FILE, Hashes
-from jupyter_gpu_ckpt.image.node import file_facts
+from jupyter_gpu_ckpt.node.facts import file_facts
 
 LONG_AGO = -10_000_000_000
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from images import FACTS, FILES, publish
 
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageError, ImageForged, ImageStale
-from jupyter_gpu_ckpt.image import blocks, integrity
+from jupyter_gpu_ckpt.image import blocks, verify
 from jupyter_gpu_ckpt.image.generations import Generations
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.layout import MANIFEST, SEAL
@@ -403,7 +403,7 @@ def test_a_hash_is_that_of_the_file_whatever_its_size(tmp_path, size):
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
     with blocks.reader() as pool:
-        assert integrity.digest(path, size, pool) == blake3(content).hexdigest()
+        assert verify.digest(path, size, pool) == blake3(content).hexdigest()
 
 
 def test_a_file_that_is_cut_short_while_it_is_hashed_is_refused_and_ends_no_process(store, monkeypatch):
@@ -442,7 +442,7 @@ def test_zeros_are_not_stored_and_read_the_same(tmp_path):
     whole = b"".join(parts)
     path.write_bytes(whole)
     before = path.stat().st_blocks * 512
-    assert integrity.entries(tmp_path, punch=True)["pages"].bytes == len(whole)
+    assert verify.entries(tmp_path, punch=True)["pages"].bytes == len(whole)
     assert path.read_bytes() == whole
     assert before - path.stat().st_blocks * 512 >= 11 << 20
 
@@ -451,5 +451,5 @@ def test_a_file_system_without_holes_keeps_the_zeros(tmp_path, monkeypatch):
     path = tmp_path / "pages"
     path.write_bytes(bytes(1 << 20))
     monkeypatch.setattr(blocks._libc, "fallocate", lambda *_: -1)
-    assert integrity.entries(tmp_path, punch=True)["pages"].bytes == 1 << 20
+    assert verify.entries(tmp_path, punch=True)["pages"].bytes == 1 << 20
     assert path.stat().st_blocks * 512 >= 1 << 20

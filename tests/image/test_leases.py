@@ -17,7 +17,8 @@ from images import FACTS, publish
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import ImageBusy, ImageNotFound, NoSpace
-from jupyter_gpu_ckpt.image import layout, leases
+from jupyter_gpu_ckpt.image import layout
+from jupyter_gpu_ckpt.image import lease as leases
 
 ELSEWHERE = {"boot": "0" * 36, "machine": "another", "hostname": "elsewhere", "pids": "pid:[1]", "pid": 1, "started": 1}
 

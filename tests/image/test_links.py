@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from images import FACTS, publish
 
-from jupyter_gpu_ckpt.image.node import file_facts
+from jupyter_gpu_ckpt.node.facts import file_facts
 
 
 @pytest.fixture

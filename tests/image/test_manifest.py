@@ -10,8 +10,8 @@ import pytest
 from images import FACTS, publish
 
 from jupyter_gpu_ckpt.errors import ImageForged, ImageFormat
-from jupyter_gpu_ckpt.image import integrity
 from jupyter_gpu_ckpt.image import manifest as manifest_module
+from jupyter_gpu_ckpt.image import verify
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.manifest import VERSION, Manifest, safe_name
 from jupyter_gpu_ckpt.image.store import Store
@@ -94,7 +94,7 @@ def test_a_hostile_manifest_is_refused_though_it_is_sealed(store, damage):
         told = {**json.loads(FACTS.to_json()), "id": image.id, **damage}
         damage = json.dumps({name: value for name, value in told.items() if value is not ...})
     (image.path / "manifest.json").write_text(damage)
-    integrity.seal(image.path, store.keys.current())
+    verify.seal(image.path, store.keys.current())
     with pytest.raises(ImageFormat):
         store.get(image.id)
     with pytest.raises(ImageFormat):
@@ -127,7 +127,7 @@ def test_an_image_of_another_version_is_refused_by_name(store, version):
     image = publish(store)
     facts = json.loads((image.path / "manifest.json").read_text())
     (image.path / "manifest.json").write_text(json.dumps({**facts, "version": version}))
-    integrity.seal(image.path, store.keys.current())
+    verify.seal(image.path, store.keys.current())
     for refused in (lambda: store.get(image.id), lambda: store.check(image)):
         with pytest.raises(ImageFormat) as caught:
             refused()

@@ -28,13 +28,14 @@ from jupyter_gpu_ckpt.errors import (
     RemoteFailed,
     RemoteUnsupported,
 )
-from jupyter_gpu_ckpt.image import layout, pieces
-from jupyter_gpu_ckpt.image import remote as remote_module
+from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
-from jupyter_gpu_ckpt.image.pieces import Piece
-from jupyter_gpu_ckpt.image.remote import Remote
-from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
 from jupyter_gpu_ckpt.image.store import Image, Store
+from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer import remote as remote_module
+from jupyter_gpu_ckpt.transfer.parts import Piece
+from jupyter_gpu_ckpt.transfer.remote import Remote
+from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 PIECE = 1 << 16
 
@@ -78,7 +79,7 @@ def place(request, tmp_path) -> Place:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", PIECE)
+    monkeypatch.setattr(parts, "PIECE", PIECE)
 
 
 @pytest.fixture

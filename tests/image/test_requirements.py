@@ -7,8 +7,8 @@ import json
 import pytest
 
 from jupyter_gpu_ckpt.errors import ImageFormat
-from jupyter_gpu_ckpt.image.match import fingerprint
-from jupyter_gpu_ckpt.image.requirements import (
+from jupyter_gpu_ckpt.node.match import fingerprint
+from jupyter_gpu_ckpt.node.requirements import (
     MOST_BYTES,
     MOST_KERNELS,
     GpuModel,

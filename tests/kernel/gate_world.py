@@ -17,7 +17,7 @@ from typing import Any
 from jupyter_client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 
-from jupyter_gpu_ckpt.kernel.gate import Gate
+from jupyter_gpu_ckpt.gate.gate import Gate
 
 KEY = "0123456789abcdef"
 DEADLINE = 20.0

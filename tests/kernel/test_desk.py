@@ -12,7 +12,7 @@ import pytest
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import BadRequest, KernelSilent
-from jupyter_gpu_ckpt.kernel.desk import Desk
+from jupyter_gpu_ckpt.kernel.agent_requests import Desk
 
 
 class Gate:

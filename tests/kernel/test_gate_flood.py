@@ -14,7 +14,7 @@ import zmq
 from gate_world import DEADLINE, World, reply
 from waiting import until
 
-from jupyter_gpu_ckpt.kernel import readers, wire
+from jupyter_gpu_ckpt.gate import readers, wire
 
 MIB = 1 << 20
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpu_ckpt.kernel import hold
-from jupyter_gpu_ckpt.kernel.hold import Hold
-from jupyter_gpu_ckpt.kernel.ledger import REPLIED_TYPES, Ledger
-from jupyter_gpu_ckpt.kernel.wake import wakes
-from jupyter_gpu_ckpt.kernel.wire import Request
+from jupyter_gpu_ckpt.gate import queue
+from jupyter_gpu_ckpt.gate.pending import REPLIED_TYPES, Ledger
+from jupyter_gpu_ckpt.gate.queue import Hold
+from jupyter_gpu_ckpt.gate.wake_rules import wakes
+from jupyter_gpu_ckpt.gate.wire import Request
 
 
 def request(msg_id: str, kind: str = "execute_request", *, subshell: str | None = None, **content: Any) -> Request:
@@ -115,7 +115,7 @@ def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPat
         kept.append(request(str(n), "history_request" if n == 1 else "execute_request"))
     assert [r.msg_id for r in kept.take(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
     assert len(kept) == 1
-    monkeypatch.setattr(hold, "MAX_BYTES", 10)
+    monkeypatch.setattr(queue, "MAX_BYTES", 10)
     assert not kept.append(request("3", "history_request"))
     assert len(kept.take()) == 1
     assert kept.append(request("4", "history_request"))
@@ -125,10 +125,10 @@ def test_the_hold_has_room_for_a_users_own_longer_and_refuses_those_behind_one_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Hold()
-    monkeypatch.setattr(hold, "MAX_BYTES", 0)
-    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 3 * 2048)
+    monkeypatch.setattr(queue, "MAX_BYTES", 0)
+    monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 3 * 2048)
     assert [kept.append(request(str(n), "execute_request")) for n in range(4)] == [True, True, True, False]
-    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 1 << 30)
+    monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 1 << 30)
     assert not kept.append(request("5", "comm_msg")), "there is room, but what came before it was refused"
     assert [r.msg_id for r in kept.take()] == ["0", "1", "2"]
     assert kept.append(request("6", "execute_request"))

@@ -14,7 +14,7 @@ from jupyter_client import AsyncKernelClient
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, StateError
-from jupyter_gpu_ckpt.kernel import wire
+from jupyter_gpu_ckpt.gate import wire
 
 
 def test_requests_of_every_kind_are_answered(up: World) -> None:

@@ -13,8 +13,8 @@ from jupyter_client import BlockingKernelClient
 from waiting import until
 
 from jupyter_gpu_ckpt.errors import GateError, GpuFull, KernelBusy, KernelSilent
-from jupyter_gpu_ckpt.kernel import hold, wire
-from jupyter_gpu_ckpt.kernel.voice import IDLE_TYPE
+from jupyter_gpu_ckpt.gate import queue, wire
+from jupyter_gpu_ckpt.gate.replies import IDLE_TYPE
 
 
 def wait_for(go: Path) -> str:
@@ -388,7 +388,7 @@ def test_a_kernel_suspended_in_place_keeps_its_connection(up: World) -> None:
 
 
 def test_when_too_much_waits_looking_is_refused_and_cells_are_not(up: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "MAX_MESSAGES", 2)
+    monkeypatch.setattr(queue, "MAX_MESSAGES", 2)
     client = up.client()
     up.to_sleep()
     for _ in range(2):
@@ -407,7 +407,7 @@ def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_
     up.to_sleep()
     big = client.execute(f"x = len({'a' * 10_000!r})")
     until(lambda: up.gate.held == 1, "the first is kept")
-    monkeypatch.setattr(hold, "MAX_WAKE_BYTES", 10_000)
+    monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 10_000)
     refused = [client.execute("x = 0"), client.execute("x = 1")]
     slider = client.session.send(client.shell_channel.socket, "comm_msg", {"comm_id": "c", "data": {}})
     for cell in refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt.kernel.inject import LAUNCH, rewrite
+from jupyter_gpu_ckpt.kernel.agent_injection import LAUNCH, rewrite
 
 
 @pytest.mark.parametrize(

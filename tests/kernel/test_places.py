@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.errors import CapsuleError, RuntimeDirectory
-from jupyter_gpu_ckpt.kernel import places
+from jupyter_gpu_ckpt.kernel import directories
 
 NOBODY = 65534
 
@@ -36,7 +36,7 @@ def taken(path: Path) -> None:
 
 def test_the_session_has_one(temporary, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert places.default_runtime_base() == tmp_path / "gpu-ckpt"
+    assert directories.default_runtime_base() == tmp_path / "gpu-ckpt"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
@@ -44,29 +44,29 @@ def test_somebody_elses_session_is_not_ours(temporary, tmp_path, monkeypatch):
     """As with `sudo -E`: root may write there, and its user may move what lies there away."""
     taken(tmp_path / "run")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    assert places.default_runtime_base().parent == temporary
+    assert directories.default_runtime_base().parent == temporary
 
 
 def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_again(temporary):
     taken(temporary / f"gpu-ckpt-{os.geteuid()}")
-    base = places.default_runtime_base()
+    base = directories.default_runtime_base()
     assert base.parent == temporary
     assert base.name != f"gpu-ckpt-{os.geteuid()}"
     assert stat.S_IMODE(base.stat().st_mode) == 0o700
-    places.make_runtime_dir(base)
-    assert places.default_runtime_base() == base, "the next server adopts this one's kernels"
+    directories.make_runtime_dir(base)
+    assert directories.default_runtime_base() == base, "the next server adopts this one's kernels"
 
 
 @pytest.mark.parametrize("becomes", ["gone", "taken"])
 def test_one_that_was_swept_away_is_followed_by_another(temporary, becomes):
-    base = places.default_runtime_base()
+    base = directories.default_runtime_base()
     base.rmdir()
     if becomes == "taken":
         taken(base)
-    other = places.default_runtime_base()
+    other = directories.default_runtime_base()
     assert other != base
-    assert places.make_runtime_dir(other).is_dir()
-    assert places.default_runtime_base() == other
+    assert directories.make_runtime_dir(other).is_dir()
+    assert directories.default_runtime_base() == other
 
 
 @pytest.mark.parametrize("first", ["free", "taken"])
@@ -76,17 +76,17 @@ def test_where_nothing_can_be_remembered(temporary, tmp_path, monkeypatch, first
     guessable = temporary / f"gpu-ckpt-{os.geteuid()}"
     if first == "taken":
         taken(guessable)
-    places._unremembered.cache_clear()
-    base = places.default_runtime_base()
+    directories._unremembered.cache_clear()
+    base = directories.default_runtime_base()
     assert (base == guessable) is (first == "free")
-    assert places.make_runtime_dir(base).is_dir()
-    assert places.default_runtime_base() == base
+    assert directories.make_runtime_dir(base).is_dir()
+    assert directories.default_runtime_base() == base
 
 
 def test_a_directory_of_others_is_refused_and_one_that_cannot_be_made_is_told(temporary, tmp_path):
     taken(temporary / "theirs")
     with pytest.raises(CapsuleError, match="belongs to this user alone"):
-        places.make_runtime_dir(temporary / "theirs")
+        directories.make_runtime_dir(temporary / "theirs")
     (tmp_path / "file").touch()
     with pytest.raises(RuntimeDirectory, match="cannot be made"):
-        places.make_runtime_dir(tmp_path / "file" / "below")
+        directories.make_runtime_dir(tmp_path / "file" / "below")

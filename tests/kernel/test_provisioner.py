@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 
 

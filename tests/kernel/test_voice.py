@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jupyter_client.session import Session
 
-from jupyter_gpu_ckpt.kernel import wire
-from jupyter_gpu_ckpt.kernel.voice import Voice
+from jupyter_gpu_ckpt.gate import wire
+from jupyter_gpu_ckpt.gate.replies import Voice
 
 
 class Heard:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from harness import notebook
 
-from jupyter_gpu_ckpt.engine.capsule import Capsule
-from jupyter_gpu_ckpt.image.archive import archive
-from jupyter_gpu_ckpt.image.remote import Remote
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.transfer.archive import archive
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
 
 def inside(capsule: Capsule, *argv: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from client import connected
 from host import Host, two_hosts
 from waiting import until
 
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease as leases
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-00000000000a"
 

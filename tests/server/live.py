@@ -18,7 +18,7 @@ import waiting
 from jupyter_client.blocking import BlockingKernelClient
 from websocket import WebSocket, create_connection
 
-from jupyter_gpu_ckpt.engine.criu_install import find
+from jupyter_gpu_ckpt.criu.install import find
 
 TOKEN = "a-token-for-tests"
 BASE_URL = "/user/ann%20b/"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.server.activity import WINDOW, Activity
+from jupyter_gpu_ckpt.server.idle.activity import WINDOW, Activity
 
 #: Does on each line of its input what that says.
 PROGRAM = """

@@ -14,8 +14,8 @@ from live import until
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.server.app import PROVISIONER, defaults
-from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
-from jupyter_gpu_ckpt.server.sessions import CheckpointSessionManager
+from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
+from jupyter_gpu_ckpt.server.session_manager import CheckpointSessionManager
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jupyter_gpu_ckpt.server.background import Background
+from jupyter_gpu_ckpt.server.periodic_task import Background
 
 
 class Work:

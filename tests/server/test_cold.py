@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from jupyter_gpu_ckpt.image.keys import Keyring
-from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.server.cold import ColdTier
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
 sys.path.append(str(Path(__file__).parents[1] / "image"))
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from live import Server, server, until
 
-from jupyter_gpu_ckpt.image import pieces
-from jupyter_gpu_ckpt.image.archive import archive
 from jupyter_gpu_ckpt.image.keys import Keyring
-from jupyter_gpu_ckpt.image.remote import Remote
 from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer.archive import archive
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
 PIECE = 1 << 14
 #: The content comes piece by piece, as the test lets it.
 SLOW = f"""
 import itertools, pathlib, time
 from jupyter_gpu_ckpt.image import pieces
-from jupyter_gpu_ckpt.image.shared_directory import SharedDirectory
+from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 pieces.PIECE = {PIECE}
 home, numbers, fetch = pathlib.Path(__file__).parents[1], itertools.count(), SharedDirectory.fetch
@@ -76,7 +76,7 @@ class Asleep:
 
 @pytest.fixture
 def asleep(home, runtime_base, criu_binary, monkeypatch) -> Asleep:
-    monkeypatch.setattr(pieces, "PIECE", PIECE)
+    monkeypatch.setattr(parts, "PIECE", PIECE)
     with server(home, runtime_base) as first:
         kernel_id = first.start_kernel()
         first.run(kernel_id, "x = 41")

@@ -16,11 +16,11 @@ import pytest
 import requests
 from live import TOKEN, Server, server, until
 
-from jupyter_gpu_ckpt.estimate import Rates
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.adoption import orphans
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server import park
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.rates import Rates
+from jupyter_gpu_ckpt.server import drain
 from jupyter_gpu_ckpt.trace import StepEvent
 
 
@@ -207,7 +207,7 @@ def test_whoever_asks_early_is_not_told_that_the_kernels_are_gone(home, runtime_
 SLOW = """
 import asyncio, pathlib
 from jupyter_gpu_ckpt.server import app
-from jupyter_gpu_ckpt.server.comeback import Comeback
+from jupyter_gpu_ckpt.server.shutdown import Comeback
 take_over = Comeback.take_over
 
 async def once_there(self, kernels, orphan):
@@ -277,7 +277,7 @@ def test_whoever_asks_on_the_way_down_is_not_told_that_the_kernels_are_gone(home
 
 SIGNALLED = """
 import asyncio, os, signal
-from jupyter_gpu_ckpt.server.comeback import Comeback
+from jupyter_gpu_ckpt.server.shutdown import Comeback
 take_over = Comeback.take_over
 
 async def and_be_told_to_stop(self, kernels, orphan):
@@ -308,23 +308,23 @@ def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkey
         )
         return SimpleNamespace(kernel_id="k", lifecycle=lifecycle, drain_timeout=10.0)
 
-    monkeypatch.setattr(park, "RATES", Rates())  # not what the tests before this one measured
+    monkeypatch.setattr(drain, "RATES", Rates())  # not what the tests before this one measured
 
     def deadline(kernels):
-        return park.need(kernels, logging.getLogger(), prove=False).seconds
+        return drain.need(kernels, logging.getLogger(), prove=False).seconds
 
     small = deadline({"a": kernel()})
-    assert deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - park.GRACE)
+    assert deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - drain.GRACE)
     on_gpu = deadline({"a": kernel(gpu=8 << 30)})
     slow = Rates()
     for step in ("cuda_suspend", "dump", "publish"):
         slow(StepEvent("completed", step, "k", 0.0, 10.0, 1 << 30))
-    monkeypatch.setattr(park, "RATES", slow)
+    monkeypatch.setattr(drain, "RATES", slow)
     # Nine GiB at 10 s each through dump and publish, eight through the driver, and twice that to be on the safe side.
     assert deadline({"a": kernel(gpu=8 << 30)}) > 2 * (2 * 9 + 8) * 10 > 10 * on_gpu > 10 * small
     asleep = kernel()
     asleep.lifecycle.state = State.CHECKPOINTED
-    assert deadline({"a": asleep}) == park.GRACE
+    assert deadline({"a": asleep}) == drain.GRACE
 
 
 def test_a_kernel_that_was_shut_down_does_not_come_back(home, runtime_base, criu_binary):

@@ -15,12 +15,12 @@ from jupyter_events import EventLogger
 from live import until as until_true
 from tornado.ioloop import IOLoop
 
-from jupyter_gpu_ckpt.estimate import Rates
-from jupyter_gpu_ckpt.machine import PLANS, Checkpoint, Restore, State, Step
-from jupyter_gpu_ckpt.server import progress, watch
+from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Checkpoint, Restore, State, Step
+from jupyter_gpu_ckpt.lifecycle.rates import Rates
+from jupyter_gpu_ckpt.server import monitor, progress
 from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, STEP, Events
+from jupyter_gpu_ckpt.server.monitor import VERBS, Stepped, Watcher
 from jupyter_gpu_ckpt.server.progress import Progress, Sizes
-from jupyter_gpu_ckpt.server.watch import VERBS, Stepped, Watcher
 from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
@@ -245,7 +245,7 @@ def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_t
 
 
 async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(monkeypatch):
-    monkeypatch.setattr(watch, "PULSE", 0.01)
+    monkeypatch.setattr(monitor, "PULSE", 0.01)
     told: list[Stepped] = []
     watcher = Watcher(IOLoop.current(), logging.getLogger("watch"))
     watcher.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))

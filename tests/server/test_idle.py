@@ -15,11 +15,11 @@ from nbclient import NotebookClient
 from traitlets import TraitError
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.engine.cuda import CudaState
+from jupyter_gpu_ckpt.cuda.driver import CudaState
 from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, GpuCkptError, StateError
-from jupyter_gpu_ckpt.kernel.desk import Desk
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server.idle import IdlePolicy, memory_of_host
+from jupyter_gpu_ckpt.kernel.agent_requests import Desk
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy, memory_of_host
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,8 @@ from live import server
 from live import until as until_true
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.kernel.voice import IDLE_TYPE
-from jupyter_gpu_ckpt.server.kernelmanager import CheckpointKernelManager
+from jupyter_gpu_ckpt.gate.replies import IDLE_TYPE
+from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
 
 
 @asynccontextmanager

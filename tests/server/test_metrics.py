@@ -11,10 +11,10 @@ from live import until
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jupyter_gpu_ckpt.machine import State
+from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.metrics import Metrics
+from jupyter_gpu_ckpt.server.monitor import Changed, Failed, Stepped, Watched, Watcher
 from jupyter_gpu_ckpt.server.progress import Sizes
-from jupyter_gpu_ckpt.server.watch import Changed, Failed, Stepped, Watched, Watcher
 from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"

@@ -9,8 +9,8 @@ import pytest
 from live import until
 
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server import park as parking
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.server import drain as parking
 
 
 def park(live) -> dict:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server.policy import Action, IdleSettings, Look, Policy, Rule, Verb
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, Look, Policy, Rule, Verb
 
 RULE = Rule(suspend_after=300, checkpoint_after=1800)
 BUSY = {"code": "CHILD_PROCESSES", "message": "It has children.", "hint": "End them.", "left": "", "details": {}}

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpu_ckpt.machine import State
-from jupyter_gpu_ckpt.server.policy import Look
-from jupyter_gpu_ckpt.server.senses import closer, computing
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.server.idle.policy import Look
+from jupyter_gpu_ckpt.server.idle.probe import closer, computing
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30

@@ -14,10 +14,10 @@ from harness import until as until_async
 from tornado.ioloop import IOLoop
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.server import usage
+from jupyter_gpu_ckpt.server import gpu_usage
 from jupyter_gpu_ckpt.server.events import SCHEMAS
-from jupyter_gpu_ckpt.server.usage import GpuUsage
-from jupyter_gpu_ckpt.server.watch import Watcher
+from jupyter_gpu_ckpt.server.gpu_usage import GpuUsage
+from jupyter_gpu_ckpt.server.monitor import Watcher
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30
@@ -35,7 +35,7 @@ class World:
         engine = SimpleNamespace(cuda=FakeCuda(self.driver), gpus=FakeGpus(self.driver, directory))
         lifecycle = SimpleNamespace(capsule=SimpleNamespace(host_pid=self.pid), engine=engine)
         provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
-        monkeypatch.setattr(usage, "shared_engine", lambda image_dir: engine)
+        monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
         self.told: list[dict] = []
         watcher = Watcher(IOLoop.current(), None)
         self.usage = GpuUsage(lambda: provisioners, watcher, directory, self.told.append, interval=0.5)
@@ -79,7 +79,7 @@ async def test_a_level_stretch_of_history_is_its_two_ends(world):
 
 async def test_what_is_older_than_an_hour_is_forgotten(world, monkeypatch):
     await world.usage.look()
-    monkeypatch.setattr(usage, "HISTORY", -1.0)
+    monkeypatch.setattr(gpu_usage, "HISTORY", -1.0)
     await world.usage.look()
     history = (await world.usage.document())["gpus"][0]["history"]
     assert len(history) == 1

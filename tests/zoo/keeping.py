@@ -17,7 +17,7 @@ from everybody import REPOSITORY, needed, opened, readable_criu
 from keeper import Outcome, packs
 from kinds import Kind
 
-from jupyter_gpu_ckpt.engine.criu_install import VARIABLE, CriuBinary
+from jupyter_gpu_ckpt.criu.install import VARIABLE, CriuBinary
 
 ROOT = os.geteuid() == 0
 #: A user id that nobody has here, without an entry in the password file.

@@ -139,7 +139,7 @@ class Wandering:
                     words = (path / "cmdline").read_bytes().decode(errors="replace")
                 except OSError:
                     continue
-                if "capsule_init" in words and str(self.base) in words:
+                if "capsule/init.py" in words and str(self.base) in words:
                     found.append(int(path.name))
         return found
 

@@ -1,0 +1,271 @@
+"""``%gpu_checkpoint`` and ``%gpu_memory``, in every kernel that the agent is loaded into.
+
+A magic runs inside the cell that asks, so nothing is done before that cell has ended; what can be known beforehand (is
+it possible, how large, how long) is asked at once and told in the cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+from . import gpu_memory, probes, tensors
+from .server_channel import Outside, RequestRefused
+from .text import columns, moment, status_text
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+class Parser(argparse.ArgumentParser):
+    """One magic's options; what is wrong with them becomes IPython's one-line `UsageError`."""
+
+    def __init__(self, magic: str, description: str) -> None:
+        super().__init__(
+            prog=f"%{magic}",
+            description=description,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100),
+            add_help=False,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Called from argparse."""
+        raise UsageError(f"{message} ({self.prog} --help)")
+
+    def parse(self, line: str) -> argparse.Namespace:
+        """Raises `UsageError`."""
+        try:
+            return self.parse_args(shlex.split(line))
+        except ValueError as error:  # a quotation that does not end
+            self.error(str(error))
+
+    @property
+    def options(self) -> list[str]:
+        """For completion."""
+        return [option for action in self._actions for option in action.option_strings]
+
+
+def _checkpoint_parser() -> Parser:
+    parser = Parser(
+        "gpu_checkpoint",
+        "Take this kernel off the GPU once this cell has ended. Everything is saved to disk and the process ends; the\n"
+        "next cell that you run brings all of it back. When it cannot be done, the kernel runs on, and says why.",
+    )
+    parser.add_argument("--suspend", action="store_true", help="only off the GPU: the process stays, in host memory")
+    parser.add_argument("--status", action="store_true", help="state, device memory, what a checkpoint would cost")
+    parser.add_argument("--list", action="store_true", help="your images on this host")
+    parser.add_argument("--keep", nargs="+", metavar="VARS", help="save these device tensors, release all others")
+    parser.add_argument("--drop", nargs="+", metavar="VARS", help="release these variables instead of saving them")
+    parser.add_argument("--protect", metavar="TIME", help="keep idle policies off for 30m, 2h, 1h30m, 1d; off ends it")
+    parser.add_argument("--help", action="store_true", help="this text")
+    return parser
+
+
+def _memory_parser() -> Parser:
+    parser = Parser("gpu_memory", "Show device memory by variable, the largest first.")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="so many rows (20); 0 for all")
+    parser.add_argument("--help", action="store_true", help="this text")
+    return parser
+
+
+#: By magic; `GpuMagics` has a method of each name.
+PARSERS = {"gpu_checkpoint": _checkpoint_parser(), "gpu_memory": _memory_parser()}
+
+
+class GpuMagics:
+    """The magics of one kernel."""
+
+    def __init__(self, shell: Any, kernel: Any, outside: Outside, pipe_port: Callable[[], int | None]) -> None:
+        self.shell = shell
+        self._kernel, self._outside, self._pipe_port = kernel, outside, pipe_port
+        #: Variables to release when the kernel leaves next; lapses with the next cell.
+        self.leaving: list[str] = []
+        self._told: RequestRefused | None = None
+
+    def register(self) -> None:
+        """Called from the agent when it is loaded."""
+        for name in PARSERS:
+            self.shell.register_magic_function(getattr(self, name), "line", name)
+            self.shell.set_hook("complete_command", self._complete, str_key=f"%{name}")
+        self.shell.events.register("pre_run_cell", self._cell_begins)
+
+    def unregister(self) -> None:
+        """Called from the agent when it is unloaded."""
+        for name in PARSERS:
+            self.shell.magics_manager.magics["line"].pop(name, None)
+        self.shell.events.unregister("pre_run_cell", self._cell_begins)
+
+    # -- the magics ---------------------------------------------------------------------------------------------------
+
+    def gpu_checkpoint(self, line: str) -> None:
+        """Called from IPython with the rest of the line."""
+        asked = PARSERS["gpu_checkpoint"].parse(line)
+        chosen = [name for name in ("help", "status", "list", "protect") if getattr(asked, name)]
+        if len(chosen) > 1 or (chosen and (asked.suspend or asked.keep or asked.drop)):
+            raise UsageError("--help, --status, --list and --protect go alone.")
+        if asked.help:
+            print(PARSERS["gpu_checkpoint"].format_help().strip())
+        elif asked.status:
+            self._print_status()
+        elif asked.list:
+            self._list()
+        elif asked.protect:
+            self._protect(asked.protect)
+        else:
+            self._leave("suspend" if asked.suspend else "checkpoint", asked.keep, asked.drop)
+
+    def gpu_memory(self, line: str) -> None:
+        """Called from IPython with the rest of the line."""
+        asked = PARSERS["gpu_memory"].parse(line)
+        if asked.limit < 0:
+            raise UsageError("--limit is a number of rows, 0 for all.")
+        if asked.help:
+            print(PARSERS["gpu_memory"].format_help().strip())
+            return
+        found = tensors.tensors(self.shell.user_ns)
+        shown = found[: asked.limit or None]
+        if not found:
+            print("No variable holds device memory.")
+        else:
+            print(columns(("variable", "type", "dtype", "shape", "device", "bytes"), [_row(each) for each in shown]))
+            together = tensors.human(sum(tensor.bytes for tensor in found))
+            more = f", {len(found) - len(shown)} not shown (--limit 0)" if len(shown) < len(found) else ""
+            print(f"\n{together} in {len(found)} tensors{more}.")
+        for device in gpu_memory.report()["devices"]:
+            print(
+                f"GPU {device['index']} {device['name']}: {tensors.human(device['allocated'])} allocated; "
+                f"{tensors.human(device['reserved'] - device['allocated'])} cached, freed by a checkpoint."
+            )
+
+    # -- what they do -------------------------------------------------------------------------------------------------
+
+    def _leave(self, verb: str, keep: list[str] | None, drop: list[str] | None) -> None:
+        status = self.status()
+        for finding in status["findings"]:
+            if finding["blocks"]:
+                raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
+        names = self._chosen(keep, drop)
+        held = tensors.by_variable(self.shell.user_ns)
+        for name in names:
+            print(f"Released, not saved: {name}, {tensors.describe(self.shell.user_ns[name], held[name])}.")
+        self.leaving = names
+        self._outside.request(verb)
+        for finding in status["findings"]:
+            print(f"Note: {finding['text']}")
+        seconds = status["seconds"]
+        if verb == "suspend":
+            print(f"Off the GPU after this cell, in about {seconds['gpu_free']:.1f} s. Run a cell to bring it back.")
+        else:
+            size = tensors.human(status["image_bytes"])
+            print(
+                f"Checkpoint after this cell: about {size}, {seconds['saved']:.1f} s. Run a cell to bring it back "
+                f"(about {seconds['back']:.1f} s)."
+            )
+
+    def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
+        """The variables to release.  Raises `UsageError` for a name that is no variable with device memory."""
+        if keep and drop:
+            raise UsageError("Say --keep or --drop, not both.")
+        if not keep and not drop:
+            return []
+        held = tensors.by_variable(self.shell.user_ns)
+        held.pop("Out", None)
+        named = [name for word in keep or drop or [] for name in word.split(",") if name]
+        for name in named:
+            if name not in self.shell.user_ns:
+                raise UsageError(f"There is no variable {name!r}.")
+            if name not in held:
+                raise UsageError(f"The variable {name!r} holds no device memory; %gpu_memory shows those that do.")
+        if drop:
+            return list(dict.fromkeys(named))
+        saved = {memory for name in named for memory in held[name]}
+        return [name for name, memories in held.items() if name not in named and not saved.issuperset(memories)]
+
+    def _print_status(self) -> None:
+        found = tensors.tensors(self.shell.user_ns)
+        released = [name for name, value in self.shell.user_ns.items() if isinstance(value, tensors.Released)]
+        print(status_text(self.status(), [_row(each) for each in found[:5]], released, self._outside.failure))
+
+    def status(self) -> dict[str, Any]:
+        """What the server and preflight say of this kernel now; sizes in bytes.  Raises `RequestRefused`."""
+        report = probes.report(self._kernel, self._pipe_port(), [])
+        return self._outside.ask("status", report=report)
+
+    def _list(self) -> None:
+        rows = [
+            (
+                image["id"],
+                image["kernel_name"],
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(image["created"])),
+                tensors.human(image["bytes"]),
+                tensors.human(image["device_bytes"]),
+                "this kernel" if image["kernel_id"] == self._outside.kernel_id else "",
+            )
+            for image in self._outside.ask("list")["images"]
+        ]
+        print(columns(("image", "kernel", "made", "size", "of it GPU", ""), rows) if rows else "There are no images.")
+
+    def _protect(self, text: str) -> None:
+        until = self._outside.ask("protect", seconds=seconds_in(text))["protected_until"]
+        if until is None:
+            print("Idle policies apply to this kernel again.")
+        else:
+            print(f"No idle policy takes this kernel off the GPU before {moment(until)}.")
+
+    # -- what the agent and IPython call ------------------------------------------------------------------------------
+
+    def release(self) -> int:
+        """Called from the agent's quiesce: let go of what was named; bytes."""
+        names, self.leaving = self.leaving, []
+        return sum(tensors.release(self.shell, names).values()) if names else 0
+
+    def _cell_begins(self, info: Any = None) -> None:
+        self.leaving = []  # it did not leave, or is back
+        failure = self._outside.failure
+        if failure is not None and failure is not self._told:
+            self._told = failure
+            print("This kernel could not leave the GPU.", *failure.lines(), sep="\n", file=sys.stderr)
+
+    def _complete(self, shell: Any, event: Any) -> list[str]:
+        """Called from IPython's completer for a line that begins with one of the magics."""
+        magic = event.command.lstrip("%")
+        before = event.line[: len(event.line) - len(event.symbol)]
+        options = re.findall(r"(?<!\w)--\w+", before)
+        if not event.symbol.startswith("-") and options:
+            if options[-1] in ("--keep", "--drop"):
+                return sorted(set(tensors.by_variable(self.shell.user_ns)) - {"Out"})
+            if options[-1] == "--protect":
+                return ["30m", "2h", "1d", "off"]
+        return [option for option in PARSERS[magic].options if option not in options]
+
+
+for _name, _parser in PARSERS.items():
+    getattr(GpuMagics, _name).__doc__ = _parser.format_help()  # for `%gpu_checkpoint?`
+
+
+def seconds_in(text: str) -> int:
+    """``1h30m`` in seconds; 0 for ``off`` and ``0``.  Raises `UsageError`."""
+    parts = re.findall(r"(\d+)([dhms])", text)
+    if text in ("off", "0"):
+        return 0
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise UsageError(f"{text!r} is no time: say 30m, 2h, 1h30m, 1d, or off.")
+    return sum(int(number) * _UNITS[unit] for number, unit in parts)
+
+
+def _row(tensor: tensors.Tensor) -> tuple[str, ...]:
+    return (
+        tensor.name,
+        tensor.kind,
+        tensor.dtype,
+        str(list(tensor.shape)),
+        tensor.device,
+        tensors.human(tensor.bytes),
+    )

@@ -1,0 +1,64 @@
+"""Text for people who read a cell's output: tables, and the answer to ``%gpu_checkpoint --status``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .server_channel import RequestRefused
+from .tensors import human
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; a last column named ``bytes`` is set to the right."""
+    table = [list(heads), *map(list, rows)]
+    widths = [max(len(row[at]) for row in table) for at in range(len(heads))]
+    right = heads[-1] == "bytes"
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]  # noqa: B905 -- strict is Python 3.10's
+        if right:
+            cells[-1] = row[-1].rjust(widths[-1])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def moment(at: float) -> str:
+    """A moment (seconds since the epoch) as people here write it: the time, and the date where that is not today's."""
+    there = time.localtime(at)
+    return time.strftime("%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", there)
+
+
+def status_text(
+    status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: RequestRefused | None
+) -> str:
+    """The server's answer, what the kernel knows of its tensors, and what went wrong last."""
+    seconds, device = status["seconds"], status["device_bytes"]
+    lines = [("state", status["state"])]
+    for gpu in status["gpus"]:
+        if gpu["uuid"] in device:
+            room = f"{human(gpu['free'])} of {human(gpu['total'])} free"
+            lines.append(("GPU memory", f"{human(device[gpu['uuid']])} on {gpu['name']} ({room})"))
+    if not device:
+        lines.append(("GPU memory", "none"))
+    if largest:
+        table = columns(("variable", "type", "dtype", "shape", "device", "bytes"), largest).splitlines()
+        lines += [("largest" if at == 0 else "", line) for at, line in enumerate(table)]
+    lines.append(("host memory", human(status["process_bytes"])))
+    lines.append(("image", f"about {human(status['image_bytes'])}; {human(status['disk_free'])} free on its disk"))
+    free = f"{seconds['gpu_free']:.1f} s until the GPU is free, " if device else ""
+    lines.append(
+        ("time", f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back")
+    )
+    if status.get("protected_until"):
+        lines.append(("protected", f"until {moment(status['protected_until'])}"))
+    if released:
+        lines.append(("released", ", ".join(released)))
+    blocking = [finding for finding in status["findings"] if finding["blocks"]]
+    lines.append(("checkpoint", "not now" if blocking else "possible"))
+    for finding in status["findings"]:
+        lines.append(("", f"{finding['code']}: {finding['text']} {finding['hint']}".rstrip()))
+    if failure is not None:
+        lines += [("last failure" if at == 0 else "", line) for at, line in enumerate(failure.lines())]
+    return "\n".join(f"{name:13}{text}".rstrip() for name, text in lines)

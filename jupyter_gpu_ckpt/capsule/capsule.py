@@ -1,0 +1,568 @@
+"""A capsule: the user, pid, mount and time namespaces one kernel lives in, and a connection to its init.
+
+The namespaces make a kernel relocatable (its pids are free wherever it is restored, its monotonic clock goes on) and
+rootless (in a user namespace that maps the caller's own uid CRIU has the rights it needs, over the caller's own
+processes only).  When the caller is root there is no user namespace, and nothing else differs.
+
+A capsule ends with its owner: when the connection breaks, its init exits, and the kernel of Linux ends every process of
+a pid namespace whose init has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import procfs
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ProtocolVersion, RuntimeDirectory, UnsupportedTerminal
+from .clocks import UNSHIFTED, Clocks
+from .protocol import VERSION
+
+#: Deadline of a request that the init answers at once, in seconds.
+ANSWER = 10.0
+#: How long a dump that is overdue, or nobody's any more, is given to take everything back, in seconds.
+GRACE = 10.0
+#: How long a kernel's resource trackers have for their work when it has ended, in seconds: a little more than they get.
+TIDY = 2.5
+#: Deadline of a look at every thread, descriptor and mapping of the kernel, in seconds.
+_INSPECTION = 60.0
+#: Bytes of a request that are sent as one packet.
+_PACKET = 1 << 16
+_INIT = Path(__file__).with_name("init.py")
+#: struct ucred: process, user, group (unix(7), SO_PEERCRED).
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds.
+
+    ``unmended`` says what could not be made good of what it left in the kernel, and is empty as a rule.
+    """
+
+    status: int
+    timed_out: bool
+    seconds: float
+    unmended: str = ""
+
+
+def first_pid() -> int:
+    """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it.
+
+    Drawn at random: programs name files after their pid (``/tmp/ipykernel_8192``), and another user's kernel with the
+    same one would find that taken, for ever.
+    """
+    pid_max = int(procfs.sysctl("kernel.pid_max") or 32768)
+    return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
+
+
+class Capsule:
+    """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._outer: subprocess.Popen[bytes] | None = None
+        #: PID 1 of the capsule: a pidfd, and its process id here.  Its end is over when all of the capsule has ended.
+        self._init_fd = -1
+        self._init_pid = 0
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
+        self._asked = 0
+        self._pidfd = -1
+        self._status: int | None = None
+        self.inner_pid = 0
+        self.host_pid = 0
+        self.pipes: list[int] = []
+
+    # -- life
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        *,
+        offsets: Clocks = UNSHIFTED,
+        known_as: Path | None = None,
+        stdout: int | Any = None,
+        stderr: int | Any = None,
+    ) -> Capsule:
+        """Make the namespaces and wait for their init.
+
+        Parameters
+        ----------
+        directory:
+            Existing 0700 directory; holds the init's socket.
+        offsets:
+            What to add to the host's clocks inside: `Clocks` of the dump minus `Clocks` now, zero for a new kernel.
+        known_as:
+            Where the kernel finds ``directory``, if not under its own path: where it was on the host it comes from.
+        stdout, stderr:
+            Where the kernel's raw output goes, as for `subprocess.Popen`; the caller's own by default.
+
+        Raises `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
+        """
+        capsule = cls(directory)
+        try:
+            (directory / "capsule.sock").unlink(missing_ok=True)
+        except OSError as error:
+            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
+        report, reported = os.pipe()
+        options = {
+            "directory": str(directory),
+            "monotonic_ns": offsets.monotonic,
+            "boottime_ns": offsets.boottime,
+            "known_as": str(known_as) if known_as not in (None, directory) else "",
+            "report": reported,
+        }
+        try:
+            capsule._outer = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_INIT), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[reported],
+                start_new_session=True,
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8"},
+            )
+        except OSError as error:
+            os.close(report)
+            raise CapsuleError(f"The capsule's init could not be started: {error}") from error
+        finally:
+            os.close(reported)
+        try:
+            capsule._hear_report(report)
+            capsule._connect()
+        except BaseException:
+            capsule.close()
+            raise
+        return capsule
+
+    def _hear_report(self, report: int) -> None:
+        with open(report, "rb") as file:
+            if not _ready([file.fileno()], ANSWER):
+                raise CapsuleError("The capsule's init did not report in time.")
+            text = file.read()
+        if not text:
+            raise CapsuleError("The capsule's init ended before it reported; its stderr says why.")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise CapsuleError(f"The {answer['at']} of the capsule could not be made: {answer['error']}", **answer)
+
+    @classmethod
+    def attach(cls, directory: Path) -> Capsule:
+        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`, `ProtocolVersion`.
+
+        Whatever the last owner had a dump do to the kernel is taken back first, which may take some seconds.
+        """
+        capsule = cls(directory)
+        capsule._connect()
+        try:
+            reply, _ = capsule._ask({"verb": "status"}, GRACE + ANSWER)
+            if not reply["kernel"] or reply["status"] is not None:
+                raise CapsuleGone("The kernel of the capsule has ended.")
+            capsule.adopt(reply["kernel"])
+        except BaseException:
+            capsule.abandon()
+            raise
+        return capsule
+
+    def _connect(self) -> None:
+        try:
+            directory = os.open(self.directory, os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CapsuleGone(f"The capsule has no directory any more: {error}") from error
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(ANSWER)
+            connection.connect(f"/proc/self/fd/{directory}/capsule.sock")
+        except OSError as error:
+            connection.close()
+            raise CapsuleGone(f"The capsule does not answer: {error}") from error
+        finally:
+            os.close(directory)
+        self._socket = connection
+        # Who listens there is PID 1 of the capsule; that it holds the connection still says that the id was not reused.
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(peer)
+        with contextlib.suppress(OSError):
+            init = os.pidfd_open(pid)
+            if _ready([connection.fileno()], 0):
+                os.close(init)
+            else:
+                self._init_fd, self._init_pid = init, pid
+
+    def outlive(self, outlive: bool = True) -> None:
+        """Let the capsule (and the kernel in it) go on when its owner's connection breaks, or not."""
+        self._ask({"verb": "outlive", "outlive": outlive})
+
+    def abandon(self) -> None:
+        """Let go of the connection and of nothing else: a capsule that may outlive its owner goes on."""
+        with self._closing, self._lock:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+            for descriptor in (self._pidfd, self._init_fd):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._pidfd = self._init_fd = -1
+            self._outer = None
+
+    def close(self) -> None:
+        """End every process of the capsule, now.  Idempotent; afterwards nothing of it is left.
+
+        May be called while another thread waits for an answer: that request then fails with `CapsuleGone`.
+        """
+        with self._closing:
+            if self._outer is None and self._socket is None:
+                return  # closed, or abandoned and no more ours
+            if self._init_fd >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+                _ready([self._init_fd], ANSWER)
+                os.close(self._init_fd)
+                self._init_fd = -1
+            if self._outer is not None:
+                self._end(self._outer)
+                self._outer = None
+            if self._pidfd >= 0:
+                self.wait(ANSWER)
+                os.close(self._pidfd)
+                self._pidfd = -1
+            with self._lock:
+                if self._socket is not None:
+                    self._socket.close()
+                    self._socket = None
+            with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
+                (self.directory / "capsule.sock").unlink()
+
+    def end(self) -> None:
+        """End the kernel, let its resource trackers remove what it left in shared memory, and `close`.
+
+        Takes `TIDY` seconds at most, and hardly any where there is nothing to remove.  Not for a kernel that has an
+        image: that needs what would be removed.
+        """
+        with contextlib.suppress(CapsuleError, CapsuleGone):
+            self._ask({"verb": "end"}, TIDY)
+            if self._pidfd >= 0:
+                _ready([self._pidfd], TIDY)
+            self.wait_tidy()
+        self.close()
+
+    def tidying(self) -> bool:
+        """Whether the kernel has ended, and its resource trackers still remove what it left in shared memory."""
+        try:
+            reply, _ = self._ask({"verb": "status"}, TIDY)
+        except (CapsuleError, CapsuleGone):
+            return False
+        return bool(reply["tidying"])
+
+    def wait_tidy(self) -> None:
+        """Wait until `tidying` is over, for `TIDY` seconds at most."""
+        deadline = time.monotonic() + TIDY
+        while self.tidying() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    @staticmethod
+    def _end(outer: subprocess.Popen[bytes]) -> None:
+        # The outer process ignores polite signals; its only child is PID 1, should there be no connection to that.
+        for pid in procfs.children(outer.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            outer.wait(ANSWER)
+        except subprocess.TimeoutExpired:
+            outer.kill()
+            outer.wait(ANSWER)
+        for stream in (outer.stdout, outer.stderr):
+            if stream is not None:
+                stream.close()
+
+    def __enter__(self) -> Capsule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- requests
+
+    def _ask(
+        self, request: Mapping[str, Any], timeout: float = ANSWER, fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            if self._socket is None:
+                raise CapsuleGone("The capsule was closed.")
+            self._asked += 1
+            try:
+                self._socket.settimeout(timeout)
+                _send(self._socket, json.dumps({**request, "version": VERSION, "number": self._asked}).encode(), fds)
+                while True:
+                    packet, sent_back, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
+                    if not packet or json.loads(packet).get("number") == self._asked:
+                        break
+                    for fd in sent_back:  # the late answer to a request that was given up
+                        os.close(fd)
+            except TimeoutError as error:
+                raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
+            except OSError as error:
+                raise CapsuleGone(f"The capsule ended: {error}") from error
+        if not packet:
+            raise CapsuleGone("The capsule ended.")
+        reply = json.loads(packet)
+        if (version := reply.get("version")) != VERSION:
+            message = f"The kernel's capsule speaks version {version} of its protocol, this release version {VERSION}."
+            raise ProtocolVersion(message, left="the kernel is as it was", version=version)
+        if "error" in reply:
+            raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
+        return reply, sent_back
+
+    def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
+        self._take_kernel(
+            *self._ask({"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()})
+        )
+
+    def adopt(self, pid: int, *, park: bool = False) -> None:
+        """Take the process that CRIU restored under the inner ``pid`` as this capsule's kernel, and let it run.
+
+        ``park``: only the CUDA driver's threads run, until `unpark`.
+        """
+        self._take_kernel(*self._ask({"verb": "adopt", "pid": pid, "park": park}, 2 * ANSWER))
+
+    def _take_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
+        self.inner_pid = reply["pid"]
+        self.pipes = reply["pipes"]
+        self._pidfd = fds[0]
+        # A pidfd names the process without a race; its fdinfo shows the pid in the namespace of our /proc.
+        self.host_pid = int(procfs.fdinfo("self", self._pidfd)["Pid"])
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        output: Path,
+        timeout: float,
+        env: Mapping[str, str],
+        inherit_pipes: bool = False,
+        grace: float = 0.0,
+        on_kernel: bool = False,
+        terminals: Path | None = None,
+    ) -> Ran:
+        """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
+
+        ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
+        the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
+        program that works ``on_kernel`` finds it stopped, parked threads where they are parked; it stays so if
+        the program ends well, else it goes on, and those that wait in the CUDA driver's code are parked again.  What
+        is under way in the kernel's terminals is then in the file ``terminals``, if anything is; of a program that does
+        not work ``on_kernel`` but makes one, it is put into the terminals when the program has ended well.
+        Raises `UnsupportedTerminal`, before the program runs, if those of a kernel hold too much.
+        """
+        request = {
+            "verb": "run",
+            "argv": list(argv),
+            "env": dict(env),
+            "cwd": str(cwd),
+            "timeout": timeout,
+            "output": str(output),
+            "inherit_pipes": inherit_pipes,
+            "grace": grace,
+            "on_kernel": on_kernel,
+            "terminals": str(terminals or ""),
+        }
+        reply, _ = self._ask(request, timeout + grace + ANSWER)
+        if "unsupported_terminal" in reply:
+            raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
+        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
+
+    def hurry(self) -> None:
+        """Have the program of `run` end now, as it does at its deadline.  From any thread; waits for nothing."""
+        connection = self._socket
+        if connection is not None:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                _send(connection, json.dumps({"verb": "hurry", "version": VERSION}).encode())
+
+    def go_on(self) -> None:
+        """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
+        self._ask({"verb": "go_on"})
+
+    def park(self, patience: float, *, insist: bool = False) -> int:
+        """Stop all threads of the kernel but the CUDA driver's and its library's; how many are parked.
+
+        ``insist``: see `freezer.Parking`.  Raises `CapsuleError` when that cannot be done in ``patience`` seconds; all
+        run on then.  They stay parked when the owner goes.
+        """
+        reply, _ = self._ask({"verb": "park", "patience": patience, "insist": insist}, patience + ANSWER)
+        return int(reply["threads"])
+
+    def shield(self) -> int:
+        """Park the threads that wait in the CUDA driver's code (`freezer.Parking.waiting_in_driver`); how many are.
+
+        For a kernel that is, or is about to be, suspended.  Raises `CapsuleError`.
+        """
+        reply, _ = self._ask({"verb": "shield"})
+        return int(reply["threads"])
+
+    def unpark(self) -> None:
+        """Let parked threads go on; none may be parked."""
+        self._ask({"verb": "unpark"})
+
+    def arena(self) -> int:
+        """A descriptor, the caller's own, of a directory in memory that ends with the capsule; made on first use.
+
+        The kernel has it as ``arena`` in its directory.  Raises `CapsuleError`.
+        """
+        _, fds = self._ask({"verb": "arena"})
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
+    def hold(self, fd: int) -> None:
+        """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
+        self._ask({"verb": "hold"}, fds=[fd])
+
+    def inspect(self, *, allow_unconfined: bool = False) -> dict[str, Any]:
+        """What the kernel's processes are made of, as `inventory.Found.as_dict`.
+
+        After a dump, which leaves them stopped, it is all there is; of running ones only what can be seen without a
+        stop.  Raises `CapsuleError`.
+        """
+        _, fds = self._ask({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
+        with open(fds[0], "rb") as file:
+            file.seek(0)
+            found: dict[str, Any] = json.load(file)
+        return found
+
+    def put_back(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Put back what CRIU forgets into processes that it has restored and that have not run since.
+
+        ``notes`` are those of `inspect`.  Returns what could not be put back, in words: what the kernel must not run
+        without, and what it may (`reapply.put_back`).  Raises `CapsuleError`.
+        """
+        reply, _ = self._ask({"verb": "put_back", "notes": dict(notes)}, _INSPECTION)
+        return reply["vital"], reply["failed"]
+
+    def clocks(self) -> Clocks:
+        """The clocks as the kernel in the capsule reads them."""
+        reply, _ = self._ask({"verb": "clocks"})
+        return Clocks(reply["monotonic"], reply["boottime"])
+
+    # -- the kernel process
+
+    def poll(self) -> int | None:
+        """The kernel's exit status, None while it lives.  Never blocks; -9 when the whole capsule was ended."""
+        if self._status is not None or self._pidfd < 0:
+            return self._status
+        if not _ready([self._pidfd], 0):
+            return None
+        self._status = -signal.SIGKILL
+        with contextlib.suppress(CapsuleError, CapsuleGone):
+            reply, _ = self._ask({"verb": "status"})
+            if reply["status"] is not None:
+                self._status = reply["status"]
+        return self._status
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the kernel's end; its exit status, or None when it still lives after ``timeout`` seconds."""
+        if self._pidfd >= 0:
+            _ready([self._pidfd], timeout)
+        return self.poll()
+
+    @contextlib.contextmanager
+    def watched(self, told: Callable[[], object]) -> Iterator[None]:
+        """If the kernel ends during the body (or ended before), call ``told`` on another thread until the body ends.
+
+        More than once, because the first call may come before the body has begun to wait for what ``told`` would break.
+        Raises `CapsuleGone` when there is no kernel.
+        """
+        if self._pidfd < 0:
+            raise CapsuleGone("The capsule has no kernel.")
+        # Its own descriptor: `close` on another thread gives ours back, and its number to somebody else.
+        pidfd = os.dup(self._pidfd)
+        over, finish = os.pipe()
+
+        def watch() -> None:
+            ended = _ready([pidfd, over], None)
+            while over not in ended:
+                with contextlib.suppress(GpuCkptError):
+                    told()
+                ended = _ready([over], 0.1)
+
+        watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            os.close(finish)
+            watcher.join()
+            os.close(over)
+            os.close(pidfd)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the kernel's process group, as jupyter_client does for a local kernel."""
+        if self.poll() is not None or not self.host_pid:
+            return
+        try:
+            os.killpg(self.host_pid, number)
+        except OSError as error:
+            if error.errno != errno.ESRCH:
+                raise
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.host_pid, number)
+
+    def processes(self) -> list[int]:
+        """Host pids of the kernel and all its descendants."""
+        found, fresh = [], [self.host_pid] if self.host_pid else []
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in procfs.children(pid)]
+        return found
+
+    def companions(self) -> list[int]:
+        """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
+        found: list[int] = []
+        fresh = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # to PID 1 daemons come
+        while fresh:
+            found += fresh
+            fresh = [child for pid in fresh for child in procfs.children(pid)]
+        return [pid for pid in found if pid != self.host_pid]
+
+
+def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a request as one packet, or in a file of its own: the environment of a kernel may be larger than a packet.
+
+    A packet has to fit into the socket's buffer, of which a user has 200 KB (``net.core.wmem_max``).
+    """
+    if len(request) <= _PACKET:
+        socket.send_fds(connection, [request], list(fds))
+        return
+    with os.fdopen(os.memfd_create("request"), "wb") as file:
+        file.write(request)
+        file.flush()
+        socket.send_fds(connection, [b"{}"], [file.fileno()])
+
+
+def _ready(descriptors: list[int], timeout: float | None) -> list[int]:
+    """Those that can be read or are at their end, after at most ``timeout`` seconds (None: for ever).
+
+    Not ``select``, which takes no descriptor above 1023: a server with some dozens of kernels has those.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(None if timeout is None else timeout * 1000)]

@@ -1,0 +1,406 @@
+"""What keeps a kernel alive when CRIU is killed while it dumps it.  Runs in a capsule's init, the parent of both.
+
+For a dump CRIU holds every thread by ptrace and runs code of its own in them.  When it is killed, Linux lets go of the
+threads where they are: in that code, or at a trap, of which the process then dies (``kernel/signal.c: ptrace_stop``
+keeps the SIGTRAP that its tracer cannot take back any more).  Three things before the dump make all of that mendable:
+
+1. *The processes are stopped by SIGSTOP.*  A thread whose tracer dies goes back into that stop (``kernel/ptrace.c:
+   __ptrace_unlink``) before it runs one more instruction, so nothing of CRIU's code is run to any effect.
+2. *SIGTRAP has a handler*, at an address where nothing is.  It never runs, because the stop comes first; but a signal
+   with a handler does not kill.  It travels into the image, so that every restore takes it away too (`unguard`).
+3. *Registers, signal masks and what CRIU overwrites* are kept here, and put back if CRIU does not end well.
+
+One thread may have gone on by itself: the parasite in the main thread sees that CRIU is gone and returns to the
+program, which runs until Linux takes the tracer away.  Such a thread is recognized by where it is, and left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import syscall_restart
+from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.ptrace import (
+    ALL_BUT_SIGTRAP,
+    MACHINE,
+    NT_PRSTATUS,
+    PATIENCE,
+    Machine,
+    ProcessMemory,
+    Tracee,
+    system_call_gate,
+)
+from jupyter_gpu_ckpt.procfs import MemoryMapping
+
+#: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
+GUARD = {int(signal.SIG_DFL): 0x10, int(signal.SIG_IGN): 0x20}
+_SA_RESTORER = 0x04000000
+#: handler, flags, restorer, mask: the kernel's ``struct sigaction``.
+_SIGACTION = struct.Struct("=4Q")
+#: Bytes of the first executable mapping that CRIU may overwrite (compel's syscall and the name of its memfd: 16).
+_ENTRY_BYTES = 64
+#: compel's name for the file that its code lies in.
+_PARASITE = "/memfd:CRIUMFD"
+_TRAP = 1 << signal.SIGTRAP - 1
+_CONT = 1 << signal.SIGCONT - 1
+_UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
+
+
+@dataclass
+class _Thread:
+    """What a thread was before CRIU came."""
+
+    regsets: dict[int, bytes]
+    mask: int
+
+
+@dataclass
+class _SavedProcess:
+    pid: int
+    machine: Machine
+    mappings: list[MemoryMapping]
+    descriptors: set[int]
+    #: Address of a system call instruction.
+    gate: int
+    entry: int
+    entry_bytes: bytes
+    #: SIGTRAP's: the guard, or one of the program's own.
+    handler: int
+    threads: dict[int, _Thread]
+
+
+def stop(pid: int, deadline: float, parking: Parking | None = None) -> bool:
+    """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then.
+
+    Threads in ``parking`` leave it and stop where they are parked: not one instruction of the program is run.
+    """
+    if _all_stopped(pid):
+        return False
+    os.kill(pid, signal.SIGSTOP)
+    if parking is not None:
+        parking.leave()
+    while not _all_stopped(pid):
+        if time.monotonic() > deadline:
+            resume(pid)
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.0005)
+    return True
+
+
+def _all_stopped(pid: int) -> bool:
+    return all(_state(pid, tid) in "TZX" for tid in procfs.threads(pid))
+
+
+def _state(pid: int, tid: int) -> str:
+    try:
+        return procfs.stat(pid, tid).state
+    except procfs.GONE:
+        return "X"
+
+
+def _lives(pid: int) -> bool:
+    return _state(pid, pid) not in "ZX"
+
+
+def resume(pid: int, leader: Tracee | None = None) -> None:
+    """End the stop of a process without its own handler of SIGCONT being called: the stop was none of its business.
+
+    ``leader``: its main thread, where the caller holds that.  Raises `ProcessLookupError`.
+    """
+    held: ExitStack = ExitStack()
+    with held:
+        if MACHINE is not None and _signals(pid, pid, "SigCgt") & _CONT:
+            with contextlib.suppress(OSError):  # then it is called
+                memory = held.enter_context(ProcessMemory(pid))
+                gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
+                held.enter_context(_uncaught(leader or held.enter_context(Tracee(MACHINE, pid)), gate, memory))
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _uncaught(leader: Tracee, gate: int, memory: ProcessMemory) -> Iterator[None]:
+    """Have Linux drop each SIGCONT as one that is neither caught nor blocked."""
+    action, mask = (
+        _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0)),
+        leader.mask,
+    )
+    leader.mask = mask & ~_CONT
+    try:
+        yield
+    finally:
+        leader.mask = mask
+        _action(leader, gate, memory, signal.SIGCONT, action)
+
+
+def _signals(pid: int, tid: int, *fields: str) -> int:
+    """The signals that are in one of these fields of proc_pid_status(5), bit 0 being signal 1."""
+    found, status = 0, procfs.status(pid, tid)
+    for name in fields:
+        found |= int(status.get(name, "0"), 16)
+    return found
+
+
+def _tree(root: int, deadline: float, parking: Parking | None = None) -> Iterator[tuple[int, bool]]:
+    """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more.
+
+    ``parking``: of threads of ``root``, see `stop`.
+    """
+    fresh = [root]
+    while fresh:
+        pid = fresh.pop()
+        if _state(pid, pid) == "Z":
+            continue
+        yield pid, stop(pid, deadline, parking if pid == root else None)
+        fresh += procfs.children(pid)
+
+
+def _action(leader: Tracee, gate: int, memory: ProcessMemory, number: int, new: bytes | None = None) -> bytes:
+    """Set what a signal does (None: leave it), as `_SIGACTION`; what it did."""
+    machine = leader.machine
+    # The stopped thread's own stack lends the room; what was there is put back.
+    room = leader.words()[machine.sp] & ~15
+    kept = memory.read(room, 2 * _SIGACTION.size)
+    at = 0
+    try:
+        if new is not None:
+            at = room + _SIGACTION.size
+            memory.write(at, new)
+        if result := leader.call(gate, machine.rt_sigaction, number, at, room, 8):
+            raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
+        return memory.read(room, _SIGACTION.size)
+    finally:
+        memory.write(room, kept)
+
+
+def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | None = None) -> int:
+    """Set SIGTRAP's handler (None: leave it); the handler it had."""
+    # All signals wait while it would run, so that no other handler is entered after it.
+    new = None if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
+    return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
+
+
+def _look(machine: Machine, pid: int) -> _SavedProcess:
+    """What has to be known of a stopped process, and SIGTRAP's guard in place."""
+    mappings = procfs.maps(pid)
+    entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
+    threads = {}
+    with ProcessMemory(pid) as memory:
+        gate = system_call_gate(machine, memory, mappings)
+        for tid in procfs.threads(pid):
+            with Tracee(machine, tid) as tracee:
+                syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
+                regsets = {kind: data for kind in machine.regsets if (data := tracee.regset(kind)) is not None}
+                threads[tid] = _Thread(regsets, tracee.mask)
+                if tid == pid:
+                    handler = _sigtrap(tracee, gate, memory)
+                    if handler in GUARD:
+                        handler = GUARD[handler]
+                        _sigtrap(tracee, gate, memory, handler)
+        return _SavedProcess(
+            pid=pid,
+            machine=machine,
+            mappings=mappings,
+            descriptors=set(procfs.descriptors(pid)),
+            gate=gate,
+            entry=entry,
+            entry_bytes=memory.read(entry, _ENTRY_BYTES),
+            handler=handler,
+            threads=threads,
+        )
+
+
+def _drop_guard(leader: Tracee, gate: int, memory: ProcessMemory) -> None:
+    handler = _sigtrap(leader, gate, memory)
+    for was, guard in GUARD.items():
+        if handler == guard:
+            _sigtrap(leader, gate, memory, was)
+
+
+def _unguard(machine: Machine, pid: int) -> None:
+    stop(pid, time.monotonic() + PATIENCE)
+    with ProcessMemory(pid) as memory:
+        gate = system_call_gate(machine, memory, procfs.maps(pid))
+        with Tracee(machine, pid) as leader:
+            _drop_guard(leader, gate, memory)
+
+
+def unguard(root: int, parking: Parking | None = None) -> None:
+    """Take SIGTRAP's guard away from restored processes, and let them go on: they were stopped when dumped.
+
+    ``parking``: of ``root``, all of whose threads but the CUDA driver's stay in it.  Raises `OSError`.
+    """
+    pids = []
+    for pid, _ in _tree(root, time.monotonic() + PATIENCE):
+        pids.append(pid)
+        if MACHINE is not None:
+            _unguard(MACHINE, pid)
+    if parking is not None:
+        parking.stopped(time.monotonic() + PATIENCE)
+    for pid in pids:
+        resume(pid, parking.leader if parking is not None and pid == root else None)
+
+
+def _mend(process: _SavedProcess) -> None:
+    """Make a process what it was before CRIU came.  It is stopped before and after."""
+    pid, machine, gate = process.pid, process.machine, process.gate
+    stop(pid, time.monotonic() + PATIENCE)
+    with ProcessMemory(pid) as memory, ExitStack() as held:
+        tracees = {
+            tid: held.enter_context(Tracee(machine, tid)) for tid in procfs.threads(pid) if tid in process.threads
+        }
+        leader = tracees[pid]
+        if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
+            memory.write(process.entry, process.entry_bytes)
+        known = {mapping.start for mapping in process.mappings}
+        now = procfs.maps(pid)
+        parasite = [each for each in now if each.name.startswith(_PARASITE) and each.start not in known]
+        astray = _astray(process, leader, parasite)
+        for tid, tracee in tracees.items():
+            before = process.threads[tid]
+            if tid != pid or astray:
+                for kind, data in before.regsets.items():
+                    tracee.set_regset(kind, data)
+                tracee.mask = before.mask
+                tracee.disarm()
+            elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
+                tracee.mask = before.mask
+            if _signals(pid, tid, "SigPnd") & _TRAP:
+                tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
+        if astray:
+            for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
+                leader.call(gate, machine.close, descriptor)
+            for mapping in _changed(process.mappings, now):
+                length = mapping.end - mapping.start
+                leader.call(gate, machine.mprotect, mapping.start, length, _protection(mapping))
+        for mapping in parasite:
+            leader.call(gate, machine.munmap, mapping.start, mapping.end - mapping.start)
+        _drop_guard(leader, gate, memory)
+
+
+def _astray(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
+    """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
+    if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
+        return True
+    at = leader.words()[process.machine.pc]
+    in_entry = process.entry <= at < process.entry + _ENTRY_BYTES
+    return in_entry or at == process.handler or any(mapping.holds(at) for mapping in parasite)
+
+
+def _changed(before: list[MemoryMapping], now: list[MemoryMapping]) -> Iterator[MemoryMapping]:
+    """Those of ``before`` whose protection is another one ``now``."""
+    for was in before:
+        for mapping in now:
+            if mapping.start < was.end and was.start < mapping.end and mapping.permissions[:3] != was.permissions[:3]:
+                yield was
+                break
+
+
+def _protection(mapping: MemoryMapping) -> int:
+    letters = zip("rwx", mapping.permissions, (mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC), strict=False)
+    return sum(bit for letter, found, bit in letters if letter == found)
+
+
+class Rescue:
+    """Stops a process tree for a dump, and afterwards makes good what CRIU left.
+
+    Parameters
+    ----------
+    root:
+        Pid of the kernel, a child of the caller.
+    deadline:
+        `time.monotonic` by which all threads must have stopped.
+    parking:
+        Of ``root``: its threads stop where they are parked, and those that wait in the CUDA driver's code are parked
+        again before the process goes on.
+
+    Raises `OSError`, of which `TimeoutError` is one; everything goes on as before then.
+    """
+
+    def __init__(self, root: int, deadline: float, parking: Parking | None = None) -> None:
+        self._root = root
+        self._parking = parking
+        self._pids: list[int] = []
+        #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
+        self._ran: list[int] = []
+        self._processes: list[_SavedProcess] = []
+        try:
+            for pid, ran in _tree(root, deadline, parking):
+                self._pids.append(pid)
+                if ran:
+                    self._ran.append(pid)
+                if MACHINE is not None:
+                    self._processes.append(_look(MACHINE, pid))
+            for pid in self._pids:
+                # One that is still on its way back into the stop would be taken by CRIU for one that runs.
+                stop(pid, deadline)
+        except BaseException as error:
+            # Of all, and not of `_processes` only: `_look` may have failed after it had set the guard.
+            unknown = self._unguard_all()
+            self.go_on()
+            if unknown:
+                raise OSError(f"{error}; whether SIGTRAP is handled as before is not known: {unknown}") from error
+            raise
+
+    def _unguard_all(self) -> str:
+        """Why not, if not."""
+        why: list[str] = []
+        if MACHINE is None:
+            return ""
+        for pid in self._pids:
+            try:
+                _unguard(MACHINE, pid)
+            except Exception as error:
+                if _lives(pid):
+                    why.append(f"process {pid}: {error}")
+        return ", ".join(why)
+
+    def conclude(self, well: bool) -> None:
+        """CRIU has ended: well, and the processes stay stopped, or not, and they go on as if it had never been.
+
+        Raises `OSError`; what could be done was done.
+        """
+        with ExitStack() as last:
+            if not well:
+                last.callback(self.go_on)
+            for process in self._processes:
+                last.callback(self._after, process, well)
+
+    @staticmethod
+    def _after(process: _SavedProcess, well: bool) -> None:
+        try:
+            if well:
+                _unguard(process.machine, process.pid)
+                stop(process.pid, time.monotonic() + PATIENCE)  # it is on its way back into the stop
+            else:
+                _mend(process)
+        except Exception:
+            if _lives(process.pid):
+                raise
+
+    def go_on(self) -> None:
+        """Let all processes run that ran before.  Raises `OSError` after they do: what could not be put right."""
+        failures = []
+        for pid in self._ran:
+            try:
+                leader = None
+                if self._parking is not None and pid == self._root:
+                    self._parking.waiting_in_driver()
+                    leader = self._parking.leader
+                resume(pid, leader)
+            except procfs.GONE:  # it ended
+                continue
+            except Exception as error:
+                failures.append(f"process {pid}: {type(error).__name__}: {error}")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        if failures:
+            raise OSError(", ".join(failures))

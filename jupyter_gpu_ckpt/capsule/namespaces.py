@@ -1,0 +1,116 @@
+"""The namespaces and mounts of a capsule, made by its first process (`init`) before it forks PID 1."""
+
+from __future__ import annotations
+
+import os
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import syscalls
+
+_TERMINALS, _MULTIPLEXER = "/dev/pts", "/dev/ptmx"
+
+
+def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
+    """Leave the host's namespaces; the next child is PID 1 of the new ones.
+
+    The uid is kept: only the caller's own uid and gid are mapped, each to itself.  The clock offsets must be written
+    before the first process enters the time namespace, hence before that child is made.
+    """
+    if user:
+        uid, gid = os.getuid(), os.getgid()
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
+    # They count from the clocks of the host itself, and this process may be in a time namespace already; the new one
+    # has begun with that one's.
+    with open("/proc/self/timens_offsets") as file:
+        rows = [line.split() for line in file]
+    outer = {row[0]: int(row[1]) * 1_000_000_000 + int(row[2]) for row in rows}
+    with open("/proc/self/timens_offsets", "w") as file:
+        for clock, nanoseconds in (("monotonic", monotonic_ns), ("boottime", boottime_ns)):
+            seconds, rest = divmod(outer[clock] + nanoseconds, 1_000_000_000)
+            file.write(f"{clock} {seconds} {rest}\n")
+
+
+def mount_proc() -> None:
+    """A ``/proc`` that shows the capsule's processes.
+
+    Mounts of the host still arrive (slave), so that an automounted home works; none goes back.
+    """
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+def mount_terminals(user: bool) -> None:
+    """Give the capsule pseudo-terminals of its own: a ``/dev/pts`` that no process outside has a terminal in.
+
+    CRIU can bring a terminal back only under its old number, which on the host's ``/dev/pts`` may be taken by then,
+    and only with its old owner, which in a user namespace must be mapped: there the group ``tty`` is not.  Here every
+    number is free when a kernel comes back, and the files belong to the user (devpts(5)).  Without ``user`` namespace
+    the group is the one that the host gives its terminals.
+
+    Raises `OSError` where that cannot be had; the capsule then has what the host has (`terminals.obstacle`).
+    """
+    group = "" if user else _terminal_group()
+    options = f"newinstance,ptmxmode=0666,mode=0620{group}"
+    syscalls.mount("devpts", _TERMINALS, "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
+    # A link to it, or a device beside it, opens the new file system already; what a container's runtime has mounted
+    # there does not.
+    if os.path.lexists(_MULTIPLEXER) and os.path.realpath(_MULTIPLEXER) != f"{_TERMINALS}/ptmx":
+        try:
+            syscalls.mount(f"{_TERMINALS}/ptmx", _MULTIPLEXER, None, syscalls.MS_BIND)
+        except OSError:  # else masters would be the host's, and slaves the capsule's
+            syscalls.umount(_TERMINALS)
+            raise
+
+
+def _terminal_group() -> str:
+    """The option that gives new terminals the host's group for them; empty where it has none."""
+    options = [mount.options for mount in procfs.mounts() if (mount.point, mount.filesystem) == (_TERMINALS, "devpts")]
+    return next((f",{word}" for word in (options[-1] if options else ()) if word.startswith("gid=")), "")
+
+
+def mount_under_old_path(directory: int, old: str) -> None:
+    """Show the kernel its directory (a descriptor) where it was before: its sockets keep their paths for life.
+
+    Where that path cannot be made (another user's directory, ``/run/user/...`` of a session that this host does not
+    have), an empty file system covers the nearest directory above it, for this capsule only: what is there is out of
+    the user's reach anyhow.  One at the top of the tree is not covered: it has more in it than that.
+    """
+    try:
+        os.makedirs(old, mode=0o700, exist_ok=True)
+        os.stat(f"{old}/.")
+    except OSError:
+        above = os.path.dirname(old)
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if above.count("/") < 2:
+            raise
+        syscalls.mount("tmpfs", above, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+        os.makedirs(old, mode=0o700, exist_ok=True)
+    syscalls.mount(f"/proc/self/fd/{directory}", old, None, syscalls.MS_BIND)
+
+
+#: In a kernel's directory: memory that is the capsule's own, and none of its processes'.
+ARENA = "arena"
+
+
+def mount_arena(directory: str) -> str:
+    """Mount a file system in memory there, and return its path.  It ends with the capsule, and CRIU leaves it alone.
+
+    Of huge pages, where the system gives them (tmpfs(5)): they make the rate at which it is filled.
+    """
+    place = f"{directory}/{ARENA}"
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    flags, options = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC, "mode=0700,size=100%"
+    try:
+        syscalls.mount("tmpfs", place, "tmpfs", flags, f"{options},huge=always")
+    except OSError:  # a system without them
+        try:
+            syscalls.mount("tmpfs", place, "tmpfs", flags, options)
+        except OSError:
+            os.rmdir(place)  # else it would be taken for one
+            raise
+    return place

@@ -1,0 +1,304 @@
+"""CRIU's two verbs, run inside a capsule: `Criu.dump` and `Criu.restore`.
+
+No policy and no hidden retries.  The option table is fixed and printable; every call has a deadline; CRIU's log is read
+here, and only here, to turn a failure into an error class with a cause a notebook user understands.
+
+CRIU runs without its CUDA plugin: the plugin can fail silently and let a dump "succeed" without the device state.  CUDA
+state is suspended before the dump (`cuda.driver`), so for CRIU the process is an ordinary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..capsule.capsule import GRACE, Capsule, Ran
+from ..errors import (
+    CapsuleError,
+    CapsuleGone,
+    ChangedFile,
+    CriuError,
+    CriuKilled,
+    CriuTimeout,
+    DeletedMapping,
+    KernelBusy,
+    MissingFile,
+    NoSpace,
+    PidTaken,
+    PipesExhausted,
+    PortTaken,
+    RuntimeDirectory,
+    UnsupportedFile,
+    UnsupportedSocket,
+)
+from ..process import terminals
+from . import images
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that all threads of a kernel are given to be where they hold nothing.
+PATIENCE = 5.0
+#: Options of both verbs, and why.  A dump and its restore must agree on them.
+OPTIONS: tuple[tuple[str, ...], ...] = (
+    ("--no-default-config",),  # an administrator's criu.conf must not change what an image means
+    ("--shell-job",),  # the session leader's terminal, if any, lies outside
+    ("--file-locks",),  # SQLite and others hold them
+    ("--link-remap",),  # open files that were deleted but have another name
+    ("--ghost-limit", "1G"),  # open files that were deleted for good travel in the image up to this size
+    ("--tcp-close",),  # connections to the outside come back closed, as after a long sleep
+    ("--network-lock", "skip"),  # there is nothing to lock: those connections are closed
+    ("-v2",),  # errors and warnings
+)
+
+#: CRIU needs no more of the environment; a user's LD_PRELOAD must not reach it.
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What became of a restore: its seconds, and what the processes lack of what was noted, in words."""
+
+    seconds: float
+    changed: list[str]
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """A line of CRIU's log that names a cause: pattern (group 1: the culprit), class, sentence for the user."""
+
+    pattern: re.Pattern[str]
+    error: type[CriuError | NoSpace]
+    sentence: str
+
+
+def _cause(pattern: str, error: type[CriuError | NoSpace], sentence: str) -> _Cause:
+    return _Cause(re.compile(pattern), error, sentence)
+
+
+# In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c (release 4.2).
+_CAUSES = (
+    _cause(r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
+    _cause(r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
+    _cause(r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
+    _cause(r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
+    _cause(r"Can't open mapped \[(.*?)(?: \(deleted\))?\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
+    _cause(r"Can't dump ghost file (\S+)", UnsupportedFile, "{0} was deleted while open, and is too big for an image."),
+    _cause(
+        r"Can't bind inet socket \(id \d+\): Address already in use()",
+        PortTaken,
+        "A TCP or UDP port the kernel had open cannot be bound: it is in use.",
+    ),
+    _cause(
+        r"(?:Unable to set a pipe size|Can't restore pipe size): Operation not permitted()",
+        PipesExhausted,
+        "The user's processes hold too many pipes (fs.pipe-user-pages-soft).",
+    ),
+    _cause(r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
+    _cause(
+        r"(?:Can't dump half of stream unix connection|External socket is used|name-less external socket)"
+        r"(?:.*?name: (\S+))?",
+        UnsupportedSocket,
+        "The kernel is connected to a process outside through a unix socket ({0}).",
+    ),
+    _cause(r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
+    _cause(
+        r"Control messages in queue()",
+        UnsupportedSocket,
+        "Credentials or descriptors were sent through a unix socket of the kernel and are not received yet.",
+    ),
+    _cause(
+        r"Unsupported (?:proto|type|socket family)\D*(\d+)",
+        UnsupportedSocket,
+        "The kernel holds a socket of a kind that cannot be saved (number {0}).",
+    ),
+    _cause(
+        r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)",
+        UnsupportedFile,
+        "An open file cannot be saved: {0}.",
+    ),
+    _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
+    _cause(r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
+    _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
+)
+
+
+class Criu:
+    """Runs one CRIU binary inside capsules.
+
+    Parameters
+    ----------
+    argv:
+        How to start CRIU: a path, or a loader with its arguments and a path (`install.find`).
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.argv = tuple(argv)
+
+    def _run(
+        self,
+        verb: str,
+        capsule: Capsule,
+        directory: Path,
+        timeout: float,
+        options: Sequence[str],
+        inherit_pipes: bool = False,
+        work: Path | None = None,
+    ) -> Ran:
+        work = work or capsule.directory
+        rootless = ["--unprivileged"] if os.geteuid() != 0 else []
+        arguments = [
+            *self.argv,
+            verb,
+            "--images-dir",
+            str(directory),
+            # Logs and statistics stay out of the image: a restore writes nothing into it.
+            "--work-dir",
+            str(work),
+            "--log-file",
+            f"{verb}.log",
+            # CRIU's own alarm: it covers the freezing of the processes only.
+            "--timeout",
+            str(max(1, int(timeout))),
+            *rootless,
+            *(word for option in OPTIONS for word in option),
+            *options,
+        ]
+        log, output = work / f"{verb}.log", work / f"{verb}.out"
+        try:
+            for stale in (log, output):
+                # A CRIU that ends before it opens its log must not be explained by the log of the one before.
+                stale.unlink(missing_ok=True)
+        except OSError as error:
+            raise RuntimeDirectory(f"{work} cannot be written: {error.strerror}.") from error
+        try:
+            ran = capsule.run(
+                arguments,
+                cwd=work,
+                output=output,
+                timeout=timeout,
+                # A half-restored process is ended with the capsule anyhow; one that is being dumped is the user's work.
+                grace=GRACE if verb == "dump" else 0.0,
+                env=ENVIRONMENT,
+                inherit_pipes=inherit_pipes,
+                on_kernel=verb == "dump",
+                terminals=directory / terminals.FILE,
+            )
+            if ran.status != 0:
+                failure = explain(verb, ran, log, output)
+                if verb == "restore" and _is_full(capsule.directory):
+                    full = f"{capsule.directory} is full: the kernel's sockets could not be made there."
+                    raise RuntimeDirectory(full, **failure.details)
+                raise failure
+        finally:
+            if work != capsule.directory:
+                for source in (log, output):
+                    with contextlib.suppress(OSError):  # for who looks for it there, if there is room
+                        shutil.copy(source, capsule.directory)
+        if ran.unmended:  # it goes on all the same, with what was there for CRIU's sake still in it
+            _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unmended)
+        return ran
+
+    def dump(
+        self, capsule: Capsule, directory: Path, *, timeout: float, park: bool = False, work: Path | None = None
+    ) -> float:
+        """Write the kernel of ``capsule`` to ``directory``; returns seconds.
+
+        ``work``: where CRIU's log is written, by default the capsule's directory; there a copy of it stays.
+
+        The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
+        lets them run again.  With ``park`` they are stopped where they hold no lock of the C library or the driver;
+        raises `KernelBusy` where that cannot be.  After failure they run on, and ``directory`` holds a partial image
+        that means nothing.
+        """
+        options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
+        if park:
+            try:
+                capsule.park(PATIENCE, insist=True)
+            except CapsuleGone:
+                raise
+            except CapsuleError as error:
+                raise KernelBusy(
+                    "A thread of the kernel is never in a place where it can be stopped safely.",
+                    hint="It is in the C library or the CUDA driver all the time: try again when it has ended.",
+                    cause=error.message,
+                ) from error
+        seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
+        images.spare_devices(directory)
+        return seconds
+
+    def restore(
+        self,
+        capsule: Capsule,
+        directory: Path,
+        *,
+        pid: int,
+        pipes: Sequence[int],
+        timeout: float,
+        park: bool = False,
+        before_running: Callable[[], object] = lambda: None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Restored:
+        """Bring the process tree in ``directory`` to life in the empty ``capsule``.
+
+        ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
+        ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
+        ``park``: see `Capsule.adopt`.  ``notes``: see `Capsule.put_back`.  Raises `CriuError` when CRIU fails or a note
+        that the kernel must not run without cannot be put back.
+        After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
+        """
+        options = ["--restore-detached", "--leave-stopped"]
+        for fd, inode in enumerate(pipes, start=3):
+            options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
+        ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
+        before_running()
+        vital, changed = capsule.put_back(notes) if notes else ([], [])
+        if vital:
+            raise CriuError(f"The kernel cannot be made what it was: {'; '.join(vital)}.", lacking=vital)
+        if changed:
+            _log.warning("The kernel comes back without what it was set to: %s", "; ".join(changed))
+        capsule.adopt(pid, park=park)
+        return Restored(ran.seconds, changed)
+
+
+def _is_full(directory: Path) -> bool:
+    """Whether nothing can be made there any more, as far as its file system says so."""
+    try:
+        facts = os.statvfs(directory)
+    except OSError:
+        return False
+    return facts.f_bavail == 0 or (facts.f_files > 0 and facts.f_favail == 0)
+
+
+def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace:
+    """The error class and sentence for a failed run, from CRIU's log."""
+    lines: list[str] = []
+    for source in (log, output):
+        try:
+            lines += source.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+    errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
+    details: dict[str, Any] = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
+    if ran.unmended:
+        details["unmended"] = ran.unmended
+    for cause in _CAUSES:
+        for line in errors:
+            match = cause.pattern.search(line)
+            if match:
+                culprit = match.group(1) or "unnamed"
+                if culprit.startswith(("./", "home/", "tmp/")):
+                    culprit = "/" + culprit.removeprefix("./")
+                return cause.error(cause.sentence.format(culprit), culprit=culprit, **details)
+    if ran.timed_out or any("Timeout reached" in line for line in lines):
+        return CriuTimeout(f"CRIU did not finish its {verb} within the deadline.", **details)
+    if ran.status < 0:
+        return CriuKilled(f"CRIU was ended by {signal.Signals(-ran.status).name} during the {verb}.", **details)
+    return CriuError(f"CRIU could not {verb} the kernel.", **details)

@@ -1,0 +1,141 @@
+"""What CRIU wrote about a kernel's processes: that all of them is there, and the one thing in it that must not be.
+
+A dump is believed only as far as its files show it: every thread, descriptor and mapping that ``/proc`` showed while
+the processes were stopped must be in them.  The format is that of `images`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .images import (
+    COMMON_MAGIC,
+    FDINFO_MAGIC,
+    FILES_MAGIC,
+    MM_MAGIC,
+    encode,
+    fields_of,
+    number_of,
+    records,
+    submessage,
+)
+
+_CORE_MAGIC = 0x55053847
+_IDS_MAGIC = 0x54432030
+# messages core_entry and thread_core_entry
+_CORE_THREAD, _THREAD_DEATH_SIGNAL = 5, 8
+# messages task_kobj_ids_entry and fdinfo_entry
+_IDS_FILES, _FDINFO_FD = 2, 4
+# messages file_entry and unix_sk_entry
+_ENTRY_UNIX, _UNIX_INODE, _UNIX_PEER = 16, 2, 8
+# messages mm_entry and vma_entry; all fields of the latter are varints, the first two the addresses
+_MM_MAPPINGS = 14
+_MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7f])")
+
+
+def take_death_signals(directory: Path) -> dict[int, int]:
+    """Take PR_SET_PDEATHSIG out of a fresh dump; the signals, by thread.
+
+    CRIU restores it while the parent is its own process, whose end then sends the signal.  It is put back when CRIU has
+    ended.  Raises `ImageFormat`, `OSError`.
+    """
+    found = {}
+    for path in sorted(directory.glob("core-*.img")):
+        (record,) = records(path, _CORE_MAGIC)
+        fields = fields_of(record)
+        for place, (number, kind, value) in enumerate(fields):
+            if number == _CORE_THREAD and isinstance(value, bytes):
+                thread = fields_of(value)
+                if signal := number_of(thread, _THREAD_DEATH_SIGNAL):
+                    found[int(path.stem.partition("-")[2])] = signal
+                    kept = b"".join(encode(field) for field in thread if field[0] != _THREAD_DEATH_SIGNAL)
+                    fields[place] = (number, kind, kept)
+                    _rewrite(path, _CORE_MAGIC, b"".join(map(encode, fields)))
+    return found
+
+
+def _rewrite(path: Path, magic: int, record: bytes) -> None:
+    """Replace an image file by one with a single record; nobody but its owner may read it."""
+    part = path.with_name(f"{path.name}.part")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(struct.pack("<III", COMMON_MAGIC, magic, len(record)) + record)
+    part.rename(path)
+
+
+def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the dump in ``directory`` lacks of the processes it was made of, as noun phrases.
+
+    ``inventory`` is that of `inventory.inspect`, taken while the processes were stopped.  Raises `ImageFormat`.
+    """
+    lacking = []
+    for pid, was in inventory.items():
+        if not (directory / f"mm-{pid}.img").exists():
+            lacking.append(f"process {pid}")
+            continue
+        for tid in was["threads"]:
+            if not (directory / f"core-{tid}.img").exists():
+                lacking.append(f"thread {tid} of process {pid}")
+        saved = set(_descriptors(directory, pid))
+        lacking += [f"descriptor {fd} of process {pid}" for fd in was["descriptors"] if fd not in saved]
+        uncovered = _uncovered(_mappings(directory, pid), was["mappings"])
+        lacking += [f"memory at {start:#x} of process {pid}" for start in uncovered]
+    return lacking
+
+
+def has_foreign_peer(directory: Path) -> bool:
+    """Whether a unix socket of the dump is connected to one that is not in it.
+
+    CRIU refuses those by itself, but not a connection that the process outside has not accepted yet; the restore fails.
+    """
+    sockets = [
+        fields
+        for record in records(directory / "files.img", FILES_MAGIC)
+        if (fields := submessage(record, _ENTRY_UNIX))
+    ]
+    present = {number_of(fields, _UNIX_INODE) for fields in sockets}
+    return any((peer := number_of(fields, _UNIX_PEER)) and peer not in present for fields in sockets)
+
+
+def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
+    """The descriptors of a process: its record names the file that lists them, which processes may share."""
+    for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
+        table = number_of(fields_of(record), _IDS_FILES)
+        for entry in records(directory / f"fdinfo-{table}.img", FDINFO_MAGIC):
+            yield number_of(fields_of(entry), _FDINFO_FD)
+
+
+def _mappings(directory: Path, pid: str) -> list[tuple[int, int]]:
+    """The mappings of a process as CRIU saved them, by address."""
+    saved = []
+    for record in records(directory / f"mm-{pid}.img", MM_MAGIC):
+        for number, _, value in fields_of(record):
+            if number == _MM_MAPPINGS and isinstance(value, bytes) and (found := _MAPPING.match(value)):
+                saved.append((_varint(found[1]), _varint(found[2])))
+    return sorted(saved)
+
+
+def _varint(data: bytes) -> int:
+    value = 0
+    for place, byte in enumerate(data):
+        value |= (byte & 0x7F) << 7 * place
+    return value
+
+
+def _uncovered(saved: Sequence[tuple[int, int]], mappings: Iterable[Sequence[int]]) -> Iterator[int]:
+    """The addresses of mappings that are not wholly in ``saved``, which may have joined or split them."""
+    at = 0
+    for start, end in sorted((low, high) for low, high in mappings):
+        reached = start
+        while at < len(saved) and saved[at][1] <= start:
+            at += 1
+        following = at
+        while following < len(saved) and saved[following][0] <= reached < end:
+            reached = saved[following][1]
+            following += 1
+        if reached < end:
+            yield start

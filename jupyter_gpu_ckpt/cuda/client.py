@@ -1,0 +1,291 @@
+"""The caller's side of the helper process: start it, ask it, give it a deadline, replace it.
+
+`cuda.Cuda` and `gpus.Gpus` speak through a `Helper`; one may be shared by both and by any number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
+from .helper import DRAIN_S, DriverRefused
+
+_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+_UNKNOWN = "the process's CUDA state is unknown: ask for it; a locked process can be unlocked"
+_HINTS = {
+    "binding-missing": None,
+    "binding-too-old": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
+    "symbol-missing": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
+    "nvml-missing": None,
+    "driver-missing": "Kernels without CUDA can be checkpointed all the same.",
+    "driver-too-old": "Install NVIDIA driver 580 or newer.",
+    "driver-refuses": "Look at `nvidia-smi`; after a driver update the host must be restarted.",
+}
+
+
+class Caller(Protocol):
+    """What the facades need of a helper; `testing.fake_cuda.FakeDriver` is the other one."""
+
+    def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
+        """See `Helper.call`."""
+
+    def close(self) -> None:
+        """See `Helper.close`."""
+
+
+class _NotSent(Exception):
+    """The session was over before the request left: another one can be asked without doing anything twice."""
+
+
+@dataclass
+class _Call:
+    op: str
+    lane: int | None
+    answer: dict[str, Any] | None = None
+    overdue: bool = False
+
+
+@dataclass(eq=False)
+class _Session:
+    """One helper process.  ``changed`` guards everything but the process itself."""
+
+    process: subprocess.Popen[str]
+    changed: threading.Condition = field(default_factory=threading.Condition)  # over an RLock
+    pending: dict[int, _Call] = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)
+    retired: bool = False
+    ended: bool = False
+
+    def ask(self, number: int, call: _Call, args: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Send one request, once its lane is free, and wait for its answer."""
+        began = time.monotonic()
+        request = json.dumps({"id": number, "op": call.op, "args": args}) + "\n"
+        with self.changed:
+            self.wait_for_lane(call, deadline)
+            if self.ended or self.retired:
+                raise _NotSent
+            try:
+                stdin = _pipe(self.process.stdin)
+                stdin.write(request)
+                stdin.flush()
+            except (OSError, ValueError) as error:  # a broken pipe; a pipe closed by close()
+                self.retired = True
+                raise _NotSent from error
+            self.pending[number] = call
+            self.changed.wait_for(lambda: call.answer is not None or self.ended, deadline - time.monotonic())
+            if call.answer is not None:
+                return call.answer
+            if self.ended:
+                raise _gone(call, self.process)
+            call.overdue = True
+            self.retired = True
+            self._kill_if_useless()
+            self.changed.notify_all()
+        raise CudaTimeout(
+            f"The NVIDIA driver did not answer {call.op} within {time.monotonic() - began:.1f} s.",
+            hint="Ask for the process's CUDA state; unlock it if it is locked.",
+            left=_UNKNOWN,
+            op=call.op,
+            pid=call.lane,
+        )
+
+    def wait_for_lane(self, call: _Call, deadline: float) -> None:
+        """Wait until no call of the same lane is under way in this process, or it takes no more.
+
+        A call that cannot even start by its deadline says nothing about the helper, which goes on.
+        """
+
+        def is_free() -> bool:
+            return self.ended or all(other.lane != call.lane for other in self.pending.values())
+
+        with self.changed:
+            if call.lane is not None and not self.changed.wait_for(is_free, deadline - time.monotonic()):
+                raise CudaTimeout(
+                    "Another call for this process is still under way in the NVIDIA driver.",
+                    left="nothing was changed by this call",
+                    op=call.op,
+                    pid=call.lane,
+                )
+
+    def _kill_if_useless(self) -> None:
+        # A hung call can only be ended with the process, but other kernels' checkpoints may be under way in it: they
+        # finish first.  New calls go to a new helper meanwhile.
+        if self.retired and all(call.overdue for call in self.pending.values()):
+            self.process.kill()
+
+    def read_answers(self) -> None:
+        """The reader thread's life: until the process ends."""
+        try:
+            for line in _pipe(self.process.stdout):
+                answer = json.loads(line)
+                with self.changed:
+                    call = self.pending.pop(answer["id"])
+                    call.answer = answer
+                    self._kill_if_useless()
+                    self.changed.notify_all()
+        finally:
+            self.process.kill()  # it closed its answers: whatever it still does, nobody will hear of it
+            _pipe(self.process.stdout).close()
+            self.process.wait()
+            with self.changed:
+                self.ended = True
+                self.changed.notify_all()
+
+
+class Helper:
+    """The helper process, started by the first call and again after it ended.
+
+    Parameters
+    ----------
+    command:
+        The command to run instead of the real helper (tests).
+    start_timeout_s:
+        Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
+
+    The process ends with the caller's: on the end of its standard input.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None, *, start_timeout_s: float = 90.0) -> None:
+        self._command = list(command or (sys.executable, "-m", "jupyter_gpu_ckpt.cuda.helper"))
+        self._start_timeout_s = start_timeout_s
+        self._sessions: list[_Session] = []
+        self._starting = threading.Lock()
+        self._numbers = itertools.count(1)
+        weakref.finalize(self, _end, self._sessions)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the helper that takes calls now, if one runs."""
+        with self._starting:
+            current = self._current()
+            return current.process.pid if current else None
+
+    def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
+        """Run one operation of `helper.real_operations` and return its value.
+
+        Calls with the same ``lane`` (a process id) run one at a time, also across helpers; others side by side.
+
+        Raises
+        ------
+        DriverRefused
+            The driver said no; for the facades, which know what the number means for their verb.
+        CudaUnavailable
+            This host cannot do it; ``details["reason"]`` says why.
+        CudaTimeout
+            No answer after ``timeout_s``.  The helper is ended as soon as no other call is under way in it, and
+            replaced.
+        HelperGone
+            The helper ended during the call; the next call starts another one.
+        """
+        for _ in range(2):
+            try:
+                return self._call_once(op, lane, timeout_s, args)
+            except _NotSent:
+                continue  # the helper ended between two calls
+        raise HelperGone("The CUDA helper ends as soon as it is started.", op=op, pid=lane)
+
+    def _call_once(self, op: str, lane: int | None, timeout_s: float, args: dict[str, Any]) -> Any:
+        session = self._session()
+        family = op.partition(".")[0]
+        if family not in session.opened:
+            self._value(session, _Call(f"{family}.open", None), {}, time.monotonic() + self._start_timeout_s)
+            session.opened.add(family)
+        call, deadline = _Call(op, lane), time.monotonic() + timeout_s
+        for other in list(self._sessions):
+            other.wait_for_lane(call, deadline)  # also in a helper that is being replaced
+        return self._value(session, call, args, deadline)
+
+    def close(self) -> None:
+        """End the helper after the calls under way, which get `DRAIN_S` for that; a later call starts another one."""
+        with self._starting:
+            sessions = list(self._sessions)
+            _end(self._sessions)
+        for session in sessions:
+            try:
+                session.process.wait(DRAIN_S + 5.0)
+            except subprocess.TimeoutExpired:
+                session.process.kill()
+
+    def _value(self, session: _Session, call: _Call, args: dict[str, Any], deadline: float) -> Any:
+        answer = session.ask(next(self._numbers), call, args, deadline)
+        error = answer.get("error")
+        if error is None:
+            return answer["value"]
+        if error["kind"] == "refused":
+            raise DriverRefused(error["number"], error["name"])
+        if error["kind"] == "unavailable":
+            raise CudaUnavailable(error["message"], hint=_HINTS.get(error["reason"]), reason=error["reason"])
+        raise CudaError(f"The CUDA helper failed in {call.op}.", op=call.op, helper=error["message"])
+
+    def _current(self) -> _Session | None:
+        self._sessions[:] = [session for session in self._sessions if not session.ended]
+        return next((session for session in self._sessions if not session.retired), None)
+
+    def _session(self) -> _Session:
+        with self._starting:
+            current = self._current()
+            if current is None:
+                current = _start(self._command)
+                self._sessions.append(current)
+            return current
+
+
+def _start(command: Sequence[str]) -> _Session:
+    # Which GPUs the caller may see is no matter of the helper's: a mapping must name all of them, and cuInit fails
+    # without any.
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+            # `-m` puts the working directory first on sys.path, and a Jupyter server's is full of the user's own
+            # modules.
+            cwd=_PACKAGE_PARENT,
+            # Out of reach of the terminal's Ctrl-C, which is for the server.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise HelperGone(f"The CUDA helper could not be started: {error.strerror}.") from error
+    session = _Session(process)
+    threading.Thread(target=session.read_answers, name="cuda-helper-answers", daemon=True).start()
+    return session
+
+
+def _end(sessions: list[_Session]) -> None:
+    for session in sessions:
+        session.retired = True
+        with contextlib.suppress(OSError):  # it ended before its last request was read
+            _pipe(session.process.stdin).close()
+    sessions.clear()
+
+
+def _gone(call: _Call, process: subprocess.Popen[str]) -> HelperGone:
+    return HelperGone(
+        f"The CUDA helper ended during {call.op}.",
+        left=_UNKNOWN,
+        op=call.op,
+        pid=call.lane,
+        returncode=process.returncode,
+    )
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None  # made by `_start`
+    return stream

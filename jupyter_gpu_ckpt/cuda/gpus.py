@@ -1,0 +1,210 @@
+"""The GPUs of this node, as NVML sees them, and room on them.
+
+UUIDs are written as NVML and ``nvidia-smi`` write them (``GPU-`` and 36 characters); memory is in bytes everywhere.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import CudaError, GpuFull
+from ..units import size
+from . import gpu_locks
+from .client import Caller, Helper
+from .helper import DriverRefused
+
+NVML_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU at one moment.
+
+    ``mig``: multi-instance mode is on.  ``mps``: a process of the multi-process service uses it (``None``: NVML cannot
+    say; an MPS daemon without clients is not seen).  ``driver``: the version of the NVIDIA driver; ``cuda``: the CUDA
+    version it knows (empty: it does not say).
+    """
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    free: int
+    used: int
+    mig: bool
+    mps: bool | None
+    driver: str
+    cuda: str = ""
+
+
+class Gpus:
+    """NVML's view of this node.  Thread-safe; every call has a deadline of `NVML_TIMEOUT_S`.
+
+    Parameters
+    ----------
+    helper:
+        The helper process to ask, shared with a `cuda.Cuda`; its own by default, ended by `close`.
+    lock_dir:
+        Where the locks of `room` are.  All who bring kernels back to this node's GPUs must name the same directory;
+        the default lies in the system's temporary directory.
+
+    All methods raise `CudaError` (NVML refused; its number is in the details), `CudaUnavailable` (no bindings although
+    there is a driver), `CudaTimeout` or `HelperGone`.
+    """
+
+    def __init__(self, helper: Caller | None = None, *, lock_dir: Path | None = None) -> None:
+        self._helper: Caller = helper or Helper()
+        self._owns_helper = helper is None
+        self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
+
+    def list(self) -> list[Gpu]:
+        """All GPUs in NVML's order, whatever ``CUDA_VISIBLE_DEVICES`` says; none without an NVIDIA driver: no error."""
+        return [Gpu(**gpu) for gpu in self._ask("nvml.gpus")]
+
+    def free(self, uuid: str) -> int:
+        """Free bytes on one GPU."""
+        return int(self._ask("nvml.free", uuid=uuid))
+
+    def processes(self, uuid: str) -> dict[int, int | None]:
+        """Used bytes by process id, for each process with a context on the GPU; ``None`` where NVML does not tell.
+
+        NVML names processes by their ids in its own view, the host's; inside a container with a PID namespace these
+        may be foreign numbers, or be left out altogether.  A suspended process is not listed: it is not on the GPU.
+        """
+        found: dict[int, int | None] = {}
+        for pid, used in self._ask("nvml.processes", uuid=uuid):
+            before = found.get(pid)
+            # A process with a compute and a graphics context is listed twice, each time with all it uses.
+            found[pid] = used if before is None else max(before, used or 0)
+        return found
+
+    def used_by(self, pid: int) -> dict[str, int]:
+        """Bytes by GPU a process uses now: what it needs again after a suspend.  Process ids as in `processes`."""
+        used = {gpu.uuid: self.processes(gpu.uuid).get(pid, 0) for gpu in self.list()}
+        unknown = [uuid for uuid, count in used.items() if count is None]
+        if unknown:
+            # Taking it for nothing would bring the process back without room, which destroys it.
+            raise CudaError("NVML does not tell how much GPU memory the process uses.", pid=pid, uuids=unknown)
+        return {uuid: count for uuid, count in used.items() if count}
+
+    def utilisation(self, uuid: str) -> int:
+        """Percent of the last moment (NVML: up to a second) in which anybody computed on the GPU."""
+        return int(self._ask("nvml.utilisation", uuid=uuid))
+
+    def process_utilisation(self, uuid: str, since: float) -> dict[int, int] | None:
+        """The highest SM utilisation in percent by process id, over NVML's samples taken after ``since``.
+
+        ``since`` is in seconds of `time.time`; NVML keeps some seconds of samples, so ask more often than that.  A
+        process that is not named did not compute, or too little to make one percent.  ``None`` where NVML does not
+        tell (MIG, virtual GPUs, lack of rights): then `utilisation` is all there is.  Process ids as in `processes`.
+        """
+        samples = self._ask("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))
+        if samples is None:
+            return None
+        found: dict[int, int] = {}
+        for pid, percent in samples:
+            found[pid] = max(percent, found.get(pid, 0))
+        return found
+
+    @contextmanager
+    def room(self, needs: Mapping[str, int], timeout_s: float) -> Iterator[None]:
+        """Hold the locks of the GPUs in ``needs`` (bytes by UUID) during the body, with that much memory free on each.
+
+        The body is `cuda.Cuda.restore`: the driver's restore into too little memory destroys the process for ever, and
+        two restores that both found the same memory free would do just that.  Programs that do not ask here can still
+        take the memory in between; the image is kept until the process runs for that reason.
+
+        Raises
+        ------
+        GpuFull
+            Too little is free (``needed``, ``free`` in the details), or another restore held a lock for ``timeout_s``
+            (``locked``).  The body was not run.
+        HostError
+            The lock directory cannot be used.
+        """
+        for uuid, needed in needs.items():
+            if isinstance(needed, bool) or not isinstance(needed, int):
+                raise TypeError("needs must be bytes by GPU UUID")
+            if needed < 0:
+                raise ValueError(f"{uuid}: a need of {needed} bytes")
+        with gpu_locks.hold(self._lock_dir, needs, timeout_s):
+            for uuid, needed in sorted(needs.items()):
+                free = self.free(uuid)
+                if free < needed:
+                    message = f"The kernel needs {size(needed, 2)} on the GPU; {size(free, 2)} are free."
+                    raise GpuFull(message, left="nothing was changed", uuid=uuid, needed=needed, free=free)
+            yield
+
+    def close(self) -> None:
+        """End the helper process, if it is this object's own."""
+        if self._owns_helper:
+            self._helper.close()
+
+    def __enter__(self) -> Gpus:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, op: str, **args: Any) -> Any:
+        try:
+            return self._helper.call(op, timeout_s=NVML_TIMEOUT_S, **args)
+        except DriverRefused as refusal:
+            message = f"NVML refused {op}: {refusal.name}."
+            raise CudaError(message, nvml_error=refusal.number, nvml_name=refusal.name, **args) from refusal
+
+
+def gpu_mapping(
+    saved: Sequence[str], node: Sequence[str], wanted: Mapping[str, str] | None = None
+) -> dict[str, str] | None:
+    """The mapping `cuda.Cuda.restore` needs, or ``None`` when every GPU is its own successor.
+
+    Parameters
+    ----------
+    saved:
+        The UUIDs of all GPUs the kernel-mode driver saw at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``).
+    node:
+        The UUIDs of all GPUs of the node now.
+    wanted:
+        Where to put which; GPUs it does not name stay where they are if they can, the others follow in order.
+
+    Each saved GPU gets a successor, no two the same: a partial mapping makes the driver refuse with INVALID_VALUE and
+    leaves the process unusable (measured, driver 580; the rule is in the documentation of cuda.core's
+    ``Process.restore``).
+
+    Raises
+    ------
+    ValueError
+        ``wanted`` names a GPU that is not in ``saved`` or ``node``, or one successor twice; or a list has duplicates.
+    CudaError
+        The node has fewer GPUs than the image knows.
+    """
+    wanted = dict(wanted or {})
+    for uuids in (saved, node, list(wanted.values())):
+        if len(set(uuids)) != len(uuids):
+            raise ValueError("a GPU is named twice")
+    if not set(wanted) <= set(saved) or not set(wanted.values()) <= set(node):
+        raise ValueError("wanted names a GPU that is not there")
+    if len(saved) > len(node):
+        raise CudaError(
+            f"The image knows {len(saved)} GPUs; this node has {len(node)}.",
+            hint="Restore it on a node with as many GPUs.",
+            left="the image is kept",
+            saved=len(saved),
+            node=len(node),
+        )
+    mapping = dict(wanted)
+    taken = set(wanted.values())
+    for uuid in saved:
+        if uuid not in mapping and uuid in node and uuid not in taken:
+            mapping[uuid] = uuid
+            taken.add(uuid)
+    unused = iter([uuid for uuid in node if uuid not in taken])
+    complete = {uuid: mapping[uuid] if uuid in mapping else next(unused) for uuid in saved}
+    return None if all(old == new for old, new in complete.items()) else complete

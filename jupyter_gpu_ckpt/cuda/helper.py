@@ -1,0 +1,388 @@
+"""The process that talks to the CUDA driver and to NVML for everybody else.
+
+Run as ``python -m jupyter_gpu_ckpt.cuda.helper``, by `client.Helper` and by nobody else.  It is a process
+of its own because a fresh one pays ``cuInit`` (seconds on a big node), because a hung driver call can only be ended by
+ending the process that made it, and because a Jupyter server must not hold ``/dev/nvidia*`` open.  It is long-lived
+for the first of these.
+
+Wire format, one JSON object a line.  Request: ``{"id", "op", "args"}``.  Answer: ``{"id", "value"}`` or
+``{"id", "error": {"kind": "refused", "number", "name"}}`` (the driver's own number), ``{"kind": "unavailable",
+"reason", "message"}`` or ``{"kind": "bug", "message"}``.  Requests run side by side, since the checkpoint of 100 GB
+takes 40 s and somebody else's question about free memory must not wait for it; the client sends those for one process
+one at a time.
+
+The process ends on the end of its standard input, after the calls under way have ended (at most `DRAIN_S` later): to
+be cut off in the middle would leave a kernel half suspended.
+
+It calls ``cuda.bindings.driver`` and not ``cuda.core.checkpoint``, which folds every refusal of the driver into the
+text of one exception class: above this file an error is a number.  The bindings release the GIL in every call since
+12.9.1 and 13.0.0 (their release notes); with older ones one checkpoint would block every other request, hence the floor
+below.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TextIO
+
+from .. import procfs
+
+# The CUDA driver's number for each of its versions is 1000 * major + 10 * minor; the checkpoint functions came with
+# 12.8.
+NEEDED_DRIVER = 12080
+NEEDED_SYMBOLS = (
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessGetState",
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+    "CUcheckpointGpuPair",
+    "CUcheckpointLockArgs",
+    "CUcheckpointRestoreArgs",
+    "CUuuid",
+)
+WORKERS = 64
+DRAIN_S = 60.0
+
+
+class DriverRefused(Exception):
+    """The driver or NVML answered with an error number of its own."""
+
+    def __init__(self, number: int, name: str) -> None:
+        super().__init__(number, name)
+        self.number = number
+        self.name = name
+
+
+class Unavailable(Exception):
+    """This host cannot do it at all; ``reason`` is one of the stable words `cuda.Cuda.available` documents."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
+        self.message = message
+
+
+# -- the CUDA driver --------------------------------------------------------------------------------------------------
+
+
+class CudaDriver:
+    """The driver's checkpoint functions, by the driver's own numbers."""
+
+    def __init__(self) -> None:
+        self._api: Any = None
+        self._opening = threading.Lock()
+
+    def open(self) -> None:
+        """Load and initialise the driver; does nothing the second time.
+
+        One thread at a time, because bindings before 12.9.8 race in their own lazy initialisation.
+        """
+        with self._opening:
+            if self._api is None:
+                self._api = _load_driver()
+
+    def state(self, pid: int) -> int:
+        """``CUprocessState`` as a number."""
+        return int(self._call("cuCheckpointProcessGetState", pid)[0])
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        args = self._api.CUcheckpointLockArgs()
+        args.timeoutMs = timeout_ms
+        self._call("cuCheckpointProcessLock", pid, args)
+
+    def checkpoint(self, pid: int) -> None:
+        self._call("cuCheckpointProcessCheckpoint", pid, None)
+
+    def restore(self, pid: int, pairs: Sequence[tuple[str, str]]) -> None:
+        """``pairs`` of (old, new) GPU UUIDs in NVML's spelling; none: every GPU is its own successor."""
+        if not pairs:
+            self._call("cuCheckpointProcessRestore", pid, None)
+            return
+        keep_alive: list[Any] = []
+        structures = []
+        for old, new in pairs:
+            pair = self._api.CUcheckpointGpuPair()
+            pair.oldUuid = self._uuid(old, keep_alive)
+            pair.newUuid = self._uuid(new, keep_alive)
+            structures.append(pair)
+        args = self._api.CUcheckpointRestoreArgs()
+        args.gpuPairs = structures
+        args.gpuPairsCount = len(structures)
+        self._call("cuCheckpointProcessRestore", pid, args)
+
+    def unlock(self, pid: int) -> None:
+        self._call("cuCheckpointProcessUnlock", pid, None)
+
+    def _uuid(self, text: str, keep_alive: list[Any]) -> Any:
+        raw = ctypes.create_string_buffer(bytes.fromhex(text.removeprefix("GPU-").replace("-", "")), 16)
+        keep_alive.append(raw)
+        return self._api.CUuuid(ctypes.addressof(raw))
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        try:
+            return _checked(getattr(self._api, name)(*args))
+        except RuntimeError as error:
+            # The bindings look a function up when it is first called; libcuda itself is loaded since `open`.
+            raise Unavailable("driver-too-old", f"The NVIDIA driver has no {name}.") from error
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    if int(result[0]) != 0:
+        raise DriverRefused(int(result[0]), str(result[0].name))
+    return result[1:]
+
+
+def _load_driver() -> Any:
+    try:
+        bindings = importlib.import_module("cuda.bindings")
+        api = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise Unavailable("binding-missing", "The Python package cuda-bindings is not installed.") from error
+    check_binding(str(bindings.__version__), dir(api))
+    try:
+        (version,) = _checked(api.cuDriverGetVersion())
+    except RuntimeError as error:
+        raise Unavailable("driver-missing", "This host has no NVIDIA driver (no libcuda).") from error
+    if version < NEEDED_DRIVER:
+        found = f"{version // 1000}.{version % 1000 // 10}"
+        raise Unavailable("driver-too-old", f"The NVIDIA driver knows CUDA {found} only; checkpoints came with 12.8.")
+    try:
+        # `restore` needs this, or persistence mode (CUDA Driver API, cuCheckpointProcessRestore).
+        _checked(api.cuInit(0))
+    except DriverRefused as refusal:
+        raise Unavailable("driver-refuses", f"The NVIDIA driver cannot be initialised: {refusal.name}.") from refusal
+    return api
+
+
+def check_binding(version: str, symbols: Iterable[str]) -> None:
+    """Raise `Unavailable` unless this version of ``cuda-bindings`` can do it.
+
+    The symbols are looked at too, because some 12.9 releases had lost ``CUcheckpointRestoreArgs`` (notes of 12.9.8).
+    """
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    floor = (12, 9, 1) if numbers < (13,) else (13, 0, 2)
+    if numbers < floor:
+        needed = ".".join(map(str, floor))
+        raise Unavailable("binding-too-old", f"cuda-bindings {version} is too old; {needed} is needed.")
+    missing = sorted(set(NEEDED_SYMBOLS) - set(symbols))
+    if missing:
+        raise Unavailable("symbol-missing", f"cuda-bindings {version} lacks {', '.join(missing)}.")
+
+
+# -- NVML -------------------------------------------------------------------------------------------------------------
+
+
+class Nvml:
+    """What `gpus.Gpus` asks of NVML; numbers are ``NVML_ERROR_*``."""
+
+    def __init__(self) -> None:
+        self._api: Any = None
+        self._opening = threading.Lock()
+
+    def open(self) -> bool:
+        """Load and initialise NVML; False when this host has no NVIDIA driver (which a later call asks again)."""
+        with self._opening:
+            if self._api is not None:
+                return True
+            try:
+                api = importlib.import_module("pynvml")
+            except ImportError as error:
+                if not Path("/proc/driver/nvidia").exists():
+                    return False
+                raise Unavailable("nvml-missing", "The Python package nvidia-ml-py is not installed.") from error
+            try:
+                api.nvmlInit()
+            except api.NVMLError as error:
+                if error.value in (api.NVML_ERROR_LIBRARY_NOT_FOUND, api.NVML_ERROR_DRIVER_NOT_LOADED):
+                    return False
+                raise
+            self._api = api
+            return True
+
+    def gpus(self) -> list[dict[str, Any]]:
+        if not self.open():
+            return []
+        api = self._api
+        driver, known = api.nvmlSystemGetDriverVersion(), api.nvmlSystemGetCudaDriverVersion()
+        cuda = f"{known // 1000}.{known % 1000 // 10}"
+        found = []
+        for index in range(api.nvmlDeviceGetCount()):
+            handle = api.nvmlDeviceGetHandleByIndex(index)
+            memory = api.nvmlDeviceGetMemoryInfo(handle)
+            gpu = {"index": index, "uuid": api.nvmlDeviceGetUUID(handle), "name": api.nvmlDeviceGetName(handle)}
+            gpu |= {"total": memory.total, "free": memory.free, "used": memory.used, "driver": driver, "cuda": cuda}
+            found.append(gpu | {"mig": self._mig(handle), "mps": self._mps(handle)})
+        return found
+
+    def free(self, uuid: str) -> int:
+        handle = self._handle(uuid)
+        return int(self._api.nvmlDeviceGetMemoryInfo(handle).free)
+
+    def processes(self, uuid: str) -> list[tuple[int, int | None]]:
+        handle = self._handle(uuid)  # first: it loads what the next line reads
+        api = self._api
+        running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        return [(process.pid, process.usedGpuMemory) for process in running]
+
+    def utilisation(self, uuid: str) -> int:
+        handle = self._handle(uuid)
+        return int(self._api.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def process_utilisation(self, uuid: str, since_us: int) -> list[tuple[int, int]] | None:
+        handle = self._handle(uuid)
+        api = self._api
+        try:
+            samples = api.nvmlDeviceGetProcessUtilization(handle, since_us)
+        except api.NVMLError as error:
+            if error.value == api.NVML_ERROR_NOT_FOUND:
+                return []  # NVML's word for "nobody computed since then"
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_NO_PERMISSION):
+                return None
+            raise
+        # NVML promises nothing about entries it did not fill.
+        return [(sample.pid, sample.smUtil) for sample in samples if sample.timeStamp > since_us]
+
+    def _handle(self, uuid: str) -> Any:
+        if not self.open():
+            raise Unavailable("driver-missing", "This host has no NVIDIA driver.")
+        return self._api.nvmlDeviceGetHandleByUUID(uuid)
+
+    def _mig(self, handle: Any) -> bool:
+        api = self._api
+        try:
+            current, _pending = api.nvmlDeviceGetMigMode(handle)
+        except api.NVMLError as error:
+            if error.value == api.NVML_ERROR_NOT_SUPPORTED:
+                return False
+            raise
+        return bool(current == api.NVML_DEVICE_MIG_ENABLE)
+
+    def _mps(self, handle: Any) -> bool | None:
+        """Whether an MPS server or client uses the GPU now; an idle MPS daemon holds no GPU and cannot be seen here."""
+        api = self._api
+        try:
+            if api.nvmlDeviceGetMPSComputeRunningProcesses(handle):
+                return True
+            pids = [process.pid for process in api.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except api.NVMLError as error:
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
+                return None
+            raise
+        return any(_command_name(pid).startswith("nvidia-cuda-mps") for pid in pids)
+
+
+def _command_name(pid: int) -> str:
+    try:
+        return procfs.stat(pid).name
+    except OSError:
+        return ""
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+Operation = Callable[..., Any]
+
+
+class _Server:
+    """Runs requests side by side and writes their answers."""
+
+    def __init__(self, operations: Mapping[str, Operation], answers: TextIO) -> None:
+        self._operations = operations
+        self._answers = answers
+        self._writing = threading.Lock()
+        self._pool = ThreadPoolExecutor(WORKERS)
+        self._under_way: set[Future[None]] = set()
+
+    def submit(self, request: dict[str, Any]) -> None:
+        done = self._pool.submit(self._run, request)
+        self._under_way.add(done)
+        done.add_done_callback(self._under_way.discard)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is under way."""
+        return not wait(list(self._under_way), timeout_s).not_done
+
+    def _run(self, request: dict[str, Any]) -> None:
+        self._answer({"id": request["id"], **self._outcome(request)})
+
+    def _outcome(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"value": self._operations[request["op"]](**request["args"])}
+        except DriverRefused as refusal:
+            return {"error": {"kind": "refused", "number": refusal.number, "name": refusal.name}}
+        except Unavailable as error:
+            return {"error": {"kind": "unavailable", "reason": error.reason, "message": error.message}}
+        except Exception as error:
+            number = _nvml_number(error)
+            if number is not None:
+                return {"error": {"kind": "refused", "number": number, "name": type(error).__name__}}
+            return {"error": {"kind": "bug", "message": traceback.format_exc(limit=-3)}}
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        line = json.dumps(answer) + "\n"
+        with self._writing:
+            try:
+                self._answers.write(line)
+                self._answers.flush()
+            except OSError:
+                pass  # nobody listens any more; the end of standard input follows
+
+
+def _nvml_number(error: Exception) -> int | None:
+    nvml = sys.modules.get("pynvml")
+    return int(error.value) if nvml is not None and isinstance(error, nvml.NVMLError) else None
+
+
+def serve(requests: Iterable[str], answers: TextIO, operations: Mapping[str, Operation]) -> bool:
+    """Answer requests until they end; False when a call was still under way `DRAIN_S` after that."""
+    server = _Server(operations, answers)
+    for line in requests:
+        server.submit(json.loads(line))
+    return server.drain(DRAIN_S)
+
+
+def real_operations() -> dict[str, Operation]:
+    cuda, nvml = CudaDriver(), Nvml()
+    return {
+        "cuda.open": cuda.open,
+        "cuda.state": cuda.state,
+        "cuda.lock": cuda.lock,
+        "cuda.checkpoint": cuda.checkpoint,
+        "cuda.restore": cuda.restore,
+        "cuda.unlock": cuda.unlock,
+        "nvml.open": nvml.open,
+        "nvml.gpus": nvml.gpus,
+        "nvml.free": nvml.free,
+        "nvml.processes": nvml.processes,
+        "nvml.utilisation": nvml.utilisation,
+        "nvml.process_utilisation": nvml.process_utilisation,
+    }
+
+
+def run(operations: Mapping[str, Operation]) -> None:
+    """Serve standard input on standard output, then end the process."""
+    # Both may be sent to all processes of the server's job; it is by the end of its input that this one is ended.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Libraries that print must not print into the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    ended_well = serve(sys.stdin, answers, operations)
+    # Not sys.exit(): it would wait for the pool's threads, one of which may hang in the driver for ever.
+    os._exit(0 if ended_well else 1)
+
+
+if __name__ == "__main__":
+    run(real_operations())

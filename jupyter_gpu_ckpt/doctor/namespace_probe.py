@@ -1,0 +1,185 @@
+"""Tries, in a throw-away process, every right that a capsule and CRIU need, and says which one is refused and how.
+
+Run as a script (``python -I -S namespace_probe.py '<json>'``), never imported by the server: ``unshare`` cannot be
+undone, so the trial needs a process that ends.  Standard library only.
+
+Input ``{"user": bool, "argv": [..], "seconds": float}``: whether to start with a user namespace, and a program (``criu
+check``) to run inside with the capabilities that CRIU gets in a capsule.  Output: one JSON object; each step that was
+tried is a key with ``null`` (it works) or ``{"errno": int, "what": str}``; steps behind a failed one that they need are
+absent.
+``"run"`` is ``{"status": int, "output": str}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from jupyter_gpu_ckpt.process import syscalls
+
+CLONE_NEWNET = 0x40000000
+PTRACE_SEIZE = 0x4206
+SIOCSIFFLAGS = 0x8914
+IFF_UP = 0x1
+SYS_clone3 = 435  # the same on x86_64 and aarch64: numbers above 423 are common to all architectures
+
+#: A pid no process of a fresh pid namespace has yet, below every sane ``kernel.pid_max``.
+WANTED_PID = 3000
+
+# PyDLL keeps the interpreter lock during the call: the child of a bare clone3() has this one thread and must hold it.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+class ProbeAnswers:
+    """The answers so far."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+
+    def attempt(self, name: str, work: Callable[[], object]) -> bool:
+        """Do ``work``; remember how it went as step ``name``."""
+        try:
+            work()
+        except OSError as error:
+            self.answers[name] = {"errno": error.errno or 0, "what": error.strerror or str(error)}
+            return False
+        self.answers[name] = None
+        return True
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def map_only_myself(uid: int, gid: int) -> None:
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{uid} {uid} 1")
+    write("/proc/self/gid_map", f"{gid} {gid} 1")
+
+
+def new_clocks() -> None:
+    syscalls.unshare(syscalls.CLONE_NEWTIME)
+    write("/proc/self/timens_offsets", "monotonic 1 0\nboottime 1 0\n")
+
+
+def new_mounts() -> None:
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
+
+
+def mount_proc() -> None:
+    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+
+
+def clone_with_tid() -> None:
+    """clone3(2) with ``set_tid``: how CRIU gives a restored process its old pid."""
+    wanted = (ctypes.c_int * 1)(WANTED_PID)
+    arguments = struct.pack("=11Q", 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(wanted), 1, 0)
+    pid = _libc.syscall(ctypes.c_long(SYS_clone3), ctypes.c_char_p(arguments), ctypes.c_size_t(len(arguments)))
+    if pid == 0:
+        os._exit(0)
+    if pid < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"clone3 with set_tid: {os.strerror(number)}")
+    os.waitpid(pid, 0)
+
+
+def seize_a_stranger() -> None:
+    """ptrace(2) a process that is not our descendant: what CRIU does, and what yama's ptrace_scope is about."""
+    target = os.fork()
+    if target == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        tracer = os.fork()
+        if tracer == 0:
+            failed = _libc.ptrace(ctypes.c_long(PTRACE_SEIZE), ctypes.c_int(target), None, None) < 0
+            os._exit(ctypes.get_errno() if failed else 0)
+        number = os.waitstatus_to_exitcode(os.waitpid(tracer, 0)[1])
+    finally:
+        os.kill(target, signal.SIGKILL)
+        os.waitpid(target, 0)
+    if number:
+        raise OSError(number, f"ptrace: {os.strerror(abs(number))}")
+
+
+def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
+    """Run a program as CRIU is run in a capsule.
+
+    In a network namespace of its own: ``criu check`` insists on TCP repair, which belongs to the owner of the network
+    namespace.  A capsule stays in the host's network and never needs it (``--tcp-close``, ``--network-lock skip``).
+    """
+    syscalls.unshare(CLONE_NEWNET)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # CRIU connects to 127.0.0.1 to try TCP repair
+        fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", IFF_UP))
+    if os.geteuid() != 0:  # root keeps its capabilities over execve(2), and may lack some of these by its bounding set
+        syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
+    done = subprocess.run(  # a hang is ended by whoever started this script, with the whole session
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
+    )
+    return {"status": done.returncode, "output": done.stdout.decode(errors="replace")}
+
+
+def inside(steps: ProbeAnswers, argv: list[str], seconds: float) -> None:
+    """What PID 1 of the new namespaces tries."""
+    if steps.attempt("proc", mount_proc):
+        # /proc/sys belongs to the pid namespace that the mount shows: ours, since this mount
+        steps.attempt("ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
+    steps.attempt("set_tid", clone_with_tid)
+    steps.attempt("ptrace", seize_a_stranger)
+    if argv:
+        try:
+            steps.answers["run"] = run_inside(argv, seconds)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            steps.answers["run"] = {"status": -1, "output": str(error)}
+
+
+def main(text: str) -> None:
+    order = json.loads(text)
+    steps = ProbeAnswers()
+    uid, gid = os.getuid(), os.getgid()
+    ready = True
+    if order["user"]:
+        ready = steps.attempt("user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
+        ready = ready and steps.attempt("map", lambda: map_only_myself(uid, gid))
+    if ready:
+        tried = [
+            steps.attempt("mount", new_mounts),
+            steps.attempt("time", new_clocks),
+            steps.attempt("pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID)),
+        ]
+        # without its own mounts and pids the rest would touch the host's
+        if tried[0] and tried[2]:
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(OSError):
+                    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+                try:
+                    inside(steps, order.get("argv", []), order.get("seconds", 10.0))
+                finally:
+                    with open(writer, "w") as file:
+                        json.dump(steps.answers, file)
+                    os._exit(0)
+            os.close(writer)
+            with open(reader) as file:
+                steps.answers = json.loads(file.read() or "{}") or steps.answers
+            os.waitpid(child, 0)
+    json.dump(steps.answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

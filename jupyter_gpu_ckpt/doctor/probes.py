@@ -1,0 +1,195 @@
+"""What the doctor asks of this host: each question is a real trial with a deadline, and can be replaced in a test.
+
+No judgement here: `doctor` says what an answer means and what mends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..criu import install
+from ..criu.install import Check, CriuBinary
+from ..cuda.fastpath import Preload, preload
+from ..procfs import mounts, status, sysctl
+from ..subprocesses import run
+
+#: Seconds; a cold start of a conda environment on a network file system takes many.
+PYTHON_TIMEOUT_S = 30.0
+
+
+class GpuFacts(Protocol):
+    """What the doctor reads of an `cuda.gpus.Gpu`."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def mig(self) -> bool: ...
+    @property
+    def mps(self) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class Uname:
+    """``uname(2)``."""
+
+    system: str
+    release: str
+    machine: str
+
+    @property
+    def version(self) -> tuple[int, int]:
+        match = re.match(r"(\d+)\.(\d+)", self.release)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory that was tried, or the nearest one above that exists.
+
+    ``free`` bytes for an ordinary user; ``filesystem`` as in ``/proc/self/mountinfo``; ``problem`` is empty if a
+    private directory (mode 0700) could be made and written there.
+    """
+
+    path: Path
+    free: int
+    filesystem: str
+    problem: str = ""
+
+
+def kernel() -> Uname:
+    name = os.uname()
+    return Uname(name.sysname, name.release, name.machine)
+
+
+def is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def container() -> str:
+    """``kubernetes``, ``docker``, ``podman``, or empty: which words the reader's container engine understands."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    for path, engine in (("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
+        if Path(path).exists():
+            return engine
+    return ""
+
+
+def proc_covers() -> list[str]:
+    """What is mounted over parts of ``/proc``: the kernel then refuses a fresh one to a user namespace
+    (``mount_too_revealing`` in ``fs/namespace.c``).  An automount point is no cover."""
+    points = [mount.point for mount in mounts()]
+    return [point for point in points if point.startswith("/proc/") and point != "/proc/sys/fs/binfmt_misc"]
+
+
+def place(directory: Path) -> Place:
+    """Try ``directory`` as a home of images; it is not made, and nothing stays behind."""
+    there = directory.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return Place(there, shutil.disk_usage(there).free, _filesystem(there), _try_to_write(there))
+
+
+def _try_to_write(there: Path) -> str:
+    try:
+        with tempfile.TemporaryDirectory(prefix=".gpu-ckpt-doctor-", dir=there) as trial:
+            if os.stat(trial).st_mode & 0o077:
+                return "directories there cannot be made private (mode 0700)"
+            with (Path(trial) / "file").open("wb") as file:
+                file.write(b"x" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(file.name, f"{file.name}-linked")  # by which images are claimed
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _filesystem(there: Path) -> str:
+    """The type of the file system that ``there`` is on: that of the last mount on the longest way to it."""
+    real, best, kind = os.path.realpath(there), "", "unknown"
+    for mount in mounts():
+        below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if below and len(mount.point) >= len(best):
+            best, kind = mount.point, mount.filesystem
+    return kind
+
+
+def default_kernel() -> str:
+    """The version of ipykernel in the environment of the default kernel.
+
+    Raises `LookupError` when there is no such kernel or no ipykernel in it, `OSError` and `TimeoutError` when its
+    Python does not start or does not end.
+    """
+    try:
+        kernelspec = importlib.import_module("jupyter_client.kernelspec")
+    except ImportError:
+        raise LookupError("jupyter_client is not installed here") from None
+    try:
+        argv: Sequence[str] = kernelspec.get_kernel_spec(kernelspec.NATIVE_KERNEL_NAME).argv
+    except kernelspec.NoSuchKernel:
+        raise LookupError(f"there is no kernel named {kernelspec.NATIVE_KERNEL_NAME}") from None
+    # a bare "python" means this one: `KernelManager.format_kernel_cmd` replaces it so
+    python = sys.executable if re.fullmatch(r"python[\d.]*", argv[0]) else argv[0]
+    program = "import ipykernel; print(ipykernel.__version__)"
+    done = run([python, "-c", program], timeout_s=PYTHON_TIMEOUT_S, env=os.environ)
+    if done.status != 0:
+        raise LookupError(f"{python} cannot import ipykernel: {done.tail(1)}")
+    return done.out.strip()
+
+
+def nvidia_driver() -> str | None:
+    """The version of the kernel-mode driver; ``None`` without one, ``"0"`` if it is there and does not say."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "0" if Path("/dev/nvidiactl").exists() else None
+    match = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", said)
+    return match[1] if match else "0"
+
+
+def require_cuda() -> None:
+    """Raise `errors.CudaUnavailable` (``details["reason"]``) if processes cannot be checkpointed on this host."""
+    from ..cuda.driver import Cuda  # starts a helper process: only for a host that has a driver
+
+    with contextlib.closing(Cuda()) as facade:
+        facade.available()
+
+
+def gpus() -> list[GpuFacts]:
+    """The GPUs that NVML shows; raises `errors.CudaError` if it cannot be asked."""
+    from ..cuda.gpus import Gpus
+
+    with contextlib.closing(Gpus()) as facade:
+        return list(facade.list())
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The questions; a test puts its own answers here."""
+
+    kernel: Callable[[], Uname] = kernel
+    is_root: Callable[[], bool] = is_root
+    status: Callable[[], dict[str, str]] = status
+    sysctl: Callable[[str], str | None] = sysctl
+    container: Callable[[], str] = container
+    proc_covers: Callable[[], list[str]] = proc_covers
+    namespaces: Callable[[], dict[str, Any]] = install.probe_namespaces
+    criu: Callable[[], CriuBinary] = install.find
+    criu_check: Callable[[CriuBinary], Check] = install.check
+    place: Callable[[Path], Place] = place
+    default_kernel: Callable[[], str] = default_kernel
+    nvidia_driver: Callable[[], str | None] = nvidia_driver
+    require_cuda: Callable[[], None] = require_cuda
+    gpus: Callable[[], list[GpuFacts]] = gpus
+    preload: Callable[[], Preload] = preload

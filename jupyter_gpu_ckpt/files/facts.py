@@ -1,0 +1,118 @@
+"""What Linux itself knows of a file, without waiting for the server that has it.
+
+The file may lie on a network file system or in a program (FUSE) whose answer never comes, and whoever waits for it
+waits as long.  ``statx(2)`` with ``AT_STATX_DONT_SYNC`` and ``openat2(2)`` with ``RESOLVE_CACHED`` (Linux 5.12) do not.
+
+Standard library only, as `ptrace`: a capsule's init imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import signal
+import struct
+from dataclasses import dataclass
+
+from jupyter_gpu_ckpt.process import kernel_calls
+
+#: Seconds that `patient` gives the server of a file.
+PATIENCE = 2.0
+
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = -100, 0x1000, 0x4000
+_STATX_TYPE, _STATX_MODE, _STATX_MTIME, _STATX_INO = 0x1, 0x2, 0x40, 0x100
+#: ``struct statx``, and where the mode, the inode, the time of the last change and the device of a device file are.
+_STATX_BYTES, _AT_MODE, _AT_MTIME, _AT_DEVICE = 256, 28, 112, 128
+_SYS_OPENAT2 = 437  # the same on all architectures
+_RESOLVE_CACHED = 0x20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Mode as in ``stat(2)``; major and minor number of a device file; inode; time of the last change in ns."""
+
+    mode: int
+    device: tuple[int, int]
+    inode: int
+    mtime_ns: int
+
+
+def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
+    """Facts of a file, as Linux has them in memory; raises `OSError`.
+
+    The path is walked as always: only for ``/proc/PID/fd/N`` is nobody asked.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    wanted = _STATX_TYPE | _STATX_MODE | _STATX_MTIME | _STATX_INO
+    if _libc.statx(directory, os.fsencode(path), _AT_STATX_DONT_SYNC | flags, wanted, buffer):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+    mode, inode = struct.unpack_from("=H2xQ", buffer, _AT_MODE)
+    seconds, nanoseconds = struct.unpack_from("=qI", buffer, _AT_MTIME)
+    major, minor = struct.unpack_from("=II", buffer, _AT_DEVICE)
+    return FileFacts(mode, (major, minor), inode, seconds * 10**9 + nanoseconds)
+
+
+def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:
+    """The same of a path all names of which Linux has in memory; `BlockingIOError` where it would have to ask.
+
+    A path through ``/proc/PID/root`` never is such a path: ``directory`` is a descriptor of that, then.
+    """
+    how = ctypes.create_string_buffer(struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_CACHED), 24)
+    name = ctypes.create_string_buffer(os.fsencode(path))
+    try:
+        fd = kernel_calls.call(_SYS_OPENAT2, directory, ctypes.addressof(name), ctypes.addressof(how), 24)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # an older Linux, or one that forbids the call
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path) from error
+        raise
+    try:
+        return of("", fd, _AT_EMPTY_PATH)
+    finally:
+        os.close(fd)
+
+
+def patient(path: str, directory: int = _AT_FDCWD) -> FileFacts:
+    """The same of any path; raises `OSError`, `TimeoutError` where no answer comes in `PATIENCE` seconds.
+
+    Where Linux would have to ask, a process of its own does.  One without an answer is killed, and reaped, when Linux
+    lets go of it, by whoever reaps the caller's children.
+    """
+    with contextlib.suppress(BlockingIOError):
+        return cached(path, directory)
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    with open(reading, "rb", buffering=0) as answer:
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _answer(path, directory, writing)
+        finally:
+            os.close(writing)
+        words = answer.read(256).split() if select.select([answer], [], [], PATIENCE)[0] else []
+    os.kill(pid, signal.SIGKILL)
+    if not words:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+    os.waitpid(pid, 0)
+    code, *numbers = map(int, words)
+    if code:
+        raise OSError(code, os.strerror(code), path)
+    mode, major, minor, inode, mtime_ns = numbers
+    return FileFacts(mode, (major, minor), inode, mtime_ns)
+
+
+def _answer(path: str, directory: int, writing: int) -> None:
+    """Write the facts of ``path`` as numbers, after a 0 or the number of an error, and end the process."""
+    try:
+        try:
+            found = of(path, directory)
+            numbers = [0, found.mode, *found.device, found.inode, found.mtime_ns]
+        except OSError as error:
+            numbers = [error.errno or errno.EIO]
+        os.write(writing, " ".join(map(str, numbers)).encode())
+    finally:
+        os._exit(0)

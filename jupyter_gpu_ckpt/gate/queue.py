@@ -1,0 +1,63 @@
+"""The messages that wait for the kernel, in the order in which they came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from .wake_rules import wakes
+from .wire import Request
+
+#: Beyond either, requests that do not wake are refused rather than kept: a browser tab that asks for ever must not fill
+#: the server's memory while the kernel sleeps for a week.
+MAX_MESSAGES = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+#: What a user asked for is kept up to this: it wakes the kernel, so it waits for a wake, and not for a week.
+MAX_WAKE_BYTES = 256 * 1024 * 1024
+
+# What a kept request takes beside its frames: they are parsed, and Python's objects are not small.
+_OVERHEAD = 2048
+
+
+class Hold:
+    """A queue of requests that knows its size."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+        self._bytes = 0
+        self._shut = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def append(self, request: Request) -> bool:
+        """Keep ``request``; False if there is no room for it."""
+        if wakes(request):
+            # Once one had to be refused, so are those behind it: a small cell must not be run where the large one
+            # before it was not.
+            self._shut = full = self._shut or self._bytes >= MAX_WAKE_BYTES
+        else:
+            full = len(self._requests) >= MAX_MESSAGES or self._bytes >= MAX_BYTES
+        if not full:
+            self._requests.append(request)
+            self._bytes += _cost(request)
+        return not full
+
+    def first(self, wanted: Callable[[Request], bool]) -> Request | None:
+        """The oldest request that is ``wanted``; it stays."""
+        return next(filter(wanted, self._requests), None)
+
+    def take(self, wanted: Callable[[Request], bool] = lambda _: True) -> list[Request]:
+        """Remove and return the requests that are ``wanted``, oldest first."""
+        taken: list[Request] = []
+        left: deque[Request] = deque()
+        for request in self._requests:
+            (taken if wanted(request) else left).append(request)
+        self._requests = left
+        self._bytes = sum(map(_cost, left))
+        self._shut = self._shut and not taken
+        return taken
+
+
+def _cost(request: Request) -> int:
+    return 2 * request.size + _OVERHEAD

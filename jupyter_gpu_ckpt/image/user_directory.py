@@ -1,0 +1,119 @@
+"""The directory that a user's images lie in: 0700, the user's own, made on first use.
+
+Where an administrator names one directory for all users, each has a directory of the name of the user's uid below it.
+Such a directory belongs to root and is sticky (1777, as ``/tmp``), so that nobody can take another's away; or root has
+made the users' own ones below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shlex
+import stat
+from pathlib import Path
+
+from ..errors import StoreShared, StoreUnsuitable
+from ..files.disk import mapped
+
+#: The environment variable that names the image directory.
+VARIABLE = "JUPYTER_GPU_CKPT_IMAGES"
+
+#: What a file system that has no hard links says to link(2).
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def of_user(named: Path) -> Path:
+    """Where this user's images lie if ``named`` is the image directory that was set; nothing is made."""
+    try:
+        facts = named.stat()
+    except OSError:
+        return named
+    shared = facts.st_uid != os.geteuid() or facts.st_mode & stat.S_ISVTX
+    return named / str(os.geteuid()) if shared and stat.S_ISDIR(facts.st_mode) else named
+
+
+def prepare(named: Path) -> None:
+    """Make this user's directory, and prove that images can be written and claimed there.
+
+    Raises `StoreShared` for a directory that others can enter or take away, whose mode is not ours to change;
+    `StoreUnsuitable` for a file system without hard links; `StoreUnwritable`, `NoSpace`.
+    """
+    own = of_user(named)
+    with mapped(own):
+        if named.exists() and not named.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+        if problem := obstacle(named):
+            raise problem
+        if not own.exists():
+            own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own.chmod(0o700)  # whatever the umask
+            if problem := obstacle(named):  # somebody else was faster
+                raise problem
+        _require_links(own)
+
+
+def obstacle(named: Path) -> StoreShared | None:
+    """What `prepare` would say about others who can enter or take away the directory; nothing is made.
+
+    Called from the doctor too.  Raises `OSError`.
+    """
+    own = of_user(named)
+    if own != named:
+        if problem := _shareable(named):
+            return problem
+        if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
+            made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {shlex.quote(str(own))}"
+            hint = f"An administrator makes yours, `{made}`, or lets everybody make one: `chmod 1777 {_quoted(named)}`."
+            message = "The image directory is shared, and nothing can be made in it."
+            return StoreShared(message, hint=hint, directory=str(named))
+    if not os.path.lexists(own) or is_private(own):
+        return None
+    if own == named:
+        return StoreShared("The image directory can be entered by other users.", directory=str(own))
+    hint = f"It is to be a directory of yours, 0700. If it is another's, an administrator removes {_quoted(own)}."
+    return StoreShared("Your directory in the shared one is not yours alone.", hint=hint, directory=str(own))
+
+
+def is_private(own: Path) -> bool:
+    """Whether nobody but this user can enter the directory.  Raises `OSError`."""
+    # In a directory that others can write to, a link would be somebody's trick; elsewhere it is the user's way there.
+    facts = own.lstat() if own.parent.stat().st_mode & 0o022 else own.stat()
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
+
+
+def _shareable(named: Path) -> StoreShared | None:
+    facts = named.stat()
+    if facts.st_uid not in (0, os.geteuid()):
+        hint = f"An administrator makes it root's: `chown root {_quoted(named)}; chmod 1777 {_quoted(named)}`."
+        message = "The image directory belongs to another user, who could take your images away."
+        return StoreShared(message, hint=hint, directory=str(named))
+    if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        hint = f"An administrator makes it sticky: `chmod +t {_quoted(named)}`."
+        message = "The image directory is one in which other users could take your images away."
+        return StoreShared(message, hint=hint, directory=str(named))
+    return None
+
+
+def _require_links(own: Path) -> None:
+    """Claims are exclusive links: they alone tell two hosts apart that share a directory (`lease`)."""
+    probe = own / f".probe-{secrets.token_hex(4)}"
+    probe.touch(0o600)
+    linked = probe.with_name(f"{probe.name}-linked")
+    try:
+        os.link(probe, linked)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            message = "The file system of the image directory has no hard links."
+            raise StoreUnsuitable(message, directory=str(own)) from error
+        raise
+    finally:
+        for each in (linked, probe):
+            with contextlib.suppress(FileNotFoundError):
+                each.unlink()
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

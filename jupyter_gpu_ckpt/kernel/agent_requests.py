@@ -1,0 +1,177 @@
+"""What a kernel asks about itself, and is told, while one of its cells runs.
+
+The questions come through the gate (`agent.server_channel` is the other end).  They are answered on a few threads of
+their own: the gate's thread must not wait, and the kernel's worker may be busy with the very thing that is asked about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..cuda.driver import CudaState
+from ..errors import BadRequest, GpuCkptError, StateError
+from ..gate.gate import Gate
+from ..lifecycle import preflight
+from ..lifecycle.driver import Lifecycle
+from ..lifecycle.rates import RATES
+from .panel import Panel
+
+# The kernel takes an answer on a thread of its own; longer than this only if its process is starved.
+_TELL = 10.0
+
+_pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-desk")
+
+#: Seconds: beyond it there is no date that can be told.
+LONGEST_PROTECTION = 100 * 365 * 86400
+
+
+class Desk:
+    """Answers for one kernel.
+
+    ``protected_until``: what it was for an earlier server.  ``remember``: called when it has changed, to have it
+    written down for the next one; may raise `OSError`.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger | logging.LoggerAdapter[Any],
+        *,
+        protected_until: float | None = None,
+        remember: Callable[[], None] = lambda: None,
+        on_protected: Callable[[float | None], None] = lambda _: None,
+    ) -> None:
+        self._log = log
+        self._remember, self._on_protected = remember, on_protected
+        #: Until when no policy may suspend or checkpoint this kernel, seconds since the epoch.  Who asks for it in so
+        #: many words is not kept from it.
+        self.protected_until = protected_until
+        #: The widget in the notebook that shows the kernel's state, if there is one.
+        self.panel: Panel | None = None
+
+    def take(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
+        """Called with a question on the gate's thread; the answer goes through ``gate`` when it is ready."""
+        _pool.submit(self._answer, content, lifecycle, gate)
+
+    def refused(self, error: GpuCkptError, gate: Gate) -> None:
+        """What the kernel had asked for could not be done; it runs on, and its user is told there."""
+        self._tell(gate, "gpu_ckpt_failed_request", {"error": error.as_dict()})
+
+    def _answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
+        verbs: dict[str, Callable[[], dict[str, Any]]] = {
+            "status": lambda: self.status(lifecycle, content.get("report") or {}),
+            "list": lambda: images(lifecycle),
+            "protect": lambda: self.protect(content.get("seconds")),
+            "watch": lambda: self._watch(content.get("models"), gate),
+        }
+        reply: dict[str, Any] = {"id": content.get("id"), "kernel_id": lifecycle.home.kernel_id}
+        try:
+            verb = verbs.get(str(content.get("verb")))
+            if verb is None:
+                raise BadRequest("This server does not know what the kernel asks.", hint="Restart the kernel.")
+            reply["answer"] = verb()
+        except GpuCkptError as error:
+            reply["error"] = error.as_dict()
+        except Exception as error:
+            self._log.exception("a kernel's question could not be answered")
+            reply["error"] = GpuCkptError(f"The question could not be answered: {type(error).__name__}.").as_dict()
+        self._tell(gate, "gpu_ckpt_answer_request", reply)
+
+    def _tell(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:
+        try:
+            gate.tell(msg_type, content, _TELL)
+        except GpuCkptError as error:  # the kernel is gone, or leaving
+            self._log.info("a kernel could not be told: %s", error.code)
+
+    # -- the answers --------------------------------------------------------------------------------------------------
+
+    def status(self, lifecycle: Lifecycle, report: dict[str, Any]) -> dict[str, Any]:
+        """State, sizes in bytes, times in seconds, and what preflight says; ``report`` is the agent's."""
+        capsule = lifecycle.capsule
+        if capsule is None:
+            raise StateError(f"The kernel is {lifecycle.state.value}.")
+        engine, pid = lifecycle.engine, capsule.host_pid
+        device: dict[str, int] = {}
+        gpus: list[dict[str, Any]] = []
+        findings: list[preflight.PreflightFinding] = []
+        try:
+            if engine.cuda.state(pid) is not CudaState.NONE:
+                device = engine.gpus.used_by(pid)
+                gpus = [
+                    {"uuid": gpu.uuid, "name": gpu.name, "total": gpu.total, "free": gpu.free, "used": gpu.used}
+                    for gpu in engine.gpus.list()
+                ]
+            findings = lifecycle.findings()
+        except GpuCkptError as error:  # an answer without the GPUs is better than none
+            findings.append(preflight.PreflightFinding(error.code, error.message, error))
+        findings += preflight.judge_report(report, gpus=len(device))
+        on_device = sum(device.values())
+        resident = lifecycle.resident()
+        estimate = RATES.estimate(resident, on_device)
+        return {
+            "state": lifecycle.state.value,
+            "device_bytes": device,
+            "gpus": gpus,
+            "process_bytes": resident,
+            "image_bytes": estimate.image_bytes,
+            "disk_free": engine.store.free(),
+            "seconds": {"gpu_free": estimate.gpu_free, "saved": estimate.saved, "back": estimate.back},
+            "findings": [_finding(finding) for finding in findings],
+            "protected_until": self.protection(),
+        }
+
+    def protect(self, seconds: Any) -> dict[str, Any]:
+        """Keep policies off this kernel for ``seconds`` from now; 0 ends that.  Raises `BadRequest`."""
+        # An integer of JSON may be too large for a float, and for a question about one.
+        number = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
+        if isinstance(seconds, bool) or not number:
+            raise BadRequest("A protection lasts a number of seconds.")
+        if seconds < 0:
+            raise BadRequest("A protection cannot end in the past.")
+        if seconds > LONGEST_PROTECTION:
+            raise BadRequest(f"A protection lasts at most {LONGEST_PROTECTION} seconds, a hundred years.")
+        self.protected_until = time.time() + seconds if seconds else None
+        self._remember()
+        self._on_protected(self.protected_until)
+        return {"protected_until": self.protected_until}
+
+    def protection(self) -> float | None:
+        """Until when the kernel is protected, seconds since the epoch; ``None`` when it is not, or not any more."""
+        until = self.protected_until
+        return until if until is not None and until > time.time() else None
+
+    def _watch(self, models: Any, gate: Gate) -> dict[str, Any]:
+        if not isinstance(models, dict) or not {"state", "progress"} <= set(models):
+            raise BadRequest("A panel names the widgets to keep up to date.")
+        self.panel = Panel({str(name): str(model) for name, model in models.items()}, gate)
+        return {}
+
+
+def images(lifecycle: Lifecycle) -> dict[str, Any]:
+    """The images of this user, oldest first; sizes in bytes."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):  # one was released between the listing and the look
+        for image in lifecycle.engine.store.images():
+            manifest = image.manifest
+            found.append(
+                {
+                    "id": image.id,
+                    "kernel_id": manifest.kernel_id,
+                    "kernel_name": manifest.kernel_name,
+                    "created": manifest.created,
+                    "bytes": manifest.bytes,
+                    "device_bytes": sum(manifest.device_bytes.values()),
+                    "hostname": manifest.hostname,
+                }
+            )
+    return {"images": found}
+
+
+def _finding(finding: preflight.PreflightFinding) -> dict[str, Any]:
+    hint = finding.error.hint if finding.error else ""
+    return {"code": finding.code, "text": finding.text, "blocks": finding.blocks, "hint": hint}

@@ -1,0 +1,359 @@
+"""The states of a kernel: ``(kernel, event) -> (kernel, effects)``, one literal table, no I/O.
+
+A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  The driver (`lifecycle`) runs
+the effects it is handed one by one and feeds `StepDone` or `StepFailed` back.  When a step fails, the machine hands out
+the undo of every step that was done, in reverse, and the kernel ends in the state the plan names as its way back.  So
+every arrow ends in a named state in which either the kernel runs (or is suspended) or a verified image is kept.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from ..errors import StateError
+
+
+class State(enum.Enum):
+    """What a kernel is, or is becoming."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    DUMPING = "dumping"
+    CHECKPOINTED = "checkpointed"
+    RESTORING = "restoring"
+    DEAD = "dead"
+
+
+class Step(enum.Enum):
+    """The steps plans are made of; `driver.Lifecycle` has one method for each, of the same name."""
+
+    PREFLIGHT = "preflight"
+    DRAIN = "drain"
+    QUIESCE = "quiesce"
+    CUDA_SUSPEND = "cuda_suspend"
+    DISCONNECT = "disconnect"
+    DUMP = "dump"
+    PUBLISH = "publish"
+    END_PROCESS = "end_process"
+    SLEEP = "sleep"
+    MATCH = "match"
+    RESERVE = "reserve"
+    CRIU_RESTORE = "criu_restore"
+    CUDA_RESUME = "cuda_resume"
+    CONNECT = "connect"
+    THAW = "thaw"
+    RELEASE = "release"
+    DISCARD_IMAGE = "discard_image"
+    CONTINUE = "continue"
+    UNRESERVE = "unreserve"
+    UNLEASE = "unlease"
+
+
+# -- events
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened or is wanted."""
+
+
+@dataclass(frozen=True)
+class Launched(Event):
+    """The kernel process was started."""
+
+
+@dataclass(frozen=True)
+class Adopted(Event):
+    """A kernel whose owner went was found: running, suspended, or asleep on its image."""
+
+    state: State
+
+
+@dataclass(frozen=True)
+class Suspend(Event):
+    """Move the CUDA state to host RAM."""
+
+
+@dataclass(frozen=True)
+class Resume(Event):
+    """Move the CUDA state back."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """Write everything to an image and end the process."""
+
+
+@dataclass(frozen=True)
+class Restore(Event):
+    """Bring the process back from its image."""
+
+
+@dataclass(frozen=True)
+class Wake(Event):
+    """A client needs the kernel: resume or restore, whatever it takes."""
+
+
+@dataclass(frozen=True)
+class StepDone(Event):
+    """The step handed out last was done."""
+
+    step: Step
+
+
+@dataclass(frozen=True)
+class StepFailed(Event):
+    """The step handed out last failed.
+
+    It left nothing behind that its undo would have to mend, unless ``done``: then its work, or some of it, was done.
+    """
+
+    step: Step
+    code: str
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Unwound(Event):
+    """The undo steps were run.  ``failed`` are those that could not be."""
+
+    failed: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exited(Event):
+    """The kernel process ended by itself, or was killed."""
+
+
+@dataclass(frozen=True)
+class Terminated(Event):
+    """The owner ended the kernel (shutdown, restart); what an image holds is the owner's business."""
+
+
+# -- plans
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A verb: through ``via`` to ``to``; after a failure back to ``back``.
+
+    Once the step ``commit`` is done there is no way back, nor a need for one: the steps after it only tidy up, and the
+    failure of one of them does not stop the next.
+    """
+
+    via: State
+    to: State
+    back: State
+    steps: tuple[Step, ...]
+    commit: Step | None = None
+
+
+_SUSPEND = (Step.PREFLIGHT, Step.DRAIN, Step.QUIESCE, Step.CUDA_SUSPEND)
+_DUMP = (Step.DISCONNECT, Step.DUMP, Step.PUBLISH, Step.END_PROCESS, Step.SLEEP)
+_RESUME = Plan(
+    State.RESUMING,
+    State.RUNNING,
+    State.SUSPENDED,
+    (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE, Step.THAW, Step.RELEASE),
+    commit=Step.CUDA_RESUME,
+)
+_RESTORE = Plan(
+    State.RESTORING,
+    State.RUNNING,
+    State.CHECKPOINTED,
+    (
+        Step.MATCH,
+        Step.RESERVE,
+        Step.CRIU_RESTORE,
+        Step.CUDA_RESUME,
+        Step.UNRESERVE,
+        Step.CONNECT,
+        Step.THAW,
+        Step.RELEASE,
+        Step.DISCARD_IMAGE,
+    ),
+    commit=Step.RELEASE,
+)
+_NOTHING = None
+
+#: Every legal request.  `_NOTHING`: the kernel is there already.
+PLANS: dict[tuple[State, type[Event]], Plan | None] = {
+    (State.RUNNING, Suspend): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
+    (State.RUNNING, Checkpoint): Plan(
+        State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS
+    ),
+    (State.RUNNING, Resume): _NOTHING,
+    (State.RUNNING, Restore): _NOTHING,
+    (State.RUNNING, Wake): _NOTHING,
+    (State.SUSPENDED, Suspend): _NOTHING,
+    (State.SUSPENDED, Checkpoint): Plan(
+        State.DUMPING, State.CHECKPOINTED, State.SUSPENDED, _DUMP, commit=Step.END_PROCESS
+    ),
+    (State.SUSPENDED, Resume): _RESUME,
+    (State.SUSPENDED, Wake): _RESUME,
+    (State.CHECKPOINTED, Checkpoint): _NOTHING,
+    (State.CHECKPOINTED, Restore): _RESTORE,
+    (State.CHECKPOINTED, Wake): _RESTORE,
+}
+
+#: How a done step is undone.  A step that is not named here leaves nothing to undo.
+UNDO: dict[Step, Step] = {
+    Step.DRAIN: Step.RELEASE,
+    Step.QUIESCE: Step.THAW,
+    Step.CUDA_SUSPEND: Step.CUDA_RESUME,
+    Step.DISCONNECT: Step.CONNECT,
+    Step.DUMP: Step.CONTINUE,
+    Step.PUBLISH: Step.DISCARD_IMAGE,
+    Step.MATCH: Step.UNLEASE,
+    Step.RESERVE: Step.UNRESERVE,
+    Step.CRIU_RESTORE: Step.END_PROCESS,
+    Step.CONNECT: Step.DISCONNECT,
+}
+
+#: What a done step makes true of the pair (a process exists, an image exists).
+_FACTS: dict[Step, dict[str, bool]] = {
+    Step.PUBLISH: {"image": True},
+    Step.END_PROCESS: {"process": False},
+    Step.CRIU_RESTORE: {"process": True},
+    Step.DISCARD_IMAGE: {"image": False},
+}
+
+
+@dataclass(frozen=True)
+class MachineState:
+    """A kernel as the machine sees it.  ``story`` keeps the last events, for the error that an illegal one raises."""
+
+    state: State = State.STARTING
+    plan: Plan | None = None
+    done: tuple[Step, ...] = ()
+    unwinding: bool = False
+    process: bool = False
+    image: bool = False
+    story: tuple[str, ...] = ()
+
+    def told(self, event: Event) -> MachineState:
+        """The same kernel with ``event`` at the end of its story."""
+        return replace(self, story=(*self.story, f"{self.state.value}: {event}")[-40:])
+
+
+Outcome = tuple[MachineState, tuple[Step, ...]]
+
+
+def advance(kernel: MachineState, event: Event) -> Outcome:
+    """One transition: the kernel after ``event`` and the steps to run now (one of a plan, or all undo steps).
+
+    Raises `StateError` with the whole story when ``event`` is not legal in this state.
+    """
+    kernel = kernel.told(event)
+    key = (kernel.state, type(event))
+    if key in PLANS and kernel.plan is None:
+        plan = PLANS[key]
+        if plan is None:
+            return kernel, ()
+        return replace(kernel, state=plan.via, plan=plan, done=()), plan.steps[:1]
+    handler = _HANDLERS.get(type(event))
+    outcome = handler(kernel, event) if handler else None
+    if outcome is None:
+        raise StateError(
+            f"A kernel that is {kernel.state.value} cannot take {type(event).__name__}.",
+            state=kernel.state.value,
+            story=list(kernel.story),
+        )
+    _validate(outcome[0])
+    return outcome
+
+
+def _launched(kernel: MachineState, _: Event) -> Outcome | None:
+    if kernel.state not in (State.STARTING, State.DEAD):
+        return None
+    return MachineState(State.RUNNING, process=True, story=kernel.story), ()
+
+
+def _with(kernel: MachineState, step: Step) -> MachineState:
+    """The kernel after ``step`` was done."""
+    facts = {"process": kernel.process, "image": kernel.image, **_FACTS.get(step, {})}
+    return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
+
+
+def _adopted(kernel: MachineState, event: Event) -> Outcome | None:
+    assert isinstance(event, Adopted)
+    resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
+    if kernel.state is not State.STARTING or event.state not in resting:
+        return None
+    asleep = event.state is State.CHECKPOINTED
+    return MachineState(event.state, process=not asleep, image=asleep, story=kernel.story), ()
+
+
+def _step_done(kernel: MachineState, event: Event) -> Outcome | None:
+    assert isinstance(event, StepDone)
+    plan = kernel.plan
+    if plan is None or kernel.unwinding or plan.steps[len(kernel.done)] is not event.step:
+        return None
+    kernel = _with(kernel, event.step)
+    if len(kernel.done) < len(plan.steps):
+        return kernel, (plan.steps[len(kernel.done)],)
+    return replace(kernel, state=plan.to, plan=None, done=()), ()
+
+
+def _step_failed(kernel: MachineState, event: Event) -> Outcome | None:
+    assert isinstance(event, StepFailed)
+    plan = kernel.plan
+    if plan is None or kernel.unwinding:
+        return None
+    if plan.commit in kernel.done or (event.done and event.step is plan.commit):
+        return _step_done(kernel, StepDone(event.step))
+    if event.done:
+        kernel = _with(kernel, event.step)
+    undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
+    if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
+        undo = (*undo, Step.SLEEP)
+    return replace(kernel, unwinding=True), undo
+
+
+def _unwound(kernel: MachineState, event: Event) -> Outcome | None:
+    assert isinstance(event, Unwound)
+    plan = kernel.plan
+    if plan is None or not kernel.unwinding:
+        return None
+    state = plan.back
+    if Step.CUDA_RESUME in event.failed:
+        # Its device memory could not go back (no room): the state is safe in host RAM.
+        state = State.SUSPENDED
+    asleep = state is State.CHECKPOINTED
+    return replace(kernel, state=state, plan=None, done=(), unwinding=False, process=not asleep, image=asleep), ()
+
+
+def _exited(kernel: MachineState, _: Event) -> Outcome | None:
+    if kernel.plan is not None or kernel.state in (State.CHECKPOINTED, State.STARTING):
+        return None
+    return replace(kernel, state=State.DEAD, process=False), ()
+
+
+def _terminated(kernel: MachineState, _: Event) -> Outcome:
+    # From every state, and also out of a plan that nobody runs any more: an owner can always get rid of a kernel.
+    return replace(kernel, state=State.DEAD, plan=None, done=(), unwinding=False, process=False), ()
+
+
+_HANDLERS = {
+    Launched: _launched,
+    Adopted: _adopted,
+    StepDone: _step_done,
+    StepFailed: _step_failed,
+    Unwound: _unwound,
+    Exited: _exited,
+    Terminated: _terminated,
+}
+
+
+def _validate(kernel: MachineState) -> None:
+    """The promise of the project: outside `DEAD` and `STARTING` there is a process or an image."""
+    if kernel.state in (State.DEAD, State.STARTING):
+        return
+    if not (kernel.process or kernel.image):
+        raise AssertionError(f"a kernel without process and image: {kernel}")
+    if kernel.plan is None:
+        assert kernel.process == (kernel.state is not State.CHECKPOINTED), kernel

@@ -1,0 +1,108 @@
+"""Whether an image fits this node: the engine's answers put together for `node.match`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..criu import images
+from ..cuda.gpus import Gpus, gpu_mapping
+from ..errors import CudaError, UnsupportedFile
+from ..image import layout
+from ..image.manifest import Manifest
+from ..image.store import Store
+from ..lifecycle.preflight import available_memory
+from .fingerprint import fingerprint, look
+from .match import Mismatch, match
+
+
+class EngineProtocol(Protocol):
+    """What is asked of a node (`context.Engine`)."""
+
+    criu_version: str
+    gpus: Gpus
+    store: Store
+
+
+def taken(
+    directory: Path,
+    node: EngineProtocol,
+    *,
+    cuda: bool,
+    device_bytes: Mapping[str, int],
+    arena: int,
+    sockets: Iterable[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
+
+    ``arena``: bytes of device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
+    it makes again, by ``path``, ``inode`` and ``mtime``.
+    """
+    return fingerprint(
+        files=map(vars, images.regular_files(directory)),
+        ports=map(dataclasses.asdict, images.ports(directory)),
+        sockets=sockets,
+        criu=node.criu_version,
+        hashes=node.store.hashes,
+        gpus=_gpus(node) if cuda else [],
+        cuda=cuda,
+        device_bytes=device_bytes,
+        memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES)),
+    )
+
+
+def require_restorable(directory: Path) -> None:
+    """Raise `UnsupportedFile` if the kernel of the dump in ``directory`` holds a file that no restore could open."""
+    if found := images.unrestorable(directory):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        raise UnsupportedFile(
+            f"The kernel holds {found[0]}{more}, which belongs to one of its threads or is its working directory: it "
+            "could not be opened again.",
+            culprit=found[0],
+            files=found,
+        )
+
+
+def mismatches(
+    manifest: Manifest,
+    node: EngineProtocol,
+    *,
+    accept_changed_files: bool = False,
+    gpu_map: Mapping[str, str] | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[Mismatch]:
+    """What this node lacks of the one the image was made on.  The GPUs are asked only for an image that needs them.
+
+    Files whose identity has changed are read, which takes its time; where ``go_on`` says no, nothing that is returned
+    means anything.
+
+    Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
+    """
+    wanted, free = manifest.fingerprint, node.store.free()
+    in_the_clear = manifest.encryption is None and node.store.clear
+    if in_the_clear and free >= manifest.arena:  # where host memory is too small for it, the disk takes that
+        wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.arena)}
+    gpus = _gpus(node) if manifest.cuda else []
+    here = look(
+        wanted,
+        criu=node.criu_version,
+        gpus=gpus,
+        memory=available_memory(),
+        disk=free,
+        hashes=node.store.hashes,
+        go_on=go_on,
+    )
+    node.store.hashes.begin()  # to save what had to be read
+    mapping: Mapping[str, str] | None = None
+    if manifest.cuda:
+        try:
+            mapping = gpu_mapping(manifest.node_gpus, [gpu["uuid"] for gpu in gpus], gpu_map)
+        except CudaError:
+            mapping = gpu_map  # fewer GPUs than there were, which is one of the mismatches
+    return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=mapping)
+
+
+def _gpus(node: EngineProtocol) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(gpu) for gpu in node.gpus.list()]

@@ -1,0 +1,197 @@
+"""The fingerprint of the node an image was made on: what another node must have in common with it.
+
+A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at the checkpoint, `look` answers the same
+questions on the node the image is to be restored on, and `match` compares the two.
+
+Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
+(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``sockets`` (unix sockets in
+the file system), ``cuda`` (the version the driver knows; empty: the kernel never used CUDA, and nothing about GPUs is
+asked), ``driver``, ``gpus``, ``device_bytes`` (by UUID), ``memory`` and ``disk``.
+
+A file is known by its identity (`node.identity`), noted after the dump, which itself may have changed it by a link; by
+its hash, as far as `Hashes` has it; by size and build-id.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..image.hashes import Hashes
+from . import facts as node
+from .facts import Facts
+
+
+def fingerprint(
+    *,
+    files: Iterable[Facts],
+    ports: Iterable[Facts],
+    criu: str,
+    sockets: Iterable[Facts] = (),
+    hashes: Hashes | None = None,
+    gpus: Sequence[Facts] = (),
+    cuda: bool = False,
+    device_bytes: Mapping[str, int] | None = None,
+    memory: int = 0,
+) -> dict[str, Any]:
+    """Taken at a checkpoint, when the dump has been written.
+
+    Parameters
+    ----------
+    files, ports:
+        What the dump says the kernel holds: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and ``made``;
+        ``family``, ``type``, ``address`` and ``number``.
+    criu:
+        The version of CRIU that made the dump.
+    sockets:
+        Files of unix sockets: ``path``, ``inode`` and ``mtime`` (ns).
+    hashes:
+        Knows the contents of files; None: none is noted.
+    gpus:
+        All GPUs of the node in the driver's order: ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
+    cuda, device_bytes:
+        Whether the kernel used CUDA, and how much memory it held by UUID.
+    memory:
+        How much host memory the restored kernel takes.
+    """
+    points = node.mounts()
+    mounts = _Mounts(points)
+    held = _held(files, mounts)
+    if hashes is not None:
+        contents = ((path, file, file["writes"]) for path, file in held.items() if file["checked"] and "inode" in file)
+        for path, hash in hashes.of_kernel(contents).items():
+            held[path]["blake3"] = hash
+    used = {mounts.of(path) for path in held} - {"/"}
+    return {
+        **_self(criu),
+        "files": held,
+        "packages": node.packages(held),
+        "mounts": {point: points[point] for point in sorted(used)},
+        "ports": [dict(port) for port in ports],
+        "sockets": [dict(socket) for socket in sockets],
+        "driver": str(gpus[0]["driver"]) if cuda and gpus else "",
+        "cuda": str(gpus[0].get("cuda") or "unknown") if cuda and gpus else "",
+        "gpus": [{key: gpu[key] for key in ("uuid", "name", "total")} for gpu in gpus] if cuda else [],
+        "device_bytes": dict(device_bytes or {}),
+        "memory": memory,
+        "disk": memory,
+    }
+
+
+def look(
+    wanted: Facts,
+    *,
+    criu: str,
+    gpus: Sequence[Facts],
+    memory: int,
+    disk: int,
+    hashes: Hashes | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> dict[str, Any]:
+    """What this node answers to the questions of a fingerprint.
+
+    ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.  A file is read only if its identity
+    does not say that it is the same, and only while ``go_on`` says so; what was not read has no hash.
+    """
+    points = node.mounts()
+    return {
+        **_self(criu),
+        "files": {path: _present(path, was, hashes, go_on) for path, was in wanted.get("files", {}).items()},
+        "packages": {directory: node.installed(directory) for directory in wanted.get("packages", {})},
+        "mounts": {point: points.get(point, "") for point in wanted.get("mounts", {})},
+        "ports": [
+            {**port, "problem": node.unbindable(port["address"], port["number"], port["family"], port["type"])}
+            for port in wanted.get("ports", [])
+        ],
+        "sockets": [{**socket, "problem": node.taken(**socket)} for socket in wanted.get("sockets", [])],
+        "driver": str(gpus[0]["driver"]) if gpus else "",
+        "cuda": str(gpus[0].get("cuda") or "unknown") if gpus else "",
+        "gpus": [{key: gpu[key] for key in ("uuid", "name", "total", "free")} for gpu in gpus],
+        "memory": memory,
+        "disk": disk,
+    }
+
+
+def _self(criu: str) -> dict[str, Any]:
+    architecture, kernel = node.uname()
+    return {
+        "architecture": architecture,
+        "kernel": kernel,
+        "cpu": node.cpu(),
+        "criu": criu,
+        "glibc": node.glibc(),
+        "machine": node.machine(),
+    }
+
+
+class _Mounts:
+    """Mount points and their types, asked for many files of few directories."""
+
+    def __init__(self, points: Mapping[str, str]) -> None:
+        self._points = points
+        self._known: dict[str, str] = {}
+
+    def of(self, path: str) -> str:
+        """The mount point that ``path`` lies below."""
+        directory = path.rpartition("/")[0]
+        if path in self._points:
+            return path
+        if directory not in self._known:
+            self._known[directory] = node.mount_of(directory or "/", self._points)
+        return self._known[directory]
+
+    def type_of(self, path: str) -> str:
+        """The type of file system that ``path`` lies on."""
+        return self._points.get(self.of(path), "")
+
+
+def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
+    """By path: ``size``, ``mode``, ``build_id``, identity, how it is used, and whether a restore insists on the size.
+
+    ``open``, ``mapped``, ``writes`` and ``code`` (as program code) are how; ``made``: by the dump, for a restore to
+    remove.
+    """
+    held: dict[str, dict[str, Any]] = {}
+    for file in files:
+        path = file["path"]
+        entry = held.get(path)
+        if entry is None:
+            entry = held[path] = _noted(path, file, mounts.type_of(path))
+        entry["open" if file["open"] else "mapped"] = True
+        for use in ("writes", "code", "made"):
+            entry[use] = entry[use] or bool(file.get(use))
+        entry["checked"] = entry["checked"] or entry["made"]
+        if file["size"] is not None:  # the dump's own words, where it has any, are what the restore goes by
+            entry |= {"size": file["size"], "checked": True}
+        if file["mode"] is not None:
+            entry["mode"] = file["mode"]
+    return held
+
+
+def _noted(path: str, file: Facts, kind: str) -> dict[str, Any]:
+    facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
+    entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
+    entry |= {"writes": False, "code": False, "made": False}
+    directory = stat.S_ISDIR(facts["mode"] or 0)
+    if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
+        for name in ("device", "inode", "mtime", "ctime"):
+            entry.pop(name, None)
+    if stat.S_ISREG(facts["mode"] or 0):
+        entry["build_id"] = node.build_id(path)
+    return entry
+
+
+def _present(path: str, was: Facts, hashes: Hashes | None, go_on: Callable[[], bool]) -> dict[str, Any] | None:
+    """The facts of the file at ``path``, with ``same`` if they say that it is what it was; else with its content."""
+    now = node.file_facts(path)
+    if now is None:
+        return None
+    if node.same_file(was, now):
+        return {**now, "same": True}
+    now |= {"same": False, "build_id": "", "blake3": ""}
+    if stat.S_ISREG(now["mode"]):
+        now["build_id"] = node.build_id(path) if was["build_id"] else ""
+        if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
+            now["blake3"] = hashes.of(path, now, go_on)
+    return now

@@ -1,0 +1,787 @@
+"""What a process is made of, and which of it is proven to come back from a dump and a restore.
+
+`inspect` reads a process tree from ``/proc``, by ``pidfd_getfd(2)``, ``kcmp(2)`` and, where the processes are stopped,
+by system calls in their own name (`injection`).  It finds three things:
+
+*refusals*: state of a kind that is not on the lists of this module.  The lists say what is proven: each kind went
+through a dump and a restore by root and by an ordinary user, and its test is in ``tests/engine/test_process_state.py``.
+What is not on them is refused by its name while the kernel still lives.
+
+*notes*: state that CRIU forgets and that `reapply` puts back before the restored processes run.
+
+*inventory*: threads, descriptors and mappings, which CRIU's image must have, all of them (`tasks.missing`).
+
+Standard library only, as `ptrace`: a capsule's init imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.files import facts as file_facts
+from jupyter_gpu_ckpt.process import kernel_calls, sockets
+from jupyter_gpu_ckpt.process.injection import Injection
+from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
+from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
+from jupyter_gpu_ckpt.procfs import Mount
+
+Notes = dict[str, Any]
+
+# -- what is proven
+
+#: Character devices by number: what is read from them and written to them has no state.
+_DEVICES = {(1, 3): "null", (1, 5): "zero", (1, 7): "full", (1, 8): "random", (1, 9): "urandom"}
+#: Terminals (5:0 tty, 5:2 ptmx, 136-143 pts) have a judge of their own; device files of GPUs are `cuda.device_files`'s.
+_TERMINALS = {(5, 0), (5, 2), *((major, minor) for major in range(136, 144) for minor in range(256))}
+#: What an open file on such a file system is, by its name in ``/proc/PID/mountinfo``.
+_FILE_SYSTEMS = {"mqueue": "a POSIX message queue", "hugetlbfs": "a file in huge pages (hugetlbfs)"}
+#: What ``statfs(2)`` says of a memfd in huge pages, which is on no mount that ``mountinfo`` shows.
+_HUGETLBFS_MAGIC = 0x958458F6
+#: Kernel objects without a file, by the name that ``/proc/PID/fd`` shows.
+_ANONYMOUS = frozenset({"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"})
+_ANONYMOUS_NAMES = {
+    "[io_uring]": "an io_uring instance",
+    "[userfaultfd]": "a userfaultfd",
+    "[perf_event]": "a performance counter (perf_event_open)",
+    "[fanotify]": "a fanotify group",
+    "[landlock-ruleset]": "a Landlock ruleset",
+    "[fscontext]": "a file system that is being mounted (fsopen)",
+    "seccomp notify": "a seccomp listener",
+    "bpf-map": "a BPF map",
+    "bpf-prog": "a BPF program",
+    "bpf_link": "a BPF link",
+}
+#: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that say nothing.
+_MAPPING_FLAGS = frozenset(
+    (
+        "rd",
+        "wr",
+        "ex",
+        "sh",
+        "mr",
+        "mw",
+        "me",
+        "ms",
+        "gd",
+        "lo",
+        "sr",
+        "rr",
+        "dc",
+        "ac",
+        "nr",
+        "dd",
+        "sd",
+        "mg",
+        "hg",
+        "nh",
+        "wf",
+        "dp",
+        "gu",
+        "lf",
+        "sl",
+        "dw",  # before Linux 5.15: of a program's own file
+        "bt",  # of aarch64: of every library that is built for it
+    )
+)
+#: The same of files on persistent memory (DAX), and only of files.
+_DAX_FLAGS = frozenset(("mm", "sf"))
+#: Rings of io_setup(2), which have a flag (``de``) that memory of devices has too.
+_ASYNCHRONOUS_IO = "/[aio]"
+_MAPPING_NAMES = {
+    "ht": "memory in huge pages (MAP_HUGETLB)",
+    "ss": "a shadow stack",
+    "um": "memory that a userfaultfd watches",
+    "uw": "memory that a userfaultfd watches",
+    "ui": "memory that a userfaultfd watches",
+    "io": "memory of a device",
+    "pf": "memory of a device",
+    "mm": "memory of a device",
+}
+#: Paths below /dev that are mapped as memory and no device's, or are `cuda.device_files`'s.
+_MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
+#: Mappings that Linux makes for every process, and that need no restore of ours.
+_OF_LINUX = re.compile(r"\[(vdso|vvar|vvar_vclock|vsyscall)\]$")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
+_NAMESPACE_NAMES = {
+    "ipc": "IPC",
+    "mnt": "mount",
+    "net": "network",
+    "pid": "PID",
+    "pid_for_children": "PID",
+    "uts": "UTS",
+}
+#: What ``/proc/PID/status`` says of a defence against speculation that ``prctl(2)`` switched on (here: number, value).
+_SPECULATION = {
+    "Speculation_Store_Bypass": (0, {"thread mitigated": 4, "thread force mitigated": 8}),
+    "SpeculationIndirectBranch": (1, {"conditional disabled": 4, "conditional force disabled": 8}),
+}
+
+#: File systems of the network, below which Linux mounts others of the same kind as somebody enters them.
+_MOUNTED_BY_LINUX = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"})
+
+_O_DIRECT = 0o40000
+_CAP_SYS_ADMIN = 1 << 21
+_DEFAULT_SLACK = 50_000
+_EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
+_SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
+
+
+@dataclass
+class Found:
+    """What `inspect` found: see the head of this module.  All of it is plain JSON."""
+
+    refusals: list[dict[str, str]] = field(default_factory=list)
+    notes: dict[str, Notes] = field(default_factory=dict)
+    inventory: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Names of system calls that the host forbids to all: what they tell was not asked.
+    unasked: list[str] = field(default_factory=list)
+
+    def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
+        """Note a refusal: a noun phrase, what it is about (``file``, ``socket`` or ``state``), what to do about it."""
+        refusal = {"what": what, "kind": kind, "hint": hint}
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {
+            "refusals": self.refusals,
+            "notes": self.notes,
+            "inventory": self.inventory,
+            "unasked": self.unasked,
+        }
+
+
+def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
+    """Those of a capsule's mounts that somebody in it has made.
+
+    ``before``: what there was before the kernel; ``outside``: mounts of the host.  Linux itself mounts what lies below
+    a file system of the network as somebody enters it, and does so again.
+    """
+    known = {mount.number for mount in before}
+    kinds = {mount.number: mount.filesystem for mount in now}
+    of_host = {(mount.device, mount.root, mount.point) for mount in outside}
+    return [
+        mount
+        for mount in now
+        if not (mount.arrived or mount.number in known or (mount.device, mount.root, mount.point) in of_host)
+        and not (mount.filesystem in _MOUNTED_BY_LINUX and kinds.get(mount.parent) == mount.filesystem)
+    ]
+
+
+def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
+    """Inspect process ``root`` and its descendants.
+
+    Parameters
+    ----------
+    root:
+        The pid of the kernel, a child of the caller, which has the capabilities over it.
+    stopped:
+        All threads are in a group stop: also look at what only a stopped process shows.
+    allow_unconfined:
+        The administrator lets a kernel that is confined by Landlock come back without that.
+    own:
+        What was mounted in the capsule since the kernel began (`own_mounts`).
+
+    A process or thread that ends meanwhile is left out.  Raises `OSError` where ``/proc`` cannot be read.
+    """
+    found = Found()
+    for mount in own:
+        found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
+    tree = list(_tree(root))
+    mine = _OwnState.read()
+    found.unasked = sorted(mine.forbidden)
+    for pid in tree:
+        try:
+            _Process(pid, set(tree), found, mine).look(stopped, allow_unconfined)
+        except procfs.GONE:  # it ended
+            pass
+        except PermissionError as error:
+            _refuse_hidden(pid, found, error)
+    return found
+
+
+def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
+    """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
+    if procfs.is_ending(pid):
+        return
+    try:
+        procfs.descriptors(pid)
+    except PermissionError:
+        found.refuse(
+            "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
+            hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
+        )
+    except procfs.GONE:  # it ended
+        pass
+    else:
+        found.refuse(
+            f"a process about which Linux does not answer its server ({error.filename or error.strerror})",
+            hint="A seccomp filter or a security module of the host forbids it; its administrator can allow it.",
+        )
+
+
+def _tree(root: int) -> Iterator[int]:
+    fresh = [root]
+    while fresh:
+        pid = fresh.pop()
+        yield pid
+        with contextlib.suppress(*procfs.GONE):
+            if not procfs.stat(pid).has_ended:
+                fresh += procfs.children(pid)
+
+
+def _optional(path: str) -> str:
+    """A file that this Linux may be built without; empty then.  The end of its process is raised."""
+    try:
+        return procfs.read(path)
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _OwnState:
+    """The same of the caller, PID 1 of the capsule, from which CRIU inherits what it does not restore."""
+
+    affinity: set[int]
+    slice: bytes
+    cgroup: str
+    label: str
+    namespaces: dict[str, str]
+    coredump_filter: str
+    seccomp: str
+    #: `kernel_calls.forbidden`
+    forbidden: set[str]
+    #: Pids that were the last to change some System V semaphore.
+    semaphore_users: set[int]
+
+    @classmethod
+    def read(cls) -> _OwnState:
+        pid = os.getpid()
+        return cls(
+            affinity=os.sched_getaffinity(0),
+            slice=_slice(0),
+            cgroup=procfs.read("/proc/self/cgroup"),
+            label=_optional("/proc/self/attr/current"),
+            namespaces=_namespaces(f"/proc/{pid}"),
+            coredump_filter=_optional("/proc/self/coredump_filter"),
+            forbidden=kernel_calls.forbidden(),
+            semaphore_users=set(kernel_calls.semaphore_users()),
+            seccomp=procfs.status().get("Seccomp", "0"),
+        )
+
+
+def _slice(tid: int) -> bytes:
+    if NUMBERS is None:
+        return b""
+    with contextlib.suppress(OSError):
+        return kernel_calls.scheduling(NUMBERS, tid)
+    return b""
+
+
+def _namespaces(root: str) -> dict[str, str]:
+    found = {}
+    for name in _NAMESPACES:
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = os.readlink(f"{root}/ns/{name}")
+    return found
+
+
+class _Process:
+    """One process, looked at piece by piece."""
+
+    def __init__(self, pid: int, tree: set[int], found: Found, mine: _OwnState) -> None:
+        self.pid = pid
+        self.tree = tree
+        self.found = found
+        self.mine = mine
+        self.root = f"/proc/{pid}"
+        self.notes: Notes = {}
+        self.inventory: dict[str, Any] = {}
+        self.eventfds: dict[str, list[int]] = {}
+        self.epolls: dict[int, list[dict[str, int]]] = {}
+
+    def look(self, stopped: bool, allow_unconfined: bool) -> None:
+        """Fill `Found` with what there is of this process."""
+        if procfs.stat(self.pid).has_ended:
+            return
+        if (directory := os.readlink(f"{self.root}/root")) != "/":
+            self.refuse_file(f"a root directory of its own ({directory})", "Use chroot(2) in a process of its own.")
+        self.threads()
+        self.descriptors()
+        self.process()
+        self.mapping_names()
+        if stopped:
+            self.mappings()
+            self.ask(allow_unconfined)
+        if self.notes:
+            self.found.notes[str(self.pid)] = self.notes
+        self.found.inventory[str(self.pid)] = self.inventory
+
+    # -- threads
+
+    def threads(self) -> None:
+        """Attributes that each thread has of its own."""
+        tids = procfs.threads(self.pid)
+        self.inventory["threads"] = tids
+        noted: dict[str, Notes] = {}
+        self.suspects: list[int] = []
+        first = procfs.status(self.pid)  # not the first in the list, once threads are made after a wake
+        self.user = first.get("Uid"), first.get("Gid")
+        if any(len(set((ids or "").split())) > 1 for ids in self.user):
+            self.found.refuse(
+                "real, effective and saved user or group ids that are not the same (setresuid)",
+                hint="Make them the same, or use them in a process of its own.",
+            )
+        for tid in tids:
+            with contextlib.suppress(*procfs.GONE):
+                if notes := self.thread(tid):
+                    noted[str(tid)] = notes
+        if noted:
+            self.notes["threads"] = noted
+
+    def thread(self, tid: int) -> Notes:
+        """What is to be put back of one thread."""
+        root = f"{self.root}/task/{tid}"
+        status = procfs.status(self.pid, tid)
+        self.confinement(tid, root, status)
+        notes: Notes = {}
+        if (affinity := os.sched_getaffinity(tid)) != self.mine.affinity:
+            notes["affinity"] = sorted(affinity)
+        if (slack := _optional(f"/proc/{tid}/timerslack_ns").strip()) and int(slack) not in (0, _DEFAULT_SLACK):
+            notes["timer_slack_ns"] = int(slack)
+        if personality := int(_optional(f"{root}/personality") or "0", 16):
+            notes["personality"] = personality
+        for name, (number, values) in _SPECULATION.items():
+            if status.get(name) in values:
+                notes.setdefault("speculation", []).append([number, values[status[name]]])
+        with contextlib.suppress(FileNotFoundError), open(f"{root}/numa_maps", "rb", buffering=0) as file:
+            # One line is made at a time, and no more than is asked for: the first mapping is of the program.
+            policy = file.read(64).decode(errors="replace").split()
+            if len(policy) > 1 and policy[1] != "default":
+                notes["numa"] = self.numa_policy(policy[1])
+        if NUMBERS is not None:
+            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(NUMBERS, tid)):
+                notes["io_priority"] = priority
+            self.sharing(tid)
+            attributes = _slice(tid)
+            if attributes and int.from_bytes(attributes[4:8], "little") in _SCHED_SLICED:
+                if attributes[24:32] != self.mine.slice[24:32]:
+                    notes["slice_ns"] = int.from_bytes(attributes[24:32], "little")
+            elif attributes and attributes[4] == 6:
+                self.found.refuse("a thread with a deadline (SCHED_DEADLINE)", hint="Give it another policy.")
+        return notes
+
+    def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
+        """What confines a thread: all of it must come back, or the thread would have rights that it gave away."""
+        if tid != self.pid and (status.get("Uid"), status.get("Gid")) != self.user:
+            self.found.refuse("a thread of another user", hint="End that thread.")
+        seccomp = status.get("Seccomp", "0")
+        if seccomp != "0" and (os.geteuid() != 0 or self.mine.seccomp != "0"):
+            why = "Only root's CRIU can save it, outside of a container that has such a filter itself."
+            self.found.refuse("a seccomp filter", hint=f"{why} Run what needs the filter in a process of its own.")
+        namespaces = _namespaces(root)
+        for name, other in self.mine.namespaces.items():
+            if namespaces and namespaces.get(name) != other:  # it has none at all once it has ended
+                shown = _NAMESPACE_NAMES.get(name, name)
+                self.found.refuse(f"a {shown} namespace of its own", hint="Use it in a process of its own.")
+        with contextlib.suppress(FileNotFoundError):  # CRIU makes a time namespace for what it restores
+            if os.readlink(f"{root}/ns/time") != os.readlink(f"{root}/ns/time_for_children"):
+                self.found.refuse("a time namespace for its children", hint="Use it in a process of its own.")
+        restricted = status.get("NoNewPrivs", "0") != "0"
+        powerful = int(status.get("CapPrm", "0"), 16) & _CAP_SYS_ADMIN
+        if restricted or powerful or os.geteuid() == 0:
+            self.suspects.append(tid)
+
+    def sharing(self, tid: int) -> None:
+        """CRIU takes for granted that threads share descriptors and directories (``unshare(2)`` of one thread)."""
+        assert NUMBERS is not None
+        if tid != self.pid and "kcmp" not in self.mine.forbidden:
+            for what, number in (("descriptors", kernel_calls.KCMP_FILES), ("directories", kernel_calls.KCMP_FS)):
+                if kernel_calls.call(NUMBERS.kcmp, self.pid, tid, number, 0, 0):
+                    self.found.refuse(f"a thread with {what} of its own (unshare)", hint="End that thread.")
+
+    def numa_policy(self, text: str) -> str:
+        """A NUMA policy as Linux writes it; refused where it cannot be put back."""
+        if not readable_policy(text):
+            self.found.refuse(f"a NUMA policy of an unknown kind ({text})")
+        return text
+
+    # -- the process
+
+    def process(self) -> None:
+        """Attributes that all threads share."""
+        if procfs.read(f"{self.root}/cgroup") != self.mine.cgroup:
+            self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
+        if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
+            self.found.refuse(f"a security label of its own ({label.strip()})", hint="Run it with its server's label.")
+        if self.tree & self.mine.semaphore_users:
+            self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
+        if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
+            self.notes["coredump_filter"] = int(filter_, 16)
+        words = _optional(f"{self.root}/autogroup").split()
+        if words and words[-1] != "0":
+            self.notes["autogroup_nice"] = int(words[-1])
+
+    # -- descriptors
+
+    def descriptors(self) -> None:
+        """Every open descriptor, by its kind."""
+        numbers = procfs.descriptors(self.pid)
+        self.inventory["descriptors"] = numbers
+        self.candidates: list[tuple[str, bytes]] | None = None
+        self.mounts: dict[str, str] | None = None
+        self.sockets: dict[int, Notes] = {}
+        seen: set[str] = set()
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            for number in numbers:
+                try:
+                    self.descriptor(pidfd, number, seen)
+                except FileNotFoundError:  # closed since
+                    pass
+                except (PermissionError, ProcessLookupError):  # of the whole process
+                    raise
+                except OSError as error:
+                    shown = f"{self.shown_target(number)}, descriptor {number}: {os.strerror(error.errno or 0)}"
+                    self.refuse_file(f"a file that cannot be reached ({shown})", "Close it and try again.")
+        finally:
+            os.close(pidfd)
+        if self.sockets:
+            self.notes["sockets"] = {str(number): notes for number, notes in self.sockets.items()}
+        if self.eventfds:
+            self.notes["semaphores"] = [self.registrations(numbers) for numbers in self.eventfds.values()]
+
+    def descriptor(self, pidfd: int, number: int, seen: set[str]) -> None:
+        """One descriptor: judge its kind, and note what CRIU forgets of it.
+
+        Nothing here may ask the server of a file, which may never answer (`facts`).
+        """
+        path = f"{self.root}/fd/{number}"
+        target = os.readlink(path)
+        if target.startswith("socket:["):  # what has a name in a file system begins with a slash
+            if target not in seen and "pidfd_getfd" not in self.mine.forbidden:
+                # All descriptors of a socket share what it is set to.
+                self.socket(pidfd, number)
+            seen.add(target)
+            return
+        if target.startswith("anon_inode:"):
+            self.anonymous(pidfd, number, target.removeprefix("anon_inode:"))
+            return
+        facts = file_facts.of(path)
+        kind = facts.mode
+        if stat.S_ISFIFO(kind):
+            if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
+                self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
+        elif stat.S_ISCHR(kind):
+            if facts.device not in _DEVICES and facts.device not in _TERMINALS and not target.startswith("/dev/nvidia"):
+                self.refuse_file(f"the device {target} (descriptor {number})")
+        elif stat.S_ISBLK(kind):
+            self.refuse_file(f"the device {target} (descriptor {number})")
+        elif target.startswith("/secretmem"):
+            self.refuse_file(f"secret memory (memfd_secret, descriptor {number})")
+        elif stat.S_ISREG(kind):
+            if what := self.file_system(target, number):
+                self.refuse_file(f"{what} ({target}, descriptor {number})")
+        elif stat.S_ISDIR(kind):
+            self.directory(pidfd, number, target)
+        elif not stat.S_ISLNK(kind):
+            self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
+
+    def shown_target(self, number: int) -> str:
+        """What a descriptor is open on, as far as Linux says."""
+        try:
+            return os.readlink(f"{self.root}/fd/{number}")
+        except OSError:
+            return "a name that is too long"
+
+    def file_system(self, target: str, number: int) -> str:
+        """What keeps a regular file from coming back because of the file system it lies on; empty where nothing does.
+
+        Of mounts that nobody sees only memfd's are Linux's own for certain: others may be a server's.
+        """
+        if not target.startswith("/"):  # a namespace
+            return ""
+        if self.mounts is None:
+            self.mounts = {mount.number: mount.filesystem for mount in procfs.mounts(self.pid)}
+        mount = procfs.fdinfo(self.pid, number)["mnt_id"]
+        if mount in self.mounts:
+            return _FILE_SYSTEMS.get(self.mounts[mount], "")
+        if target.startswith("/memfd:"):
+            huge = kernel_calls.file_system(f"{self.root}/fd/{number}") == _HUGETLBFS_MAGIC
+            return _FILE_SYSTEMS["hugetlbfs"] if huge else ""
+        return "a POSIX message queue, or a file whose file system is mounted nowhere"
+
+    def directory(self, pidfd: int, number: int, path: str) -> None:
+        """A notification on a directory (``F_NOTIFY``) shows by the owner that ``fs/notify/dnotify`` gives the file."""
+        if "pidfd_getfd" in self.mine.forbidden:
+            return
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            with contextlib.suppress(OSError):  # O_PATH: there is nothing to be notified of
+                if fcntl.fcntl(descriptor, fcntl.F_GETOWN):
+                    hint = "Close the directory and try again."
+                    self.refuse_file(f"a notification on the directory {path} (F_NOTIFY, descriptor {number})", hint)
+        finally:
+            os.close(descriptor)
+
+    def refuse_file(self, what: str, hint: str = "") -> None:
+        self.found.refuse(what, "file", hint)
+
+    def anonymous(self, pidfd: int, number: int, name: str) -> None:
+        """A kernel object without a file."""
+        if name not in _ANONYMOUS:
+            shown = _ANONYMOUS_NAMES.get(name) or _ANONYMOUS_NAMES.get(f"[{name}]") or f"a kernel object of kind {name}"
+            self.refuse_file(f"{shown} (descriptor {number})")
+            return
+        text = procfs.read(f"{self.root}/fdinfo/{number}")
+        if name == "[eventfd]":
+            facts = procfs.fields(text)
+            if (count := int(facts.get("eventfd-count", "0"), 16)) >= 1 << 32:  # CRIU makes it anew with 32 bits
+                self.notes.setdefault("eventfd_counts", {})[str(number)] = count
+            if facts.get("eventfd-semaphore", "0") == "1":
+                self.eventfds.setdefault(facts["eventfd-id"], []).append(number)
+        elif name == "[eventpoll]":
+            self.epoll(pidfd, number, text)
+        elif name == "[pidfd]":
+            pid = int(procfs.fields(text).get("Pid", "-1"))
+            if pid not in self.tree and pid != -1:
+                self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
+        elif name == "inotify":
+            self.inotify(pidfd, number)
+        elif name == "[timerfd]":
+            self.timer(pidfd, number, text)
+
+    def timer(self, pidfd: int, number: int, text: str) -> None:
+        """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
+        facts = procfs.fields(text)
+        interval = timer_time(facts["it_interval"])
+        if not interval or timer_time(facts["it_value"]) or "pidfd_getfd" in self.mine.forbidden:
+            return
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            kernel_calls.rearm_timer(descriptor)
+        finally:
+            os.close(descriptor)
+        facts = procfs.fdinfo(self.pid, number)
+        self.notes.setdefault("timers", {})[str(number)] = {
+            "clock": int(facts["clockid"]),
+            "flags": int(facts["settime flags"], 8),
+            "ticks": int(facts["ticks"]),
+            "value": timer_time(facts["it_value"]) or interval,
+            "interval": interval,
+        }
+
+    def inotify(self, pidfd: int, number: int) -> None:
+        """CRIU finds the watched files by their handles, which an ordinary user may not open."""
+        hint = "Stop what watches files (watchdog, watchfiles, an autoreloader) and try again."
+        if os.geteuid() != 0:
+            self.refuse_file(f"an inotify watch (descriptor {number})", hint)
+            return
+        if "pidfd_getfd" in self.mine.forbidden:
+            return
+        descriptor = kernel_calls.descriptor_of(pidfd, number)
+        try:
+            if kernel_calls.readable_bytes(descriptor):
+                self.refuse_file(f"an inotify watch with events not read yet (descriptor {number})", hint)
+        finally:
+            os.close(descriptor)
+
+    def epoll(self, pidfd: int, number: int, text: str) -> None:
+        """Note what an epoll instance watches; it may be a semaphore, whose registration goes with it."""
+        if "pidfd_getfd" not in self.mine.forbidden:
+            descriptor = kernel_calls.descriptor_of(pidfd, number)
+            try:
+                with contextlib.suppress(OSError):  # a Linux without them
+                    if any(parameters := kernel_calls.epoll_parameters(descriptor)):
+                        self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
+            finally:
+                os.close(descriptor)
+        entries = []
+        for line in text.splitlines():
+            if line.startswith("tfd:"):
+                words = line.split()
+                entries.append({"fd": int(words[1]), "events": int(words[3], 16), "data": int(words[5], 16)})
+        for entry in entries:
+            if not entry["events"] & ~_EPOLL_PRIVATE:
+                self.refuse_file(
+                    f"a registration that was used up (EPOLLONESHOT) in an epoll instance (descriptor {number})",
+                    "Register the descriptor again, or take it out of the epoll instance.",
+                )
+        self.epolls[number] = entries
+
+    def registrations(self, numbers: list[int]) -> dict[str, Any]:
+        """An eventfd that is a semaphore: its descriptors, and the epoll registrations of them."""
+        watched = [
+            {"epoll": epoll, **entry}
+            for epoll, entries in self.epolls.items()
+            for entry in entries
+            if entry["fd"] in numbers
+        ]
+        return {"descriptors": numbers, "epolls": watched}
+
+    def socket(self, pidfd: int, number: int) -> None:
+        """One socket: judge its kind and what is queued in it, and note the options that CRIU forgets."""
+        with kernel_calls.socket_of(pidfd, number) as sock:
+            queued = int(procfs.fdinfo(self.pid, number).get("scm_fds", "0"))
+            if what := sockets.refusal(sock, queued):
+                self.found.refuse(f"{what} (descriptor {number})", "socket")
+                return
+            notes: Notes = {}
+            if options := sockets.options(sock):
+                notes["options"] = options
+            if sock.family != sockets.AF_UNIX and sock.type == sockets.SOCK_DGRAM:
+                if self.candidates is None:
+                    self.candidates = sockets.groups(self.pid)
+                if groups := sockets.memberships(sock, self.candidates):
+                    notes["groups"] = groups
+            if sock.family == sockets.AF_UNIX and (path := sockets.bound_path(sock)):
+                where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
+                try:
+                    facts = self.facts_of(where)
+                    notes["path"] = {"path": where, "inode": facts.inode, "mtime": facts.mtime_ns}
+                except TimeoutError:
+                    what = f"a unix socket whose file cannot be reached ({where}, descriptor {number})"
+                    self.found.refuse(what, "socket", "Close the socket and try again.")
+                except OSError:
+                    # Root's CRIU makes it again under a name of its own; an ordinary user's restore of it fails.
+                    if os.geteuid() != 0 and sockets.is_found_by_path(sock):
+                        what = f"a unix socket whose file {where} was deleted (descriptor {number})"
+                        self.found.refuse(what, "socket", "Close the socket and try again.")
+            if notes:
+                self.sockets[number] = notes
+
+    def facts_of(self, path: str) -> file_facts.FileFacts:
+        """Facts of the file at a path of the process."""
+        directory = os.open(f"{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return file_facts.patient(path.lstrip("/"), directory)
+        finally:
+            os.close(directory)
+
+    # -- memory
+
+    def mapping_names(self) -> None:
+        """Mappings of a kind that is not proven, by what ``/proc/PID/maps`` calls them."""
+        for mapping in procfs.maps(self.pid):
+            self.mapping_name(mapping.name)
+            if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
+                self.shared_memory(mapping.end)
+
+    def shared_memory(self, end: int) -> None:
+        """An ordinary user's CRIU cannot save shared memory that mremap(2) has enlarged: nothing lies behind its end.
+
+        Whoever reads there gets an error instead of bytes.
+        """
+        with open(f"{self.root}/mem", "rb", buffering=0) as memory:
+            try:
+                os.pread(memory.fileno(), 1, end - 1)
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    self.found.refuse(
+                        "shared memory that was enlarged beyond its end (mremap)",
+                        hint="Close it: make new memory of that size and copy what was in it.",
+                    )
+
+    def mapping_name(self, name: str) -> None:
+        """One mapping's name."""
+        if name.startswith("/SYSV"):
+            self.found.refuse(f"System V shared memory (key 0x{name[5:13]})", hint="Detach it (shmdt) and try again.")
+        elif name.startswith(_ASYNCHRONOUS_IO):
+            self.found.refuse("an asynchronous I/O context (io_setup)", hint="Destroy it (io_destroy) and try again.")
+        elif name.startswith("/secretmem"):
+            self.found.refuse("secret memory (memfd_secret)")
+        elif name.startswith(("anon_inode:", "socket:")):
+            known = _ANONYMOUS_NAMES.get(name.removeprefix("anon_inode:"), name)
+            self.found.refuse(f"memory that it shares with Linux ({known})")
+        elif name.startswith("/dev/") and not name.startswith(_MAPPED_DEVICES):
+            self.refuse_file(f"memory of the device {name}")
+
+    def mappings(self) -> None:
+        """Flags, protection keys and NUMA policies of every mapping, from smaps and numa_maps."""
+        ranges: list[list[int]] = []
+        sealed, on_fault = [], []
+        pattern = r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)"
+        for low, high, name, facts in re.findall(pattern, procfs.read(f"{self.root}/smaps"), re.M):
+            if _OF_LINUX.match(name):
+                continue
+            start, end = int(low, 16), int(high, 16)
+            ranges.append([start, end])
+            flags = set(facts[facts.rindex("VmFlags:") + 8 :].split()) if "VmFlags:" in facts else set()
+            proven = _MAPPING_FLAGS
+            if name.startswith(_ASYNCHRONOUS_IO):
+                proven |= {"de"}  # it is refused by its name
+            elif name.startswith("/") and not name.startswith("/dev/"):
+                proven |= _DAX_FLAGS
+            for flag in sorted(flags - proven):
+                self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
+            if "sl" in flags:
+                sealed.append([start, end])
+            if "lf" in flags:
+                on_fault.append([start, end])
+            if (key := re.search(r"^ProtectionKey: +([1-9]\d*)", facts, re.M)) is not None:
+                self.found.refuse(f"memory with a protection key (pkey {key[1]})", hint="Free the key (pkey_free).")
+        self.inventory["mappings"] = ranges
+        if sealed:
+            self.notes["sealed"] = sealed
+        if on_fault:
+            self.notes["locked_on_fault"] = on_fault
+        own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
+        placed = []
+        for line in _optional(f"{self.root}/numa_maps").splitlines():
+            words = line.split(None, 2)
+            if words[1] not in ("default", own):
+                start = int(words[0], 16)
+                end = next((high for low, high in ranges if low == start), start)
+                placed.append([start, end, self.numa_policy(words[1])])
+        if placed:
+            self.notes["numa"] = placed
+
+    # -- what only the process itself can be asked
+
+    def ask(self, allow_unconfined: bool) -> None:
+        """Questions in the name of the stopped process."""
+        if NUMBERS is None:
+            return
+        with Injection.into(self.pid) as injection:
+            if injection is None:
+                return
+            if (mine := injection.settings()) != {}:
+                self.notes["settings"] = mine
+            self.ended_children(injection)
+            user, group = (int((ids or "0").split()[0]) for ids in self.user)
+            for what in injection.unproven(user):
+                self.found.refuse(what)
+            if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
+                self.found.refuse(
+                    "a confinement by Landlock",
+                    hint="It would come back without it. Run what is to be confined in a process of its own, or the "
+                    "administrator sets GpuCkptProvisioner.allow_unconfined_wake.",
+                )
+
+    def ended_children(self, injection: Injection) -> None:
+        """Linux may hide from an ordinary user's CRIU how a child ended that CRIU itself had made again."""
+        for child in procfs.children(self.pid):
+            seen = procfs.stat(child)
+            if seen.state == "Z" and injection.end_of(child) not in (None, seen.exit_code):
+                self.found.refuse(
+                    f"an ended child (process {child}) of which Linux does not tell how it ended",
+                    hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
+                )
+
+
+def describe(refusals: list[dict[str, str]]) -> str:
+    """The refusals as words: the first three, and how many more."""
+    shown = ", ".join(refusal["what"] for refusal in refusals[:3])
+    return shown + (f" and {len(refusals) - 3} more" if len(refusals) > 3 else "")

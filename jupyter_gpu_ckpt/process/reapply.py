@@ -1,0 +1,274 @@
+"""Puts back what CRIU forgets of a process, before the restored process runs.
+
+The notes are those of `inventory.inspect`.  They were taken when the process was stopped for its dump, and are put
+back when CRIU has restored it and it has not run since.
+
+Standard library only, as `ptrace`: a capsule's init imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import injection, kernel_calls
+from jupyter_gpu_ckpt.process import sockets as socket_state
+from jupyter_gpu_ckpt.process.injection import Injection
+
+Notes = dict[str, Any]
+
+_EPOLL_CTL_ADD = 1
+_EFD_SEMAPHORE = 1
+_TFD_TIMER_ABSTIME = 1
+_MLOCK_ONFAULT = 1
+_MPOL_MF_NONE = 0
+#: set_mempolicy(2): modes and their flags, as ``mm/mempolicy.c: mpol_to_str`` writes them.
+_POLICIES = {"default": 0, "prefer": 1, "bind": 2, "interleave": 3, "local": 4}
+_WITH_NODES = ("prefer", "bind", "interleave")
+_POLICY_FLAGS = {"static": 1 << 15, "relative": 1 << 14}
+_NODES = 1024
+#: Of `Injection.make`: a program that has them would misbehave, or could do more, without them.
+_VITAL_SETTINGS = frozenset({"lock_future", "mdwe", "no_cpuid", "tiles"})
+#: ``struct epoll_event``: packed on x86 only.
+_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
+
+
+def put_back(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
+    """Put back the notes of each process, by its pid; what could not be, in words.
+
+    The first list is what a kernel must not run without: what protects others from it, and what its own locks are made
+    of.  The second is what another machine may lack: processors, memory nodes, network devices.
+
+    The processes are children of the caller, all their threads in a group stop, before and after.
+    """
+    vital: list[str] = []
+    failed: list[str] = []
+    for pid, of_process in notes.items():
+        restorer = _Restorer(int(pid), of_process)
+        restorer.run()
+        vital += restorer.vital
+        failed += restorer.failed
+    return vital, failed
+
+
+def readable_policy(text: str) -> bool:
+    """Whether a policy can be put back that ``/proc/PID/numa_maps`` shows so."""
+    return _policy(text) is not None
+
+
+def timer_time(text: str) -> int:
+    """Nanoseconds of a time as a timerfd's fdinfo writes it: ``(seconds, nanoseconds)``."""
+    seconds, nanoseconds = text.strip("()").split(",")
+    return int(seconds) * 10**9 + int(nanoseconds)
+
+
+def _policy(text: str) -> tuple[int, bytes] | None:
+    """Mode with its flags, and mask of nodes; None for a policy that is not known here."""
+    found = re.fullmatch(r"(\w+)(?:=(\w+))?(?::([\d,-]+))?", text)
+    if found is None or found[1] not in _POLICIES or (found[2] and found[2] not in _POLICY_FLAGS):
+        return None
+    if (found[1] in _WITH_NODES) != bool(found[3]):
+        return None
+    mask = 0
+    for part in found[3].split(",") if found[3] else ():
+        first, _, last = part.partition("-")
+        for node in range(int(first), int(last or first) + 1):
+            mask |= 1 << node
+    mode = _POLICIES[found[1]] | _POLICY_FLAGS.get(found[2] or "", 0)
+    return mode, mask.to_bytes(_NODES // 8, "little")
+
+
+class _Restorer:
+    """One process and its notes."""
+
+    def __init__(self, pid: int, notes: Notes) -> None:
+        self.pid = pid
+        self.notes = notes
+        self.vital: list[str] = []
+        self.failed: list[str] = []
+
+    def run(self) -> None:
+        """Put everything back, and note what fails."""
+        with self.trying("settings of the process"):
+            self.process()
+        for tid, notes in self.notes.get("threads", {}).items():
+            self.thread(int(tid), notes)
+        if self.notes.get("sockets"):
+            self.sockets()
+        if self.needs_injection():
+            what = "settings that only the process can make"
+            with self.trying(what, vital=True), Injection.into(self.pid) as inside:
+                if inside is None:
+                    self.vital.append(f"{what} (process {self.pid})")
+                else:
+                    self.inject(inside)
+        for number, count in self.notes.get("eventfd_counts", {}).items():
+            with self.trying("count of an eventfd", vital=True), self.borrowed(int(number)) as descriptor:
+                if (lacking := count - int(procfs.fdinfo(self.pid, int(number))["eventfd-count"], 16)) > 0:
+                    os.write(descriptor, lacking.to_bytes(8, "little"))
+        for number, timer in self.notes.get("timers", {}).items():
+            with self.trying("periodic timer (timerfd)", vital=True), self.borrowed(int(number)) as descriptor:
+                begin = time.clock_gettime_ns(timer["clock"]) if timer["flags"] & _TFD_TIMER_ABSTIME else 0
+                value, interval = begin + timer["value"], timer["interval"]
+                kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
+
+    def needs_injection(self) -> bool:
+        """Whether some note can only be put back in the name of the process."""
+        own = {"personality", "speculation", "numa", "death_signal"}
+        threads = self.notes.get("threads", {}).values()
+        return bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"}) or any(
+            own & notes.keys() for notes in threads
+        )
+
+    @contextlib.contextmanager
+    def trying(self, what: str, *, vital: bool = False) -> Iterator[None]:
+        """Note ``what`` where the body fails."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {error}")
+
+    def require(self, result: int, what: str, *, vital: bool = False) -> None:
+        """Note ``what`` where an injected call failed."""
+        if result < 0:
+            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {os.strerror(-result)}")
+
+    # -- from outside
+
+    def process(self) -> None:
+        """Settings with a file in ``/proc``."""
+        for name in ("coredump_filter", "autogroup_nice"):
+            if name in self.notes:
+                path = f"/proc/{self.pid}/{name.removesuffix('_nice')}"
+                with self.trying(name), open(path, "w") as file:
+                    file.write(str(self.notes[name]))
+        for number, parameters in self.notes.get("epoll_parameters", {}).items():
+            with self.trying("parameters of an epoll instance"), self.borrowed(int(number)) as descriptor:
+                kernel_calls.set_epoll_parameters(descriptor, bytes.fromhex(parameters))
+
+    @contextlib.contextmanager
+    def borrowed(self, number: int) -> Iterator[int]:
+        """A descriptor of the process, as one of ours."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            descriptor = kernel_calls.descriptor_of(pidfd, number)
+        finally:
+            os.close(pidfd)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def thread(self, tid: int, notes: Notes) -> None:
+        """Settings of a thread that others may make."""
+        numbers = kernel_calls.NUMBERS
+        if "affinity" in notes:
+            with self.trying(f"CPU affinity {notes['affinity']} of thread {tid}"):
+                os.sched_setaffinity(tid, notes["affinity"])
+        if "timer_slack_ns" in notes:
+            with self.trying(f"timer slack of thread {tid}"), open(f"/proc/{tid}/timerslack_ns", "w") as file:
+                file.write(str(notes["timer_slack_ns"]))
+        if numbers is None:
+            return
+        if "io_priority" in notes:
+            with self.trying(f"I/O priority of thread {tid}"):
+                who, priority = kernel_calls.IOPRIO_WHO_PROCESS, notes["io_priority"]
+                kernel_calls.call(numbers.ioprio_set, who, tid, priority)
+        if "slice_ns" in notes:
+            with self.trying(f"time slice of thread {tid}"):
+                attributes = bytearray(kernel_calls.scheduling(numbers, tid))
+                attributes[24:32] = int(notes["slice_ns"]).to_bytes(8, "little")
+                kernel_calls.set_scheduling(numbers, tid, bytes(attributes))
+
+    def sockets(self) -> None:
+        """Options and memberships."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            for number, notes in self.notes["sockets"].items():
+                with self.trying(f"socket {number}"), kernel_calls.socket_of(pidfd, int(number)) as sock:
+                    failed = socket_state.put_back(sock, notes.get("options", {}))
+                    self.failed += [f"{name} of socket {number} (process {self.pid})" for name in failed]
+                    for group in notes.get("groups", ()):
+                        with self.trying(f"multicast on {group['device']} of socket {number}"):
+                            socket_state.join(sock, group)
+        finally:
+            os.close(pidfd)
+
+    # -- in the process's name
+
+    def inject(self, inside: Injection) -> None:
+        """Settings that only the process can make; those that forbid later ones come last."""
+        for semaphore in self.notes.get("semaphores", ()):
+            with self.trying("an eventfd that is a semaphore", vital=True):
+                self.semaphore(inside, semaphore)
+        for start, end, policy in self.notes.get("numa", ()):
+            with self.policy(inside, policy) as (mode, address):
+                self.require(
+                    inside.call(inside.numbers.mbind, start, end - start, mode, address, _NODES, _MPOL_MF_NONE),
+                    f"NUMA policy {policy}",
+                )
+        for start, end in self.notes.get("locked_on_fault", ()):
+            done = inside.call(inside.numbers.mlock2, start, end - start, _MLOCK_ONFAULT)
+            self.require(done, "memory locked on fault")
+        for tid, notes in self.notes.get("threads", {}).items():
+            with self.trying(f"settings of thread {tid}"):
+                self.inject_thread(inside, int(tid), notes)
+        for start, end in self.notes.get("sealed", ()):
+            self.require(inside.call(inside.numbers.mseal, start, end - start, 0), "sealed memory (mseal)", vital=True)
+        failed = inside.make(self.notes.get("settings", {}))
+        for name in failed:
+            (self.vital if name in _VITAL_SETTINGS else self.failed).append(f"{name} (process {self.pid})")
+
+    @contextlib.contextmanager
+    def policy(self, inside: Injection, text: str, tid: int = 0) -> Iterator[tuple[int, int]]:
+        """A NUMA policy's mode, and the address of its nodes in the process."""
+        parsed = _policy(text)
+        if parsed is None:
+            raise ValueError(f"NUMA policy {text!r}")
+        mode, nodes = parsed
+        with inside.room(nodes, tid) as address:
+            yield mode, address if any(nodes) else 0
+
+    def inject_thread(self, inside: Injection, tid: int, notes: Notes) -> None:
+        """Settings that only the thread itself can make."""
+        numbers = inside.numbers
+        if "numa" in notes:
+            with self.policy(inside, notes["numa"], tid) as (mode, address):
+                done = inside.call(numbers.set_mempolicy, mode, address, _NODES if address else 0, tid=tid)
+                self.require(done, f"NUMA policy {notes['numa']} of thread {tid}")
+        if "personality" in notes:
+            self.require(
+                inside.call(numbers.personality, notes["personality"], tid=tid), f"personality of thread {tid}"
+            )
+        for which, value in notes.get("speculation", ()):
+            done = inside.call(numbers.prctl, injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
+            self.require(done, f"speculation control of thread {tid}", vital=True)
+        if "death_signal" in notes:
+            done = inside.call(numbers.prctl, injection.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
+            self.require(done, f"PR_SET_PDEATHSIG of thread {tid}")
+
+    def semaphore(self, inside: Injection, semaphore: Notes) -> None:
+        """Give the place of a plain eventfd to a semaphore of the same count, and register that where it was."""
+        numbers, descriptors = inside.numbers, semaphore["descriptors"]
+        facts = procfs.fdinfo(self.pid, descriptors[0])
+        if facts.get("eventfd-semaphore", "0") == "1":
+            return  # this CRIU knows of them
+        count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
+        made = inside.call(numbers.eventfd2, count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
+        if made < 0:
+            self.require(made, "an eventfd that is a semaphore", vital=True)
+            return
+        for number in descriptors:
+            closes = int(procfs.fdinfo(self.pid, number)["flags"], 8) & os.O_CLOEXEC
+            self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}", vital=True)
+        inside.call(numbers.close, made)
+        for watched in semaphore["epolls"]:
+            with inside.room(_EVENT.pack(watched["events"], watched["data"])) as address:
+                done = inside.call(numbers.epoll_ctl, watched["epoll"], _EPOLL_CTL_ADD, watched["fd"], address)
+                self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}", vital=True)

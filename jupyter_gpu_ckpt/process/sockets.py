@@ -1,0 +1,420 @@
+"""What a socket of a kernel has been set to, and whether a dump brings it back.
+
+CRIU restores some options of a socket (``criu/sockets.c``, ``criu/sk-inet.c`` of release 4.2) and forgets the others
+without a word.  `options` reads those it forgets, as far as they are not what a new socket of the same kind has;
+`put_back` sets what is not as it was.  A connection to the outside comes back closed, so only sockets that listen, that
+are bound or that were never connected are asked.
+
+Standard library only, as `ptrace`: a capsule's init imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from jupyter_gpu_ckpt.process import kernel_calls
+
+_TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
+_SO_PASSCRED = 16
+_MCAST_JOIN_GROUP, _MCAST_MSFILTER = 42, 48
+_EXCLUDE = 0
+_LONGEST = 256
+#: ``struct group_filter`` without its sources: an interface's index, padding, a socket address, mode, count.
+_FILTER = struct.Struct("=I4x128sII")
+_ADDRESS_BYTES = 128
+
+#: Options that CRIU forgets, by level: the numbers of ``include/uapi/{asm-generic/socket,linux/{in,in6,tcp,udp}}.h``.
+_SOCKET = {
+    "SO_NO_CHECK": 11,
+    "SO_TIMESTAMP": 29,
+    "SO_TIMESTAMPNS": 35,
+    "SO_TIMESTAMPING": 37,
+    "SO_TIMESTAMP_NEW": 63,
+    "SO_TIMESTAMPNS_NEW": 64,
+    "SO_TIMESTAMPING_NEW": 65,
+    "SO_RXQ_OVFL": 40,
+    "SO_PEEK_OFF": 42,
+    "SO_SELECT_ERR_QUEUE": 45,
+    "SO_BUSY_POLL": 46,
+    "SO_MAX_PACING_RATE": 47,
+    "SO_INCOMING_CPU": 49,
+    "SO_ZEROCOPY": 60,
+    "SO_TXTIME": 61,
+    "SO_PREFER_BUSY_POLL": 69,
+    "SO_TXREHASH": 74,
+    "SO_RCVMARK": 75,
+    "SO_PASSPIDFD": 76,
+    "SO_RCVPRIORITY": 82,
+    "SO_PASSRIGHTS": 83,
+}
+_TCP = {
+    "TCP_MAXSEG": 2,
+    "TCP_SYNCNT": 7,
+    "TCP_LINGER2": 8,
+    "TCP_DEFER_ACCEPT": 9,
+    "TCP_WINDOW_CLAMP": 10,
+    "TCP_CONGESTION": 13,
+    "TCP_THIN_LINEAR_TIMEOUTS": 16,
+    "TCP_USER_TIMEOUT": 18,
+    "TCP_FASTOPEN": 23,
+    "TCP_NOTSENT_LOWAT": 25,
+    "TCP_SAVE_SYN": 27,
+    "TCP_FASTOPEN_CONNECT": 30,
+    "TCP_FASTOPEN_NO_COOKIE": 34,
+    "TCP_INQ": 36,
+    "TCP_TX_DELAY": 37,
+    "TCP_RTO_MAX_MS": 44,
+    "TCP_RTO_MIN_US": 45,
+    "TCP_DELACK_MAX_US": 46,
+}
+_UDP = {"UDP_ENCAP": 100, "UDP_NO_CHECK6_TX": 101, "UDP_NO_CHECK6_RX": 102, "UDP_SEGMENT": 103, "UDP_GRO": 104}
+_IP = {
+    "IP_OPTIONS": 4,
+    "IP_RECVOPTS": 6,
+    "IP_RETOPTS": 7,
+    "IP_MTU_DISCOVER": 10,
+    "IP_RECVERR": 11,
+    "IP_RECVTTL": 12,
+    "IP_RECVTOS": 13,
+    "IP_PASSSEC": 18,
+    "IP_TRANSPARENT": 19,
+    "IP_RECVORIGDSTADDR": 20,
+    "IP_MINTTL": 21,
+    "IP_CHECKSUM": 23,
+    "IP_BIND_ADDRESS_NO_PORT": 24,
+    "IP_RECVFRAGSIZE": 25,
+    "IP_RECVERR_RFC4884": 26,
+    "IP_MULTICAST_IF": 32,
+    "IP_MULTICAST_TTL": 33,
+    "IP_MULTICAST_LOOP": 34,
+    "IP_MULTICAST_ALL": 49,
+    "IP_UNICAST_IF": 50,
+    "IP_LOCAL_PORT_RANGE": 51,
+}
+_IPV6 = {
+    "IPV6_UNICAST_HOPS": 16,
+    "IPV6_MULTICAST_IF": 17,
+    "IPV6_MULTICAST_HOPS": 18,
+    "IPV6_MULTICAST_LOOP": 19,
+    "IPV6_MTU_DISCOVER": 23,
+    "IPV6_RECVERR": 25,
+    "IPV6_MULTICAST_ALL": 29,
+    "IPV6_RECVERR_RFC4884": 31,
+    "IPV6_FLOWINFO_SEND": 33,
+    "IPV6_RECVPKTINFO": 49,
+    "IPV6_RECVHOPLIMIT": 51,
+    "IPV6_RECVHOPOPTS": 53,
+    "IPV6_RECVRTHDR": 56,
+    "IPV6_RECVDSTOPTS": 58,
+    "IPV6_RECVPATHMTU": 60,
+    "IPV6_DONTFRAG": 62,
+    "IPV6_RECVTCLASS": 66,
+    "IPV6_TCLASS": 67,
+    "IPV6_AUTOFLOWLABEL": 70,
+    "IPV6_ADDR_PREFERENCES": 72,
+    "IPV6_MINHOPCOUNT": 73,
+    "IPV6_RECVORIGDSTADDR": 74,
+    "IPV6_TRANSPARENT": 75,
+    "IPV6_UNICAST_IF": 76,
+    "IPV6_RECVFRAGSIZE": 77,
+    "IPV6_FREEBIND": 78,
+}
+AF_UNIX, SOCK_DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
+_INET = (socket.AF_INET, socket.AF_INET6)
+#: Kinds of sockets that come back: family, type, protocol.
+_UNIX = {(int(socket.AF_UNIX), int(kind), 0) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)}
+_IP_KINDS = {
+    (int(family), int(kind), protocol)
+    for family in _INET
+    for kind, protocol in ((socket.SOCK_STREAM, 6), (socket.SOCK_DGRAM, 17), (socket.SOCK_DGRAM, 136))
+}
+_NETLINK_ROUTE, _NETLINK_UEVENT = 0, 15
+_FAMILIES = {
+    17: "a packet socket",
+    38: "a socket of the kernel's cryptography (AF_ALG)",
+    40: "a socket to the virtual machine's host (AF_VSOCK)",
+    31: "a Bluetooth socket",
+    44: "an AF_XDP socket",
+    29: "a CAN bus socket",
+}
+_PROTOCOLS = {1: "an ICMP (ping) socket", 58: "an ICMP (ping) socket", 132: "an SCTP socket", 262: "an MPTCP socket"}
+
+#: Sockets, by inode, in which an empty message was found: `_has_empty_message` finds each but once.
+_with_empty_message: set[int] = set()
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fresh: dict[tuple[int, int, int], dict[str, str]] = {}
+
+
+def kind_of(sock: socket.socket) -> tuple[int, int, int]:
+    """Family, type and protocol, as ``socket(2)`` was given them."""
+    return int(sock.family), int(sock.type), int(sock.proto)
+
+
+def refusal(sock: socket.socket, descriptors: int) -> str:
+    """What keeps the socket from coming back, as a noun phrase; empty where nothing does.
+
+    ``descriptors``: how many are queued in it, from its fdinfo.
+    """
+    family, kind, protocol = kind_of(sock)
+    if family == socket.AF_UNIX:
+        return _unix_refusal(sock, descriptors) if (family, kind, protocol) in _UNIX else "a unix socket of a new type"
+    if (family, kind, protocol) in _IP_KINDS:
+        if kind == socket.SOCK_STREAM:
+            state, waiting = _tcp(sock)
+            if state == _TCP_LISTEN and waiting:
+                return f"{waiting} connection(s) to port {sock.getsockname()[1]} that are not accepted yet"
+        elif _waiting(sock):
+            return "a datagram in a UDP socket that is not received yet"
+        return ""
+    if family == socket.AF_NETLINK and protocol in (_NETLINK_ROUTE, _NETLINK_UEVENT):
+        return ""
+    if family in _INET and kind == socket.SOCK_RAW:
+        return "a raw socket (ping)"
+    if family in _INET:
+        return _PROTOCOLS.get(protocol, f"a socket of protocol {protocol}")
+    return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
+
+
+def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
+    if descriptors:
+        return f"{descriptors} descriptor(s) sent through a unix socket (SCM_RIGHTS) and not received yet"
+    if _listens(sock):
+        return "connections to a unix socket that are not accepted yet" if _waiting(sock) else ""
+    if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED) and _waiting(sock) and _has_data(sock):
+        return "credentials sent through a unix socket (SCM_CREDENTIALS) and not received yet"
+    if sock.type == socket.SOCK_STREAM:
+        with contextlib.suppress(OSError):  # of out-of-band data SO_PEEK_OFF is not moved
+            if sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return "out-of-band data in a unix socket"
+    elif _has_empty_message(sock):
+        return "an empty message in a unix socket that is not received yet"
+    return ""
+
+
+def _listens(sock: socket.socket) -> bool:
+    return sock.type != socket.SOCK_DGRAM and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _waiting(sock: socket.socket) -> bool:
+    """Whether something waits to be received or accepted; takes nothing out."""
+    return bool(_events(sock) & select.POLLIN)
+
+
+def _has_data(sock: socket.socket) -> bool:
+    """Whether there are bytes to be received.
+
+    A look would move the place that SO_PEEK_OFF keeps: where that is set, there are taken to be some.
+    """
+    try:
+        if sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0:
+            return True
+        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
+
+
+def _has_empty_message(sock: socket.socket) -> bool:
+    """Whether an empty message is queued in a unix socket of messages: CRIU takes it for the end of the queue.
+
+    With ``SO_PEEK_OFF`` Linux shows each message by its turn, but an empty one only to the first who looks
+    (``net/core/datagram.c: __skb_try_recv_from_queue``), which would be CRIU at the next try: found ones are remembered
+    until the queue is empty.
+    """
+    inode = os.fstat(sock.fileno()).st_ino
+    events = _events(sock)
+    # Behind the last message, the end of a connection reads like an empty one.
+    ends = sock.type == socket.SOCK_SEQPACKET and bool(events & select.POLLRDHUP)
+    if not events & select.POLLIN or (ends and not kernel_calls.readable_bytes(sock.fileno())):
+        _with_empty_message.discard(inode)
+        return False
+    if inode in _with_empty_message:
+        return True
+    if events & select.POLLERR:  # receiving anything would take the error away from the program
+        return False
+    before = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"])
+    sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], 0)
+    try:
+        found = _peeks_empty(sock, ends=ends)
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"], before)
+    if found:
+        _with_empty_message.add(inode)
+    return found
+
+
+def _peeks_empty(sock: socket.socket, *, ends: bool) -> bool:
+    """``ends``: the connection's end comes behind the last message, again and again."""
+    empty = False
+    while True:
+        try:
+            message = sock.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # there is no more
+            return False
+        if not message and not ends:
+            return True
+        if empty:
+            return bool(message)
+        empty = not message
+
+
+def _events(sock: socket.socket) -> int:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN | select.POLLRDHUP)
+    return next((events for _, events in poll.poll(0)), 0)
+
+
+def _tcp(sock: socket.socket) -> tuple[int, int]:
+    """State, and of a listening socket the connections that wait to be accepted (``tcpi_unacked``)."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 104)
+    return info[0], struct.unpack_from("=I", info, 24)[0]
+
+
+def is_found_by_path(sock: socket.socket) -> bool:
+    """Whether others reach the unix socket by the path that it is bound to, and not an accepted connection of it."""
+    return sock.type == socket.SOCK_DGRAM or _listens(sock)
+
+
+def bound_path(sock: socket.socket) -> str:
+    """The path a unix socket is bound to; empty without one, and for a name that is not in the file system."""
+    name = sock.getsockname()
+    name = os.fsdecode(name) if isinstance(name, bytes) else name
+    return "" if name.startswith("\0") else name
+
+
+def options(sock: socket.socket) -> dict[str, str]:
+    """Options that CRIU forgets and that are not a new socket's own, by name, as bytes in hex."""
+    kind = kind_of(sock)
+    if kind not in _UNIX | _IP_KINDS:
+        return {}
+    if kind[:2] in {(family, socket.SOCK_STREAM) for family in _INET} and _tcp(sock)[0] not in (
+        _TCP_CLOSE,
+        _TCP_LISTEN,
+    ):
+        return {}
+    if kind not in _fresh:
+        with socket.socket(*kind) as new:
+            _fresh[kind] = _read(new)
+    fresh = _fresh[kind]
+    return {name: value for name, value in _read(sock).items() if value != fresh.get(name)}
+
+
+def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
+    family, type_, protocol = kind
+    yield socket.SOL_SOCKET, _SOCKET
+    if family in _INET:
+        yield socket.IPPROTO_IP, _IP
+        if family == socket.AF_INET6:
+            yield socket.IPPROTO_IPV6, _IPV6
+        yield (socket.IPPROTO_TCP, _TCP) if type_ == socket.SOCK_STREAM else (protocol, _UDP)
+
+
+def _read(sock: socket.socket) -> dict[str, str]:
+    found = {}
+    for level, table in _tables(kind_of(sock)):
+        for name, number in table.items():
+            with contextlib.suppress(OSError):  # this kind of socket, or this Linux, does not have it
+                found[name] = sock.getsockopt(level, number, _LONGEST).hex()
+    return found
+
+
+def put_back(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
+    """Set options that are not as they were; the names of those that cannot be set."""
+    failed = []
+    now = _read(sock)
+    for level, table in _tables(kind_of(sock)):
+        for name in table.keys() & wanted.keys():
+            value = bytes.fromhex(wanted[name])
+            if now.get(name) == wanted[name]:
+                continue
+            try:
+                sock.setsockopt(level, table[name], value.rstrip(b"\0") if name == "TCP_CONGESTION" else value)
+            except OSError:
+                failed.append(name)
+    return failed
+
+
+# -- multicast
+
+
+def groups(pid: int) -> list[tuple[str, bytes]]:
+    """Groups that somebody in the network namespace of ``pid`` has joined: interface and ``sockaddr_storage``.
+
+    From ``/proc/PID/net/igmp`` and ``igmp6``, which do not say whose they are.
+    """
+    found: list[tuple[str, bytes]] = []
+    device = ""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/net/igmp") as file:
+        for line in file:
+            if head := re.match(r"\d+\t(\S+)", line):
+                device = head[1]
+            elif group := re.match(r"\t+([0-9A-F]{8})\s", line):
+                address = struct.pack("=I", int(group[1], 16))
+                found.append((device, struct.pack("=HH", socket.AF_INET, 0) + address))
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/net/igmp6") as file:
+        for line in file:
+            words = line.split()
+            address = struct.pack("=HHI", socket.AF_INET6, 0, 0) + bytes.fromhex(words[2])
+            found.append((words[1], address))
+    return [(device, address.ljust(_ADDRESS_BYTES, b"\0")) for device, address in found]
+
+
+def memberships(sock: socket.socket, candidates: list[tuple[str, bytes]]) -> list[dict[str, Any]]:
+    """Those of ``candidates`` that the socket is a member of: interface, address, mode and sources."""
+    found: list[dict[str, Any]] = []
+    if (int(sock.family), int(sock.type)) not in {(int(family), int(socket.SOCK_DGRAM)) for family in _INET}:
+        return found
+    for device, address in candidates:
+        family = struct.unpack_from("=H", address)[0]
+        if family == socket.AF_INET6 and sock.family != socket.AF_INET6:
+            continue
+        level = socket.IPPROTO_IP if family == socket.AF_INET else socket.IPPROTO_IPV6
+        with contextlib.suppress(OSError):  # the interface is gone
+            filter_ = _source_filter(sock, level, socket.if_nametoindex(device), address)
+            if filter_ is not None:
+                mode, sources = filter_
+                found.append(
+                    {"device": device, "level": level, "address": address.hex(), "mode": mode, "sources": sources}
+                )
+    return found
+
+
+def _source_filter(sock: socket.socket, level: int, index: int, address: bytes) -> tuple[int, list[str]] | None:
+    room = 64
+    while True:
+        buffer = ctypes.create_string_buffer(_FILTER.size + room * _ADDRESS_BYTES)
+        _FILTER.pack_into(buffer, 0, index, address, 0, room)
+        length = ctypes.c_uint(len(buffer))
+        if _libc.getsockopt(sock.fileno(), level, _MCAST_MSFILTER, buffer, ctypes.byref(length)):
+            if ctypes.get_errno() in (errno.EADDRNOTAVAIL, errno.EINVAL, errno.ENODEV, errno.ENOPROTOOPT):
+                return None
+            raise OSError(ctypes.get_errno(), "MCAST_MSFILTER")
+        _, _, mode, count = _FILTER.unpack_from(buffer)
+        if count <= room:
+            lot = buffer.raw[_FILTER.size :]
+            return mode, [lot[at * _ADDRESS_BYTES : (at + 1) * _ADDRESS_BYTES].hex() for at in range(count)]
+        room = count
+
+
+def join(sock: socket.socket, group: dict[str, Any]) -> None:
+    """Join a group as `memberships` gave it.  Raises `OSError`."""
+    index, address = socket.if_nametoindex(group["device"]), bytes.fromhex(group["address"])
+    with contextlib.suppress(FileExistsError):
+        try:
+            sock.setsockopt(group["level"], _MCAST_JOIN_GROUP, struct.pack("=I4x", index) + address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # it is a member already
+                raise
+    if group["mode"] != _EXCLUDE or group["sources"]:
+        sources = b"".join(map(bytes.fromhex, group["sources"]))
+        head = _FILTER.pack(index, address, group["mode"], len(group["sources"]))
+        sock.setsockopt(group["level"], _MCAST_MSFILTER, head + sources)

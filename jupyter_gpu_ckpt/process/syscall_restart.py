@@ -1,0 +1,73 @@
+"""System calls that were waiting when their thread was stopped, and are to wait on when it runs again.
+
+A wait with a timeout that a stop interrupts is not repeated from its registers but from a note that Linux keeps for the
+thread (``restart_block``).  CRIU cannot save that note and lets the wait return early with ``EINTR``
+(``compel/arch/x86/src/lib/infect.c: get_task_regs``); ``epoll_wait(2)`` and System V semaphores return it at each
+stop (signal(7)).  A program is to see ``EINTR`` where a handler of its own has run, and nowhere else.  So each such
+thread is told to make its system call again, in the way Linux tells it by itself for waits without a timeout.
+
+A wait until a point in time ends at that point.  ``nanosleep(2)`` goes on with the rest if its caller asked for the
+rest.  Any other timeout begins anew: such a wait may take longer than was asked for, but never less.
+
+Standard library only: a capsule's init imports this module with nothing else of the package.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from jupyter_gpu_ckpt.process.ptrace import Machine, Tracee
+
+# include/linux/errno.h: what a system call answers inside Linux, and no program ever sees.
+ERESTARTNOINTR = 513
+ERESTART_RESTARTBLOCK = 516
+
+_TIMER_ABSTIME = 1
+
+
+@dataclass(frozen=True)
+class _Sleep:
+    """Where ``nanosleep(2)`` and its like have the time to sleep, the place for the rest, and flags (None: none)."""
+
+    request: int
+    rest: int
+    flags: int | None = None
+
+
+#: x86_64: poll, rt_sigtimedwait, futex, semop, semtimedop, epoll_wait, epoll_pwait, epoll_pwait2.
+_WAITS = frozenset((7, 128, 202, 65, 220, 232, 281, 441))
+#: x86_64: nanosleep, clock_nanosleep.
+_SLEEPS = {35: _Sleep(0, 1), 230: _Sleep(2, 3, flags=1)}
+
+
+def begin_again(tracee: Tracee, *, signals: int) -> bool:
+    """Have the stopped thread make its interrupted system call again when it runs; whether it was in such a one.
+
+    ``signals``: those that wait for it.  With one of them that is not blocked the interruption is the program's own.
+    """
+    machine = tracee.machine
+    if machine.in_call is None or signals & ~tracee.mask:
+        return False
+    words = tracee.words()
+    number = words[machine.in_call]
+    if _signed(words[machine.result]) not in (-errno.EINTR, -ERESTART_RESTARTBLOCK):
+        return False
+    if number in _SLEEPS:
+        _sleep_for_the_rest(machine, words, _SLEEPS[number])
+    elif number not in _WAITS:
+        return False
+    words[machine.result] = -ERESTARTNOINTR & (1 << 64) - 1
+    tracee.set_words(words)
+    return True
+
+
+def _sleep_for_the_rest(machine: Machine, words: list[int], sleep: _Sleep) -> None:
+    request, rest = machine.arguments[sleep.request], machine.arguments[sleep.rest]
+    absolute = sleep.flags is not None and words[machine.arguments[sleep.flags]] & _TIMER_ABSTIME
+    if words[rest] and not absolute:  # Linux has written the rest there already
+        words[request] = words[rest]
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

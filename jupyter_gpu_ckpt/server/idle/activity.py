@@ -1,0 +1,145 @@
+"""Whether a kernel's processes work although no cell runs: by their CPU time, and by the connections they accept.
+
+A thread that computes, a web server in a notebook, a bot: whoever freezes those does harm.  Read from /proc, of every
+process in the kernel's capsule; nothing is asked of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ... import procfs
+
+#: The part of one processor that is work.  An ipykernel that nobody uses takes 0.00002 of one, with clients whose
+#: heartbeats it echoes 0.0001 (ipykernel 7.4: history thread, heartbeat, event loop; measured on 2026-11-22).
+SHARE = 0.01
+
+#: Beside that, in seconds of CPU time: Linux counts in ticks of 0.01 s.
+FLOOR = 0.02
+
+#: What answering a mere question takes, in seconds of CPU time (measured: ``kernel_info_request`` 0.0035,
+#: ``history_request`` 0.0025): looking at a notebook is not using it.
+QUESTION = 0.005
+
+#: Seconds after which CPU time that was not work is forgotten.
+WINDOW = 5.0
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+# States of /proc/net/tcp (linux/tcp_states.h); a closed connection waits for a minute at the side that closed first.
+_LISTEN, _TIME_WAIT = "0A", "06"
+_UNIX_CONNECTED, _UNIX_ACCEPTS = "03", 0x10000
+
+
+@dataclass
+class _Known:
+    """Counters of one kernel at the beginning of its window, and the connections at the last look."""
+
+    at: float
+    cpu: float
+    questions: int
+    processes: frozenset[int]
+    connections: frozenset[str] = field(default_factory=frozenset)
+
+
+class Activity:
+    """What is known of each kernel between looks."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def keep(self, kernel_ids: Iterable[str]) -> None:
+        """Forget all other kernels."""
+        wanted = set(kernel_ids)
+        self._known = {kernel_id: known for kernel_id, known in self._known.items() if kernel_id in wanted}
+
+    def forget(self, kernel_id: str) -> None:
+        """Something was done to the kernel: what that cost is none of its own work."""
+        self._known.pop(kernel_id, None)
+
+    def worked(
+        self, kernel_id: str, pids: Iterable[int], *, now: float, questions: int, own: Iterable[Path] = ()
+    ) -> bool:
+        """Whether these processes worked since the last look; False at the first one.
+
+        Parameters
+        ----------
+        pids:
+            All processes of the kernel.
+        now:
+            Monotonic seconds.
+        questions:
+            How many questions the kernel was asked so far.
+        own:
+            Directories of the unix sockets by which the kernel talks to its clients: those count by what is asked.
+        """
+        times = {pid: spent for pid in pids if (spent := self._cpu(pid)) is not None}
+        fresh = _Known(now, sum(times.values()), questions, frozenset(times))
+        fresh.connections = self._connections(times, tuple(own))
+        known = self._known.setdefault(kernel_id, fresh)
+        if known is fresh:
+            return False
+        if known.processes - fresh.processes:
+            # What an ended process had spent may be nobody's now; the others' alone is compared from here on.
+            known = self._known[kernel_id] = fresh
+            return True
+        spent = fresh.cpu - known.cpu
+        allowed = FLOOR + SHARE * (now - known.at) + QUESTION * (questions - known.questions)
+        accepted = bool(fresh.connections - known.connections)
+        if spent > allowed or accepted or now - known.at >= WINDOW:
+            self._known[kernel_id] = fresh
+        else:
+            known.connections, known.processes = fresh.connections, fresh.processes
+        return spent > allowed or accepted
+
+    @staticmethod
+    def _cpu(pid: int) -> float | None:
+        """Seconds of CPU time of a process and of those children that it has waited for; None when it is gone."""
+        try:
+            return procfs.stat(pid).cpu_ticks / _TICKS
+        except OSError:
+            return None
+
+    def _connections(self, pids: Mapping[int, object], own: tuple[Path, ...]) -> frozenset[str]:
+        """Connections that listeners of these processes have accepted, each by what no other one is called."""
+        # A kernel shares this process's network namespace.
+        inodes = {inode for pid in pids for inode in self._sockets(pid)}
+        if not inodes:
+            return frozenset()
+        found: set[str] = set()
+        for name in ("tcp", "tcp6"):
+            rows = procfs.sockets(name)
+            ports = {row[1].rpartition(":")[2] for row in rows if row[3] == _LISTEN and row[9] in inodes}
+            if ports:
+                found |= {f"{name} {row[1]} {row[2]}" for row in rows if _was_accepted(row, ports)}
+        rows = [row for row in procfs.sockets("unix") if len(row) > 7 and not _lies_in(row[7], own)]
+        paths = {row[7] for row in rows if int(row[3], 16) & _UNIX_ACCEPTS and row[6] in inodes}
+        found |= {f"unix {row[6]}" for row in rows if row[5] == _UNIX_CONNECTED and row[7] in paths}
+        return frozenset(found)
+
+    @staticmethod
+    def _sockets(pid: int) -> set[str]:
+        """Inodes of a process's sockets."""
+        found: set[str] = set()
+        with contextlib.suppress(OSError):  # it has gone
+            for _, target in procfs.links(pid):
+                if match := re.fullmatch(r"socket:\[(\d+)\]", target):
+                    found.add(match[1])
+        return found
+
+
+def _was_accepted(row: list[str], ports: set[str]) -> bool:
+    """Whether a row of /proc/net/tcp is a connection to one of these ports, or what is left of one."""
+    (here, port), (there, their_port) = (row[column].rsplit(":", 1) for column in (1, 2))
+    if port in ports:
+        return row[3] != _LISTEN
+    return row[3] == _TIME_WAIT and here == there and their_port in ports  # the end of a client on this host
+
+
+def _lies_in(path: str, directories: tuple[Path, ...]) -> bool:
+    return any(path.startswith(f"{directory}/") for directory in directories)

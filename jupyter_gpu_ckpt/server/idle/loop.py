@@ -1,0 +1,216 @@
+"""The idle policy: looks at the server's kernels now and then, and lets `policy` say which of them should leave.
+
+The kernels leave by their provisioners' own verbs, a few at a time, and come back as after any other checkpoint: by the
+next cell that is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from traitlets import Bool, Dict, Float, Int, TraitError, default, validate
+from traitlets.config import LoggingConfigurable
+
+from ...errors import GpuCkptError, InsufficientResources, PreflightError, StateError
+from ...kernel.provisioner import GpuCkptProvisioner
+from ..periodic_task import Background
+from .policy import Action, IdleSettings, Look, Policy, Rule, Verb
+from .probe import Senses
+
+_RULE_KEYS = ("suspend_after", "checkpoint_after")
+
+
+class IdlePolicy(LoggingConfigurable):
+    """Suspends and checkpoints kernels that nobody uses.
+
+    Parameters
+    ----------
+    kernels:
+        Called for each round on the event loop's thread; the provisioners of the server's kernels by kernel id.  Those
+        of kernels that were started plainly may be among them, and are left alone.
+    parent:
+        The extension, whose configuration applies.
+    """
+
+    suspend_after = Float(
+        300.0, min=0, help="Seconds of idleness after which a kernel that holds device memory is suspended; 0: never."
+    ).tag(config=True)
+    checkpoint_after = Float(
+        1800.0,
+        min=0,
+        help="Seconds of idleness after which a kernel that holds device memory, or is suspended, is checkpointed; "
+        "0: never.",
+    ).tag(config=True)
+    without_device_memory = Bool(
+        False,
+        help="Whether idle kernels that hold no device memory are checkpointed, too, for the sake of host memory.",
+    ).tag(config=True)
+    kernelspecs: Dict[str, Any] = Dict(
+        help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "
+        "What is left out is as for all."
+    ).tag(config=True)
+    suspended_memory_limit = Int(
+        min=0,
+        help="Bytes of host memory that suspended kernels may hold together; above it the longest idle ones are "
+        "checkpointed before their time.  0: no limit.  Default: half of the host's memory, or of the cgroup's limit.",
+    ).tag(config=True)
+    max_parallel = Int(2, min=1, help="How many kernels are suspended or checkpointed at once.").tag(config=True)
+    interval = Float(5.0, min=0.05, help="Seconds between two looks at the kernels.").tag(config=True)
+    retry_after = Float(
+        120.0,
+        min=0.05,
+        help="Seconds until a kernel that could not be checkpointed now (NOT_NOW and its kin) is tried again; after an "
+        "error the wait doubles each time.",
+    ).tag(config=True)
+    longest_retry = Float(3600.0, min=0, help="Seconds to which the wait after an error grows.").tag(config=True)
+
+    @default("suspended_memory_limit")
+    def _default_suspended_memory_limit(self) -> int:
+        return memory_of_host() // 2
+
+    @validate("kernelspecs")
+    def _known_keys(self, proposal: Any) -> Any:
+        for name, rule in proposal["value"].items():
+            if not isinstance(rule, Mapping):
+                raise TraitError(f"kernelspecs[{name!r}] must be a dictionary of {' and '.join(_RULE_KEYS)}.")
+            for key, seconds in rule.items():
+                if key not in _RULE_KEYS:
+                    raise TraitError(f"kernelspecs[{name!r}] knows {' and '.join(_RULE_KEYS)}, not {key!r}.")
+                if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+                    raise TraitError(f"kernelspecs[{name!r}][{key!r}] must be seconds, or 0 for never.")
+        return proposal["value"]
+
+    def __init__(self, kernels: Callable[[], Mapping[str, GpuCkptProvisioner]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._kernels = kernels
+        self._policy = Policy()
+        self._senses = Senses(self.log)
+        self._rounds = Background("gpu-ckpt-idle-policy", self._run)
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._sooner = asyncio.Event()
+
+    # -- for the extension
+
+    def start(self) -> None:
+        """Begin; does nothing if it runs.  Called from the extension, on its event loop."""
+        self._rounds.start()
+
+    async def stop(self) -> None:
+        """Begin nothing any more.  Verbs under way go on in their kernels' threads; nobody here waits for them."""
+        await self._rounds.stop()
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def status(self) -> dict[str, Any]:
+        """The rules, as JSON; times in seconds, memory in bytes."""
+        return {
+            "running": self._rounds.begun,
+            "suspend_after": self.suspend_after,
+            "checkpoint_after": self.checkpoint_after,
+            "kernelspecs": dict(self.kernelspecs),
+            "suspended_memory_limit": self.suspended_memory_limit,
+            "without_device_memory": self.without_device_memory,
+            "max_parallel": self.max_parallel,
+            "under_way": len(self._under_way),
+        }
+
+    def outlook(self, kernel_id: str) -> dict[str, Any] | None:
+        """What will become of a kernel, as of the last look (`Policy.outlook`); None for one not looked at yet."""
+        return self._policy.outlook(kernel_id, time.monotonic())
+
+    def idle_seconds(self, kernel_id: str) -> float:
+        """For how long a kernel has not been used and has not worked; infinite for one that was not looked at."""
+        outlook = self.outlook(kernel_id)
+        return math.inf if outlook is None else float(outlook["idle_s"])
+
+    # -- the rounds
+
+    async def _run(self) -> None:
+        while True:
+            self._sooner.clear()
+            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation that `stop` asks for.
+            timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
+            try:
+                await self._round_or_log()
+                await self._sooner.wait()
+            finally:
+                timer.cancel()
+
+    async def _round_or_log(self) -> None:
+        try:
+            await self.round()
+        except Exception:
+            self.log.exception("The idle policy could not look at the kernels; it goes on.")
+
+    async def round(self) -> list[Action]:
+        """Look at every kernel once and begin what is due; returns what was begun."""
+        self._policy.settings = self._settings()
+        provisioners = dict(self._kernels())
+        looks = await asyncio.to_thread(self._senses.look, provisioners)
+        actions = self._policy.decide(looks, time.monotonic())
+        seen = {look.kernel_id: look for look in looks}
+        for action in actions:
+            task = asyncio.create_task(self._act(action, provisioners[action.kernel_id], seen[action.kernel_id]))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+        return actions
+
+    async def _act(self, action: Action, provisioner: GpuCkptProvisioner, look: Look) -> None:
+        try:
+            gate = provisioner.gate
+            if gate is None or provisioner.state is not look.state or gate.last_activity != look.last_activity:
+                return  # somebody was faster
+            self.log.info("Kernel %s: %s after %.0f s (%s)", look.kernel_id, action.verb, action.idle, action.reason)
+            try:
+                await (provisioner.suspend() if action.verb is Verb.SUSPEND else provisioner.checkpoint())
+            except StateError as error:
+                if provisioner.state is not look.state:
+                    return  # also faster, by a moment
+                self._failed(action, error)
+            except GpuCkptError as error:
+                self._failed(action, error)
+            except Exception as error:
+                self._failed(action, GpuCkptError(f"{type(error).__name__}: {error}"))
+            else:
+                self._policy.succeeded(action)
+            self._senses.forget(action.kernel_id)
+            self._sooner.set()  # the next kernel may have its turn
+        finally:
+            self._policy.dropped(action)
+
+    def _failed(self, action: Action, error: GpuCkptError) -> None:
+        refused = isinstance(error, PreflightError | InsufficientResources | StateError)
+        news = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
+        tell = self.log.debug if not news else self.log.info if refused else self.log.warning
+        # The code alone: the text of an error may name what is the user's own.  `outlook` has all of it.
+        tell("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error.code)
+
+    def _settings(self) -> IdleSettings:
+        common = {key: getattr(self, key) for key in _RULE_KEYS}
+        return IdleSettings(
+            rule=Rule(**common),
+            rules={name: Rule(**{**common, **rule}) for name, rule in self.kernelspecs.items()},
+            memory_limit=self.suspended_memory_limit,
+            without_device_memory=self.without_device_memory,
+            parallel=self.max_parallel,
+            retry_after=self.retry_after,
+            longest_retry=self.longest_retry,
+        )
+
+
+def memory_of_host(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory this server may use: the machine's, or less if its cgroup (version 2, then 1) says so."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+            limits.append(int((cgroup / name).read_text()))
+    return min(limits)

@@ -1,0 +1,81 @@
+"""Fixtures of the tests of the library for device memory: a CUDA driver of host memory, and what is built with it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from fast_kernel import FastKernel
+from fast_program import Kernel
+from programs import Programs, build, build_doubles, compiler
+from subject import running
+
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.lifecycle import context, returning
+
+
+@pytest.fixture(scope="session")
+def doubles(tmp_path_factory):
+    """The directory of libcuda.so.1 and libcudart.so.13."""
+    if compiler() is None:
+        pytest.skip("there is no C compiler on this machine")
+    return build_doubles(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory, doubles) -> Programs:
+    return build(tmp_path_factory.mktemp("native"), doubles)
+
+
+@pytest.fixture
+def subject(programs, doubles):
+    with running(programs, doubles) as subject:
+        yield subject
+
+
+@pytest.fixture
+def kernel(programs, doubles):
+    """The program of `fast_program` in a capsule."""
+    directory = Path(tempfile.mkdtemp(prefix="gc-"))
+    directory.chmod(0o700)
+    kernel = Kernel(directory, programs.library, doubles)
+    yield kernel
+    kernel.capsule.close()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
+    """Makes it; what moves between the kernel and the GPU is told to the driver that suspends."""
+    kernels = []
+
+    class Told(fastpath.FastPath):
+        def leave(self, **limits):
+            moved = super().leave(**limits)
+            kernels[0].held()
+            return moved
+
+        def come_back(self, **limits):
+            try:
+                super().come_back(**limits)
+            finally:
+                kernels[0].held()
+
+    monkeypatch.setattr(context, "FastPath", Told)
+    monkeypatch.setattr(returning, "FastPath", Told)
+    bases = []
+
+    def make(*, base: Path | None = None, **options) -> FastKernel:
+        bases.append(base or Path(tempfile.mkdtemp(prefix="gc-")))
+        kernels.append(FastKernel(criu_binary, tmp_path, bases[0], programs, doubles, **options))
+        return kernels[0]
+
+    yield make
+    for kernel in kernels:
+        kernel.lifecycle.terminate()
+    for base in bases:
+        shutil.rmtree(base.resolve())
+        if base.is_symlink():
+            base.unlink()

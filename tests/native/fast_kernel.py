@@ -1,0 +1,83 @@
+"""The lifecycle of a kernel whose blocks leave by its own hands.
+
+The kernel's process, its library and its capsule, CRIU and the images are real; both drivers are doubles, and the one
+that suspends is told what the library moves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fast_program import MIB, Program
+from gate_double import GateDouble
+
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.criu.install import dotted
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.image import layout
+from jupyter_gpu_ckpt.image.store import Image, Store
+from jupyter_gpu_ckpt.lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
+from jupyter_gpu_ckpt.trace import StepEvent, Trace
+
+A = "GPU-00000000-0000-0000-0000-00000000000a"
+CONTEXT = 8 * MIB
+
+
+class FastKernel:
+    """A kernel of 71 MiB of blocks beside its context, on a GPU of 100 MiB."""
+
+    def __init__(self, criu_binary, directory: Path, base: Path, programs, doubles, store=None, **settings) -> None:
+        self.driver, self.gate = FakeDriver({A: 100 * MIB}), GateDouble()
+        self.program = Program(base, programs.library, doubles)
+        gpus = FakeGpus(self.driver, directory / "locks")
+        self.store = store = store or Store(directory / "images")
+        engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)
+        home = Home("k", "python3", base, has_agent=True)
+        self.lifecycle = Lifecycle(
+            home, engine, self.gate, settings=LifecycleSettings(room=0.2, **settings), trace=Trace("k", [self._follow])
+        )
+        self.lifecycle.launch(self.program.argv, self.program.env, "/")
+        self.program.holds_its_memory()
+        self.blocks = self.path().amounts().bytes
+        self.fake = self.driver.processes[self.driver.start({A: self.blocks + CONTEXT}, pid=self.pid)]
+
+    @property
+    def pid(self) -> int:
+        return self.lifecycle.capsule.host_pid
+
+    def path(self) -> fastpath.FastPath:
+        return fastpath.FastPath(self.lifecycle.capsule, self.lifecycle.engine.cuda)
+
+    def held(self) -> int:
+        """What the driver counts for it, by what its library says; of one in the driver's hands that is nothing."""
+        if self.fake.on_gpu and self.lifecycle.capsule is not None:
+            self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().away}
+        return self.fake.memory[A] if self.fake.on_gpu else 0
+
+    def _follow(self, event: StepEvent) -> None:
+        """The fake driver's process comes and goes with the real one."""
+        if (event.kind, event.step) == ("completed", "end_process"):
+            self.driver.processes.clear()
+        elif (event.kind, event.step) == ("completed", "criu_restore"):
+            self.fake.state, self.fake.memory = CHECKPOINTED, {A: CONTEXT}
+            self.driver.come_back(self.fake, self.pid)
+
+    def runs_on(self) -> None:
+        assert self.lifecycle.state is State.RUNNING
+        assert self.fake.state == RUNNING
+        assert self.path().amounts().away == 0
+        assert self.held() == self.blocks + CONTEXT
+        assert self.gate.serves
+        self.program.goes_on()
+
+
+def chunks(image: Image) -> list[Path]:
+    """Files of device memory in an image."""
+    return sorted((image.criu_directory / layout.DEVICE).glob("*"))
+
+
+def kept(kernel: FastKernel) -> list[Path]:
+    """Files of device memory that is on the disk, and in no image."""
+    return sorted(kernel.store.root.glob(".draft-chunks-*/*"))

@@ -1,0 +1,335 @@
+"""Device memory goes to the image, and comes from it, beside CRIU."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from fast_kernel import CONTEXT, A, chunks
+from fast_program import SIZES
+from waiting import until
+
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
+from jupyter_gpu_ckpt.files import direct_io
+from jupyter_gpu_ckpt.image import device_memory
+from jupyter_gpu_ckpt.image.encryption import Plain, Vault
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.image.verify import verify
+from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
+from jupyter_gpu_ckpt.transfer import archive
+from jupyter_gpu_ckpt.transfer.remote import Remote
+
+
+@pytest.fixture
+def kernel(fast_kernel):
+    return fast_kernel()
+
+
+def test_criu_sees_none_of_it(kernel):
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        assert image.manifest.arena == kernel.blocks
+        assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks
+        assert image.manifest.bytes - kernel.blocks < min(kernel.blocks, 32 << 20)
+        verify(image.path, kernel.store.keys)
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+
+
+def test_suspended_first(kernel):
+    kernel.lifecycle.suspend()
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("way", ["terminate", "leave"])
+@pytest.mark.parametrize("verb", ["checkpoint", "wake"])
+def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
+    pid = kernel.pid
+    if verb == "wake":
+        kernel.lifecycle.checkpoint()
+    met, calls = threading.Event(), []
+
+    def slow(work, *arguments, **options):
+        calls.append(arguments)
+        met.set()
+        until(kernel.lifecycle._breaking_off.is_set, "it is broken off")
+        return work(*arguments, **options)
+
+    for name in ("read", "write"):
+        monkeypatch.setattr(direct_io, name, functools.partial(slow, getattr(direct_io, name)))
+    monkeypatch.setattr(device_memory, "_DEPTH", 1)
+    failed = []
+
+    def verb_of_another_thread() -> None:
+        try:
+            getattr(kernel.lifecycle, verb)()
+        except GpuCkptError as error:
+            failed.append(error.code)
+
+    thread = threading.Thread(target=verb_of_another_thread)
+    thread.start()
+    assert met.wait(60)
+    getattr(kernel.lifecycle, way)()
+    thread.join(60)
+    if verb == "checkpoint" and way == "leave":  # it lives on, for another owner
+        os.kill(pid, signal.SIGKILL)
+    assert failed in ([["KERNEL_LOST"]] if way == "terminate" else [["CRIU_FAILED"], ["CRIU_TIMEOUT"]])
+    assert len({place.name for place, *_ in calls}) == 1, "of several chunks"
+    assert len(kernel.store.images()) == (verb == "wake")
+    assert not list(kernel.store.root.glob(".draft*"))
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_by_whatever_path(fast_kernel, linked):
+    """CRIU knows the file by the path that leads through no link; the directory may be known by another one."""
+    place = Path(tempfile.mkdtemp(prefix="gc-"))
+    link = place.with_name(f"{place.name}-link")
+    if linked:
+        link.symlink_to(place)
+    kernel = fast_kernel(base=link if linked else place)
+    for _ in range(2):
+        image = kernel.lifecycle.checkpoint()
+        assert image.manifest.arena == kernel.blocks
+        assert not [path for path in image.manifest.fingerprint["files"] if fastpath.BLOCKS in path]
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+
+
+def test_zeros_take_no_room(kernel):
+    kernel.program.ask("[ctypes.memset(at, 0, size) for at, size in held]")
+    image = kernel.lifecycle.checkpoint()
+    assert len(chunks(image)) == 0 or sum(path.stat().st_size for path in chunks(image)) <= device_memory.CHUNK
+    kernel.lifecycle.wake()
+    assert kernel.program.ask("all(ctypes.string_at(at, size) == bytes(size) for at, size in held)")
+
+
+def test_a_damaged_chunk_is_not_brought_to_life(kernel):
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    content = bytearray(victim.read_bytes())
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    with pytest.raises(ImageDamaged):
+        verify(image.path, kernel.store.keys)
+    content[12345] ^= 1
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("nth", [0, 2])
+def test_a_full_disk(kernel, monkeypatch, nth):
+    write, calls = direct_io.write, []
+
+    def full(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) > nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments, **options)
+
+    monkeypatch.setattr(direct_io, "write", full)
+    with pytest.raises(NoSpace):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    assert kernel.store.images() == []
+    assert not list(kernel.store.root.glob(".draft*"))
+    monkeypatch.undo()
+    kernel.lifecycle.checkpoint()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_criu_fails_after_it_was_written(kernel, monkeypatch):
+    def fails(*_, **__):
+        raise CriuError("It failed.")
+
+    monkeypatch.setattr(kernel.lifecycle.engine.criu, "dump", fails)
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    with pytest.raises(CriuError):
+        kernel.lifecycle.checkpoint()
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert kernel.fake.state == CHECKPOINTED
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_from_the_cold_tier(fast_kernel, tmp_path):
+    url = f"file://{tmp_path}/cold"
+    kernel = fast_kernel(archive_url=url)
+    image = kernel.lifecycle.checkpoint()
+    assert archive.archive(image, kernel.store, Remote(url)) > kernel.blocks
+    assert chunks(image) == []
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_pushed_and_pulled(kernel, tmp_path):
+    image = kernel.lifecycle.checkpoint()
+    remote = Remote(f"file://{tmp_path}/there")
+    remote.push(image, take_from=kernel.store)
+    assert not image.path.exists()
+    pulled = remote.pull(image.id, kernel.store)
+    assert [path.name for path in chunks(pulled)] == [f"{number:06d}.img" for number in range(len(chunks(pulled)))]
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_encrypted(fast_kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    store = Store(tmp_path / "images", vault=Vault("env:KEY_OF_IMAGES"))
+    kernel = fast_kernel(store=store)
+    image = kernel.lifecycle.checkpoint()
+    assert chunks(image)
+    for path in chunks(image):
+        assert bytes([3]) * 64 not in path.read_bytes()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    assert kernel.lifecycle._chunks is None, "nothing is written ahead in the clear"
+
+
+def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_path, monkeypatch):
+    """Only what CRIU writes lies in the directory in memory; device memory goes straight to the image and back."""
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    vault = Vault("env:KEY_OF_IMAGES", tmp_path)
+    kernel = fast_kernel(store=Store(tmp_path / "images", vault=vault))
+    room = kernel.lifecycle.resident() + CONTEXT + (32 << 20)
+    assert kernel.blocks > 64 << 20
+    monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + room)
+    plain, close = [], Plain.close
+
+    def closed(files):
+        plain.extend(path.stat().st_size for path in files.path.rglob("*.img"))
+        close(files)
+
+    monkeypatch.setattr(Plain, "close", closed)
+    image = kernel.lifecycle.checkpoint()
+    assert sum(path.stat().st_size for path in chunks(image)) > kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert 0 < sum(plain) < kernel.blocks
+
+
+@pytest.mark.parametrize("damage", ["a bit", "its end", "another chunk"])
+def test_a_damaged_chunk_of_an_encrypted_image_is_not_brought_to_life(fast_kernel, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    kernel = fast_kernel(store=Store(tmp_path / "images", vault=Vault("env:KEY_OF_IMAGES")))
+    image = kernel.lifecycle.checkpoint()
+    victim, other = chunks(image)[:2]
+    content = victim.read_bytes()
+    changed = {"a bit": bytes([content[0] ^ 1]) + content[1:], "its end": content[:-1]}
+    victim.write_bytes(changed.get(damage, other.read_bytes()))
+    with pytest.raises(ImageDamaged):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    victim.write_bytes(content)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_memory_is_given_back(kernel):
+    kernel.lifecycle.suspend()
+    blocks = kernel.path().blocks()
+    assert device_memory.size(blocks) == kernel.blocks == kernel.path().in_memory() >= sum(SIZES)
+    kernel.lifecycle.wake()
+    assert device_memory.size(blocks) == kernel.path().in_memory() == 0
+    os.close(blocks)
+    assert kernel.path().blocks() is None
+    assert kernel.held() == kernel.blocks + CONTEXT
+    assert kernel.driver.free(A) > 0
+
+
+def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatch):
+    def refused(_) -> int:
+        raise CapsuleError("tmpfs cannot be mounted")
+
+    monkeypatch.setattr(Capsule, "arena", refused)
+    kernel = fast_kernel()
+    kernel.lifecycle.suspend()
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    image = kernel.lifecycle.checkpoint()
+    assert (image.manifest.arena, chunks(image)) == (0, [])
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    monkeypatch.undo()
+    image = kernel.lifecycle.checkpoint()
+    assert image.manifest.arena == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel, monkeypatch):
+    """What lies there is a tmpfs, too: the host's, and nothing that ends with the capsule."""
+    place = Path(tempfile.mkdtemp(prefix="gc-", dir="/dev/shm"))
+
+    def refused(_) -> int:
+        (place / "arena").mkdir(exist_ok=True)
+        raise CapsuleError("tmpfs cannot be mounted")
+
+    monkeypatch.setattr(Capsule, "arena", refused)
+    kernel = fast_kernel(base=place)
+    kernel.lifecycle.suspend()
+    assert list((place / "arena").iterdir()) == []
+    assert kernel.lifecycle.checkpoint().manifest.arena == 0
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_capsule_that_does_not_answer_loses_nothing(kernel, monkeypatch):
+    """The blocks are in its file: an image without them would be no image."""
+    kernel.lifecycle.suspend()
+
+    def silent(_) -> int:
+        raise CapsuleError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capsule, "arena", silent)
+        with pytest.raises(CapsuleError):
+            kernel.lifecycle.checkpoint()
+    assert kernel.store.images() == []
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert kernel.lifecycle.checkpoint().manifest.arena == kernel.blocks
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_chunk_that_is_missing_is_no_zeros(kernel, monkeypatch):
+    """One that goes between the look at the image and the reading of it."""
+    image = kernel.lifecycle.checkpoint()
+    victim = chunks(image)[1]
+    aside = image.path.parent.parent / "aside"
+    fill = device_memory.Filling
+
+    def late(*arguments, **options):
+        if victim.exists():
+            victim.rename(aside)
+        return fill(*arguments, **options)
+
+    monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.returning.Filling", late)
+    with pytest.raises(GpuCkptError):
+        kernel.lifecycle.wake()
+    assert kernel.lifecycle.state is State.CHECKPOINTED
+    monkeypatch.undo()
+    aside.rename(victim)
+    kernel.lifecycle.wake()
+    kernel.runs_on()

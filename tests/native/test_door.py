@@ -1,0 +1,108 @@
+"""Threads that wait at the driver's door when they are parked: its lock lets in readers that do not know it yet."""
+
+from __future__ import annotations
+
+import pytest
+from fast_program import parked
+from waiting import until
+
+from jupyter_gpu_ckpt.cuda import fastpath
+from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
+from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
+
+#: Threads that call the driver all the time; ``double_door`` begins to keep its door.
+CALLERS = '''exec("""
+driver, calls = ctypes.CDLL("libcuda.so.1"), {{}}
+driver.double_door({door!r}.encode())
+def call(number, function, *arguments):
+    while True: function(*arguments); calls[number] += 1
+for number, (function, *arguments) in enumerate({callers}):
+    calls[number] = 0
+    threading.Thread(target=call, args=(number, getattr(driver, function), *arguments), daemon=True).start()
+""", globals())'''
+READER, WRITER = ("double_read",), ("double_write",)
+
+
+@pytest.fixture
+def door(kernel, monkeypatch):
+    """The file that locks the driver the kernel calls; it is locked with the one that suspends."""
+    file, said = kernel.directory / "door", kernel.directory / "door-is-locked"
+    lock, unlock = kernel.cuda.lock, kernel.cuda.unlock
+
+    def lock_both(pid, timeout_s):
+        file.touch()
+        until(said.exists, "the driver is locked")
+        lock(pid, timeout_s)
+
+    def unlock_both(pid):
+        unlock(pid)
+        file.unlink()
+        until(lambda: not said.exists(), "the driver is unlocked")
+
+    monkeypatch.setattr(kernel.cuda, "lock", lock_both)
+    monkeypatch.setattr(kernel.cuda, "unlock", unlock_both)
+    return file
+
+
+def start(kernel, door, *callers) -> None:
+    kernel.ask(CALLERS.format(door=str(door), callers=callers))
+
+
+def goes_on(kernel) -> None:
+    kernel.runs_on()
+    before = kernel.ask("dict(calls)")
+    until(lambda: all(n > before[at] for at, n in kernel.ask("dict(calls)").items()), "all callers go on")
+
+
+@pytest.mark.parametrize(("readers", "writers"), [(1, 0), (3, 0), (0, 2), (4, 3)])
+def test_callers_that_wait_at_the_door(kernel, door, readers, writers):
+    start(kernel, door, *[READER] * readers, *[WRITER] * writers)
+    total = kernel.path.amounts().bytes
+    for _ in range(5):
+        kernel.lock()
+        assert kernel.leave() == total
+        assert not parked(kernel), "the driver's lock is enough"
+        kernel.cuda.checkpoint(kernel.pid)
+        kernel.cuda.restore(kernel.pid)
+        kernel.come_back()
+        goes_on(kernel)
+
+
+def test_callers_of_a_kernel_that_finds_too_little_room(kernel, door):
+    start(kernel, door, READER, READER, WRITER)
+    kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
+    kernel.lock()
+    total = kernel.leave()
+    kernel.cuda.checkpoint(kernel.pid)
+    kernel.cuda.restore(kernel.pid)
+    with pytest.raises(GpuFull):
+        kernel.come_back()
+    assert kernel.path.amounts().away == total
+    kernel.cuda.restore(kernel.pid)
+    kernel.come_back()
+    goes_on(kernel)
+
+
+def test_who_holds_what_our_calls_need_leaves_it_to_the_driver(kernel, door):
+    """No thread of ours waits for that, nor for ever, and none of theirs for ours."""
+    start(kernel, door, READER, READER, READER, ("double_hold", 200_000))
+    for _ in range(2):
+        kernel.lock()
+        assert kernel.leave() == 0
+        kernel.come_back()
+        goes_on(kernel)
+
+
+def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
+    """It is at it still, as who has the driver's lock: nobody goes on before they are readers of it again."""
+    kernel.ask("slow(100_000)")
+    start(kernel, door, READER, READER, READER, WRITER)
+    kernel.lock()
+    with pytest.raises(CudaError):
+        kernel.leave(timeout_s=0.4)
+    assert kernel.state == RUNNING
+    assert kernel.path._state() is not fastpath._State.RELIEVED or parked(kernel)
+    kernel.come_back()
+    kernel.ask("slow(0)")
+    goes_on(kernel)

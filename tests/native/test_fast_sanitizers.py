@@ -1,0 +1,177 @@
+"""The library and a program whose threads allocate all the time, parked as the product does, under gcc's sanitizers.
+
+Under ThreadSanitizer the threads rest at a place of their own: it has threads that must not be parked, and it wants to
+see why nobody runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from programs import Programs, build, why_no_sanitizer
+from subject import MIB, PATIENCE, Control, Subject, running
+from test_fast_faults import VERBS, calls_of, retry
+from waiting import until
+
+from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.ptrace import MACHINE
+
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",  # a leak is sought by ptrace: ours
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=0:report_signal_unsafe=0",
+}
+
+
+def sanitized(tmp_path_factory, doubles, name: str, library: str, *more: str) -> Programs:
+    directory = tmp_path_factory.mktemp(name)
+    reason = why_no_sanitizer(name, library, directory)
+    if reason:
+        pytest.skip(reason)
+    return build(directory, doubles, name, *more)
+
+
+@pytest.fixture(scope="module")
+def with_asan(tmp_path_factory, doubles):
+    return sanitized(tmp_path_factory, doubles, "address", "libasan.so", "undefined")
+
+
+@pytest.fixture(scope="module")
+def with_tsan(tmp_path_factory, doubles):
+    return sanitized(tmp_path_factory, doubles, "thread", "libtsan.so")
+
+
+@contextlib.contextmanager
+def parked(subject: Subject) -> Iterator[None]:
+    parking = Parking(MACHINE, subject.pid)
+    parking.everybody(time.monotonic() + 60)
+    try:
+        yield
+    finally:
+        parking.leave()
+
+
+@contextlib.contextmanager
+def resting(subject: Subject) -> Iterator[None]:
+    assert subject.ask("rest") == "ok"
+    try:
+        yield
+    finally:
+        assert subject.ask("go") == "ok"
+
+
+def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
+    """Rounds while threads of the subject allocate, write, check and free."""
+    kept = [subject.alloc(1, size * MIB, density="sparse") for size in (2, 3, 8)]
+    assert subject.ask("churn", threads) == "ok"
+    with subject.control() as control:
+        for turn in range(rounds):
+            before = int(subject.ask("rounds"))
+            until(lambda: int(subject.ask("rounds")) > before + threads, "the threads run")  # noqa: B023
+            assert control.ask("status")["blocks"] >= len(kept)  # at any time
+            with still(subject):
+                if turn % 3 == 2:
+                    gives_up(control)
+                else:
+                    control.must(*VERBS)
+        control.must("status")
+    assert subject.ask("end") == "0", "no thread found anything wrong"
+    subject.intact(len(kept))
+    for number in kept:
+        subject.free(number)
+    out = subject.outstanding()
+    assert {kind: count for kind, count in out.items() if count} == {}
+
+
+def gives_up(control: Control) -> None:
+    """The blocks stay where they are; the copy goes with the next one."""
+    control.must("leave")
+    assert control.ask("garbage")["cuda"] == 1
+
+
+def test_threads_are_parked(programs, doubles):
+    one_arena = {"MALLOC_ARENA_MAX": "1"}  # who was parked in malloc would stop all that follows
+    with running(programs, doubles, environment=one_arena) as subject:
+        hammer(subject, 3, 25, parked)
+
+
+def test_threads_are_parked_under_asan(with_asan, doubles):
+    with running(with_asan, doubles, environment=OPTIONS) as subject:
+        hammer(subject, 3, 12, parked)
+
+
+def test_threads_rest_under_tsan(with_tsan, doubles):
+    with running(with_tsan, doubles, environment=OPTIONS) as subject:
+        hammer(subject, 3, 6, resting)
+
+
+def test_children_under_asan(with_asan, doubles):
+    with running(with_asan, doubles, environment=OPTIONS) as subject:
+        subject.alloc(1, 2 * MIB)
+        assert subject.ask("churn", 3) == "ok"
+        assert subject.ask("forks", 20) == "20 refused, 0 hung"
+        assert subject.ask("end") == "0"
+
+
+def test_children_under_tsan(with_tsan, doubles):
+    with running(with_tsan, doubles, environment=OPTIONS) as subject:
+        subject.alloc(1, 2 * MIB)
+        assert subject.ask("churn", 3) == "ok"
+        assert subject.ask("forks", 20) == "20 refused, 0 hung"
+        assert subject.ask("end") == "0"
+
+
+@pytest.mark.torture
+def test_threads_are_parked_for_long(programs, with_asan, doubles):
+    for built, rounds in ((programs, 1000), (with_asan, 300)):
+        with running(built, doubles, environment=OPTIONS) as subject:
+            hammer(subject, 6, rounds, parked)
+
+
+@pytest.mark.torture
+def test_threads_rest_under_tsan_for_long(with_tsan, doubles):
+    with running(with_tsan, doubles, environment=OPTIONS) as subject:
+        hammer(subject, 6, 300, resting)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_faults_under_asan(with_asan, doubles, verb):
+    with running(with_asan, doubles, environment=OPTIONS) as subject:
+        for size in (2 * MIB, 2 * MIB + 5):
+            subject.alloc(1, size)
+        with subject.control() as control:
+            for nth in range(1, 1 + sum(calls_of(subject, control, verb).values())):
+                control.must(*VERBS[: VERBS.index(verb)])
+                subject.fail("*", nth, lasting=nth % 2 == 0)
+                control.ask(verb)
+                retry(subject, control)
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float, subject: Subject) -> Iterator[None]:
+    """A subject that hangs is ended, and that is seen by whoever waits for its answer."""
+    timer = threading.Timer(seconds, subject.process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def test_a_race_is_seen(with_tsan, doubles):
+    """Were nobody at rest, ThreadSanitizer would say so, or the double, or the program would end or hang.
+
+    So these tests can fail.  Which of them it is, and who meets it first (an answer that is wrong, cut, or never
+    comes), is chance: that is what a race is.
+    """
+    with (
+        pytest.raises((AssertionError, OSError, ValueError, subprocess.SubprocessError)),
+        running(with_tsan, doubles, environment=OPTIONS) as subject,
+        ended_after(PATIENCE, subject),
+    ):
+        hammer(subject, 3, 20, lambda _: contextlib.nullcontext())

@@ -20,13 +20,13 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone, ProtocolVersion
-from jupyter_gpu_ckpt.image import hashes
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
 from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find, only_copy, orphans
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
+from jupyter_gpu_ckpt.node import hashes
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
 

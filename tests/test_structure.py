@@ -38,3 +38,50 @@ def _imports(path: Path) -> Iterator[str]:
 def test_the_ground_imports_nothing_above_it():
     for name in GROUND:
         assert set(_imports(PACKAGE / f"{name}.py")) <= GROUND, name
+
+
+def _graph() -> dict[str, set[str]]:
+    """Which modules of the package each of them imports, in functions and for types as well."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        package = ["jupyter_gpu_ckpt", *path.relative_to(PACKAGE).parts[:-1]]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = package[: len(package) - node.level + 1] if node.level else []
+                base = [*base, *(node.module.split(".") if node.module else [])]
+                for alias in node.names if base[:1] == ["jupyter_gpu_ckpt"] else ():
+                    found = ".".join([*base[1:], alias.name])
+                    graph[name].add(found if found in modules else ".".join(base[1:]))
+            elif isinstance(node, ast.Import):
+                graph[name] |= {a.name.partition(".")[2] for a in node.names if a.name.startswith("jupyter_gpu_ckpt.")}
+    return graph
+
+
+def _circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that import each other in a circle; empty where there are none."""
+    left = {name: {other for other in imports if other in graph} for name, imports in graph.items()}
+    while done := {name for name, imports in left.items() if not imports}:
+        left = {name: imports - done for name, imports in left.items() if name not in done}
+    return sorted(left)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert _circle({"a": {"b"}, "b": {"a"}, "c": set()}) == ["a", "b"]
+    assert _circle(_graph()) == []
+
+
+def test_folders_have_a_duty_and_no_circle_but_through_kernel_host():
+    graph = _graph()
+    for directory in {path.parent for path in PACKAGE.rglob("*.py")}:
+        assert ast.get_docstring(ast.parse((directory / "__init__.py").read_text())), directory
+    folders: dict[str, set[str]] = defaultdict(set)
+    for name, imports in graph.items():
+        folder = name.partition(".")[0]
+        folders[folder] |= {other.partition(".")[0] for other in imports} - {folder}
+    assert _circle(folders) == []
+    assert "gate" not in folders["lifecycle"]
+    assert "lifecycle" not in folders["gate"]

@@ -20,7 +20,7 @@ from traitlets.config.application import ClassesType
 from traitlets.config.configurable import Configurable
 from traitlets.config.loader import ArgumentError, Config, ConfigFileNotFound, KVArgParseConfigLoader
 
-from .. import __version__
+from .._version import __version__
 from ..errors import BadRequest
 from .terminal import Terminal
 

@@ -50,7 +50,7 @@ class MatchCommand(ImageCommand):
         from ..cuda.gpus import Gpus
         from ..image.encryption import Vault
         from ..image.store import Store
-        from ..node.compatibility import mismatches
+        from ..lifecycle.compatibility import mismatches
 
         gpu_map = self._gpu_map()
         configured = self.configured

@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped
+from ..node.hashes import Hashes
 from . import encryption, layout, lease, links, spill, tracked, user_directory, verify
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
-from .hashes import Hashes
 from .image import Image
 from .keys import Keyring
 from .layout import MANIFEST, SEAL

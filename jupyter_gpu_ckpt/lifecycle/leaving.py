@@ -36,10 +36,9 @@ from ..image import chunk_cache, device_memory
 from ..image.chunk_cache import Chunks
 from ..image.draft import Draft
 from ..image.manifest import Manifest
-from ..node import compatibility
 from ..process.ports import let_ports_be_rebound
 from ..trace import TracedStep
-from . import preflight
+from . import compatibility, preflight
 from .context import Saved, Steps
 from .machine import State
 

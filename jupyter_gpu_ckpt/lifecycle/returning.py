@@ -33,13 +33,13 @@ from ..image.chunk_cache import Chunks
 from ..image.device_memory import Filling
 from ..image.encryption import Readable
 from ..image.store import Image
-from ..node import compatibility, match
+from ..node import match
 from ..node.facts import LINGERS
 from ..terminal_text import printable
 from ..trace import TracedStep
 from ..transfer import archive
 from ..transfer.remote import Remote
-from . import preflight
+from . import compatibility, preflight
 from .context import Saved, Steps
 from .machine import State
 

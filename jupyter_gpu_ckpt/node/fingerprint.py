@@ -18,9 +18,9 @@ import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..image.hashes import Hashes
 from . import facts as node
 from .facts import Facts
+from .hashes import Hashes
 
 
 def fingerprint(

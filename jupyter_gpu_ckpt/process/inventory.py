@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.files import facts as file_facts
-from jupyter_gpu_ckpt.process import kernel_calls, sockets
+from jupyter_gpu_ckpt.process import file_facts, kernel_calls, sockets
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time

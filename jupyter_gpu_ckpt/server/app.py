@@ -22,7 +22,7 @@ from jupyter_server.serverapp import ServerApp
 from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
-from .. import __version__
+from .._version import __version__
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.adoption import Orphan

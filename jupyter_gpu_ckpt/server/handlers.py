@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
@@ -20,12 +20,13 @@ from jupyter_server.utils import url_path_join
 from tornado import web
 
 from ..errors import BadRequest, GpuCkptError, StateError
+from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
 from . import models
-
-if TYPE_CHECKING:
-    from ..image.store import Image
-    from .app import GpuCkptApp
+from .gpu_usage import GpuUsage
+from .idle.loop import IdlePolicy
+from .jobs import Jobs
+from .monitor import Watcher
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 VERBS = ("suspend", "resume", "checkpoint", "restore")
@@ -33,6 +34,38 @@ _LEAVING = ("suspend", "checkpoint")
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
 
 Method = Callable[..., Awaitable[None]]
+
+
+class Extension(Protocol):
+    """What requests are answered with: `app.GpuCkptApp`."""
+
+    store: Store
+    jobs: Jobs
+    watcher: Watcher
+    usage: GpuUsage
+    idle: IdlePolicy
+
+    @property
+    def root(self) -> Path:
+        """What paths of notebooks are relative to."""
+
+    def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
+        """The provisioner of a kernel, if it is ours."""
+
+    def look(self) -> None:
+        """Watch the kernels there are now."""
+
+    async def adopt(self, image: Image) -> None:
+        """Serve the kernel that sleeps in an image."""
+
+    async def park(self) -> dict[str, Any]:
+        """Have every kernel sleep in a proved image."""
+
+    async def need(self) -> dict[str, Any]:
+        """What `park` would need now."""
+
+    async def status(self) -> dict[str, Any]:
+        """The document of ``status``."""
 
 
 def _told(method: Method) -> Method:
@@ -62,9 +95,9 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         await super().prepare()
 
     @property
-    def app(self) -> GpuCkptApp:
+    def app(self) -> Extension:
         """The extension."""
-        app: GpuCkptApp = self.settings[self.name]
+        app: Extension = self.settings[self.name]
         return app
 
     def reply(self, document: Any) -> None:

@@ -98,7 +98,7 @@ def test_list_looks_for_kernels_in_the_configured_runtime_base(run, configuratio
 def test_match_accepts_changed_files_where_kernels_do(store, run, configuration, monkeypatch, accepts):
     given = []
     monkeypatch.setattr(
-        "jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **options: given.append(options) or []
+        "jupyter_gpu_ckpt.lifecycle.compatibility.mismatches", lambda *_, **options: given.append(options) or []
     )
     (configuration / "jupyter_config.py").write_text(f"c.GpuCkptProvisioner.accept_changed_files = {accepts}\n")
     image = publish(store)
@@ -110,7 +110,8 @@ def test_match_accepts_changed_files_where_kernels_do(store, run, configuration,
 def test_match_counts_the_memory_that_an_encrypted_image_takes(store, run, configuration, monkeypatch):
     vaults = []
     monkeypatch.setattr(
-        "jupyter_gpu_ckpt.node.compatibility.mismatches", lambda _, node, **__: vaults.append(node.store.vault) or []
+        "jupyter_gpu_ckpt.lifecycle.compatibility.mismatches",
+        lambda _, node, **__: vaults.append(node.store.vault) or [],
     )
     image = publish(store)
     assert run("match", image.id).status == 0

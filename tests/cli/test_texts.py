@@ -116,9 +116,9 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("break-claim", first.id)
     assert not (first.path / layout.CLAIM).exists()
 
-    monkeypatch.setattr("jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **__: MISMATCHES)
+    monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.compatibility.mismatches", lambda *_, **__: MISMATCHES)
     transcript("match", first.id)
-    monkeypatch.setattr("jupyter_gpu_ckpt.node.compatibility.mismatches", lambda *_, **__: [])
+    monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.compatibility.mismatches", lambda *_, **__: [])
     transcript("match", first.id)
 
     session = {"version": VERSION, "kernel_id": KERNELS[3], "kernel_name": "python3", "runtime_dir": "/nowhere/kernel"}

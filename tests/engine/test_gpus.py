@@ -126,7 +126,7 @@ class TestRoom:
             assert sorted(pool.map(restore, range(3))) == [False, True, True]
 
     def test_a_process_that_ends_frees_its_lock(self, gpus, tmp_path):
-        code = "import sys; from pathlib import Path; from jupyter_gpu_ckpt.engine import gpu_locks\n"
+        code = "import sys; from pathlib import Path; from jupyter_gpu_ckpt.cuda import gpu_locks\n"
         code += "with gpu_locks.hold(Path(sys.argv[1]), [sys.argv[2]], 5): print('held', flush=True); sys.stdin.read()"
         command = [sys.executable, "-c", code, str(tmp_path / "locks"), A]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:

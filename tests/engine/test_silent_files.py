@@ -10,8 +10,7 @@ from round_trip import Subject
 from silent_fuse import SilentFuse
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
-from jupyter_gpu_ckpt.files import facts as file_facts
-from jupyter_gpu_ckpt.process import inventory
+from jupyter_gpu_ckpt.process import file_facts, inventory
 
 ROOT = os.geteuid() == 0
 

@@ -15,7 +15,7 @@ import pytest
 from harness import until
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.image.hashes import FILE, Hashes
+from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
 
 SIZE = 65536
 MAP = """
@@ -127,7 +127,7 @@ async def test_nothing_is_read_on_a_wake_while_nothing_changed(subject, array, m
     def read(path: str):
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("jupyter_gpu_ckpt.image.hashes.open_regular", read)
+    monkeypatch.setattr("jupyter_gpu_ckpt.node.hashes.open_regular", read)
     monkeypatch.setattr("jupyter_gpu_ckpt.node.facts.open_regular", read)
     await subject.wakes()
 

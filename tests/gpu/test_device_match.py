@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 from harness import notebook
 
-from jupyter_gpu_ckpt.node import compatibility
+from jupyter_gpu_ckpt.lifecycle import compatibility
 
 pytestmark = pytest.mark.gpu
 

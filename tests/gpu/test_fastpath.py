@@ -11,9 +11,8 @@ from harness import notebook
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.driver import CudaState
-from jupyter_gpu_ckpt.lifecycle import context, preflight
+from jupyter_gpu_ckpt.lifecycle import compatibility, context, preflight
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.node import compatibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

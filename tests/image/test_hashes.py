@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from jupyter_gpu_ckpt.image import hashes as module
-from jupyter_gpu_ckpt.image.hashes import FILE, Hashes
+from jupyter_gpu_ckpt.node import hashes as module
 from jupyter_gpu_ckpt.node.facts import file_facts
+from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
 
 LONG_AGO = -10_000_000_000
 
@@ -204,7 +204,7 @@ def test_what_a_killed_process_left_is_swept(tmp_path):
 ENDS = """
 import sys, threading, time
 from pathlib import Path
-from jupyter_gpu_ckpt.image import hashes, node
+from jupyter_gpu_ckpt.node import facts as node, hashes
 hashes.AT_ONCE = 0
 one, path = hashes.Hashes(Path(sys.argv[1])), sys.argv[1] + "/large"
 one.of_kernel([(path, node.file_facts(path), False)])

@@ -26,7 +26,7 @@ RACER = """
 import sys
 from pathlib import Path
 from jupyter_gpu_ckpt.errors import ImageError
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease as leases
 import os
 for line in sys.stdin:
     path = Path(line.strip())
@@ -41,7 +41,7 @@ for line in sys.stdin:
 
 
 NO_LOCKS = """
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease as leases
 class Nothing:
     def __init__(self, path, **options): self.lock_file = str(path)
     def acquire(self): pass
@@ -104,7 +104,7 @@ def test_the_race_has_one_winner_where_locks_mean_nothing(store):
 
 def test_a_lease_goes_with_its_process(store, image):
     program = (
-        "import sys, time; from pathlib import Path; from jupyter_gpu_ckpt.image import leases\n"
+        "import sys, time; from pathlib import Path; from jupyter_gpu_ckpt.image import lease as leases\n"
         "lease = leases.acquire(Path(sys.argv[1])); print('held', flush=True); time.sleep(1000)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(image.path)], stdout=subprocess.PIPE, text=True)
@@ -206,7 +206,7 @@ def test_a_pid_that_is_another_process_now_claims_nothing(image, another_process
 CONTAINER = """
 import os, sys
 from pathlib import Path
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease as leases
 path, kept = Path(sys.argv[1]), []
 holder = {"held": lambda fd: kept.append(os.dup(fd)), "not held": None}[sys.argv[2]]
 with leases.hold(path) as lease:

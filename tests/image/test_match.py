@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jupyter_gpu_ckpt.errors import ChangedFile, MissingFile, NodeUnfit, PortTaken, SocketTaken
-from jupyter_gpu_ckpt.image.hashes import Hashes
 from jupyter_gpu_ckpt.node import facts as node
 from jupyter_gpu_ckpt.node import match
+from jupyter_gpu_ckpt.node.hashes import Hashes
 
 GIB = 1 << 30
 GPU = {"uuid": "GPU-a", "name": "H200", "total": 139 * GIB, "free": 100 * GIB, "driver": "580.1", "cuda": "13.0"}

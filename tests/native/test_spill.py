@@ -19,10 +19,9 @@ from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import context, preflight, returning
+from jupyter_gpu_ckpt.lifecycle import compatibility, context, preflight, returning
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.node import compatibility
 
 #: Enough for the context and for what else a verb needs, and not for the blocks.
 SMALL = CONTEXT + preflight.MARGIN

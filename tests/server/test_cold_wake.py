@@ -98,7 +98,7 @@ def wakes_on_the_next_server(asleep: Asleep, runtime_base: Path) -> None:
     with server(
         asleep.home,
         runtime_base,
-        config=f"{asleep.config}from jupyter_gpu_ckpt.image import pieces\npieces.PIECE = {PIECE}\n",
+        config=f"{asleep.config}from jupyter_gpu_ckpt.transfer import parts as pieces\npieces.PIECE = {PIECE}\n",
     ) as third:
         until(lambda: third.get("api/kernels"))
         assert third.run(asleep.kernel_id, "print(x)") == "41"

@@ -30,7 +30,7 @@ from typing import Any
 from blake3 import blake3
 
 from ..files.atomic import remove_leftovers, write_atomically
-from ..node.facts import Facts, identity, open_regular
+from .facts import Facts, identity, open_regular
 
 #: In the image directory.
 FILE = ".hashes.json"

@@ -13,9 +13,9 @@ from ..errors import CudaError, UnsupportedFile
 from ..image import layout
 from ..image.manifest import Manifest
 from ..image.store import Store
-from ..lifecycle.preflight import available_memory
-from .fingerprint import fingerprint, look
-from .match import Mismatch, match
+from ..node.fingerprint import fingerprint, look
+from ..node.match import Mismatch, match
+from .preflight import available_memory
 
 
 class EngineProtocol(Protocol):

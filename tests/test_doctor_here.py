@@ -76,7 +76,7 @@ def test_this_host_is_fit_for_an_ordinary_user(criu):
 #: Enters a fresh user namespace (as an ordinary user of it), spoils something there, and becomes the doctor.
 SPOILER = """
 import ctypes, os, struct, sys
-from jupyter_gpu_ckpt.engine import syscalls as s
+from jupyter_gpu_ckpt.process import syscalls as s
 fault, rest = sys.argv[1], sys.argv[2:]
 uid, gid = os.getuid(), os.getgid()
 inner = uid or 1000

@@ -321,7 +321,8 @@ def test_terminals_of_which_one_half_cannot_be_had_are_the_hosts():
     """Masters of the host with slaves of the capsule would be nobody's."""
     code = """
 import os
-from jupyter_gpu_ckpt.engine import namespaces, syscalls
+from jupyter_gpu_ckpt.capsule import namespaces
+from jupyter_gpu_ckpt.process import syscalls
 namespaces.enter_namespaces(os.geteuid() != 0, 0, 0)
 syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
 syscalls.mount("tmpfs", "/dev", "tmpfs", 0)

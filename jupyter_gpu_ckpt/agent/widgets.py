@@ -44,7 +44,7 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
             raise HostError("This kernel has no agent: it was not started by jupyter_gpu_ckpt.")
         self._agent: Any = agent
         self._tensors: Any = sys.modules[f"{_AGENT}.tensors"]
-        self._refused: type[Exception] = sys.modules[f"{_AGENT}.outside"].Refused
+        self._refused: type[Exception] = sys.modules[f"{_AGENT}.server_channel"].RequestRefused
         self.state = ipywidgets.HTML()
         self.memory = ipywidgets.VBox()
         self.progress = ipywidgets.FloatProgress(min=0.0, max=1.0)

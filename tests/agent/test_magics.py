@@ -256,7 +256,7 @@ def test_times(text: str, seconds: int) -> None:
 
 def test_a_kernel_without_a_server_of_ours_says_so_before_it_waits_for_ever(start: Callable[..., Any]) -> None:
     kernel = start()
-    kernel.run("import sys; sys.modules['_jupyter_gpu_ckpt_agent.outside'].DEADLINE = 0.2")
+    kernel.run("import sys; sys.modules['_jupyter_gpu_ckpt_agent.server_channel'].DEADLINE = 0.2")
     told = kernel.run(
         "try:\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nexcept Exception as e:\n    print(e.code)"
     )

@@ -340,7 +340,7 @@ NO_NAMESPACES = """
 import os, sys
 sys.path.insert(0, {package!r})
 from pathlib import Path
-from jupyter_gpu_ckpt.engine import syscalls
+from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CapsuleError
 uid, gid = os.getuid(), os.getgid()

@@ -52,7 +52,7 @@ import os, sys
 from pathlib import Path
 from jupyter_gpu_ckpt import doctor
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.image import directory
+from jupyter_gpu_ckpt.image import user_directory as directory
 uid, named = int(sys.argv[1]), Path(sys.argv[2])
 doctor.diagnose(named)
 os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)

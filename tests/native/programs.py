@@ -10,10 +10,10 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-import jupyter_gpu_ckpt.engine
+import jupyter_gpu_ckpt.cuda
 
 HERE = Path(__file__).parent
-NATIVE = Path(jupyter_gpu_ckpt.engine.__file__).parent / "native"
+NATIVE = Path(jupyter_gpu_ckpt.cuda.__file__).parent / "native"
 FLAGS = ("-g", "-fPIC", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE}")
 #: A stream copies what a sanitizer would take for an access of the program.
 DOUBLE = ("-std=gnu11", "-O2", "-fvisibility=hidden", "-fno-tree-loop-distribute-patterns", "-shared")

@@ -22,7 +22,7 @@ PIECE = 1 << 14
 #: The content comes piece by piece, as the test lets it.
 SLOW = f"""
 import itertools, pathlib, time
-from jupyter_gpu_ckpt.image import pieces
+from jupyter_gpu_ckpt.transfer import parts as pieces
 from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 pieces.PIECE = {PIECE}

@@ -114,7 +114,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from images import publish
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.image import leases
+from jupyter_gpu_ckpt.image import lease
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 import images

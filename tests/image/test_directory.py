@@ -50,7 +50,7 @@ def finding(named):
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from jupyter_gpu_ckpt import doctor
+from jupyter_gpu_ckpt.doctor import checks as doctor
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.image import user_directory as directory
 uid, named = int(sys.argv[1]), Path(sys.argv[2])

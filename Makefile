@@ -24,7 +24,7 @@ test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-chromium
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
-	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) --dist=loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # A real JupyterHub with Linux users, and a real Slurm: a part of `make test`, too, but for the hundred culls in a row, which
 # take ten minutes.  Needs root and Node; without them it says so.

@@ -25,16 +25,22 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(config, items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Where several processes share the tests (pytest-xdist), those of a file go to one: they share its fixtures.
 
     What makes users, clusters and hosts has the machine to itself as far as others do the same; and one browser at a
-    time is as much as two cores can draw.
+    time is as much as two cores can draw.  By a scheduler of our own: pytest 9.2 does not show pytest-xdist 3.8 the
+    names of its groups (``loadgroup``), and each test went wherever there was room.
     """
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        place = item.path.relative_to(Path(__file__).parent)
-        group = _GROUPS.get(place.parts[0], place.as_posix())
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((group for folder, group in _GROUPS.items() if f"/{folder}/" in f"/{file}"), file)
+
+    return ByGroup(config, log)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -38,7 +38,7 @@ class RequestRefused(Exception):
         self.code, self.message, self.hint, self.left = code, message, hint, left
 
     @classmethod
-    def told(cls, error: dict[str, Any]) -> RequestRefused:
+    def from_reply(cls, error: dict[str, Any]) -> RequestRefused:
         """From the JSON form of an error."""
         return cls(*(str(error.get(name, "")) for name in ("message", "code", "hint", "left")))
 
@@ -105,13 +105,13 @@ class Outside:
         finally:
             del self._waiting[identity]
         if "error" in found:
-            raise RequestRefused.told(found["error"])
+            raise RequestRefused.from_reply(found["error"])
         self.kernel_id = str(found.get("kernel_id", ""))
         return dict(found.get("answer") or {})
 
     def _send(self, content: dict[str, Any]) -> None:
         if self._plain is not None:
-            raise RequestRefused.told(self._plain)
+            raise RequestRefused.from_reply(self._plain)
         kernel = self._kernel
         # The parent is the request under way: what is asked without `now` is done after its idle.
         kernel.session.send(kernel.iopub_socket, "gpu_ckpt_ask", content, kernel.get_parent(), ident=b"gpu_ckpt_ask")
@@ -132,6 +132,6 @@ class Outside:
             waiting[0].set()
 
     def _failed(self, content: dict[str, Any]) -> None:
-        self.failure = RequestRefused.told(content.get("error") or {})
+        self.failure = RequestRefused.from_reply(content.get("error") or {})
         for tell in tuple(self.on_failure):
             tell()

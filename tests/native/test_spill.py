@@ -65,7 +65,7 @@ def test_an_image_has_the_very_files(kernel, monkeypatch, before):
     if before == "suspended":
         kernel.lifecycle.suspend()
     written = []
-    monkeypatch.setattr(device_memory.direct, "write", lambda path, *rest, **options: written.append(path))
+    monkeypatch.setattr(device_memory.direct_io, "write", lambda path, *rest, **options: written.append(path))
     image = kernel.lifecycle.checkpoint()
     assert written == []
     assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks == image.manifest.arena
@@ -228,18 +228,18 @@ def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
 
 def test_a_disk_that_is_full_as_it_comes_back(kernel, monkeypatch):
     kernel.lifecycle.checkpoint()
-    write = device_memory.direct.write
+    write = device_memory.direct_io.write
 
     def full(path, *rest, **options) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(device_memory.direct, "write", full)
+    monkeypatch.setattr(device_memory.direct_io, "write", full)
     for bytes, error in ((SMALL, NoSpace), (1 << 40, NoMemory)):
         free_memory(monkeypatch, bytes)
         with pytest.raises(error):
             kernel.lifecycle.wake()
         assert kernel.lifecycle.state is State.CHECKPOINTED
-    monkeypatch.setattr(device_memory.direct, "write", write)
+    monkeypatch.setattr(device_memory.direct_io, "write", write)
     kernel.lifecycle.wake()
     kernel.runs_on()
 

@@ -1,7 +1,8 @@
-"""What it costs to take a kernel off a GPU and to bring it back, by bytes: as docs/measurements.md says.
+"""Costs of moving a kernel off a GPU and back, as docs/measurements.md gives them.
 
-Read from the column "ours" of its table "H200, 8 GiB of tensors", and for a kernel without device memory from "A kernel
-without device memory".  A cost is a part that does not depend on bytes and a part that does.
+Device memory moves at the rate of the library's fast path ("Device memory at the rate of the bus", the first rows of 16
+and 48 GiB, and the image of 16 GiB); the rest of a move is from "H200, 8 GiB of tensors".  Each cost has a part that
+does not depend on the bytes and a part that does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 
 GIB = 1 << 30
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "measurements.md"
-#: Device memory of the kernel in the table.
-TENSORS = 8 * GIB
+#: The two sizes, in GiB, between which the fast path's rate is taken, and the device memory of the measured image.
+SMALL, LARGE = 16, 48
+IMAGE = SMALL * GIB
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,24 @@ class Costs:
 
 @functools.cache
 def measured() -> Costs:
-    """What the page says.  Raises `LookupError` where it does not say it any more."""
-    gpu, cpu = section("H200, 8 GiB of tensors"), section("A kernel without device memory")
-    image = figure(gpu, "image", "GiB") * GIB
+    """Return the costs that the page gives.  Raises `LookupError` where a figure is not found."""
+    fast, rest = section("Device memory at the rate of the bus"), section("H200, 8 GiB of tensors")
+    free, back = ({gib: figure(fast, f"{gib} ", "s", column) for gib in (SMALL, LARGE)} for column in (3, 7))
+    free_rate, back_rate = ((LARGE - SMALL) * GIB / (seconds[LARGE] - seconds[SMALL]) for seconds in (free, back))
+    image = figure(fast, "checkpoint, from the request", "GB", 2) * 1e9
+    ending, matching = figure(rest, "end of the process", "s"), figure(rest, "match, reserve", "s")
+    dumping = figure(fast, "checkpoint, from the request", "s", 2) - free[SMALL] - ending
+    restoring = figure(fast, "cold wake", "s", 2) - back[SMALL] - matching
     return Costs(
-        suspend_floor=figure(gpu, "preflight, drain, quiesce", "s"),
-        suspend_rate=TENSORS / figure(gpu, "CUDA lock and checkpoint", "s"),
-        dump_floor=figure(gpu, "end of the process", "s"),
-        dump_rate=image / (figure(gpu, "CRIU dump", "s") + figure(gpu, "on disk", "s")),
-        restore_floor=figure(gpu, "match, reserve, connect, thaw, release", "s"),
-        restore_rate=image / figure(gpu, "CRIU restore", "s"),
-        resume_floor=figure(cpu, "wake, from the execute", "s", column=2) - figure(cpu, "of which CRIU", "s", column=2),
-        resume_rate=TENSORS / figure(gpu, "CUDA restore and unlock", "s"),
-        besides=round(image) - TENSORS,
+        suspend_floor=free[SMALL] - IMAGE / free_rate,
+        suspend_rate=free_rate,
+        dump_floor=ending,
+        dump_rate=image / dumping,
+        restore_floor=matching,
+        restore_rate=image / restoring,
+        resume_floor=back[SMALL] - IMAGE / back_rate,
+        resume_rate=back_rate,
+        besides=round(image) - IMAGE,
     )
 
 
@@ -73,11 +80,11 @@ def section(title: str) -> str:
 
 
 def figure(text: str, phase: str, unit: str, column: int = 3) -> float:
-    """The number in the row of a table that begins with ``phase``."""
+    """Return the first number with ``unit`` in a column of the row that begins with ``phase``."""
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) > column and cells[1].startswith(phase):
-            found = re.match(rf"\**([\d.]+) {unit}\b", cells[column])
+        if len(cells) > column and f"{cells[1]} ".startswith(phase):
+            found = re.search(rf"([\d.]+) {unit}\b", cells[column])
             if found is not None:
                 return float(found.group(1))
-    raise LookupError(f"docs/measurements.md does not tell of {phase!r} any more")
+    raise LookupError(f"docs/measurements.md has no row {phase!r} with {unit}")

@@ -1,8 +1,8 @@
 /* Host memory filled and read by several threads, piece by piece: in how many files of tmpfs, by write(2) or by a mapping.
  *
- *   cc -O2 -pthread -o arena scripts/bench/arena.c && ./arena GIB THREADS DIRECTORY
+ *   cc -O2 -pthread -o host_memory scripts/bench/host_memory.c && ./host_memory GIB THREADS DIRECTORY
  *
- * DIRECTORY: of a tmpfs with huge pages (mount -t tmpfs -o huge=always).  What cuda/native/arena.c does is "16 files". */
+ * DIRECTORY: of a tmpfs with huge pages (mount -t tmpfs -o huge=always).  What cuda/native/host_memory.c does is "16 files". */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -74,7 +74,7 @@ static void open_files(const char *directory, int count)
 {
     for (files = 0; files < count; files++) {
         char name[4096];
-        snprintf(name, sizeof name, "%s/arena-%d", directory, files);
+        snprintf(name, sizeof name, "%s/extent-%d", directory, files);
         file[files] = open(name, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
         check(file[files] >= 0 && unlink(name) == 0, name);
     }
@@ -88,7 +88,7 @@ static void close_files(void)
 
 int main(int count, char **words)
 {
-    check(count == 4 && (threads = atoi(words[2])) > 0 && threads <= MOST, "usage: arena GIB THREADS DIRECTORY");
+    check(count == 4 && (threads = atoi(words[2])) > 0 && threads <= MOST, "usage: host_memory GIB THREADS DIRECTORY");
     size_t bytes = (size_t)atoi(words[1]) << 30;
     pieces = bytes / PIECE;
     for (int at = 0; at < threads; at++)

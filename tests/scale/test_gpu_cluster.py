@@ -181,7 +181,7 @@ def test_a_wake_from_host_memory_takes_the_way_over_pcie_alone():
 def test_a_cell_that_comes_in_the_middle_of_a_move_waits_for_it():
     costs = measured()
     middle = costs.suspend(8 * GIB) / 2
-    cluster = Alone(SHARED, Session(0.0, (Cell(0.0, 100.0), Cell(SHARED.suspend_after + middle, 100.0)), False))
+    cluster = Alone(SHARED, Session(0.0, (Cell(0.0, 100.0), Cell(SHARED.rule.suspend_after + middle, 100.0)), False))
     cluster.run()
     (wake,) = [wake for wake in cluster.result.wakes if wake.source != "a fresh kernel"]
     assert costs.resume(8 * GIB) < wake.seconds < costs.resume(8 * GIB) + costs.suspend(8 * GIB)

@@ -46,3 +46,11 @@ def test_subcommands_in_the_usage_exist():
     help = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     for name in re.findall(r"^\| `jupyter gpu-ckpt ([\w-]+)", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE):
         assert re.search(rf"^\s+{name}\b", help, re.MULTILINE), name
+
+
+def test_no_paragraph_is_longer_than_a_reader_follows():
+    for page in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        text = re.sub(r"```.*?```|<!-- from .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        for block in re.split(r"\n\s*\n", text):
+            for paragraph in re.split(r"\n(?=\s*(?:[-*|]|\d+\.)\s)", block):
+                assert paragraph.lstrip().startswith("|") or len(" ".join(paragraph.split())) <= 600, (page, paragraph)

@@ -35,15 +35,15 @@ class GateDouble:
     def sleep(self) -> None:
         self._do("sleep")
 
-    def died(self) -> None:
-        self._do("died")
+    def kernel_died(self) -> None:
+        self._do("kernel_died")
 
-    def ask(self, prompt: str, timeout: float) -> str | None:
-        self._do("ask")
+    def prompt(self, text: str, timeout: float) -> str | None:
+        self._do("prompt")
         return None
 
-    def unask(self) -> None:
-        self._do("unask")
+    def cancel_prompt(self) -> None:
+        self._do("cancel_prompt")
 
     def fail(self, error: GpuCkptError) -> None:
         self.told.append(error)

@@ -22,7 +22,7 @@ from traitlets.config import Config
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone, ProtocolVersion
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
-from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find, only_copy, orphans
+from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find_all, find_orphans, only_copy
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
@@ -60,7 +60,7 @@ class Server:
         return self.started[-1]
 
     def orphans(self):
-        return orphans(self.base, self.store)
+        return find_orphans(self.base, self.store)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_a
     first = await server.start()
     await first.run("x = 41; import os; pid = os.getpid()")
     ports = first.manager.shell_port, first.manager.session.key
-    await first.provisioner.leave()
+    await first.provisioner.detach()
     assert not first.manager.has_kernel
     (orphan,) = server.orphans()
     assert orphan.session.kernel_id == KERNEL_ID
@@ -100,7 +100,7 @@ async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
     client.load_connection_info(first.manager.get_connection_info(session=False))
     client.start_channels()
     await client.wait_for_ready(timeout=60)
-    await first.provisioner.leave()
+    await first.provisioner.detach()
     second = await server.start()
     printed = []
     await client.execute_interactive(
@@ -116,7 +116,7 @@ async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_adopted_alive
     first.client.execute("import time\nx = 0\nfor _ in range(40): x += 1; time.sleep(0.05)")
     await until(lambda: first.provisioner.gate.pending == ["execute_request"])
     (pid,) = first.lifecycle.capsule.processes()
-    await first.provisioner.leave()
+    await first.provisioner.detach()
     assert alive([pid]) == [pid]
     (orphan,) = server.orphans()
     assert orphan.directory is not None
@@ -185,7 +185,7 @@ async def test_a_shutdown_by_message_while_it_sleeps_deletes_the_image_too(serve
 async def test_a_kernel_that_its_user_protected_is_shut_down_but_kept(server):
     first = await server.start()
     image = await first.provisioner.checkpoint()
-    first.provisioner.desk.protect(3600)
+    first.provisioner.agent_requests.protect(3600)
     await first.manager.shutdown_kernel()
     assert [(one.id, one.retired) for one in server.store.images()] == [(image.id, True)]
 
@@ -269,7 +269,7 @@ async def test_a_kernel_that_ended_as_it_was_about_to_be_adopted(server, monkeyp
     first.client.execute("import time\nwhile True: time.sleep(0.05)")
     await until(lambda: first.provisioner.gate.pending == ["execute_request"])
     pids = first.lifecycle.capsule.processes()
-    await first.provisioner.leave()
+    await first.provisioner.detach()
     find = GpuCkptProvisioner._find_orphan
 
     def found_and_killed(self):
@@ -300,7 +300,7 @@ async def test_a_sleeping_kernel_on_a_host_that_has_become_unfit(server, monkeyp
     """A plain kernel under the id says so; the image waits for a server that can."""
     first = await server.start()
     await first.run("x = 41")
-    await first.provisioner.leave()
+    await first.provisioner.detach()
     (image,) = server.store.images()
 
     def unfit(_):
@@ -331,7 +331,7 @@ async def test_an_adoption_that_fails_leaves_the_kernel_to_the_next_try(server, 
     if not asleep:
         first.client.execute("import time\nfor _ in range(20): time.sleep(0.05)")
         await until(lambda: first.provisioner.gate.pending == ["execute_request"])
-    await first.provisioner.leave()
+    await first.provisioner.detach()
 
     def fails(self, **_):
         raise HelperGone("The helper ended.")
@@ -368,16 +368,16 @@ async def test_a_kernel_of_another_release_is_refused_by_name_and_left_as_it_is(
     first = await server.start(outlive_server=True)
     await first.run("x = 41")
     if asleep:
-        await first.provisioner.leave()
+        await first.provisioner.detach()
         place = server.store.images()[0].path
     else:
         place, lifecycle = first.lifecycle.home.runtime_dir, first.lifecycle
         pids = lifecycle.capsule.processes()
-        await asyncio.to_thread(first.provisioner._premises.leave, lifecycle)
+        await asyncio.to_thread(first.provisioner._host.detach)
     change_session(place, version=VERSION + 1)
     before = server.store.images()
     assert server.orphans() == []
-    (refusal,) = find(server.base, server.store).refused.values()
+    (refusal,) = find_all(server.base, server.store).refused.values()
     assert (refusal.code, refusal.details) == ("PROTOCOL_VERSION", {"version": VERSION + 1})
     with pytest.raises(ProtocolVersion, match=f"of version {VERSION + 1}; this release knows version {VERSION}"):
         await server.start()

@@ -290,7 +290,7 @@ if role == "start":
         registration.write(state="running")
         (own,) = [kernel for kernel in kernels(base) if kernel["directory"] == str(registration.directory)]
         assert own["owned"]
-        registration.end()
+        registration.remove()
 while role == "reap" and not (base / "stop").exists():
     assert reap(base) == []
 while role == "list" and not (base / "stop").exists():

@@ -4,7 +4,7 @@ The kernel asks by a message of its own on iopub, which the gate swallows: no UR
 checkpoint would have to carry.  A question is answered on the control channel, which ipykernel serves on a thread of
 its own, so the answer comes while the cell that asks is still running.
 
-``gpu_ckpt_ask`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or {"verb": "suspend" | "checkpoint"}
+``gpu_ckpt_request`` (iopub, to the gate)  {"verb": ..., "now": true, "id": ...} or {"verb": "suspend" | "checkpoint"}
     With ``now`` a question; without, what is to be done once this cell has ended.
 ``gpu_ckpt_answer_request`` (control)  {"id": ..., "answer": {...}} or {"id": ..., "error": {...}}
 ``gpu_ckpt_failed_request`` (control)  {"error": {"code": ..., "message": ..., "hint": ..., "left": ...}}
@@ -114,7 +114,9 @@ class Outside:
             raise RequestRefused.from_reply(self._plain)
         kernel = self._kernel
         # The parent is the request under way: what is asked without `now` is done after its idle.
-        kernel.session.send(kernel.iopub_socket, "gpu_ckpt_ask", content, kernel.get_parent(), ident=b"gpu_ckpt_ask")
+        kernel.session.send(
+            kernel.iopub_socket, "gpu_ckpt_request", content, kernel.get_parent(), ident=b"gpu_ckpt_request"
+        )
 
     def _handler(self, msg_type: str, take: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
         reply = msg_type.replace("_request", "_reply")

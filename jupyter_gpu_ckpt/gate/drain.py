@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..errors import GateError, KernelBusy
-from .internal_requests import PROBE, Errand
-from .pending import Entry, Lane, Ledger
+from .internal_requests import PROBE, InternalRequest
+from .pending import Entry, Lane, PendingRequests
 
 # Seconds without news before a straggler is taken for one, and a fence goes out.
 _QUIET = 0.1
@@ -20,14 +20,16 @@ _PATIENCE = 1.0
 
 
 class Drain:
-    """One drain at a time over ``ledger``.
+    """One drain at a time over the ``pending`` requests.
 
-    ``send`` sends an errand to the kernel.  ``freed`` is called with the entries that a fence completed, or
+    ``send`` sends a request to the kernel.  ``freed`` is called with the entries that a fence completed, or
     that are not waited for any longer.
     """
 
-    def __init__(self, ledger: Ledger, send: Callable[[Errand], None], freed: Callable[[list[Entry]], None]) -> None:
-        self._ledger, self._send, self._freed = ledger, send, freed
+    def __init__(
+        self, pending: PendingRequests, send: Callable[[InternalRequest], None], freed: Callable[[list[Entry]], None]
+    ) -> None:
+        self._pending, self._send, self._freed = pending, send, freed
         self._future: Future[None] | None = None
         self._seconds = self._deadline = 0.0
         self._patience = math.inf  # until when, monotonic seconds
@@ -40,19 +42,19 @@ class Drain:
         return self._future is not None
 
     def begin(self, future: Future[None], seconds: float) -> None:
-        """Settle ``future`` when the ledger is empty, or fail it with `KernelBusy` after ``seconds``."""
+        """Settle ``future`` when no request is pending, or fail it with `KernelBusy` after ``seconds``."""
         self._future, self._seconds = future, seconds
         self._news = time.monotonic()
         self._deadline = self._news + seconds
         self._patience = self._news + min(_PATIENCE, seconds / 2)
 
     def news(self) -> None:
-        """Something in the ledger moved."""
+        """Something pending moved."""
         self._news = time.monotonic()
 
     def settled(self) -> bool:
         """Whether the drain just ended because nothing is under way any more."""
-        if self._future is None or self._ledger:
+        if self._future is None or self._pending:
             return False
         future, self._future = self._future, None
         future.set_result(None)
@@ -70,7 +72,7 @@ class Drain:
         if self._future is None:
             return None
         times = [self._deadline, self._patience]
-        if any(lane not in self._fences for lane in self._ledger.straggling()):
+        if any(lane not in self._fences for lane in self._pending.straggling()):
             times.append(self._news + _QUIET)
         return min(times)
 
@@ -78,7 +80,7 @@ class Drain:
         """Fail at the deadline; send a fence to each lane in which only stragglers are left; lose patience."""
         if self._future is not None and now >= self._patience:
             self._patience = math.inf
-            self._freed(self._ledger.without_questions())
+            self._freed(self._pending.without_questions())
         if self._future is None:
             return
         if now >= self._deadline:
@@ -87,12 +89,12 @@ class Drain:
                 KernelBusy(
                     f"The kernel is still working after {self._seconds:g} s.",
                     left="the kernel is running",
-                    pending=self._ledger.types(),
+                    pending=self._pending.types(),
                     seconds=self._seconds,
                 )
             )
         elif now >= self._news + _QUIET:
-            for lane, order in self._ledger.straggling().items():
+            for lane, order in self._pending.straggling().items():
                 if lane not in self._fences:
                     self._fence(lane, order)
 
@@ -101,7 +103,7 @@ class Drain:
 
         def done(_: dict[str, Any]) -> None:
             self._fences.discard(lane)
-            self._freed(self._ledger.fenced(lane, order))
+            self._freed(self._pending.fenced(lane, order))
 
         def failed(_: str) -> None:
             self._fences.discard(lane)
@@ -109,4 +111,4 @@ class Drain:
         channel, subshell_id = lane
         self._fences.add(lane)
         kind, content = PROBE
-        self._send(Errand(channel, kind, content, self._deadline, done, failed, subshell_id))
+        self._send(InternalRequest(channel, kind, content, self._deadline, done, failed, subshell_id))

@@ -26,9 +26,9 @@ import zmq
 from ..errors import GateError, GpuCkptError, StateError
 from . import wire
 from .loop import Loop
-from .router import ASK_TYPE, GateState, Proxy, UnderWay
+from .router import AGENT_REQUEST, GateState, Router, UnderWay
 
-__all__ = ["ASK_TYPE", "Gate", "GateState", "UnderWay"]
+__all__ = ["AGENT_REQUEST", "Gate", "GateState", "UnderWay"]
 
 T = TypeVar("T")
 
@@ -48,12 +48,12 @@ class Gate:
     on_wake:
         Called with a message type on the gate's thread, once a sleep, when a message arrives or lies waiting that wakes
         the kernel.  Must not block, and must not call the gate.
-    on_ask:
-        Called with the content of the kernel's ``gpu_ckpt_ask`` on the gate's thread: at once where it says ``now``
-        (answer by `tell`), else after the reply and the idle of the cell that asked were forwarded.  From there on
-        requests are kept if the verb is ``suspend`` or ``checkpoint``: do the verb, or call `release`.  Also called
-        with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel that
-        is away.  Must not block, and must not call the gate.
+    on_agent_request:
+        Called with the content of the kernel's ``gpu_ckpt_request`` on the gate's thread: at once where it says ``now``
+        (answer by `request` on the control channel), else after the reply and the idle of the cell that sent it were
+        forwarded.  From there on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or
+        call `release`.  Also called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a
+        ``shutdown_request`` for a kernel that is away.  Must not block, and must not call the gate.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:
@@ -70,16 +70,16 @@ class Gate:
         back: Mapping[str, Any],
         *,
         on_wake: Callable[[str], None],
-        on_ask: Callable[[dict[str, Any]], None],
+        on_agent_request: Callable[[dict[str, Any]], None],
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any] | None = None,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self._front, self._back = dict(front), dict(back)
-        self._on_wake, self._on_ask, self._kernel_id = on_wake, on_ask, kernel_id
+        self._on_wake, self._on_agent_request, self._kernel_id = on_wake, on_agent_request, kernel_id
         self._log = log or logging.getLogger(__name__)
         self._known = identity
-        self._proxy: Proxy | None = None
+        self._router: Router | None = None
         self._thread: threading.Thread | None = None
         self._loop: Loop | None = None
         self._broken: BaseException | None = None
@@ -99,18 +99,18 @@ class Gate:
         sockets = wire.bind(self._front)
         loop = Loop(self._log)
         try:
-            self._proxy = Proxy(
+            self._router = Router(
                 self._front,
                 self._back,
                 sockets=sockets,
                 loop=loop,
                 on_wake=self._on_wake,
-                on_ask=self._on_ask,
+                on_agent_request=self._on_agent_request,
                 kernel_id=self._kernel_id,
                 log=self._log,
             )
             if self._known is not None:
-                self._proxy.voice.learn(self._known)
+                self._router.replies.learn(self._known)
         except BaseException:
             wire.close(sockets)
             loop.dispose()
@@ -125,11 +125,11 @@ class Gate:
 
         *After failure* the connection is closed again and the state is as before.  Raises `KernelSilent`.
         """
-        self._await(lambda proxy, future: proxy.open(future, timeout), timeout)
+        self._await(lambda router, future: router.open(future, timeout), timeout)
 
     def release(self) -> None:
         """Forward what was kept, in order, and keep no more."""
-        self._do(lambda proxy: proxy.release())
+        self._do(lambda router: router.release())
 
     def drain(self, timeout: float) -> None:
         """Keep new requests from here on; wait until those forwarded before have their replies and idles.
@@ -137,7 +137,7 @@ class Gate:
         Interrupts, shutdowns and answers to ``input()`` still pass.  *After failure* the gate goes on keeping: call
         `release`. Raises `KernelBusy` with the message types under way.
         """
-        self._await(lambda proxy, future: proxy.drain(future, timeout), timeout)
+        self._await(lambda router, future: router.drain(future, timeout), timeout)
 
     def when_idle(self) -> Future[None]:
         """Settled once no cell runs or waits in the kernel; at that moment new requests begin to be kept.
@@ -146,7 +146,7 @@ class Gate:
         settled before it could be has begun the keeping.  It fails with `StateError` if the kernel ends or is
         restarted before, with `GateError` if the gate does.
         """
-        future: Future[None] = self._submit(lambda proxy, future: proxy.when_idle(future))
+        future: Future[None] = self._submit(lambda router, future: router.when_idle(future))
         future.add_done_callback(self._forget)
         return future
 
@@ -155,65 +155,63 @@ class Gate:
 
         libzmq closes the connections some milliseconds later, and so does the kernel.
         """
-        self._do(lambda proxy: proxy.close())
+        self._do(lambda router: router.close())
 
     def sleep(self) -> None:
         """The kernel is suspended or checkpointed now: have it woken by the next message that wakes, or one kept."""
-        self._do(lambda proxy: proxy.sleep())
+        self._do(lambda router: router.sleep())
 
     def fail(self, error: GpuCkptError) -> None:
         """A wake failed: answer each execution that waits by ``error``; other messages stay, and so does the sleep."""
-        self._do(lambda proxy: proxy.fail(error))
+        self._do(lambda router: router.fail(error))
 
     def interrupt(self) -> bool:
         """Answer each execution that waits for the kernel as interrupted, whether a wake is under way or not.
 
         False, and nothing is done, when the gate is open: then the kernel itself is to be interrupted.
         """
-        return self._do(lambda proxy: proxy.interrupt())
+        return self._do(lambda router: router.interrupt())
 
-    def request(self, msg_type: str, content: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Ask the kernel something on its shell channel, unseen by clients, also while their messages are kept.
+    def request(
+        self, msg_type: str, content: Mapping[str, Any], timeout: float, channel: str = "shell"
+    ) -> dict[str, Any]:
+        """Send the kernel a request of the gate's own, also while clients' requests are queued; the reply's content.
 
-        Returns the reply's content.  Raises `KernelSilent`.
+        Clients do not see it.  On the ``control`` channel the kernel answers while a cell runs.  Raises `KernelSilent`.
         """
-        return self._await(lambda proxy, future: proxy.request(future, msg_type, dict(content), timeout), timeout)
-
-    def tell(self, msg_type: str, content: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """The same on the control channel, which the kernel answers also while a cell runs.  Raises `KernelSilent`."""
         return self._await(
-            lambda proxy, future: proxy.request(future, msg_type, dict(content), timeout, "control"), timeout
+            lambda router, future: router.request(future, msg_type, dict(content), timeout, channel), timeout
         )
 
-    def ask(self, prompt: str, timeout: float) -> str | None:
+    def prompt(self, text: str, timeout: float) -> str | None:
         """Ask the user whose cell waits for the kernel a question; None when nobody can be asked, or nobody answers."""
         try:
-            return self._await(lambda proxy, future: proxy.ask(future, prompt), timeout)
+            return self._await(lambda router, future: router.prompt(future, text), timeout)
         except GateError:
-            self.unask()
+            self.cancel_prompt()
             return None
 
-    def unask(self) -> None:
-        """Whoever waits in `ask` gets no answer.  Does nothing if the gate was stopped."""
+    def cancel_prompt(self) -> None:
+        """Whoever waits in `prompt` gets no answer.  Does nothing if the gate was stopped."""
         with contextlib.suppress(GateError):
-            self._do(lambda proxy: proxy.unask())
+            self._do(lambda router: router.cancel_prompt())
 
-    def say(self, msg_type: str, content: Mapping[str, Any]) -> None:
+    def publish(self, msg_type: str, content: Mapping[str, Any]) -> None:
         """Send clients an output in the kernel's name, also while the kernel is away."""
-        self._do(lambda proxy: proxy.say(msg_type, content))
+        self._do(lambda router: router.publish(msg_type, content))
 
-    def died(self) -> None:
+    def kernel_died(self) -> None:
         """The kernel's process is gone: forget what is under way and what was kept, disconnect, echo no heartbeat.
 
         Messages that come later are kept for the next kernel.  Does nothing if the gate was stopped.
         """
         if self._stopped:
             return
-        self._do(lambda proxy: proxy.died())
+        self._do(lambda router: router.kernel_died())
 
     def rebind_kernel(self, back: Mapping[str, Any]) -> None:
         """The kernel is another process at ``back``: forget what is under way and what is known of the old one."""
-        self._do(lambda proxy: proxy.rebind_kernel(back))
+        self._do(lambda router: router.rebind_kernel(back))
 
     def stop(self) -> None:
         """Unbind and end the thread.  Does nothing if that was done.  Raises `GateError` if the thread does not end."""
@@ -234,58 +232,58 @@ class Gate:
 
     @property
     def state(self) -> GateState:
-        """One of ``closed``, ``open``, ``draining``, ``held``, ``asleep``; compares equal to these strings."""
-        return self._proxy.state if self._proxy else GateState.CLOSED
+        """One of ``closed``, ``open``, ``draining``, ``drained``, ``asleep``; compares equal to these strings."""
+        return self._router.state if self._router else GateState.CLOSED
 
     @property
     def last_activity(self) -> float:
         """When a client last had something run (or that ended), `time.monotonic` seconds; looking does not count."""
-        return self._proxy.last_activity if self._proxy else time.monotonic()
+        return self._router.last_activity if self._router else time.monotonic()
 
     @property
-    def questions(self) -> int:
+    def queries(self) -> int:
         """How many requests the kernel was given so far that only ask: what pages and monitors do by themselves."""
-        return self._proxy.questions if self._proxy else 0
+        return self._router.queries if self._router else 0
 
     @property
-    def held(self) -> int:
+    def queued(self) -> int:
         """How many messages are kept."""
-        return len(self._proxy.hold) if self._proxy else 0
+        return len(self._router.queue) if self._router else 0
 
     @property
     def pending(self) -> list[str]:
         """The types of the requests under way in the kernel, oldest first."""
-        return self._do(lambda proxy: proxy.ledger.types())
+        return self._do(lambda router: router.pending.types())
 
     @property
     def working(self) -> bool:
         """Whether the kernel is at work on what a client had it do; its answers to mere questions do not count."""
-        return self._do(lambda proxy: proxy.ledger.working())
+        return self._do(lambda router: router.pending.working())
 
     @property
     def identity(self) -> dict[str, Any] | None:
         """Who the kernel said it is: JSON, for the ``identity`` of a later `Gate`; ``None`` until heard."""
-        return self._do(lambda proxy: proxy.voice.identity)
+        return self._do(lambda router: router.replies.identity)
 
     # -- to the thread and back ---------------------------------------------------------------------------------------
 
     @property
     def lag(self) -> int:
         """Bytes of outputs that the slowest reader is behind, at the last look."""
-        return self._do(lambda proxy: proxy.readers.lag)
+        return self._do(lambda router: router.readers.lag)
 
     @property
     def under_way(self) -> UnderWay:
         """What the kernel has not yet done of that which clients asked of it."""
-        return self._do(lambda proxy: proxy.under_way())
+        return self._do(lambda router: router.under_way())
 
-    def _do(self, verb: Callable[[Proxy], T]) -> T:
-        def at_once(proxy: Proxy, future: Future[T]) -> None:
-            future.set_result(verb(proxy))
+    def _do(self, verb: Callable[[Router], T]) -> T:
+        def at_once(router: Router, future: Future[T]) -> None:
+            future.set_result(verb(router))
 
         return self._await(at_once, 0.0)
 
-    def _await(self, verb: Callable[[Proxy, Future[T]], None], timeout: float) -> T:
+    def _await(self, verb: Callable[[Router, Future[T]], None], timeout: float) -> T:
         """Have ``verb`` run on the gate's thread and wait for its future.  The thread keeps the deadline itself."""
         if self._thread is threading.current_thread():
             raise GateError("The gate was called from its own callback, which would wait for itself.")
@@ -297,15 +295,15 @@ class Gate:
         finally:
             self._forget(future)
 
-    def _submit(self, verb: Callable[[Proxy, Future[T]], None]) -> Future[T]:
+    def _submit(self, verb: Callable[[Router, Future[T]], None]) -> Future[T]:
         """Have ``verb`` run on the gate's thread; its future."""
         future: Future[T] = Future()
         with self._lock:
-            proxy, loop = self._proxy, self._loop
-            if proxy is None or loop is None or self._thread is None or self._broken is not None:
+            router, loop = self._router, self._loop
+            if router is None or loop is None or self._thread is None or self._broken is not None:
                 raise GateError("The gate does not run.") from self._broken
             self._waiting.append(future)
-            loop.call(lambda: _perform(verb, proxy, future))
+            loop.call(lambda: _perform(verb, router, future))
         return future
 
     def _forget(self, future: Future[Any]) -> None:
@@ -313,17 +311,17 @@ class Gate:
             self._waiting.remove(future)
 
     def _run(self) -> None:
-        proxy = self._proxy
-        assert proxy is not None and self._loop is not None
+        router = self._router
+        assert router is not None and self._loop is not None
         reason = "the gate was stopped"
         try:
-            proxy.run()
+            router.run()
         except BaseException as error:
             reason = "the gate's thread failed"
             self._broken = error
             self._log.critical("gate: the thread failed: %s", type(error).__name__, exc_info=True)
         try:
-            proxy.shut(reason)
+            router.shut(reason)
         except Exception:
             self._log.exception("gate: the sockets could not be closed")
         with self._lock:
@@ -335,9 +333,9 @@ class Gate:
                 future.set_exception(GateError(f"The call was given up: {reason}."))
 
 
-def _perform(verb: Callable[[Proxy, Future[T]], None], proxy: Proxy, future: Future[T]) -> None:
+def _perform(verb: Callable[[Router, Future[T]], None], router: Router, future: Future[T]) -> None:
     try:
-        verb(proxy, future)
+        verb(router, future)
     except zmq.ZMQError as error:
         future.set_exception(GateError(f"ZMQ failed: {error.strerror}."))
     except Exception as error:

@@ -23,7 +23,7 @@ PROBE: tuple[str, dict[str, Any]] = ("comm_info_request", {"target_name": "gpu_c
 
 
 @dataclass
-class Errand:
+class InternalRequest:
     """One request of the gate under way; done when reply and idle came.
 
     ``deadline`` and ``resend_at`` are monotonic seconds.  ``resend_every`` sends it again under a new id until done: a
@@ -44,75 +44,75 @@ class Errand:
     ids: list[str] = field(default_factory=list)
 
 
-class Errands:
+class InternalRequests:
     """The gate's requests under way, by msg_id."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._name = new_id()
         self._tag = self._name.encode()
-        self._by_id: dict[str, Errand] = {}
+        self._by_id: dict[str, InternalRequest] = {}
 
     def owns(self, frame: bytes) -> bool:
         """Whether ``frame``, a parent header, is that of a request of the gate, be it forgotten since."""
         return self._tag in frame
 
-    def __iter__(self) -> Iterator[Errand]:
-        return iter({id(errand): errand for errand in self._by_id.values()}.values())
+    def __iter__(self) -> Iterator[InternalRequest]:
+        return iter({id(request): request for request in self._by_id.values()}.values())
 
-    def frames(self, errand: Errand, now: float) -> list[bytes]:
-        """The frames of ``errand`` under a new id; from here its answer is awaited."""
-        header = self._session.msg_header(errand.msg_type)
+    def frames(self, request: InternalRequest, now: float) -> list[bytes]:
+        """The frames of ``request`` under a new id; from here its answer is awaited."""
+        header = self._session.msg_header(request.msg_type)
         header["msg_id"], header["session"] = f"{self._name}_{new_id()}", self._name
-        if errand.subshell_id is not None:
-            header["subshell_id"] = errand.subshell_id
-        errand.ids.append(header["msg_id"])
-        self._by_id[header["msg_id"]] = errand
-        errand.resend_at = None if errand.resend_every is None else now + errand.resend_every
-        frames = self._session.serialize(self._session.msg(errand.msg_type, errand.content, header=header))
+        if request.subshell_id is not None:
+            header["subshell_id"] = request.subshell_id
+        request.ids.append(header["msg_id"])
+        self._by_id[header["msg_id"]] = request
+        request.resend_at = None if request.resend_every is None else now + request.resend_every
+        frames = self._session.serialize(self._session.msg(request.msg_type, request.content, header=header))
         assert frames[0] == DELIMITER
         return frames
 
     def replied(self, message: dict[str, Any]) -> None:
         """The kernel's reply to a request of the gate came."""
-        errand = self._by_id.get(message["parent_header"].get("msg_id", ""))
-        if errand is not None and errand.reply is None:
-            errand.reply = message
-            self._settle(errand)
+        request = self._by_id.get(message["parent_header"].get("msg_id", ""))
+        if request is not None and request.reply is None:
+            request.reply = message
+            self._settle(request)
 
     def idled(self, msg_id: str, now: float) -> None:
         """The kernel's idle for a request of the gate came."""
-        errand = self._by_id.get(msg_id)
-        if errand is not None and not errand.idle:
-            errand.idle = True
-            errand.deadline = min(errand.deadline, now + _REPLY_GRACE)
-            self._settle(errand)
+        request = self._by_id.get(msg_id)
+        if request is not None and not request.idle:
+            request.idle = True
+            request.deadline = min(request.deadline, now + _REPLY_GRACE)
+            self._settle(request)
 
-    def due(self, now: float) -> list[Errand]:
+    def due(self, now: float) -> list[InternalRequest]:
         """Drop what is over its deadline; return what is to be sent again."""
         if not self._by_id:  # nearly always: this is asked with every message
             return []
-        for errand in list(self):
+        for request in list(self):
             # The failure of one may have dropped others.
-            if now >= errand.deadline and errand.ids[0] in self._by_id:
-                self.drop(errand)
-                errand.failed("it has no handler for it" if errand.idle else "no answer before the deadline")
-        return [errand for errand in self if errand.resend_at is not None and now >= errand.resend_at]
+            if now >= request.deadline and request.ids[0] in self._by_id:
+                self.drop(request)
+                request.failed("it has no handler for it" if request.idle else "no answer before the deadline")
+        return [request for request in self if request.resend_at is not None and now >= request.resend_at]
 
     def next_time(self) -> float | None:
         """When `due` has something to do next, monotonic seconds."""
         if not self._by_id:
             return None
-        times = [errand.deadline for errand in self]
-        times += [errand.resend_at for errand in self if errand.resend_at is not None]
+        times = [request.deadline for request in self]
+        times += [request.resend_at for request in self if request.resend_at is not None]
         return min(times, default=None)
 
-    def drop(self, errand: Errand) -> None:
-        """Await ``errand`` no more; answers that still come stay the gate's own and are swallowed."""
-        for msg_id in errand.ids:
+    def drop(self, request: InternalRequest) -> None:
+        """Await ``request`` no more; answers that still come stay the gate's own and are swallowed."""
+        for msg_id in request.ids:
             self._by_id.pop(msg_id, None)
 
-    def _settle(self, errand: Errand) -> None:
-        if errand.reply is not None and errand.idle:
-            self.drop(errand)
-            errand.done(errand.reply)
+    def _settle(self, request: InternalRequest) -> None:
+        if request.reply is not None and request.idle:
+            self.drop(request)
+            request.done(request.reply)

@@ -90,7 +90,7 @@ class Entry:
         return self.idles <= 0 < self.replies
 
 
-class Ledger:
+class PendingRequests:
     """The requests under way, by msg_id."""
 
     def __init__(self) -> None:

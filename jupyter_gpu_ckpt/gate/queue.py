@@ -19,7 +19,7 @@ MAX_WAKE_BYTES = 256 * 1024 * 1024
 _OVERHEAD = 2048
 
 
-class Hold:
+class RequestQueue:
     """A queue of requests that knows its size."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ Send = Callable[[str, list[bytes]], None]
 IDLE_TYPE = "gpu_ckpt_idle"
 
 
-class Voice:
+class Replies:
     """Builds the kernel's messages and hands their frames to ``send(channel, frames)``.
 
     ``info`` is the content of the kernel's last ``kernel_info_reply``, ``None`` until one was seen.
@@ -72,7 +72,7 @@ class Voice:
         while self._unwelcomed:
             self.welcome(self._unwelcomed.pop())
 
-    def say(self, msg_type: str, content: dict[str, Any]) -> None:
+    def publish(self, msg_type: str, content: dict[str, Any]) -> None:
         """An output that answers no request: a ``comm_msg`` to a widget, for one."""
         self._send("iopub", self._frames(msg_type, content, None, [self._topic + msg_type.encode()]))
 
@@ -115,9 +115,9 @@ class Voice:
             content["restart"] = bool(request.content.get("restart", False))
         self.answer(request, content)
 
-    def question(self, request: Request, prompt: str) -> None:
+    def prompt(self, request: Request, text: str) -> None:
         """Ask the client of ``request`` for a line of text, as ``input()`` in its cell would."""
-        content = {"prompt": prompt, "password": False}
+        content = {"prompt": text, "password": False}
         self._send("stdin", self._frames("input_request", content, request.header, request.idents))
 
     def aborted(self, request: Request) -> None:

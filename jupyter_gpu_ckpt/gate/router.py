@@ -21,17 +21,17 @@ import zmq
 from ..errors import GpuCkptError, KernelSilent, StateError
 from . import wire
 from .drain import Drain
-from .internal_requests import PROBE, Errand, Errands
+from .internal_requests import PROBE, InternalRequest, InternalRequests
 from .loop import Loop, Reader, Socket
-from .pending import Entry, Ledger
-from .queue import Hold
+from .pending import Entry, PendingRequests
+from .queue import RequestQueue
 from .readers import Readers
-from .replies import Voice
+from .replies import Replies
 from .wake_rules import wakes
 from .wire import CONTENT, HEADER, PARENT, Request
 
 #: The iopub message by which a magic asks for its own kernel's checkpoint; no client ever sees it.
-ASK_TYPE = "gpu_ckpt_ask"
+AGENT_REQUEST = "gpu_ckpt_request"
 
 _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 
@@ -54,7 +54,7 @@ class GateState(str, Enum):
     CLOSED = "closed"  # keeps it: no kernel yet, or no kernel any more
     OPEN = "open"  # forwards it
     DRAINING = "draining"  # keeps it, and waits for the answers to those forwarded before
-    HELD = "held"  # keeps it: the kernel is quiet, on its way out or on its way back
+    DRAINED = "drained"  # keeps it: the kernel is quiet, on its way out or on its way back
     ASLEEP = "asleep"  # keeps it, and has the kernel woken if it is of the wake allow-list
 
     __str__ = str.__str__
@@ -68,7 +68,7 @@ class UnderWay:
     others: tuple[str, ...]
 
 
-class Proxy:
+class Router:
     """The thread's side of one gate; see `gate.Gate` for the meaning of the verbs."""
 
     def __init__(
@@ -79,26 +79,26 @@ class Proxy:
         sockets: dict[str, Socket],
         loop: Loop,
         on_wake: Callable[[str], None],
-        on_ask: Callable[[dict[str, Any]], None],
+        on_agent_request: Callable[[dict[str, Any]], None],
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
     ) -> None:
         self.state = GateState.CLOSED
         self.last_activity = time.monotonic()
-        self.questions = 0
-        self.hold = Hold()
-        self.ledger = Ledger()
+        self.queries = 0
+        self.queue = RequestQueue()
+        self.pending = PendingRequests()
         self.back_info = dict(back)
         self._front, self._loop = sockets, loop
         self.readers = Readers(sockets["iopub"], log)
         self._back: dict[str, Socket] = {}
         self._identity = f"gate-{kernel_id}".encode()[:255]  # ZMQ's limit
-        self._on_wake, self._on_ask, self._log = on_wake, on_ask, log
+        self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)
         self._signer = wire.session(front, history=False)
-        self._errands = Errands(self._signer)
-        self.voice = Voice(self._signer, kernel_id, self._to_clients)
-        self._drain = Drain(self.ledger, self._send_errand, self._freed)
+        self._internal = InternalRequests(self._signer)
+        self.replies = Replies(self._signer, kernel_id, self._to_clients)
+        self._drain = Drain(self.pending, self._send_internal, self._freed)
         self._idlers: list[Future[None]] = []
         self._woken = False  # on_wake was called for this sleep
         self._dead = self._closing = False
@@ -130,7 +130,7 @@ class Proxy:
         handlers[self.readers.monitor] = ("connections", self.readers.heard)
         handlers[self._front["iopub"]] = ("client iopub", self._subscription)
         for channel in ("control", "shell", "stdin"):
-            if channel != "shell" or len(self.ledger) < _UNDER_WAY:
+            if channel != "shell" or len(self.pending) < _UNDER_WAY:
                 handlers[self._front[channel]] = (f"client {channel}", self._requests(channel))
         handlers[self._front["hb"]] = ("client hb", self._beat)
         self._loop.read(handlers)
@@ -139,16 +139,16 @@ class Proxy:
             self._back["iopub"].setsockopt(zmq.RCVHWM, wire.PAUSED_HIGH_WATER if self.readers.full else 0)
 
     def _next_time(self) -> float | None:
-        times = (self._errands.next_time(), self._drain.next_time(), self.readers.next_time())
+        times = (self._internal.next_time(), self._drain.next_time(), self.readers.next_time())
         return min((at for at in times if at is not None), default=None)
 
     def _tick(self, now: float) -> None:
-        for errand in self._errands.due(now):
-            self._send_errand(errand)
+        for request in self._internal.due(now):
+            self._send_internal(request)
         self._drain.tick(now)
         if self.readers.late and self.readers.look(now):
             self._rewire()
-        if self._loop.reads(self._front["shell"]) != (len(self.ledger) < _UNDER_WAY):
+        if self._loop.reads(self._front["shell"]) != (len(self.pending) < _UNDER_WAY):
             self._rewire()
 
     # -- the verbs --------------------------------------------------------------------------------------------------
@@ -164,13 +164,13 @@ class Proxy:
         self._dead = False
         # Only a kernel that was never heard is asked who it is: IPython draws the tip in its banner from the user's
         # random numbers, so that question is not one to ask of a kernel that has work in it.
-        kind, content = ("kernel_info_request", {}) if self.voice.info is None else PROBE
+        kind, content = ("kernel_info_request", {}) if self.replies.info is None else PROBE
 
         def done(reply: dict[str, Any]) -> None:
             if kind == "kernel_info_request":
-                self.voice.learn(reply)
+                self.replies.learn(reply)
             if self.state is GateState.CLOSED or self.state is GateState.ASLEEP:
-                self.state = GateState.HELD
+                self.state = GateState.DRAINED
             future.set_result(None)
 
         def failed(why: str) -> None:
@@ -180,7 +180,7 @@ class Proxy:
             future.set_exception(KernelSilent(message, left="messages are kept", seconds=timeout))
 
         deadline = time.monotonic() + timeout
-        self._send_errand(Errand("shell", kind, content, deadline, done, failed, resend_every=_PROBE_EVERY))
+        self._send_internal(InternalRequest("shell", kind, content, deadline, done, failed, resend_every=_PROBE_EVERY))
 
     def release(self) -> None:
         """Forward what was kept, in order."""
@@ -189,12 +189,12 @@ class Proxy:
         if self._drain.active:
             raise StateError("The gate is being drained by another call.")
         self.state, self._woken = GateState.OPEN, False
-        for request in self.hold.take():
+        for request in self.queue.take():
             self._forward(request)
 
     def drain(self, future: Future[None], timeout: float) -> None:
         """Keep new requests, wait for the answers to the old ones."""
-        if self.state is GateState.HELD:
+        if self.state is GateState.DRAINED:
             future.set_result(None)
             return
         if self.state not in (GateState.OPEN, GateState.DRAINING) or self._drain.active:
@@ -210,7 +210,7 @@ class Proxy:
 
     def under_way(self) -> UnderWay:
         """What the kernel is doing for clients."""
-        return UnderWay(self.ledger.cells(), self.ledger.other_types())
+        return UnderWay(self.pending.cells(), self.pending.other_types())
 
     def close(self) -> None:
         """Disconnect from the kernel and go on keeping."""
@@ -220,18 +220,18 @@ class Proxy:
         for socket in self._back.values():
             self._loop.pump(socket)
         self._closing = False
-        if self.ledger:
-            self._log.warning("gate: closed with %d requests under way; they are forgotten", len(self.ledger))
+        if self.pending:
+            self._log.warning("gate: closed with %d requests under way; they are forgotten", len(self.pending))
         self._disconnect("the gate was closed")
         if self.state in (GateState.OPEN, GateState.DRAINING):
-            self.state = GateState.HELD
+            self.state = GateState.DRAINED
 
     def sleep(self) -> None:
         """Have the kernel woken from here on."""
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; drain it first.")
         self.state, self._woken = GateState.ASLEEP, False
-        waiting = self.hold.first(wakes)
+        waiting = self.queue.first(wakes)
         if waiting is not None:
             self._wake(waiting.msg_type)
 
@@ -239,10 +239,10 @@ class Proxy:
         """Answer the executions that wait by ``error``, and sleep on."""
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; there is no wake that could fail.")
-        if self.state is GateState.HELD:
+        if self.state is GateState.DRAINED:
             self.state = GateState.ASLEEP
         self._woken = False
-        self._answer_executions(lambda request: self.voice.failed(request, error))
+        self._answer_executions(lambda request: self.replies.failed(request, error))
 
     def interrupt(self) -> bool:
         """Answer the executions that wait as interrupted; False when the gate is open: the kernel is to be told.
@@ -253,35 +253,35 @@ class Proxy:
             return False
         # What was sent before the interrupt may still lie unread in the front socket.
         self._loop.pump(self._front["shell"])
-        self.unask()
-        self._answer_executions(self.voice.interrupted)
+        self.cancel_prompt()
+        self._answer_executions(self.replies.interrupted)
         return True
 
     def _answer_executions(self, answer: Callable[[Request], object]) -> None:
         """Each execution that waits fails by ``answer``, or is aborted behind one of its queue that did."""
         stopped: set[tuple[bytes | str | None, ...]] = set()
-        for request in self.hold.take(lambda request: request.msg_type == "execute_request"):
+        for request in self.queue.take(lambda request: request.msg_type == "execute_request"):
             queue = (*request.idents, request.subshell_id)
             if queue in stopped:
-                self.voice.aborted(request)
+                self.replies.aborted(request)
                 continue
             answer(request)
             if request.stops:
                 stopped.add(queue)
 
-    def ask(self, future: Future[str | None], prompt: str) -> None:
+    def prompt(self, future: Future[str | None], text: str) -> None:
         """Ask the client of the first cell that waits, if it lets itself be asked."""
-        self.unask()
-        waiting = self.hold.first(
+        self.cancel_prompt()
+        waiting = self.queue.first(
             lambda request: request.msg_type == "execute_request" and bool(request.content.get("allow_stdin"))
         )
         if waiting is None:
             future.set_result(None)
             return
         self._question = waiting, future
-        self.voice.question(waiting, prompt)
+        self.replies.prompt(waiting, text)
 
-    def unask(self) -> None:
+    def cancel_prompt(self) -> None:
         """Nobody waits for the answer any more."""
         if self._question is not None and not self._question[1].done():
             self._question[1].set_result(None)
@@ -306,25 +306,25 @@ class Proxy:
         def done(reply: dict[str, Any]) -> None:
             future.set_result(reply["content"])
 
-        self._send_errand(Errand(channel, msg_type, content, time.monotonic() + timeout, done, failed))
+        self._send_internal(InternalRequest(channel, msg_type, content, time.monotonic() + timeout, done, failed))
 
-    def say(self, msg_type: str, content: Mapping[str, Any]) -> None:
+    def publish(self, msg_type: str, content: Mapping[str, Any]) -> None:
         """An output in the kernel's name, to all clients."""
-        self.voice.say(msg_type, dict(content))
+        self.replies.publish(msg_type, dict(content))
 
-    def died(self) -> None:
+    def kernel_died(self) -> None:
         """The kernel's process is gone."""
         self._dead = True
         self._beats.clear()  # a beat in flight is not echoed: nobody is there
         self._disconnect("the kernel died")
-        self.hold.take()
+        self.queue.take()
         self.state, self._woken = GateState.CLOSED, False
 
     def rebind_kernel(self, back: Mapping[str, Any]) -> None:
         """Another process is the kernel."""
         self._disconnect("the kernel was restarted")
         self.back_info = dict(back)
-        self.voice.forget()
+        self.replies.forget()
         self._dead = self._woken = False
         self.state = GateState.CLOSED
 
@@ -338,10 +338,10 @@ class Proxy:
             wire.send(self._front["hb"], self._beats.popleft())
         self._drain.give_up(reason)
         self._fail_idlers(reason)
-        self._asked(self.ledger.clear())
-        while (errand := next(iter(self._errands), None)) is not None:  # a failure may end in here again
-            self._errands.drop(errand)
-            errand.failed(reason)
+        self._asked(self.pending.clear())
+        while (request := next(iter(self._internal), None)) is not None:  # a failure may end in here again
+            self._internal.drop(request)
+            request.failed(reason)
 
     def _to_clients(self, channel: str, frames: list[bytes]) -> None:
         if channel == "iopub":
@@ -389,15 +389,17 @@ class Proxy:
         elif kind in _DONE_WITHOUT_KERNEL:
             if kind == "interrupt_request":
                 self.interrupt()
-            self.voice.done(request)
+            self.replies.done(request)
             if kind == "shutdown_request" and not self._dead:
-                self._tell(self._on_ask, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))})
-        elif kind == "kernel_info_request" and self.voice.info is not None and not self._dead:
-            self.voice.kernel_info(request)
-            if self.state in (GateState.HELD, GateState.ASLEEP):  # in a drain its cells may run still
-                self.voice.idle()
-        elif not self.hold.append(request):
-            self.voice.refused(request)
+                self._notify(
+                    self._on_agent_request, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))}
+                )
+        elif kind == "kernel_info_request" and self.replies.info is not None and not self._dead:
+            self.replies.kernel_info(request)
+            if self.state in (GateState.DRAINED, GateState.ASLEEP):  # in a drain its cells may run still
+                self.replies.idle()
+        elif not self.queue.append(request):
+            self.replies.refused(request)
         elif self.state is GateState.ASLEEP and wakes(request):
             self._wake(kind)
 
@@ -410,9 +412,9 @@ class Proxy:
         if wakes(request):
             self.last_activity = time.monotonic()
         else:
-            self.questions += 1
+            self.queries += 1
         if request.channel != "stdin":
-            self.ledger.forwarded(request)
+            self.pending.forwarded(request)
             self._drain.news()
         if request.msg_type == "shutdown_request":  # its cells end by that, and there is nothing to come after them
             self._fail_idlers("the kernel is being shut down")
@@ -421,9 +423,9 @@ class Proxy:
         if self._woken:
             return
         self._woken = True
-        self._tell(self._on_wake, msg_type)
+        self._notify(self._on_wake, msg_type)
 
-    def _tell(self, callback: Callable[[Any], None], argument: Any) -> None:
+    def _notify(self, callback: Callable[[Any], None], argument: Any) -> None:
         try:
             callback(argument)
         except Exception as error:
@@ -431,7 +433,7 @@ class Proxy:
 
     def _subscription(self, frames: list[bytes]) -> None:
         if frames[0][:1] == b"\x01":
-            self.voice.welcome(frames[0][1:])
+            self.replies.welcome(frames[0][1:])
 
     def _beat(self, frames: list[bytes]) -> None:
         if self._dead or sum(map(len, frames)) > wire.LONGEST_BEAT:
@@ -452,8 +454,8 @@ class Proxy:
     def _replies(self, channel: str) -> Callable[[list[bytes]], None]:
         def handle(frames: list[bytes]) -> None:
             _, rest = wire.split(frames)
-            if self._errands.owns(rest[PARENT]):
-                self._errands.replied(self._signer.deserialize(rest))
+            if self._internal.owns(rest[PARENT]):
+                self._internal.replied(self._signer.deserialize(rest))
                 return
             wire.send(self._front[channel], frames)
             if channel != "stdin":
@@ -462,7 +464,7 @@ class Proxy:
         return handle
 
     def _reply_passed(self, msg_id: str, rest: list[bytes]) -> None:
-        entry = self.ledger.find(msg_id)
+        entry = self.pending.find(msg_id)
         if entry is None:
             return
         self._drain.news()
@@ -473,8 +475,8 @@ class Proxy:
         if request.stops and content.get("status") == "error":
             self._abort(request.subshell_id)
         elif request.msg_type == "delete_subshell_request" and content.get("status") == "ok":
-            self._asked(self.ledger.without_subshell(str(request.content.get("subshell_id"))))
-        self._completed(self.ledger.replied(msg_id))
+            self._asked(self.pending.without_subshell(str(request.content.get("subshell_id"))))
+        self._completed(self.pending.replied(msg_id))
 
     def _abort(self, subshell_id: str | None) -> None:
         """Do to the executions that are kept what the kernel does to those in its own queue when one fails.
@@ -482,9 +484,9 @@ class Proxy:
         What came before the error reply may still lie unread in the front socket, so that is read first.
         """
         self._loop.pump(self._front["shell"])
-        queued = self.hold.take(lambda r: r.msg_type == "execute_request" and r.subshell_id == subshell_id)
+        queued = self.queue.take(lambda r: r.msg_type == "execute_request" and r.subshell_id == subshell_id)
         for request in queued:
-            self.voice.aborted(request)
+            self.replies.aborted(request)
 
     def _output(self, frames: list[bytes]) -> None:
         _, rest = wire.split(frames)
@@ -493,35 +495,35 @@ class Proxy:
         if b'"status"' in header:
             self._status_came(frames, rest)
         elif b'"iopub_welcome"' in header:
-            self.voice.kernel_welcomed()  # it welcomes the gate; each client has a welcome of its own
-        elif b'"' + ASK_TYPE.encode() + b'"' in header and self._ask_came(rest):
+            self.replies.kernel_welcomed()  # it welcomes the gate; each client has a welcome of its own
+        elif b'"' + AGENT_REQUEST.encode() + b'"' in header and self._ask_came(rest):
             pass
         else:
             self._publish(frames)
 
     def _status_came(self, frames: list[bytes], rest: list[bytes]) -> None:
-        own = self._errands.owns(rest[PARENT])
+        own = self._internal.owns(rest[PARENT])
         if not own:
             self._publish(frames)
         msg_id = str(self._signer.unpack(rest[PARENT]).get("msg_id"))
         state = self._signer.unpack(rest[CONTENT]).get("execution_state")
         if own and state == "idle":
-            self._errands.idled(msg_id, time.monotonic())
-        elif not own and self.ledger.find(msg_id) is not None:
+            self._internal.idled(msg_id, time.monotonic())
+        elif not own and self.pending.find(msg_id) is not None:
             self._drain.news()
             if state == "busy":
-                self.ledger.begun(msg_id)
+                self.pending.begun(msg_id)
             elif state == "idle":
-                self._completed(self.ledger.idled(msg_id))
+                self._completed(self.pending.idled(msg_id))
                 self._settle_idlers()  # also where the reply is late, or never comes
 
     def _ask_came(self, rest: list[bytes]) -> bool:
         message = self._signer.deserialize(rest)  # checks the signature: this message makes the gate do something
-        if message["msg_type"] != ASK_TYPE:
+        if message["msg_type"] != AGENT_REQUEST:
             return False
-        entry = self.ledger.find(str(message["parent_header"].get("msg_id")))
+        entry = self.pending.find(str(message["parent_header"].get("msg_id")))
         if entry is None or message["content"].get("now"):
-            self._tell(self._on_ask, message["content"])
+            self._notify(self._on_agent_request, message["content"])
         else:
             entry.asks.append(message["content"])
         return True
@@ -542,7 +544,7 @@ class Proxy:
         if self.state is GateState.OPEN and any(content.get("verb") in _HOLDING_ASKS for content in asks):
             self.state = GateState.DRAINING
         for content in asks:
-            self._tell(self._on_ask, content)
+            self._notify(self._on_agent_request, content)
         self._settle_idlers()
 
     def _freed(self, entries: list[Entry]) -> None:
@@ -556,7 +558,7 @@ class Proxy:
                 future.set_exception(StateError(f"The kernel's cells were not waited for to the end: {reason}."))
 
     def _settle_idlers(self) -> None:
-        if not self._idlers or self.ledger.cells():
+        if not self._idlers or self.pending.cells():
             return
         idlers, self._idlers = self._idlers, []
         wanted = [future for future in idlers if future.set_running_or_notify_cancel()]
@@ -567,7 +569,7 @@ class Proxy:
 
     def _settle_drain(self) -> None:
         if self._drain.settled():
-            self.state = GateState.HELD
+            self.state = GateState.DRAINED
 
-    def _send_errand(self, errand: Errand) -> None:
-        wire.send(self._back[errand.channel], self._errands.frames(errand, time.monotonic()))
+    def _send_internal(self, request: InternalRequest) -> None:
+        wire.send(self._back[request.channel], self._internal.frames(request, time.monotonic()))

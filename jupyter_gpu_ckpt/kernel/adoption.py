@@ -47,7 +47,7 @@ class Session:
 
     def write(self, directory: Path) -> None:
         """Write it to ``directory``, whole or not at all, readable by the owner alone."""
-        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # the desk and the worker may write at once
+        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # agent requests and the worker may write at once
         draft.touch(0o600)
         draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}))
         draft.rename(directory / SESSION)
@@ -94,7 +94,7 @@ class FoundOrphans:
     refused: dict[str, ProtocolVersion]
 
 
-def find(base: Path, store: Store) -> FoundOrphans:
+def find_all(base: Path, store: Store) -> FoundOrphans:
     """Every kernel of this user on this host that has no owner.
 
     Of several images of one kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
@@ -115,25 +115,25 @@ def find(base: Path, store: Store) -> FoundOrphans:
     )
 
 
-def orphans(base: Path, store: Store) -> list[Orphan]:
+def find_orphans(base: Path, store: Store) -> list[Orphan]:
     """The kernels without an owner that this release can adopt, the living ones first."""
-    return find(base, store).orphans
+    return find_all(base, store).orphans
 
 
-def orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
+def find_orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
     """The orphan of that id.  Raises `ProtocolVersion` where that kernel is for another release to adopt."""
-    found = find(base, store)
+    found = find_all(base, store)
     if kernel_id in found.refused:
         raise found.refused[kernel_id]
     return next((one for one in found.orphans if one.session.kernel_id == kernel_id), None)
 
 
-def sleeper(kernel_id: str, store: Store) -> Orphan | None:
+def newest_image_of(kernel_id: str, store: Store) -> Orphan | None:
     """The newest image of that id that a server is to bring back, whatever else there is of the kernel."""
-    return sleepers(store).get(kernel_id)
+    return newest_images(store).get(kernel_id)
 
 
-def sleepers(store: Store) -> dict[str, Orphan]:
+def newest_images(store: Store) -> dict[str, Orphan]:
     """By kernel id the newest image of each kernel that a server is to bring back, whether one has it or not."""
     return {id: one for id, one in _asleep(store).items() if isinstance(one, Orphan)}
 
@@ -179,13 +179,13 @@ def only_copy(image: Image, insist: str) -> ImageBusy | None:
 _FRESH = "This is a fresh kernel, without the variables of the one before:"
 
 
-def ended(last: Orphan | None) -> str:
+def ended_notice(last: Orphan | None) -> str:
     """What the user of a fresh kernel reads when the one to adopt had ended; ``last`` is what it left on disk."""
     kept = f" An earlier state of it is kept as image {last.image.id}." if last and last.image else ""
     return f"{_FRESH} that one ended while no server had it, or together with its server.{kept}"
 
 
-def not_adopted(found: Orphan, error: HostError) -> str:
+def not_attached_notice(found: Orphan, error: HostError) -> str:
     """What the user of a kernel that was started plainly reads when there was one to adopt."""
     if found.image is not None:
         there = f"Its image is kept as {found.image.id}, and the next server brings it back if it can."

@@ -23,15 +23,15 @@ from ..lifecycle.rates import RATES
 from .panel import Panel
 
 # The kernel takes an answer on a thread of its own; longer than this only if its process is starved.
-_TELL = 10.0
+_REPLY_TIMEOUT = 10.0
 
-_pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-desk")
+_pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-agent-requests")
 
 #: Seconds: beyond it there is no date that can be told.
 LONGEST_PROTECTION = 100 * 365 * 86400
 
 
-class Desk:
+class AgentRequests:
     """Answers for one kernel.
 
     ``protected_until``: what it was for an earlier server.  ``remember``: called when it has changed, to have it
@@ -54,13 +54,13 @@ class Desk:
         #: The widget in the notebook that shows the kernel's state, if there is one.
         self.panel: Panel | None = None
 
-    def take(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
+    def answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
         """Called with a question on the gate's thread; the answer goes through ``gate`` when it is ready."""
         _pool.submit(self._answer, content, lifecycle, gate)
 
-    def refused(self, error: GpuCkptError, gate: Gate) -> None:
+    def report_failure(self, error: GpuCkptError, gate: Gate) -> None:
         """What the kernel had asked for could not be done; it runs on, and its user is told there."""
-        self._tell(gate, "gpu_ckpt_failed_request", {"error": error.as_dict()})
+        self._notify_kernel(gate, "gpu_ckpt_failed_request", {"error": error.as_dict()})
 
     def _answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
         verbs: dict[str, Callable[[], dict[str, Any]]] = {
@@ -80,11 +80,11 @@ class Desk:
         except Exception as error:
             self._log.exception("a kernel's question could not be answered")
             reply["error"] = GpuCkptError(f"The question could not be answered: {type(error).__name__}.").as_dict()
-        self._tell(gate, "gpu_ckpt_answer_request", reply)
+        self._notify_kernel(gate, "gpu_ckpt_answer_request", reply)
 
-    def _tell(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:
+    def _notify_kernel(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:
         try:
-            gate.tell(msg_type, content, _TELL)
+            gate.request(msg_type, content, _REPLY_TIMEOUT, "control")
         except GpuCkptError as error:  # the kernel is gone, or leaving
             self._log.info("a kernel could not be told: %s", error.code)
 

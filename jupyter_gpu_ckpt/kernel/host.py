@@ -1,4 +1,4 @@
-"""What one kernel id has on this host: a directory with its claim, the gate, the desk, and the kernel's lifecycle.
+"""What one kernel id has on this host: a directory with its claim, the gate, and the kernel's lifecycle.
 
 The provisioner says what is to be started (`Launch`); here a kernel is launched into a capsule, or adopted with what
 its last owner left, and what clients ask of it through the gate is brought to its lifecycle.
@@ -26,11 +26,11 @@ from ..gate.gate import Gate, GateState
 from ..lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
 from ..lifecycle.machine import State
 from ..trace import Sink, Trace
-from .adoption import Orphan, Session, ended, sleeper
+from .adoption import Orphan, Session, ended_notice, newest_image_of
 from .agent_injection import NOTICE, rewrite
-from .agent_requests import Desk
+from .agent_requests import AgentRequests
 from .directories import free_ports, make_runtime_dir
-from .registry import Registration, reap, take_lost
+from .registry import Registration, claim_lost, reap
 from .worker import Worker
 
 
@@ -72,7 +72,7 @@ def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _stillborn(status: int) -> KernelUnfit:
+def _early_exit(status: int) -> KernelUnfit:
     ended = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
     return KernelUnfit(
         f"The kernel {ended} before it had answered from its capsule, and was started again without one.",
@@ -101,13 +101,13 @@ def _watched(process: subprocess.Popen[bytes], told: Callable[[], None]) -> Iter
         watcher.join()
 
 
-class Premises:
+class KernelHost:
     """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
 
     ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
     each event of the trace, on the thread of whoever made them; ``on_shutdown`` when a client's message has ended a
     kernel that was away, with whether it is to be restarted.  ``faults`` are those of the trace, for tests.
-    ``on_stillborn`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
+    ``on_early_exit`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
     that and the command by which to start it plainly; it returns the process, or None where nobody wants it.
     ``on_fallback`` is called when that one has answered.
     ``on_protected`` is called with the moment until which the kernel is protected, when that was set or (None) ended.
@@ -121,7 +121,7 @@ class Premises:
         on_step: Sink,
         on_shutdown: Callable[[Lifecycle, bool], None],
         faults: list[Sink],
-        on_stillborn: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
+        on_early_exit: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
         on_fallback: Callable[[KernelUnfit], None],
         on_protected: Callable[[float | None], None],
         log: logging.Logger | logging.LoggerAdapter[Any],
@@ -131,12 +131,12 @@ class Premises:
         #: The lifecycle of the kernel that has ended, until another one comes.
         self.last: Lifecycle | None = None
         self.gate: Gate | None = None
-        self.desk = Desk(log)
+        self.agent_requests = AgentRequests(log)
         #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
         self._on_state, self._on_step, self._on_shutdown = on_state, on_step, on_shutdown
         self._faults, self._log = faults, log
-        self._on_stillborn, self._on_fallback = on_stillborn, on_fallback
+        self._on_early_exit, self._on_fallback = on_early_exit, on_fallback
         self._on_protected = on_protected
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
@@ -159,21 +159,21 @@ class Premises:
 
     # -- a kernel comes
 
-    def fill(self, engine: Engine, launch: Launch, found: Orphan | None) -> None:
+    def start(self, engine: Engine, launch: Launch, found: Orphan | None) -> None:
         """Adopt ``found``, or launch a fresh kernel where there is none, or none any more.
 
         Raises `HostError` when neither can be done here; whatever was found is then left as it was.
         """
         if found is not None:
             try:
-                return self._adopt(engine, launch, found)
+                return self._attach(engine, launch, found)
             except CapsuleGone:
                 # It ended since it was found.  What it left on disk, if anything, is older than its end: kept, but not
                 # brought back as if nothing had been.
-                last = sleeper(self.kernel_id, engine.store)
+                last = newest_image_of(self.kernel_id, engine.store)
                 if last is not None and last.image is not None:
                     last.image.retire()
-                notice = ended(last)
+                notice = ended_notice(last)
                 self._log.warning("Kernel %s: %s", self.kernel_id, notice)
                 launch = dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
         return self._launch(engine, launch)
@@ -211,11 +211,11 @@ class Premises:
             root=launch.root,
             notebook=env.get("JPY_SESSION_NAME", ""),
         )
-        gate, lifecycle = self._furnish(engine, launch, session, back)
+        gate, lifecycle = self._prepare(engine, launch, session, back)
         launched: Future[bool] = Future()
         self._unanswered = lifecycle
         # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
-        self.worker.submit(functools.partial(self._meet, lifecycle, gate, launch, launched))
+        self.worker.submit(functools.partial(self._connect_launched, lifecycle, gate, launch, launched))
         try:
             lifecycle.launch(rewritten or argv, env, launch.cwd)
         finally:
@@ -223,14 +223,14 @@ class Premises:
 
     def _with_notice(self, engine: Engine, launch: Launch) -> Launch:
         """The launch of a kernel that says so if it takes the place of one that ended together with its server."""
-        lost = take_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
+        lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
         if not lost or NOTICE in launch.env:
             return launch
-        notice = ended(sleeper(lost, engine.store))
+        notice = ended_notice(newest_image_of(lost, engine.store))
         self._log.warning("Kernel %s: %s", self.kernel_id, notice)
         return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
 
-    def _adopt(self, engine: Engine, launch: Launch, found: Orphan) -> None:
+    def _attach(self, engine: Engine, launch: Launch, found: Orphan) -> None:
         """Instead of launching: be the owner of a kernel whose own is gone."""
         # A sleeping kernel gets a directory of this host's; it will find it where it was (`Home.known_as`).
         known_as = Path(found.session.runtime_dir)
@@ -241,21 +241,21 @@ class Premises:
         try:
             capsule = Capsule.attach(directory) if found.directory else None
             session = dataclasses.replace(found.session, front=launch.front)
-            gate, lifecycle = self._furnish(engine, launch, session, _back_info(directory, session.front))
+            gate, lifecycle = self._prepare(engine, launch, session, _back_info(directory, session.front))
             lifecycle.adopt(capsule=capsule, image=found.image)
         except BaseException:
             # It is left as it was found, for the next try.
             self._stop_gate()
             if capsule is not None:
                 capsule.abandon()
-            self._registration.leave()
+            self._registration.release()
             self._registration = self.lifecycle = None
             raise
         self._log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
         if lifecycle.state is State.RUNNING:
-            self.worker.submit(functools.partial(self._meet_again, lifecycle, gate, launch.start_timeout))
+            self.worker.submit(functools.partial(self._connect_attached, lifecycle, gate, launch.start_timeout))
 
-    def _furnish(
+    def _prepare(
         self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
     ) -> tuple[Gate, Lifecycle]:
         """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
@@ -264,7 +264,9 @@ class Premises:
         directory = registration.directory
 
         def write_session(place: Path) -> None:
-            dataclasses.replace(session, identity=gate.identity, protected_until=desk.protection()).write(place)
+            dataclasses.replace(session, identity=gate.identity, protected_until=agent_requests.protection()).write(
+                place
+            )
 
         def renew() -> None:
             if registration.renew():
@@ -272,7 +274,7 @@ class Premises:
                 self._note_identity(lifecycle)
 
         # What an earlier process had asked for went with it; what an adopted one has, its session says.
-        desk = self.desk = Desk(
+        agent_requests = self.agent_requests = AgentRequests(
             self._log,
             protected_until=session.protected_until,
             remember=lambda: write_session(directory),
@@ -284,7 +286,7 @@ class Premises:
                 session.front,
                 back,
                 on_wake=self._on_wake,
-                on_ask=self._on_ask,
+                on_agent_request=self._on_agent_request,
                 kernel_id=self.kernel_id,
                 log=self._log,
                 identity=session.identity,
@@ -312,10 +314,10 @@ class Premises:
             raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         trace = Trace(self.kernel_id, [self._on_step], self._faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
-        lifecycle.on_state.append(self._note_state)
+        lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
         return gate, lifecycle
 
-    def _meet(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
+    def _connect_launched(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
         """First contact with a fresh kernel; clients' messages wait in the gate until then.
 
         Where it ends before it has answered, a plain one takes its place behind the gate.
@@ -335,8 +337,8 @@ class Premises:
                 self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
                 return
             back, argv = self._plain_command(launch)
-            error = _stillborn(status)
-            plain = self._on_stillborn(error, argv)
+            error = _early_exit(status)
+            plain = self._on_early_exit(error, argv)
             if plain is not None:
                 lifecycle.on_state.clear()  # for everybody else the kernel has not ended
                 self.lifecycle = None
@@ -351,7 +353,7 @@ class Premises:
             if answered:
                 self._on_fallback(error)
 
-    def _meet_again(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
+    def _connect_attached(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
         """First contact with a kernel that was adopted while it ran."""
         if not self._open_gate(gate, timeout) and lifecycle is self.lifecycle and lifecycle.poll() is None:
             self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
@@ -374,7 +376,7 @@ class Premises:
                 self._note_identity(self.lifecycle)  # before it has any work in it
             # Its own idle was for the gate, and a server that restarted it by itself asks nothing: to that one it would
             # be starting, or be busy with the cell in which it died, until somebody runs something.
-            gate.say("status", {"execution_state": "idle"})
+            gate.publish("status", {"execution_state": "idle"})
             gate.release()
         except GpuCkptError as error:
             self._log.info("Kernel %s has not answered: %s", self.kernel_id, error.code)
@@ -382,7 +384,7 @@ class Premises:
         return True
 
     def _note_identity(self, lifecycle: Lifecycle) -> None:
-        """For a server that adopts the living kernel: it must not ask who that is, see `Proxy.open`."""
+        """For a server that adopts the living kernel: it must not ask who that is, see `Router.open`."""
         if self._registration is None or lifecycle.home.write_session is None:
             return
         try:
@@ -390,15 +392,13 @@ class Premises:
         except OSError as error:
             self._log.warning("Kernel %s: its session could not be written: %s", self.kernel_id, error.strerror)
 
-    def _note_state(self, state: State) -> None:
+    def _note_state(self, lifecycle: Lifecycle, state: State) -> None:
         """The kernel has another state, and perhaps another process: keep the record others look at up to date."""
-        lifecycle = self.lifecycle
-        capsule = lifecycle.capsule if lifecycle else None
-        pid = capsule.host_pid if capsule else None
-        if self.desk.panel is not None:
-            self.desk.panel.changed(state)
+        pid = lifecycle.capsule.host_pid if lifecycle.capsule else None
+        if self.agent_requests.panel is not None:
+            self.agent_requests.panel.changed(state)
         self._on_state(state, pid)
-        if self._registration is not None and lifecycle is not None:
+        if self._registration is not None:
             try:
                 self._registration.write(
                     kernel_id=self.kernel_id,
@@ -412,7 +412,7 @@ class Premises:
 
     # -- and goes
 
-    def vacate(self) -> None:
+    def clear(self) -> None:
         """The kernel has ended; what is to become of its image is still to be said."""
         self.last, self.lifecycle = self.lifecycle, None
 
@@ -426,23 +426,21 @@ class Premises:
         self._stop_gate()
         self.worker.end()
         if self._registration is not None:
-            self._registration.end()
+            self._registration.remove()
             self._registration = None
 
-    def disown(self) -> Lifecycle | None:
-        """Nobody gets at the kernel through here any more; `leave` does the rest."""
+    def detach(self) -> None:
+        """Release everything as it is, for another owner to find; a living kernel goes on."""
+        # First of all: from here on no verb reaches the kernel, and nobody ends it.
         lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
-        return lifecycle
-
-    def leave(self, lifecycle: Lifecycle) -> None:
-        """Give everything up as it is, for another owner to find; a living kernel goes on."""
+        if lifecycle is None:
+            return
         self._stop_gate()
         lifecycle.leave()
         self.worker.end()
         if self._registration is not None:
-            self._registration.leave()
+            self._registration.release()
             self._registration = None
-        self.lifecycle = self.last = None
 
     def _stop_gate(self) -> None:
         if self.gate is not None:
@@ -476,13 +474,13 @@ class Premises:
         self._log.error("Kernel %s: an unexpected error in %s", self.kernel_id, verb, exc_info=error)
         return GpuCkptError(f"{type(error).__name__}: {error}")
 
-    def _on_ask(self, content: dict[str, Any]) -> None:
+    def _on_agent_request(self, content: dict[str, Any]) -> None:
         """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
         lifecycle, gate = self.lifecycle, self.gate
         if lifecycle is None or gate is None:
             return
         if content.get("now"):
-            self.desk.take(content, lifecycle, gate)
+            self.agent_requests.answer(content, lifecycle, gate)
             return
         verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
         verb = str(content.get("verb"))
@@ -490,9 +488,9 @@ class Premises:
             # Not on the worker: it does not wait for the verb under way there but ends it.
             restart = bool(content.get("restart"))
             arguments = (functools.partial(self._shut_down, lifecycle, restart), gate)
-            threading.Thread(target=self._do_asked, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
+            threading.Thread(target=self._run_verb, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
         elif verb in verbs:
-            self.worker.submit(functools.partial(self._do_asked, verbs[verb], gate))
+            self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
             self._log.warning("Kernel %s asked for something unknown.", self.kernel_id)
 
@@ -500,7 +498,7 @@ class Premises:
         lifecycle.terminate()
         self._on_shutdown(lifecycle, restart)
 
-    def _do_asked(self, call: Callable[[], Any], gate: Gate) -> None:
+    def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:
             call()
         except Exception as foreign:
@@ -509,4 +507,4 @@ class Premises:
             if gate.state is GateState.DRAINING:
                 gate.release()  # kept for us since the cell that asked
             if gate.state is GateState.OPEN:
-                self.desk.refused(error, gate)
+                self.agent_requests.report_failure(error, gate)

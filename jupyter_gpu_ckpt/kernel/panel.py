@@ -56,4 +56,4 @@ class Panel:
     def _update(self, model: str, state: dict[str, Any]) -> None:
         content = {"comm_id": self._models[model], "data": {"method": "update", "state": state, "buffer_paths": []}}
         with contextlib.suppress(GpuCkptError):  # a panel that cannot be reached must not fail a step
-            self._gate.say("comm_msg", content)
+            self._gate.publish("comm_msg", content)

@@ -35,12 +35,12 @@ from ..lifecycle.rates import RATES
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
 from . import unfit
-from .adoption import Orphan, not_adopted, orphan, sleeper
+from .adoption import Orphan, find_orphan, newest_image_of, not_attached_notice
 from .agent_injection import NOTICE, PLAIN, rewrite
-from .agent_requests import Desk
+from .agent_requests import AgentRequests
 from .directories import default_archive_url, default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
-from .host import Launch, Premises
+from .host import KernelHost, Launch
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -177,13 +177,13 @@ class GpuCkptProvisioner(LocalProvisioner):
         #: Listeners to the trace of this kernel's steps, and the faults that tests inject into them; see `trace`.
         self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
         self.faults: list[Sink] = []
-        self._premises = Premises(
+        self._host = KernelHost(
             self.kernel_id,
             on_state=self._note_state,
-            on_step=self._tell_sinks,
+            on_step=self._notify_sinks,
             on_shutdown=self._settle_image,
             faults=self.faults,
-            on_stillborn=self._start_again_plainly,
+            on_early_exit=self._start_plainly,
             on_fallback=self._note_fallback,
             on_protected=self._note_protection,
             log=self.log,
@@ -211,29 +211,29 @@ class GpuCkptProvisioner(LocalProvisioner):
     @property
     def lifecycle(self) -> Lifecycle | None:
         """The kernel's lifecycle; None for a kernel that was started plainly, or is gone."""
-        return self._premises.lifecycle
+        return self._host.lifecycle
 
     @property
-    def desk(self) -> Desk:
+    def agent_requests(self) -> AgentRequests:
         """What the kernel is answered when it asks, and until when it is protected from policies."""
-        return self._premises.desk
+        return self._host.agent_requests
 
     @property
     def gate(self) -> Gate | None:
         """The gate, for those who watch what clients do; None for a kernel that was started plainly."""
-        return self._premises.gate
+        return self._host.gate
 
     async def suspend(self) -> None:
         """CUDA state to host RAM, the GPU is free.  After failure the kernel runs on."""
-        await self._premises.worker.verb("suspend", self._checkpointable().suspend)
+        await self._host.worker.verb("suspend", self._checkpointable().suspend)
 
     async def resume(self) -> None:
         """CUDA state back to the GPU.  After failure the kernel stays suspended."""
-        await self._premises.worker.verb("resume", self._checkpointable().resume)
+        await self._host.worker.verb("resume", self._checkpointable().resume)
 
     async def checkpoint(self) -> Image:
         """Everything to an image, no process left.  After failure the kernel is as it was."""
-        return await self._premises.worker.verb("checkpoint", self._checkpointable().checkpoint)
+        return await self._host.worker.verb("checkpoint", self._checkpointable().checkpoint)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
@@ -243,7 +243,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         ``accept_changed_files``: in place of the trait of that name, this once.  After failure the image is kept, and
         the next try starts from it.  Raises `StateError` when the kernel is on its way back already, to other GPUs.
         """
-        await self._premises.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
+        await self._host.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
 
     @contextlib.asynccontextmanager
     async def once_idle(self) -> AsyncIterator[None]:
@@ -278,7 +278,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             )
         return self.lifecycle
 
-    def _tell_sinks(self, event: StepEvent) -> None:
+    def _notify_sinks(self, event: StepEvent) -> None:
         # Not the list itself: each launch has a trace of its own, and would leave a listener of its own in it.
         notify(self.sinks, event)
 
@@ -289,8 +289,8 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.log.debug("Kernel %s: %s in %.3f s", self.kernel_id, event.step, event.seconds)
 
     def _show_step(self, event: StepEvent) -> None:
-        if self.desk.panel is not None:
-            self.desk.panel.stepped(event)
+        if self.agent_requests.panel is not None:
+            self.agent_requests.panel.stepped(event)
 
     # -- jupyter_client's hooks
 
@@ -304,18 +304,18 @@ class GpuCkptProvisioner(LocalProvisioner):
         if not self._launched:
             self._orphan = await asyncio.to_thread(self._find_orphan)
             if self._orphan is not None:
-                self._take_front(self._orphan.session.front)
+                self._reuse_connection(self._orphan.session.front)
         return await super().pre_launch(**kwargs)
 
     def _find_orphan(self) -> Orphan | None:
         """A kernel of this very id that nobody owns: it is adopted instead of starting another."""
         store = Store(Path(self.image_dir))
         try:
-            return orphan(self.kernel_id, Path(self.runtime_base), store)
+            return find_orphan(self.kernel_id, Path(self.runtime_base), store)
         except HostError:  # the launch meets it too, and says why
-            return sleeper(self.kernel_id, store)
+            return newest_image_of(self.kernel_id, store)
 
-    def _take_front(self, front: Mapping[str, Any]) -> None:
+    def _reuse_connection(self, front: Mapping[str, Any]) -> None:
         """The kernel manager gets the old ports and key, before it writes the connection file: clients come back.
 
         Of a kernel from another host the ports may be taken here, or the address be the other host's: then the manager
@@ -349,7 +349,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._key = unfit.key(launch.kernel_name, launch.cmd, launch.connection_file)
         self.unfit = unfit.known(self._key) if found is None else None
         if self.unfit is not None:
-            self._premises.close()
+            self._host.close()
             self._launched = True
             self.log.warning("Kernel %s is started plainly, as others of its kind: %s", self.kernel_id, self.unfit)
             return await super().launch_kernel(cmd, **kwargs)
@@ -357,16 +357,16 @@ class GpuCkptProvisioner(LocalProvisioner):
             engine = await asyncio.to_thread(shared_engine, Path(self.image_dir))
             vault = Vault(self.encryption_key, Path(self.memory_dir))
             engine = with_own_store(engine, vault, Quota(self.image_quota, self.sleeping_quota))
-            await asyncio.to_thread(self._premises.fill, engine, launch, found)
+            await asyncio.to_thread(self._host.start, engine, launch, found)
         except GpuCkptError as error:
-            self._premises.close()
+            self._host.close()
             if not isinstance(error, HostError):
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
             # With the agent all the same: it can say why, and still shows what holds the GPU's memory.
             kwargs["env"] = {**(kwargs.get("env") or os.environ), PLAIN: json.dumps(error.as_dict())}
             if found is not None:
-                kwargs["env"][NOTICE] = notice = not_adopted(found, error)
+                kwargs["env"][NOTICE] = notice = not_attached_notice(found, error)
                 self.log.warning("Kernel %s: %s", self.kernel_id, notice)
             self._launched = True
             return await super().launch_kernel(rewrite(cmd) or cmd, **kwargs)
@@ -374,7 +374,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
 
-    def _start_again_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
+    def _start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
         """Called on the worker's thread when a kernel ended before its first answer."""
         if self._unwanted:
             return None
@@ -442,7 +442,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         if lifecycle is None:
             return await super().poll()
-        return None if self._premises.awaits_first_answer else lifecycle.poll()
+        return None if self._host.awaits_first_answer else lifecycle.poll()
 
     async def wait(self) -> int | None:
         """Called by the kernel manager once the kernel should be gone."""
@@ -451,7 +451,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             return await super().wait()
         while (status := lifecycle.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # a process's end has no event loop of ours to tell it to
-        self._premises.vacate()
+        self._host.clear()
         return status
 
     async def send_signal(self, signum: int) -> None:
@@ -462,12 +462,12 @@ class GpuCkptProvisioner(LocalProvisioner):
         self._unwanted = self._unwanted or signum in (signal.SIGKILL, signal.SIGTERM)
         if self.lifecycle is None:
             return await super().send_signal(signum)
-        gate = self._premises.gate
+        gate = self._host.gate
         if signum == signal.SIGINT and gate is not None and await asyncio.to_thread(gate.interrupt):
             return None
-        if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._premises.reachable):
+        if signum == signal.SIGKILL or (signum == signal.SIGTERM and not self._host.reachable):
             await asyncio.to_thread(self.lifecycle.terminate)
-        elif self._premises.reachable and self.lifecycle.capsule is not None:
+        elif self._host.reachable and self.lifecycle.capsule is not None:
             self.lifecycle.capsule.signal(signum)
         return None
 
@@ -482,12 +482,12 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Called after the shutdown request was sent; a sleeping kernel cannot act on it, so it is ended here."""
         self._unwanted = True
-        if self.lifecycle is not None and not self._premises.reachable:
+        if self.lifecycle is not None and not self._host.reachable:
             await asyncio.to_thread(self.lifecycle.terminate)
 
     async def cleanup(self, restart: bool = False) -> None:
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
-        lifecycle = self.lifecycle or self._premises.last
+        lifecycle = self.lifecycle or self._host.last
         if lifecycle is not None:
             if lifecycle.kept is not None:
                 message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
@@ -497,7 +497,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         if not restart:
             if lifecycle is not None:
                 await asyncio.to_thread(lifecycle.forget)
-            await asyncio.to_thread(self._premises.end)
+            await asyncio.to_thread(self._host.end)
         await super().cleanup(restart)
 
     def _settle_image(self, lifecycle: Lifecycle, restart: bool) -> None:
@@ -505,7 +505,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         image = lifecycle.image
         if image is None:
             return
-        keep = self.keep_image_on_shutdown or self.keep_image or self.desk.protection() is not None
+        keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
         if keep and not restart:
             lifecycle.retire_image()
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
@@ -517,7 +517,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             message = "Kernel %s was ended; its image %s could not be deleted, `jupyter gpu-ckpt rm` does it"
             self.log.warning(message, self.kernel_id, image.id)
 
-    async def leave(self) -> None:
+    async def detach(self) -> None:
         """Called when the server stops: the kernel is checkpointed for the next server to adopt.
 
         One that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel left.
@@ -530,17 +530,15 @@ class GpuCkptProvisioner(LocalProvisioner):
             await self.checkpoint()
         except GpuCkptError as error:
             self.log.warning("Kernel %s is left running: %s", self.kernel_id, error.code)
-        await asyncio.to_thread(self._premises.leave, lifecycle)
+        await asyncio.to_thread(self._host.detach)
 
-    async def give_up(self) -> None:
-        """Called when the server stops and `leave` took too long: the kernel stays as it is, without an owner.
+    async def detach_now(self) -> None:
+        """Called when the server stops and `detach` took too long: the kernel stays as it is, without an owner.
 
         A drain, a dump or a restore under way ends at once.  Another step is not disturbed: this waits for it, and so
-        does the end of this process; what it leaves is mended by the next owner.
+        does the end of this process; the next owner repairs what is left half done.
         """
-        lifecycle = self._premises.disown()
-        if lifecycle is not None:
-            await asyncio.to_thread(self._premises.leave, lifecycle)
+        await asyncio.to_thread(self._host.detach)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Called by the kernel manager to persist what a later server needs to find this kernel again."""
@@ -548,5 +546,5 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         info["state"] = self.state.value
         info["image"] = lifecycle.image.id if lifecycle and lifecycle.image else None
-        info["runtime_dir"] = str(self._premises.directory) if self._premises.directory else None
+        info["runtime_dir"] = str(self._host.directory) if self._host.directory else None
         return info

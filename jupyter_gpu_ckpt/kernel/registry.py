@@ -85,11 +85,11 @@ class Registration:
         self._claim()
         return True
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the directory up as it is, for another owner to find."""
         self._lock.release()
 
-    def end(self) -> None:
+    def remove(self) -> None:
         """Give the directory up and remove it.  Never raises: what cannot be removed now is left to `reap`."""
         with contextlib.suppress(CapsuleError, OSError), _turn(self.directory.parent):
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -140,7 +140,7 @@ def reap(base: Path) -> list[Path]:
     return removed
 
 
-def take_lost(base: Path, kernel_id: str, notebook: str) -> str:
+def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
     """The id of a kernel that ended together with its server, and that a new one takes the place of; empty if none.
 
     It is the one of this id, or else of this ``notebook``; and it is said once.  Called after `reap`, which notes them.

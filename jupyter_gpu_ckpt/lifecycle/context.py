@@ -62,13 +62,13 @@ class GateProtocol(Protocol):
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Ask the agent inside the kernel."""
 
-    def ask(self, prompt: str, timeout: float) -> str | None:
+    def prompt(self, text: str, timeout: float) -> str | None:
         """Ask the user whose cell waits; None without an answer."""
 
-    def unask(self) -> None:
-        """Whoever waits in `ask` gets no answer."""
+    def cancel_prompt(self) -> None:
+        """Whoever waits in `prompt` gets no answer."""
 
-    def died(self) -> None:
+    def kernel_died(self) -> None:
         """The kernel is gone."""
 
 

@@ -192,7 +192,7 @@ class Lifecycle(Leaving, Returning):
         self._end_gently()
         # Outside the lock: a verb under way then fails in its current step, unwinds, and lets the lock go.
         self._ending.set()
-        self.gate.unask()
+        self.gate.cancel_prompt()
         if (proof := self._proof) is not None:
             proof.stop()
         self._break_off()
@@ -211,7 +211,7 @@ class Lifecycle(Leaving, Returning):
             self.exit_status = -signal.SIGKILL if self.exit_status is None else self.exit_status
             self._forget_chunks()
             with contextlib.suppress(GpuCkptError):  # a gate that failed serves nobody who would have to know
-                self.gate.died()
+                self.gate.kernel_died()
 
     def _end_gently(self) -> None:
         """End a kernel that no verb is moving, and that has no image, as a kernel ends that nobody checkpoints."""
@@ -467,7 +467,7 @@ class Lifecycle(Leaving, Returning):
         self._retire_image()
         self._forget_chunks()
         self._take(machine.advance(self.kernel, machine.Exited())[0])
-        self.gate.died()
+        self.gate.kernel_died()
 
     def _retire_image(self) -> None:
         """Keep the image, but for no server to bring back by itself: the kernel has been something else since."""

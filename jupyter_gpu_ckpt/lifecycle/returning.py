@@ -128,7 +128,7 @@ class Returning(Steps):
         """Whether the user whose cell waits takes the files as they are."""
         files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
-        answer = self.gate.ask(prompt, self.settings.question)
+        answer = self.gate.prompt(prompt, self.settings.question)
         return answer is not None and answer.strip().lower() in ("y", "yes")
 
     def _drop_proof(self) -> None:

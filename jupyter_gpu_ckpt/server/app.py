@@ -25,8 +25,7 @@ from traitlets.config import Config
 from .._version import __version__
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
-from ..kernel.adoption import Orphan
-from ..kernel.adoption import orphan as find_orphan
+from ..kernel.adoption import Orphan, find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models

@@ -273,7 +273,7 @@ class ProtectHandler(Handler):
         body = self.body({"seconds"})
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")
-        self.reply(await asyncio.to_thread(provisioner.desk.protect, body["seconds"]))
+        self.reply(await asyncio.to_thread(provisioner.agent_requests.protect, body["seconds"]))
 
 
 class JobHandler(Handler):

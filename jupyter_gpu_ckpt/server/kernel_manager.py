@@ -146,7 +146,7 @@ class CheckpointKernelManagerMixin(_Base):
         A kernel whose user protected it is left alone.
         """
         provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
-        if provisioner is not None and state is not None and provisioner.desk.protection() is not None:
+        if provisioner is not None and state is not None and provisioner.agent_requests.protection() is not None:
             return
         if state is State.CHECKPOINTED:
             await self._expire(kernel_id)

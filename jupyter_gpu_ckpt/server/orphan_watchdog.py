@@ -34,15 +34,15 @@ def main(argument: str) -> None:
 async def _see_to_orphans(base: Path, image_dir: Path, timeout: float) -> None:
     # Imported now: for the server's whole life this process only waits, and should be small.
     from ..image.store import Store
-    from ..kernel.adoption import orphans
+    from ..kernel.adoption import find_orphans
 
     store = Store(image_dir)
     due = time.monotonic() + timeout
-    while any(one.directory for one in orphans(base, store)):
+    while any(one.directory for one in find_orphans(base, store)):
         await asyncio.sleep(min(timeout, _LOOK))
         if time.monotonic() < due:
             continue
-        for one in orphans(base, store):
+        for one in find_orphans(base, store):
             if one.directory is not None:
                 await put_to_sleep(one.session, base, image_dir)
         # The same pause again for those that are busy: somebody's cell is still computing.
@@ -74,7 +74,7 @@ async def put_to_sleep(session: Session, base: Path, image_dir: Path) -> bool:
         provisioner = manager.provisioner
         if not isinstance(provisioner, GpuCkptProvisioner):
             return False
-        await provisioner.leave()
+        await provisioner.detach()
         await manager.cleanup_resources()
     return any(image.manifest.kernel_id == session.kernel_id for image in Store(image_dir).images())
 

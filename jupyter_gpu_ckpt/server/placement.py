@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from ..image.store import Store
-from ..kernel.adoption import sleepers
+from ..kernel.adoption import newest_images
 from ..node.requirements import FILE, of, to_json
 from .monitor import Changed, Failed, Stepped
 from .periodic_task import Background
@@ -26,7 +26,9 @@ def publish(directory: Path, store: Store) -> None:
 
     The group may read it: a directory with the set-group-id bit and the hub's group gives it to the hub alone.
     """
-    images = sorted((one.image for one in sleepers(store).values() if one.image), key=lambda one: one.manifest.created)
+    images = sorted(
+        (one.image for one in newest_images(store).values() if one.image), key=lambda one: one.manifest.created
+    )
     text = to_json(of(image.manifest.fingerprint) for image in images)
     handle, draft = tempfile.mkstemp(prefix=f".{FILE}.", dir=directory)
     try:

@@ -23,7 +23,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
-from ..kernel.adoption import Orphan, find
+from ..kernel.adoption import Orphan, find_all
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
 from ..paths import data_directory
@@ -106,7 +106,7 @@ class Comeback(LoggingConfigurable):
         if not self.adopt:
             return []
         rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
-        found = await asyncio.to_thread(find, base, store)
+        found = await asyncio.to_thread(find_all, base, store)
         for id, refusal in found.refused.items():
             self.log.error("Kernel %s could not be adopted: %s", id, refusal.code)
         ours = [
@@ -168,7 +168,7 @@ class Comeback(LoggingConfigurable):
                     one.parent.stop_restarter()
             needed = await asyncio.to_thread(drain.need, kernels, self.log, prove=False)
             timeout = self.stop_timeout or needed.seconds
-            begun = await drain.leaving(kernels, lambda _, one: one.leave())
+            begun = await drain.leaving(kernels, lambda _, one: one.detach())
             tasks = {task: id for id, task in begun.items()}
             _, late = await asyncio.wait(tasks, timeout=timeout)
             for task in late:
@@ -178,7 +178,7 @@ class Comeback(LoggingConfigurable):
                 task.cancel()
             if late:
                 await asyncio.wait(
-                    [asyncio.ensure_future(kernels[tasks[task]].give_up()) for task in late], timeout=drain.GRACE
+                    [asyncio.ensure_future(kernels[tasks[task]].detach_now()) for task in late], timeout=drain.GRACE
                 )
             for task in tasks.keys() - late:
                 if (error := task.exception()) is not None:

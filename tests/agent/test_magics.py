@@ -183,10 +183,10 @@ async def test_wrong_options_are_one_line(kernel, options, complaint):
 
 
 async def test_a_protection_reaches_the_policies_and_ends(kernel):
-    desk = kernel.provisioner.desk
-    assert desk.protection() is None
+    agent_requests = kernel.provisioner.agent_requests
+    assert agent_requests.protection() is None
     assert "before" in await kernel.run("%gpu_checkpoint --protect 2h")
-    assert desk.protection() == pytest.approx(time.time() + 7200, abs=30)
+    assert agent_requests.protection() == pytest.approx(time.time() + 7200, abs=30)
     assert "protected" in await kernel.run("%gpu_checkpoint --status")
     await kernel.run("%gpu_checkpoint\n")  # in so many words: goes all the same
     await kernel.settled("checkpointed")
@@ -194,7 +194,7 @@ async def test_a_protection_reaches_the_policies_and_ends(kernel):
     assert f" before {day} " in await kernel.run("%gpu_checkpoint --protect 365d")
     assert f"until {day} " in await kernel.run("%gpu_checkpoint --status")
     await kernel.run("%gpu_checkpoint --protect off")
-    assert desk.protection() is None
+    assert agent_requests.protection() is None
 
 
 async def test_the_list_shows_the_images_of_others(tmp_path, runtime_base, criu_binary):

@@ -139,7 +139,7 @@ async def test_there_is_one_panel_and_closing_it_leaves_nothing(browser):
 async def test_a_restarted_kernel_has_no_panel(browser):
     await browser.kernel.manager.restart_kernel()
     await browser.kernel.client.wait_for_ready(timeout=60)
-    assert browser.kernel.provisioner.desk.panel is None
+    assert browser.kernel.provisioner.agent_requests.panel is None
     await browser.kernel.provisioner.checkpoint()
     await until(lambda: browser.kernel.state == "checkpointed")
 

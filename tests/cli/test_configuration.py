@@ -91,7 +91,7 @@ def test_list_looks_for_kernels_in_the_configured_runtime_base(run, configuratio
         assert [kernel["kernel_id"] for kernel in run("list", "--json").document["kernels"]] == ["k"]
         assert run("list", "--json", "--runtime-base", str(runtime_base)).document["kernels"] == []
     finally:
-        registration.end()
+        registration.remove()
 
 
 @pytest.mark.parametrize("accepts", [True, False])

@@ -103,7 +103,7 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     damaged = publish(store, kernel_id=KERNELS[2])
     (damaged.path / "manifest.json").write_text("{")
     transcript("list")
-    registration.end()
+    registration.remove()
     transcript("check")
     transcript("verify", first.id)
     (second.criu_directory / "core-1.img").write_bytes(b"CORE")

@@ -141,7 +141,7 @@ def test_a_wake_that_fails_is_tried_once_for_all_that_wait(blocking: Blocking):
     def all_wait(event: StepEvent) -> None:
         """The wake fails once all three wait for it; a cell that comes later is one that asks for another."""
         if (event.kind, event.step) == ("started", "match"):
-            until(lambda: gate.held >= 3, "all three are kept")
+            until(lambda: gate.queued >= 3, "all three are kept")
 
     blocking.provisioner.sinks += [steps, all_wait]
     sent = [client.execute(code) for code in ("1", "2", "3")]

@@ -80,7 +80,7 @@ class World:
             self.front,
             self.kernel.info,
             on_wake=self.woken.append,
-            on_ask=self.asked.append,
+            on_agent_request=self.asked.append,
             kernel_id="under-test",
             **options,
         )

@@ -10,7 +10,8 @@ from jupyter_gpu_ckpt.errors import KernelSilent
 
 ASK = """
 def ask(content, kernel=get_ipython().kernel):
-    kernel.session.send(kernel.iopub_socket, "gpu_ckpt_ask", content, kernel.get_parent(), ident=b"gpu_ckpt_ask")
+    session, ident = kernel.session, b"gpu_ckpt_request"
+    session.send(kernel.iopub_socket, "gpu_ckpt_request", content, kernel.get_parent(), ident=ident)
 """
 ANSWERED = """
 import threading
@@ -31,7 +32,7 @@ def test_a_question_is_told_at_once_and_answered_while_the_cell_runs(up):
     cell = client.execute("ask({'verb': 'status', 'now': True}); print(answered.wait(60), answers)")
     until(lambda: up.asked, "the question came")
     assert up.asked == [{"verb": "status", "now": True}]
-    assert up.gate.tell("an_answer_request", {"image": 1}, DEADLINE) == {"status": "ok"}
+    assert up.gate.request("an_answer_request", {"image": 1}, DEADLINE, "control") == {"status": "ok"}
     seen = outputs(client, cell)
     # ipykernel may send what is printed in more than one piece.
     pieces = [message for message in seen if message["msg_type"] == "stream"]
@@ -49,7 +50,7 @@ def test_the_next_cell_is_kept_from_the_moment_the_asking_one_ended(up):
     reply(client, first)
     outputs(client, first)
     second = client.execute("1 + 1")
-    until(lambda: up.gate.held == 1, "the second cell was kept")
+    until(lambda: up.gate.queued == 1, "the second cell was kept")
     assert up.asked == [{"verb": "checkpoint"}] and up.gate.state == "draining"
     up.to_sleep()
     assert up.woken == ["execute_request"]
@@ -69,13 +70,13 @@ def test_an_ask_that_is_not_done_keeps_nothing_once_released(up):
 
 def test_a_kernel_that_knows_no_answer_is_told_of_in_time(up):
     with pytest.raises(KernelSilent):
-        up.gate.tell("unheard_of_request", {}, 0.5)
+        up.gate.request("unheard_of_request", {}, 0.5, "control")
 
 
 def test_the_gate_speaks_for_a_kernel_that_is_away(up):
     client = up.client()
     up.to_sleep()
-    up.gate.say("comm_msg", {"comm_id": "panel", "data": {}})
+    up.gate.publish("comm_msg", {"comm_id": "panel", "data": {}})
     message = client.get_iopub_msg(timeout=DEADLINE)
     while message["msg_type"] != "comm_msg":
         message = client.get_iopub_msg(timeout=DEADLINE)

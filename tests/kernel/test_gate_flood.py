@@ -66,7 +66,7 @@ def subscriber(world: World, how: str) -> Iterator[subprocess.Popen[bytes]]:
 def there(world: World, process: subprocess.Popen[bytes]) -> None:
     """Wait until a subscriber has got something."""
     assert process.stdout is not None
-    world.gate.say("status", {"execution_state": "idle"})
+    world.gate.publish("status", {"execution_state": "idle"})
     assert process.stdout.readline() == b"there\n"
 
 

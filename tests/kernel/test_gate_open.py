@@ -191,7 +191,7 @@ def test_the_kernels_ask_comes_after_the_cell_and_clients_never_see_it(up: World
     done = client.execute(
         "import os, time\n"
         "k = get_ipython().kernel\n"
-        "k.session.send(k.iopub_socket, 'gpu_ckpt_ask', {'verb': 'checkpoint'}, parent=k.get_parent('shell'))\n"
+        "k.session.send(k.iopub_socket, 'gpu_ckpt_request', {'verb': 'checkpoint'}, parent=k.get_parent('shell'))\n"
         f"print('asked', flush=True); open({str(began)!r}, 'w')\n"
         f"while not os.path.exists({str(go)!r}): time.sleep(0.01)"
     )
@@ -201,7 +201,7 @@ def test_the_kernels_ask_comes_after_the_cell_and_clients_never_see_it(up: World
     assert up.asked == []
     go.touch()
     assert reply(client, done)["content"]["status"] == "ok"
-    assert "gpu_ckpt_ask" not in kinds(outputs(client, done))
+    assert "gpu_ckpt_request" not in kinds(outputs(client, done))
     until(lambda: up.asked == [{"verb": "checkpoint"}], "the ask")
 
 
@@ -241,7 +241,7 @@ def test_a_gate_of_unix_sockets_works(world: World, tmp_path: Path) -> None:
 def test_a_stopped_gate_can_be_followed_by_another_on_its_ports(up: World) -> None:
     up.gate.stop()
     up.gate.stop()
-    up.gate.died()
+    up.gate.kernel_died()
     with pytest.raises(GateError):
         up.gate.release()
     up.gate = up.new_gate()
@@ -280,7 +280,7 @@ def test_a_thread_that_fails_is_no_secret(up: World, monkeypatch: pytest.MonkeyP
     def broken(_: float) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(up.gate._proxy._drain, "tick", broken)
+    monkeypatch.setattr(up.gate._router._drain, "tick", broken)
     with pytest.raises(GateError):
         for _ in range(2):
             up.gate.drain(DEADLINE)

@@ -59,7 +59,7 @@ def test_a_question_that_is_never_answered_on_the_control_channel_is_given_a_mom
     begun = time.monotonic()
     mute.gate.drain(DEADLINE)
     assert 0.5 < time.monotonic() - begun < DEADLINE / 2
-    assert (mute.gate.state, mute.gate.pending) == ("held", [])
+    assert (mute.gate.state, mute.gate.pending) == ("drained", [])
     mute.gate.release()
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
 

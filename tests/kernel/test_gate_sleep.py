@@ -46,10 +46,10 @@ def test_a_drain_waits_for_the_cell_and_keeps_what_comes_meanwhile(up: World, tm
     draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
     until(lambda: up.gate.state == "draining", "the drain began")
     second = client.execute("1")
-    until(lambda: up.gate.held == 1, "the second cell is kept")
+    until(lambda: up.gate.queued == 1, "the second cell is kept")
     (tmp_path / "go").touch()
     draining.join()
-    assert up.gate.state == "held"
+    assert up.gate.state == "drained"
     reply(client, first)
     nothing(client)
     up.gate.release()
@@ -100,7 +100,7 @@ def test_an_error_aborts_the_cells_kept_before_it_and_nothing_else(up: World, tm
     until(lambda: up.gate.state == "draining", "the drain began")
     queued = [client.execute("1") for _ in range(2)]
     asked = client.complete("prin")
-    until(lambda: up.gate.held == 3, "all is kept")
+    until(lambda: up.gate.queued == 3, "all is kept")
     (tmp_path / "go").touch()
     assert reply(client, first)["content"]["ename"] == "ZeroDivisionError"
     for msg_id in queued:
@@ -122,7 +122,7 @@ def test_an_error_that_does_not_stop_aborts_nothing(up: World, tmp_path: Path, o
     draining = up.in_thread(lambda: up.gate.drain(DEADLINE))
     until(lambda: up.gate.state == "draining", "the drain began")
     queued = client.execute("1")
-    until(lambda: up.gate.held == 1, "it is kept")
+    until(lambda: up.gate.queued == 1, "it is kept")
     (tmp_path / "go").touch()
     reply(client, first)
     draining.join()
@@ -135,7 +135,7 @@ def test_a_request_whose_handler_raises_does_not_hold_up_the_drain(up: World) ->
     send(client, "complete_request", {})  # no code: the kernel logs an error, goes idle, and never replies
     until(lambda: up.gate.pending == ["complete_request"], "it is under way")
     up.gate.drain(DEADLINE)
-    assert up.gate.state == "held"
+    assert up.gate.state == "drained"
 
 
 @pytest.mark.skipif(
@@ -171,7 +171,7 @@ def test_a_cell_wakes_the_kernel_once_and_is_run_after(up: World) -> None:
     up.to_sleep()
     assert up.gate.state == "asleep"
     cells = [client.execute("x += 1"), client.execute("print(x)")]
-    until(lambda: up.gate.held == 2, "both are kept")
+    until(lambda: up.gate.queued == 2, "both are kept")
     assert up.woken == ["execute_request"]
     up.wake()
     for cell in cells:
@@ -195,7 +195,7 @@ def test_looking_does_not_wake_and_is_answered_after(up: World) -> None:
     up.to_sleep()
     looked = [client.history(hist_access_type="tail", n=1), client.comm_info(), client.complete("prin")]
     debug = send(client, "debug_request", {"type": "request", "seq": 1, "command": "debugInfo"}, "control")
-    until(lambda: up.gate.held == 4, "all is kept")
+    until(lambda: up.gate.queued == 4, "all is kept")
     nothing(client)
     assert up.woken == []
     up.wake()
@@ -208,7 +208,7 @@ def test_a_message_kept_before_the_sleep_wakes_at_once(up: World) -> None:
     client = up.client()
     up.gate.drain(DEADLINE)
     cell = client.execute("1")
-    until(lambda: up.gate.held == 1, "it is kept")
+    until(lambda: up.gate.queued == 1, "it is kept")
     assert up.woken == []
     up.gate.close()
     up.gate.sleep()
@@ -273,7 +273,7 @@ def test_before_the_kernel_was_heard_everything_waits(world: World) -> None:
     assert world.gate.state == "closed"
     client = world.client(ready=False)
     asked, cell = client.kernel_info(), client.execute("1")
-    until(lambda: world.gate.held == 2, "both are kept")
+    until(lambda: world.gate.queued == 2, "both are kept")
     world.wake()
     assert reply(client, asked)["msg_type"] == "kernel_info_reply"
     assert reply(client, cell)["content"]["status"] == "ok"
@@ -310,7 +310,7 @@ def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: Worl
     first, second = client.execute("ran = 1"), client.execute("ran = 2")
     loose = [other.execute("ran = 3", stop_on_error=False) for _ in range(2)]
     asked = client.comm_info()
-    until(lambda: up.gate.held == 5, "all are kept")
+    until(lambda: up.gate.queued == 5, "all are kept")
     if how == "message":
         stop = send(client, "interrupt_request", {}, "control")
         assert reply(client, stop, "control")["content"] == {"status": "ok"}
@@ -321,7 +321,7 @@ def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: Worl
     assert answers[0]["ename"] == "KeyboardInterrupt"
     assert kinds(outputs(client, first)) == ["busy", "error", "idle"]
     assert [reply(other, id)["content"]["ename"] for id in loose] == ["KeyboardInterrupt"] * 2
-    assert up.gate.held == 1, "a question is not a cell"
+    assert up.gate.queued == 1, "a question is not a cell"
     up.wake()
     assert reply(client, asked)["msg_type"] == "comm_info_reply"
     assert reply(client, client.execute("assert 'ran' not in globals()"))["content"]["status"] == "ok"
@@ -397,7 +397,7 @@ def test_when_too_much_waits_looking_is_refused_and_cells_are_not(up: World, mon
     answer = reply(client, refused)
     assert (answer["msg_type"], answer["content"]["ename"]) == ("comm_info_reply", "KERNEL_ASLEEP")
     client.execute("1")
-    until(lambda: up.gate.held == 3, "the cell is kept")
+    until(lambda: up.gate.queued == 3, "the cell is kept")
 
 
 def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_and_nothing_is_lost(
@@ -406,7 +406,7 @@ def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_
     client = up.client()
     up.to_sleep()
     big = client.execute(f"x = len({'a' * 10_000!r})")
-    until(lambda: up.gate.held == 1, "the first is kept")
+    until(lambda: up.gate.queued == 1, "the first is kept")
     monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 10_000)
     refused = [client.execute("x = 0"), client.execute("x = 1")]
     slider = client.session.send(client.shell_channel.socket, "comm_msg", {"comm_id": "c", "data": {}})
@@ -434,9 +434,9 @@ def test_a_failed_wake_is_told_as_if_the_cell_had_failed(up: World) -> None:
     up.to_sleep()
     asked = client.comm_info()
     cells = [client.execute("1"), client.execute("2")]
-    until(lambda: up.gate.held == 3, "all is kept")
+    until(lambda: up.gate.queued == 3, "all is kept")
     others = other.execute("3")
-    until(lambda: up.gate.held == 4, "all is kept")
+    until(lambda: up.gate.queued == 4, "all is kept")
     up.gate.fail(GpuFull("No room on the GPU.", left="the image is kept"))
     failed = reply(client, cells[0])["content"]
     assert (failed["status"], failed["ename"], failed["evalue"]) == ("error", "GPU_FULL", "No room on the GPU.")
@@ -445,7 +445,7 @@ def test_a_failed_wake_is_told_as_if_the_cell_had_failed(up: World) -> None:
     assert "the image is kept" in "\n".join(told[1]["content"]["traceback"])
     assert reply(client, cells[1])["content"] == {"status": "aborted"}
     assert reply(other, others)["content"]["ename"] == "GPU_FULL"
-    assert (up.gate.state, up.gate.held, up.woken) == ("asleep", 1, ["execute_request"])
+    assert (up.gate.state, up.gate.queued, up.woken) == ("asleep", 1, ["execute_request"])
     again = client.execute("4")
     until(lambda: len(up.woken) == 2, "the next cell wakes again")
     up.wake()
@@ -457,7 +457,7 @@ def test_each_cell_that_does_not_stop_gets_the_whole_error(up: World) -> None:
     client = up.client()
     up.to_sleep()
     cells = [client.execute("1", stop_on_error=False) for _ in range(2)]
-    until(lambda: up.gate.held == 2, "both are kept")
+    until(lambda: up.gate.queued == 2, "both are kept")
     up.gate.fail(GpuFull("No room."))
     assert [reply(client, cell)["content"]["ename"] for cell in cells] == ["GPU_FULL", "GPU_FULL"]
 
@@ -486,12 +486,12 @@ def test_a_kernel_that_dies_is_followed_by_another(own_world: World, shared_kern
     draining = own_world.in_thread(lambda: gate.drain(DEADLINE))
     until(lambda: gate.state == "draining", "the drain began")
     client.execute("1")
-    until(lambda: gate.held == 1, "it is kept")
+    until(lambda: gate.queued == 1, "it is kept")
     own_world.kernel.kill()
-    gate.died()
+    gate.kernel_died()
     with pytest.raises(GateError):
         draining.join()
-    assert (gate.state, gate.held, gate.pending) == ("closed", 0, [])
+    assert (gate.state, gate.queued, gate.pending) == ("closed", 0, [])
     gate.rebind_kernel(shared_kernel.info)
     gate.open(DEADLINE)
     gate.release()
@@ -510,7 +510,7 @@ def test_the_heart_beats_until_the_kernel_is_dead(own_world: World) -> None:
     own_world.to_sleep()
     assert beat(own_world, DEADLINE)
     own_world.kernel.kill()
-    gate.died()
+    gate.kernel_died()
     assert not beat(own_world, 0.3)
 
 
@@ -529,6 +529,6 @@ def test_a_beat_in_flight_is_returned_when_the_kernel_goes(own_world: World) -> 
         heart.linger = 0
         heart.connect(wire.address(own_world.front, "hb"))
         heart.send(b"ping")
-        until(lambda: own_world.gate._proxy._beats, "the beat was forwarded")
+        until(lambda: own_world.gate._router._beats, "the beat was forwarded")
         own_world.gate.close()
         assert heart.poll(DEADLINE * 1000)

@@ -17,7 +17,7 @@ from traitlets.config import Config
 
 from jupyter_gpu_ckpt.cuda.driver import CudaState
 from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, GpuCkptError, StateError
-from jupyter_gpu_ckpt.kernel.agent_requests import Desk
+from jupyter_gpu_ckpt.kernel.agent_requests import AgentRequests
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy, memory_of_host
 
@@ -33,8 +33,8 @@ class Stub:
     def __init__(self, error: Exception | None = None) -> None:
         self.state, self.error, self.tries = State.RUNNING, error, 0
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
-        self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, questions=0)
-        self.desk = Desk(None)
+        self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, queries=0)
+        self.agent_requests = AgentRequests(None)
         self.lifecycle = self.capsule = self
         self.host_pid, self.processes, self.companions = 1, lambda: [1], list
         self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
@@ -288,12 +288,12 @@ class TestRealKernels:
         assert time.monotonic() - back >= 1.0
 
     async def test_a_protected_kernel_stays(self, kernel, started):
-        kernel.provisioner.desk.protect(3600)
+        kernel.provisioner.agent_requests.protect(3600)
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.1, interval=0.05)
         await until(lambda: (policy.outlook("k") or {"idle_s": 0})["idle_s"] > 1)
         assert kernel.state == "running"
         assert 3500 < policy.outlook("k")["next_in_s"] <= 3600
-        kernel.provisioner.desk.protect(0)
+        kernel.provisioner.agent_requests.protect(0)
         await kernel.settled("checkpointed")
 
     async def test_a_kernel_with_a_child_says_why_it_stays(self, kernel, started):

@@ -121,7 +121,7 @@ async def test_a_protected_kernel_is_neither_culled_nor_expired(tmp_path, runtim
     async with manager(tmp_path, runtime_base, **traits) as made:
         kernel_id = await start(made, tmp_path)
         provisioner = made.provisioner_of(kernel_id)
-        provisioner.desk.protect(3600)
+        provisioner.agent_requests.protect(3600)
         idle_for(made, kernel_id, 200)
         await made.cull_kernels()
         assert made.kernel_model(kernel_id)["gpu_ckpt"]["state"] == "running"
@@ -129,7 +129,7 @@ async def test_a_protected_kernel_is_neither_culled_nor_expired(tmp_path, runtim
         await until(lambda: utcnow().timestamp() - image.manifest.created > 1.1)
         await made.cull_kernels()
         assert kernel_id in made
-        provisioner.desk.protect(0)
+        provisioner.agent_requests.protect(0)
         await made.cull_kernels()
         assert kernel_id not in made
 

@@ -47,7 +47,7 @@ class Senses:
             lifecycle, gate = provisioner.lifecycle, provisioner.gate
             if lifecycle is None or gate is None:
                 continue
-            until = provisioner.desk.protection()
+            until = provisioner.agent_requests.protection()
             look = Look(
                 kernel_id,
                 lifecycle.home.kernel_name,
@@ -83,7 +83,7 @@ class Senses:
             return False
         own = [directory for directory in (home.runtime_dir, home.known_as) if directory is not None]
         pids = {capsule.host_pid, *capsule.companions()}
-        return self._activity.worked(look.kernel_id, pids, now=time.monotonic(), questions=gate.questions, own=own)
+        return self._activity.worked(look.kernel_id, pids, now=time.monotonic(), questions=gate.queries, own=own)
 
     def _computing(self, gpus: Gpus, holders: Mapping[str, list[int]]) -> set[str]:
         """Which of the kernels with device memory (by id, with their processes) used a GPU since the last time."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpu_ckpt.gate import queue
-from jupyter_gpu_ckpt.gate.pending import REPLIED_TYPES, Ledger
-from jupyter_gpu_ckpt.gate.queue import Hold
+from jupyter_gpu_ckpt.gate.pending import REPLIED_TYPES, PendingRequests
+from jupyter_gpu_ckpt.gate.queue import RequestQueue
 from jupyter_gpu_ckpt.gate.wake_rules import wakes
 from jupyter_gpu_ckpt.gate.wire import Request
 
@@ -19,98 +19,98 @@ def request(msg_id: str, kind: str = "execute_request", *, subshell: str | None 
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    return Ledger()
+def pending() -> PendingRequests:
+    return PendingRequests()
 
 
 @pytest.mark.parametrize("first", ["replied", "idled"])
-def test_a_request_is_done_with_reply_and_idle_in_either_order(ledger: Ledger, first: str) -> None:
-    ledger.forwarded(request("1"))
+def test_a_request_is_done_with_reply_and_idle_in_either_order(pending: PendingRequests, first: str) -> None:
+    pending.forwarded(request("1"))
     second = {"replied": "idled", "idled": "replied"}[first]
-    assert getattr(ledger, first)("1") is None
-    assert ledger.types() == ["execute_request"]
-    assert getattr(ledger, second)("1").request.msg_id == "1"
-    assert not ledger
+    assert getattr(pending, first)("1") is None
+    assert pending.types() == ["execute_request"]
+    assert getattr(pending, second)("1").request.msg_id == "1"
+    assert not pending
 
 
 @pytest.mark.parametrize("kind", ["comm_open", "comm_msg", "comm_close", "something_else"])
-def test_what_has_no_reply_is_done_with_its_idle(ledger: Ledger, kind: str) -> None:
-    ledger.forwarded(request("1", kind))
-    assert ledger.idled("1") is not None
-    assert not ledger
+def test_what_has_no_reply_is_done_with_its_idle(pending: PendingRequests, kind: str) -> None:
+    pending.forwarded(request("1", kind))
+    assert pending.idled("1") is not None
+    assert not pending
 
 
-def test_one_msg_id_used_twice_is_done_after_both(ledger: Ledger) -> None:
+def test_one_msg_id_used_twice_is_done_after_both(pending: PendingRequests) -> None:
     for _ in range(2):
-        ledger.forwarded(request("1"))
-    ledger.replied("1")
-    assert ledger.idled("1") is None
-    ledger.replied("1")
-    assert ledger.idled("1") is not None
+        pending.forwarded(request("1"))
+    pending.replied("1")
+    assert pending.idled("1") is None
+    pending.replied("1")
+    assert pending.idled("1") is not None
 
 
-def test_answers_to_strangers_change_nothing(ledger: Ledger) -> None:
-    ledger.forwarded(request("1"))
-    assert ledger.replied("2") is None
-    assert ledger.idled("2") is None
-    assert len(ledger) == 1
+def test_answers_to_strangers_change_nothing(pending: PendingRequests) -> None:
+    pending.forwarded(request("1"))
+    assert pending.replied("2") is None
+    assert pending.idled("2") is None
+    assert len(pending) == 1
 
 
-def test_a_lane_straggles_only_when_nothing_in_it_moves(ledger: Ledger) -> None:
-    ledger.forwarded(request("1"))
-    ledger.forwarded(request("2", "comm_msg"))
-    assert ledger.straggling() == {}
-    ledger.idled("1")  # its handler raised: no reply will come
-    assert ledger.straggling() == {("shell", None): 2}
-    ledger.forwarded(request("3"))
-    assert ledger.straggling() == {}
+def test_a_lane_straggles_only_when_nothing_in_it_moves(pending: PendingRequests) -> None:
+    pending.forwarded(request("1"))
+    pending.forwarded(request("2", "comm_msg"))
+    assert pending.straggling() == {}
+    pending.idled("1")  # its handler raised: no reply will come
+    assert pending.straggling() == {("shell", None): 2}
+    pending.forwarded(request("3"))
+    assert pending.straggling() == {}
 
 
-def test_a_fence_frees_the_stragglers_before_it_and_no_others(ledger: Ledger) -> None:
-    ledger.forwarded(request("1", "comm_msg"))
-    (order,) = ledger.straggling().values()
-    ledger.forwarded(request("2", "comm_msg"))
-    ledger.forwarded(request("3", "comm_msg", subshell="s"))
-    assert [entry.request.msg_id for entry in ledger.fenced(("shell", None), order)] == ["1"]
-    assert len(ledger) == 2
+def test_a_fence_frees_the_stragglers_before_it_and_no_others(pending: PendingRequests) -> None:
+    pending.forwarded(request("1", "comm_msg"))
+    (order,) = pending.straggling().values()
+    pending.forwarded(request("2", "comm_msg"))
+    pending.forwarded(request("3", "comm_msg", subshell="s"))
+    assert [entry.request.msg_id for entry in pending.fenced(("shell", None), order)] == ["1"]
+    assert len(pending) == 2
 
 
-def test_a_comm_message_that_began_does_not_straggle(ledger: Ledger) -> None:
-    ledger.forwarded(request("1", "comm_msg"))
-    ledger.begun("1")
-    assert ledger.straggling() == {}
+def test_a_comm_message_that_began_does_not_straggle(pending: PendingRequests) -> None:
+    pending.forwarded(request("1", "comm_msg"))
+    pending.begun("1")
+    assert pending.straggling() == {}
 
 
-def test_a_deleted_subshell_owes_nothing(ledger: Ledger) -> None:
-    ledger.forwarded(request("1", subshell="s"))
-    ledger.forwarded(request("2"))
-    ledger.without_subshell("s")
-    assert ledger.types() == ["execute_request"]
+def test_a_deleted_subshell_owes_nothing(pending: PendingRequests) -> None:
+    pending.forwarded(request("1", subshell="s"))
+    pending.forwarded(request("2"))
+    pending.without_subshell("s")
+    assert pending.types() == ["execute_request"]
 
 
-def test_only_what_a_user_asked_for_is_work(ledger: Ledger) -> None:
+def test_only_what_a_user_asked_for_is_work(pending: PendingRequests) -> None:
     for n, kind in enumerate(["complete_request", "kernel_info_request", "history_request"]):
-        ledger.forwarded(request(str(n), kind))
-    assert not ledger.working()
-    ledger.forwarded(request("cell"))
-    assert ledger.working()
-    ledger.replied("cell")
-    assert ledger.working(), "its idle has not come"
-    ledger.idled("cell")
-    assert not ledger.working()
+        pending.forwarded(request(str(n), kind))
+    assert not pending.working()
+    pending.forwarded(request("cell"))
+    assert pending.working()
+    pending.replied("cell")
+    assert pending.working(), "its idle has not come"
+    pending.idled("cell")
+    assert not pending.working()
 
 
-def test_a_comm_message_is_work_from_its_busy_to_its_idle(ledger: Ledger) -> None:
-    ledger.forwarded(request("slider", "comm_msg"))
-    assert not ledger.working(), "ipykernel may have handled it on the side, and then never says so"
-    ledger.begun("slider")
-    assert ledger.working()
-    ledger.idled("slider")
-    assert not ledger.working()
+def test_a_comm_message_is_work_from_its_busy_to_its_idle(pending: PendingRequests) -> None:
+    pending.forwarded(request("slider", "comm_msg"))
+    assert not pending.working(), "ipykernel may have handled it on the side, and then never says so"
+    pending.begun("slider")
+    assert pending.working()
+    pending.idled("slider")
+    assert not pending.working()
 
 
 def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Hold()
+    kept = RequestQueue()
     for n in range(3):
         kept.append(request(str(n), "history_request" if n == 1 else "execute_request"))
     assert [r.msg_id for r in kept.take(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
@@ -124,7 +124,7 @@ def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPat
 def test_the_hold_has_room_for_a_users_own_longer_and_refuses_those_behind_one_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept = Hold()
+    kept = RequestQueue()
     monkeypatch.setattr(queue, "MAX_BYTES", 0)
     monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 3 * 2048)
     assert [kept.append(request(str(n), "execute_request")) for n in range(4)] == [True, True, True, False]

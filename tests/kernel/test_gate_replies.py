@@ -8,20 +8,20 @@ import pytest
 from jupyter_client.session import Session
 
 from jupyter_gpu_ckpt.gate import wire
-from jupyter_gpu_ckpt.gate.replies import Voice
+from jupyter_gpu_ckpt.gate.replies import Replies
 
 
 class Heard:
-    """A voice and what its clients got from it."""
+    """Replies and what its clients got from it."""
 
     def __init__(self) -> None:
         self.session = Session(key=b"key")
         self.session.digest_history_size = 0
         self.frames: list[list[bytes]] = []
-        self.voice = Voice(self.session, "under-test", lambda channel, frames: self.frames.append(frames))
+        self.replies = Replies(self.session, "under-test", lambda channel, frames: self.frames.append(frames))
 
     def learn(self, protocol: str) -> None:
-        self.voice.learn({"header": {"session": "s"}, "content": {"protocol_version": protocol}})
+        self.replies.learn({"header": {"session": "s"}, "content": {"protocol_version": protocol}})
 
     def welcomes(self) -> list[Any]:
         """The topics of the welcomes since the last look."""
@@ -39,24 +39,24 @@ def heard() -> Heard:
 def test_who_subscribed_between_the_kernels_first_answer_and_its_welcome_is_welcomed_after(heard: Heard) -> None:
     """The kernel's idle may overtake its welcome; whoever connects in between waits for a welcome all the same."""
     heard.learn("5.3")
-    heard.voice.welcome(b"")
-    heard.voice.welcome(b"")
-    heard.voice.welcome(b"stream")
+    heard.replies.welcome(b"")
+    heard.replies.welcome(b"")
+    heard.replies.welcome(b"stream")
     assert heard.welcomes() == []
-    heard.voice.kernel_welcomed()
+    heard.replies.kernel_welcomed()
     assert heard.welcomes() == ["", "stream"]
-    heard.voice.kernel_welcomed()
+    heard.replies.kernel_welcomed()
     assert heard.welcomes() == []
-    heard.voice.welcome(b"")
+    heard.replies.welcome(b"")
     assert heard.welcomes() == [""]
 
 
 def test_a_kernel_that_sends_no_welcome_has_none_sent_for_it(heard: Heard) -> None:
     heard.learn("5.3")
-    heard.voice.welcome(b"")
-    heard.voice.forget()
+    heard.replies.welcome(b"")
+    heard.replies.forget()
     heard.learn("5.3")
-    heard.voice.kernel_welcomed()
+    heard.replies.kernel_welcomed()
     assert heard.welcomes() == [], "who subscribed to the one before was told by its own"
 
 
@@ -66,5 +66,5 @@ def test_before_the_kernel_is_known_and_where_the_protocol_has_it_everybody_is_w
 ) -> None:
     if protocol:
         heard.learn(protocol)
-    heard.voice.welcome(b"topic")
+    heard.replies.welcome(b"topic")
     assert heard.welcomes() == ["topic"]

@@ -171,7 +171,7 @@ async def test_a_kernel_that_is_shut_down_while_it_sleeps_goes_with_its_image(se
     assert server.store.images() == []
     assert f"its image {image.id} is deleted" in caplog.text
     assert not (server.store.generations.directory / f"{KERNEL_ID}.json").exists(), "put away"
-    assert server.store.generations.next(KERNEL_ID, 0) > image.manifest.generation, "and not forgotten"
+    assert server.store.generations.next_generation(KERNEL_ID, 0) > image.manifest.generation, "and not forgotten"
 
 
 async def test_a_shutdown_by_message_while_it_sleeps_deletes_the_image_too(server):

@@ -12,7 +12,7 @@ from ..errors import NoSpace, StoreUnwritable
 
 
 @contextlib.contextmanager
-def mapped(root: Path) -> Iterator[None]:
+def mapped_errors(root: Path) -> Iterator[None]:
     """Errors of the file system become ours."""
     try:
         yield

@@ -1,11 +1,10 @@
-"""Chunks of a kernel's device memory that are on the disk already, for its next image.
+"""Chunks of a kernel's device memory that are on the disk before its next image is written.
 
-They come from its last image, whose chunks are kept while it runs; and while it is suspended, what is different is
-written ahead.  The next image takes what is the same by a rename instead of writing it: every chunk here was flushed to
-the disk, and has the hash that is said of it.  They lie in a draft's directory, so when their owner ends without having
-removed them, the next sweep does.
+They are kept from its last image while the kernel runs; and while it is suspended, changed chunks are written ahead.
+The next image renames those whose hash is the same instead of writing them: every cached chunk was flushed.  They lie
+in a draft's directory, so a sweep removes them if their owner ends without doing so.
 
-It is a cache: whoever needs the room makes it empty (`make_room`), and nobody waits for it but who is to use it.
+Whoever needs the disk space empties the cache (`evict`).
 """
 
 from __future__ import annotations
@@ -31,125 +30,124 @@ from .manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 
-#: What this process has, of all its kernels; looked at and added to under the lock.
-_living: weakref.WeakSet[Chunks] = weakref.WeakSet()
+#: The caches of all kernels of this process; read and added to under the lock.
+_caches: weakref.WeakSet[ChunkCache] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-class Chunks:
-    """The chunks of one kernel, by name; `discard` ends it.
+class ChunkCache:
+    """The cached chunks of one kernel, by name, below the image directory ``root``; end it with `discard`.
 
-    ``root``: the image directory.  Nothing is on the disk before something is put here.  What may take long is done on
-    one thread of its own, one after the other.
+    The directory is made with the first chunk.  Long work is done on one thread, in order.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._place = root / f"{layout.DRAFT}chunks-{secrets.token_hex(6)}"
+        self._path = root / f"{layout.DRAFT}chunks-{secrets.token_hex(6)}"
         self._entries: dict[str, FileEntry] = {}
         self._lock = FileLock(
-            self._place.with_name(f"{self._place.name}{layout.LOCK}"), timeout=0, mode=0o600, thread_local=False
+            self._path.with_name(f"{self._path.name}{layout.LOCK}"), timeout=0, mode=0o600, thread_local=False
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-chunks")
-        self._enough = threading.Event()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-chunks")
+        self._stopped = threading.Event()
         self._written: Future[bool] | None = None
         self._outdated = False
-        #: Whether a checkpoint counts on what is here.
-        self.claimed = False
+        #: Whether a checkpoint under way relies on the cache; then `evict` spares it.
+        self.in_use = False
         with _lock:
-            _living.add(self)
+            _caches.add(self)
 
     @property
     def bytes(self) -> int:
-        """Bytes of device memory that are here.  From any thread."""
+        """Bytes of cached chunks.  From any thread."""
         return sum(entry.bytes for entry in list(self._entries.values()))
 
-    def salvage(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
-        """Take the place of ``directory``, of an image that is being removed; nothing was here before.
+    def adopt(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
+        """Fill the empty cache with the device memory ``directory`` of an image that is being removed.
 
-        ``entries``: what was proved of them when that image was restored.  Raises `OSError`; then nothing is here.
+        ``entries``: as they were verified when that image was restored.  Raises `OSError`; then the cache stays empty.
         """
-        self._begin()
-        directory.rename(self._place)
+        self._create()
+        directory.rename(self._path)
         self._entries = dict(entries)
 
-    def _begin(self) -> None:
+    def _create(self) -> None:
         if not self._lock.is_locked:
             self._lock.acquire()
-        self._place.mkdir(mode=0o700, exist_ok=True)
+        self._path.mkdir(mode=0o700, exist_ok=True)
 
-    def write_ahead(self, arena: int, permitted: Callable[[int, int], bool]) -> None:
-        """Begin to write what of ``arena`` is not here yet, and to remove what is not its; its caller closes it.
+    def write_ahead(self, extents: int, permitted: Callable[[int, int], bool]) -> None:
+        """Begin to bring the cache up to date with ``extents``, which the caller closes.  Returns at once.
 
-        ``permitted``: asked, on the thread that writes, with the bytes of all of it, and those that will be written.
-        Waits for nothing.  Raises `OSError` when no descriptor can be had, ``RuntimeError`` when no thread can.
+        ``permitted``: called on the writing thread with the bytes of all extents, and of those that will be written.
+        Raises `OSError` when no descriptor is left, ``RuntimeError`` when no thread can be started.
         """
-        own = [os.dup(arena)]
-        self._written, self._enough, self._outdated = None, threading.Event(), False
+        own = [os.dup(extents)]
+        self._written, self._stopped, self._outdated = None, threading.Event(), False
         try:
-            self._written = self._thread.submit(self._write, own, permitted, self._enough)
-        except RuntimeError:  # a later thread may come upon it all the same
+            self._written = self._executor.submit(self._write, own, permitted, self._stopped)
+        except RuntimeError:  # the executor may have queued the call all the same
             os.close(own.pop())
             raise
 
-    def _write(self, own: list[int], permitted: Callable[[int, int], bool], enough: threading.Event) -> bool:
-        """Whether all of the arena is here.  ``own``: its descriptor; none if the caller has given up."""
+    def _write(self, own: list[int], permitted: Callable[[int, int], bool], stopped: threading.Event) -> bool:
+        """Return whether all chunks are cached.  ``own``: the descriptor, or empty if the caller has closed it."""
         if not own:
             return False
-        arena = own.pop()
+        extents = own.pop()
         begun, before = time.monotonic(), self.bytes
         try:
-            size = device_memory.size(arena)
-            if enough.is_set() or not permitted(size, max(0, size - before)):
+            size = device_memory.size(extents)
+            if stopped.is_set() or not permitted(size, max(0, size - before)):
                 return False
-            self._begin()
-            if not device_memory.write_ahead(arena, self._place, self._entries, enough):
+            self._create()
+            if not device_memory.write_ahead(extents, self._path, self._entries, stopped):
                 return False
         except (GpuCkptError, OSError, RuntimeError, MemoryError) as error:
             _log.info("Device memory is not written ahead: %s", error)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self._remove_all()  # others need what room there is
+                self._remove_all()
             return False
         finally:
-            os.close(arena)
+            os.close(extents)
         seconds = time.monotonic() - begun
         _log.info("Device memory is on the disk: %d bytes (%d before), %.1f s", self.bytes, before, seconds)
         return True
 
-    def halt(self, *, outdated: bool) -> None:
-        """Begin no further chunk; ``outdated``: its kernel runs on.  Waits for nothing: a wake waits for no disk."""
+    def stop(self, *, outdated: bool) -> None:
+        """Begin no further chunk; ``outdated``: the kernel runs on.  Returns at once: a wake waits for no disk."""
         self._outdated = self._outdated or outdated
-        self._enough.set()
+        self._stopped.set()
 
-    def settle(self) -> int:
-        """Write no further; the bytes of the arena that are here, if all of it was written ahead, or 0."""
-        self._enough.set()
-        whole = self._written is not None and self._written.result()
-        return self.bytes if whole and not self._outdated else 0
+    def stop_and_wait(self) -> int:
+        """Stop writing.  Return the cached bytes if all device memory was written ahead, else 0."""
+        self._stopped.set()
+        complete = self._written is not None and self._written.result()
+        return self.bytes if complete and not self._outdated else 0
 
-    def take(self, name: str, content: FileEntry, target: Path) -> bool:
+    def claim(self, name: str, content: FileEntry, target: Path) -> bool:
         """Rename the chunk ``name`` to ``target``; False if it is not cached with this content.  From any thread."""
         if self._entries.get(name) != content:
             return False
         try:
-            (self._place / name).rename(target)
-        except OSError:  # somebody has removed it
+            (self._path / name).rename(target)
+        except OSError:  # removed behind our back
             return False
         self._entries.pop(name, None)
         return True
 
     def clear(self) -> None:
-        """Remove what is here, and wait for that; its kernel may put something here again.  Never raises."""
-        self.halt(outdated=True)
-        with contextlib.suppress(RuntimeError):  # it has ended, or no thread can be had
-            self._thread.submit(self._remove_all).result()
+        """Empty the cache and wait for that; it can be filled again.  Never raises."""
+        self.stop(outdated=True)
+        with contextlib.suppress(RuntimeError):  # it was discarded, or no thread can be started
+            self._executor.submit(self._remove_all).result()
 
     def discard(self, *, wait: bool) -> None:
-        """Remove what is left: now, or (without ``wait``) as soon as the disk allows.  Idempotent, never raises."""
-        self.halt(outdated=True)
-        with contextlib.suppress(RuntimeError):  # it has ended, or no thread can be had: then the next sweep does it
-            ended = self._thread.submit(self._end)
-            self._thread.shutdown(wait=False)
+        """Remove the cache, now or (without ``wait``) as soon as the disk allows.  Idempotent, never raises."""
+        self.stop(outdated=True)
+        with contextlib.suppress(RuntimeError):  # it was discarded, or no thread can be started: a sweep removes it
+            ended = self._executor.submit(self._end)
+            self._executor.shutdown(wait=False)
             if wait:
                 ended.result()
 
@@ -162,20 +160,20 @@ class Chunks:
 
     def _remove_all(self) -> None:
         self._entries.clear()
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self._path, ignore_errors=True)
 
 
-def _unclaimed(root: Path) -> list[Chunks]:
+def _evictable(root: Path) -> list[ChunkCache]:
     with _lock:
-        return [chunks for chunks in _living if chunks.root == root and not chunks.claimed]
+        return [cache for cache in _caches if cache.root == root and not cache.in_use]
 
 
-def kept_in(root: Path) -> int:
-    """Bytes that `make_room` would give back."""
-    return sum(chunks.bytes for chunks in _unclaimed(root))
+def evictable_bytes(root: Path) -> int:
+    """Return the bytes that `evict` would free."""
+    return sum(cache.bytes for cache in _evictable(root))
 
 
-def make_room(root: Path) -> None:
-    """Empty the caches of this process's kernels in an image directory, but for what is claimed; waits for the disk."""
-    for chunks in _unclaimed(root):
-        chunks.clear()
+def evict(root: Path) -> None:
+    """Empty the caches of this process's kernels below ``root`` that are not in use, and wait for the disk."""
+    for cache in _evictable(root):
+        cache.clear()

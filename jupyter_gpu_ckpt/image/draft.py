@@ -19,14 +19,14 @@ from filelock import FileLock
 
 from ..errors import KeyUnusable
 from ..files.atomic import flush, write_atomically
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from . import device_memory, encryption, layout, lease, links, verify
 from .encryption import Vault
 from .generations import Generations
 from .image import Image
 from .keys import Keyring
 from .manifest import FileEntry, Manifest
-from .quota import Room
+from .quota import QuotaReservation
 
 
 class Draft:
@@ -40,7 +40,7 @@ class Draft:
         keys: Keyring,
         generations: Generations,
         vault: Vault,
-        room: Room | None = None,
+        reservation: QuotaReservation | None = None,
         needed: int = 0,
     ) -> None:
         self.id = id
@@ -48,10 +48,10 @@ class Draft:
         self._root = root
         self._keys = keys
         self._generations = generations
-        self._room = room
+        self._reservation = reservation
         self._begun = time.time_ns()
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
-        with mapped(root):
+        with mapped_errors(root):
             self._lock.acquire()
             for directory in (self.path, self.path / layout.CRIU):
                 directory.mkdir(mode=0o700)
@@ -59,8 +59,8 @@ class Draft:
         self._form: encryption.Form = encryption.Clear(self.path / layout.CRIU)
         self._known: dict[str, FileEntry] = {}
         try:
-            if room is not None:
-                room.require(needed)
+            if reservation is not None:
+                reservation.reserve(needed)
             self._form = encryption.form(vault, id, self.path / layout.CRIU)
         except BaseException:
             self.discard()
@@ -75,20 +75,23 @@ class Draft:
     def work_directory(self) -> Iterator[Path]:
         """A directory beside the image's files for the body: room for what is written on the way and is not of it."""
         path = self.path / "work"
-        with mapped(self._root):
+        with mapped_errors(self._root):
             path.mkdir(mode=0o700)
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
 
-    def write_device(self, arena: int, take: device_memory.Take, go_on: Callable[[], object]) -> None:
-        """Write device memory that is in a file in memory, a descriptor; but for chunks that ``take`` has.
+    def write_device(
+        self, extents: int, claim: device_memory.ClaimChunk | None, check_cancelled: Callable[[], object]
+    ) -> None:
+        """Write device memory from ``extents`` (`device_memory`); chunks that ``claim`` provides are not written.
 
-        ``go_on``: asked on the way, and what it raises ends it.  Raises `NoSpace`, `StoreUnwritable`.
+        Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
         """
-        with mapped(self._root):
-            written = device_memory.write(arena, self.path / layout.CRIU / layout.DEVICE, self._form.codec(take), go_on)
+        with mapped_errors(self._root):
+            codec = self._form.codec(claim)
+            written = device_memory.write(extents, self.path / layout.CRIU / layout.DEVICE, codec, check_cancelled)
             self._known = {layout.device_file(name): one for name, one in written.items()}
 
     def size(self) -> int:
@@ -99,13 +102,15 @@ class Draft:
                 found += path.stat().st_size
         return found
 
-    def publish(self, manifest: Manifest, *, living: int | None = None, holder: lease.Holder | None = None) -> Image:
+    def publish(
+        self, manifest: Manifest, *, claim_pid: int | None = None, keep_fd: lease.KeepFd | None = None
+    ) -> Image:
         """Make it an image.  After failure it is still a draft.  Raises `QuotaExceeded` when it grew past its promise.
 
-        ``living``: the process that was saved, which is still there; until `Image.ended` nobody restores the image,
-        unless ``holder`` ended with it.
+        ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
+        unless the process that ``keep_fd`` passes the claim's lock to has ended.
         """
-        with mapped(self._root):
+        with mapped_errors(self._root):
             key = self._keys.current()
             manifest = replace(manifest, encryption=self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
@@ -122,12 +127,12 @@ class Draft:
                 manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:
                     flushed.result()
-            if self._room is not None:
-                self._room.require(manifest.bytes)
+            if self._reservation is not None:
+                self._reservation.reserve(manifest.bytes)
             write_atomically(self.path / layout.MANIFEST, manifest.to_json(), durable=True)
             verify.seal(self.path, key)
-            if living is not None:
-                lease.publish_claim(self.path, living, holder)
+            if claim_pid is not None:
+                lease.publish_claim(self.path, claim_pid, keep_fd)
             directories = [path for path in self.path.rglob("*") if path.is_dir()]
             for directory in (*directories, self.path):
                 flush(directory)
@@ -143,7 +148,7 @@ class Draft:
                 raise
         self._unlock()
         with contextlib.suppress(KeyUnusable):  # the image is there; an older one put back may go unnoticed
-            self._generations.published(manifest)
+            self._generations.record_published(manifest)
         return Image(target, manifest)
 
     def discard(self) -> None:
@@ -154,8 +159,8 @@ class Draft:
 
     def _unlock(self) -> None:
         self._form.close()
-        if self._room is not None:
-            self._room.release()
+        if self._reservation is not None:
+            self._reservation.release()
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink()
         self._lock.release()

@@ -315,8 +315,8 @@ class Form(Protocol):
     #: Where CRIU writes.
     criu_directory: Path
 
-    def codec(self, take: device_memory.Take) -> device_memory.Codec:
-        """How device memory is written.  ``take``: a cache of chunks, as they are."""
+    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
+        """How device memory is written.  ``claim``: a cache of chunks, as they are."""
 
     def finish(self) -> dict[str, Any] | None:
         """Write what is still to be written; what the manifest says of the form.  Raises `OSError`."""
@@ -331,9 +331,9 @@ class Clear:
     def __init__(self, directory: Path) -> None:
         self.criu_directory = directory
 
-    def codec(self, take: device_memory.Take) -> device_memory.Codec:
+    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
         """As `Form.codec`."""
-        return device_memory.InTheClear(take)
+        return device_memory.PlainCodec(claim)
 
     def finish(self) -> None:
         """As `Form.finish`."""
@@ -354,7 +354,7 @@ class Encrypted:
         self._plain = Plain(vault.base, id)
         self.criu_directory = self._plain.path
 
-    def codec(self, take: device_memory.Take) -> device_memory.Codec:
+    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
         """As `Form.codec`; what a cache has in the clear is of no use."""
         return EncryptedCodec(self._cipher)
 
@@ -383,13 +383,13 @@ class Readable:
     """The files of an image as a restore reads them.
 
     ``criu_directory`` has CRIU's files as CRIU wrote them; ``codec`` reads the files of ``device_directory``.
-    ``clear``: nothing of the image is encrypted.
+    ``encrypted``: whether the image is.
     """
 
     criu_directory: Path
     device_directory: Path
     codec: device_memory.Codec
-    clear: bool
+    encrypted: bool
 
 
 @contextlib.contextmanager
@@ -400,7 +400,7 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
     """
     stored = path / layout.CRIU
     if manifest.encryption is None:
-        yield Readable(stored, stored / layout.DEVICE, device_memory.InTheClear(), clear=True)
+        yield Readable(stored, stored / layout.DEVICE, device_memory.PlainCodec(), encrypted=False)
         return
     cipher = Cipher.of(vault.secret() if vault.encrypts else None, manifest.encryption)
     with contextlib.closing(Plain(vault.base, manifest.id)) as plain:
@@ -412,7 +412,7 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
                     cipher.decrypt(path / name, place, name)
         except OSError as error:
             raise NoMemory(f"The image cannot be decrypted: {error.strerror}.", image=manifest.id) from error
-        yield Readable(plain.path, stored / layout.DEVICE, EncryptedCodec(cipher), clear=False)
+        yield Readable(plain.path, stored / layout.DEVICE, EncryptedCodec(cipher), encrypted=True)
 
 
 def _place(base: Path) -> Path:

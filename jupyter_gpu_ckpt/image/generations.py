@@ -36,15 +36,15 @@ class Generations:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def next(self, kernel_id: str, last: int) -> int:
+    def next_generation(self, kernel_id: str, last: int) -> int:
         """The generation of the kernel's next image; ``last`` is that of the image it came from, or 0."""
         return max(last, self._read(kernel_id)["published"]) + 1
 
-    def published(self, manifest: Manifest) -> None:
+    def record_published(self, manifest: Manifest) -> None:
         """An image was published.  Raises `KeyUnusable`."""
         self._raise_to(manifest.kernel_id, published=manifest.generation)
 
-    def spent(self, kernel_id: str, generation: int | None = None) -> None:
+    def record_restored(self, kernel_id: str, generation: int | None = None) -> None:
         """The kernel lives on after its image of ``generation`` (or the last): none up to that one is to come back.
 
         Raises `KeyUnusable`.
@@ -63,7 +63,7 @@ class Generations:
         if manifest.generation and manifest.generation <= record["spent"]:
             raise ImageStale("The kernel came back from this image and has run on since.", image=manifest.id)
 
-    def put_away(self, kernel_id: str) -> None:
+    def close(self, kernel_id: str) -> None:
         """The kernel has ended, and no image of it is left: its record becomes a line among many.
 
         Raises `KeyUnusable`; the record then stays where it was.
@@ -89,7 +89,7 @@ class Generations:
         flush(self.directory)
 
     def _ended(self, kernel_id: str) -> dict[str, int]:
-        """What the lines of `put_away` say of a kernel; those of other shapes are passed over."""
+        """What the lines of `close` say of a kernel; those of other shapes are passed over."""
         found = {"published": 0, "spent": 0}
         with contextlib.suppress(FileNotFoundError), (self.directory / ENDED).open(errors="replace") as lines:
             for line in lines:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,17 +82,14 @@ class Image:
         """Nothing of it lies there that is this store's to remove."""
         layout.mark(self.path, layout.SENT).unlink(missing_ok=True)
 
-    def lease(self) -> AbstractContextManager[Lease]:
-        """Hold the image for one restorer (`lease.hold`).
+    def lease(self, timeout: float = 0.0) -> Lease:
+        """Acquire the lease of the image, for one restorer at a time.
 
-        Raises `ImageBusy` at once when another holds it or its kernel lives, `ImageNotFound` when it was removed.
+        Raises `ImageBusy` after ``timeout`` seconds when another process of this host has it, at once when another host
+        has it or the kernel lives; `ImageNotFound` when the image was removed.
         """
-        return leases.hold(self.path)
+        return leases.acquire(self.path, timeout=timeout)
 
-    def acquire(self, patience: float = 0.0) -> Lease:
-        """The same for longer than a block, and up to so many seconds after another process of this host has it."""
-        return leases.acquire(self.path, patience=patience)
-
-    def ended(self) -> None:
-        """The process that was saved has ended: from now on the image is its kernel.  Raises `OSError`."""
+    def withdraw_claim(self) -> None:
+        """Remove the claim: the process that was saved has ended, and the image can be restored.  Raises `OSError`."""
         leases.withdraw_claim(self.path)

@@ -1,23 +1,22 @@
-"""Who may bring an image to life: one restorer at a time, and one living kernel for ever.
+"""The right to restore an image: one restorer at a time, and one living kernel at most.
 
-Three things, each for what the one before cannot know:
+Three mechanisms, each for what the one before cannot know:
 
-*The lock* (``flock``) is held by one process of this host and goes with it, however it ends.
+*The lock* (``flock``) belongs to one process of this host and ends with it.
 
 *The lease* is a numbered file in the image, made by an exclusive link: of two restorers on two hosts whose file system
-has no working locks, one gets the number.  Its holder touches it while it lives.  One of another host that was not
-touched for `EXPIRY` seconds is over, and the next restorer takes the next number.  The time is the file server's.
+has no working locks, one gets the number.  Its owner touches it.  A lease of another host that was not touched for
+`EXPIRY` seconds has expired, and the next restorer takes the next number.  The time is the file server's.
 
 *The claim* says that the image's kernel lives, and as which process.  It is made by an exclusive link too, just before
-the first message reaches a restored kernel: of two restorers, however late one of them comes back from wherever it
-hung, one gets it and the other must end what it restored.  It lies in the image's directory, so there is none to be had
-once the image was removed.  A checkpoint publishes its image with a claim for the kernel that still runs, and takes it
-off when that has ended.  A claim does not expire: it is void when its process is known to be gone, or when somebody who
-knows it says so (`break_claim`).  Only its own host can know it: by the process's id, or, where ids mean something else
-(in another container), by the lock that the process's capsule keeps on the claim for as long as it lives.  One Linux
-has one opinion about who holds a lock.
+the first message reaches a restored kernel: of two restorers, however late one of them resumes, one gets it and the
+other must end what it restored.  It lies in the image's directory, so there is none once the image was removed.  A
+checkpoint publishes its image with a claim for the kernel that still runs, and withdraws it when that has ended.  A
+claim does not expire: it is void when its process is known to have ended, or when a user says so (`break_claim`).  Only
+its own host can know: by the process's id, or, where ids mean something else (in another container), by the lock that
+the process's capsule keeps on the claim for as long as it lives.  One Linux has one opinion about the owner of a lock.
 
-On a full disk nothing is restored.  A removal, the way out of it, goes on with what could not be made left out.
+On a full disk nothing is restored.  A removal, the way out of it, does without the files that could not be made.
 
 Limits: a file system whose exclusive link is not atomic (none we know of); hosts with one machine id and one name, or
 with one boot id (clones of a virtual machine that runs).
@@ -34,7 +33,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,50 +42,56 @@ from filelock import FileLock, Timeout
 from .. import procfs
 from ..errors import CapsuleError, CapsuleGone, ImageBusy, ImageNotFound, NoSpace
 from ..files.atomic import flush
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from . import layout
 from .layout import CLAIM, LEASES
 
-#: Seconds after which a lease that nobody touched is over.
+#: Seconds after which an untouched lease has expired.
 EXPIRY = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-#: Takes a locked descriptor over, and has it open for as long as the claimed process lives (`Capsule.hold`).
-Holder = Callable[[int], object]
+#: Passes a locked descriptor to a process that keeps it open for as long as the claimed process lives.
+KeepFd = Callable[[int], object]
 
 
 class Lease:
-    """The right to restore or remove one image, until `end`; `acquire` and `hold` get it."""
+    """The right to restore or remove one image, until `release` or the end of a ``with`` block; made by `acquire`."""
 
     def __init__(self, path: Path, lock: FileLock, *, remove: bool) -> None:
         self.path = path
         self._lock = lock
         self._claimed = False
-        self._record = {**_here(), "holder": secrets.token_hex(8)}
+        self._record = {**_this_host(), "holder": secrets.token_hex(8)}
         try:
-            number = _next(path, self._record)
+            number = _link_next(path, self._record)
         except OSError as error:
             if not remove or error.errno not in _FULL:
                 raise
             number = 0  # which no lease has: the lock alone must do
         self._file = path / LEASES / str(number)
-        self._over = threading.Event()
-        self._touching = threading.Thread(target=self._touch, name="image-lease", daemon=True)
-        self._touching.start()
+        self._released = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, name="image-lease", daemon=True)
+        self._toucher.start()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def _touch(self) -> None:
-        while not self._over.wait(EXPIRY / 4):
-            with contextlib.suppress(OSError):  # removed with its image, or a file server that is away
+        while not self._released.wait(EXPIRY / 4):
+            with contextlib.suppress(OSError):  # removed with its image, or the file server does not answer
                 os.utime(self._file)
 
-    def claim(self, pid: int, holder: Holder | None = None) -> None:
-        """From now on the kernel lives as process ``pid``.
+    def claim(self, pid: int, keep_fd: KeepFd | None = None) -> None:
+        """Record that the kernel lives as process ``pid`` from now on.
 
-        Raises `ImageBusy` when it lives elsewhere already, `NoSpace` when there is no room to say so.  After failure
+        Raises `ImageBusy` when it lives elsewhere already, `NoSpace` when the record cannot be written.  After failure
         there must not be a kernel from this image: the caller ends it.
         """
         try:
-            made = _link(self.path / CLAIM, _process(pid), holder)
+            made = _link(self.path / CLAIM, _process(pid), keep_fd)
         except OSError as error:
             if error.errno in _FULL:
                 message = "The disk of the image directory is full: that the kernel lives cannot be written there."
@@ -96,82 +101,72 @@ class Lease:
             raise ImageBusy("The kernel was restored elsewhere meanwhile.", image=self.path.name)
         self._claimed = True
 
-    def withdraw(self) -> None:
-        """The process that `claim` named, if it was called, has ended.  Raises `OSError`."""
+    def withdraw_claim(self) -> None:
+        """Remove the claim of `claim`, if there is one: its process has ended.  Raises `OSError`."""
         if self._claimed:
             withdraw_claim(self.path)
             self._claimed = False
 
-    def end(self) -> None:
-        """Give the lease up.  A claim stays."""
-        self._over.set()
-        self._touching.join()
+    def release(self) -> None:
+        """End the lease.  A claim stays."""
+        self._released.set()
+        self._toucher.join()
         with contextlib.suppress(OSError):
-            if _read(self._file) == self._record:  # else another has taken over, and its lease has our number
+            if _read(self._file) == self._record:  # else it expired, and another's lease has our number
                 self._file.unlink()
             self._file.parent.rmdir()
         self._lock.release()
 
 
-def acquire(path: Path, *, remove: bool = False, patience: float = 0.0) -> Lease:
-    """The lease of the image at ``path``.
+def acquire(path: Path, *, remove: bool = False, timeout: float = 0.0) -> Lease:
+    """Acquire the lease of the image at ``path``.
 
-    To ``remove`` an image is no harm to a kernel that lives.  Raises `ImageBusy` when another process of this host has
-    it for more than ``patience`` seconds, and at once when another host holds it or, if not to remove it, the kernel
-    lives; `ImageNotFound` when another has removed it; `StoreUnwritable` and, if not to
-    remove it, `NoSpace`.
+    ``remove``: for removing the image, which does no harm to a kernel that lives.  Raises `ImageBusy` when another
+    process of this host keeps it for more than ``timeout`` seconds, and at once when another host has it or, without
+    ``remove``, the kernel lives; `ImageNotFound` when the image was removed; `StoreUnwritable` and, without ``remove``,
+    `NoSpace`.
     """
-    with mapped(path.parent):
-        return _acquire(path, remove, patience)
-
-
-def _acquire(path: Path, remove: bool, patience: float) -> Lease:
-    lock = FileLock(layout.mark(path, layout.LOCK), timeout=patience, mode=0o600, thread_local=False)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise ImageBusy(f"Image {path.name} is in use by another process.", image=path.name) from error
-    except OSError as error:
-        if not remove or error.errno not in _FULL:  # nobody holds a lock that cannot even be made
-            raise
-    try:
-        if not path.is_dir():  # whoever held the lease before removed it
-            Path(lock.lock_file).unlink(missing_ok=True)
-            raise ImageNotFound(f"There is no image {path.name!r}.", image=path.name)
-        if not remove:
-            require_unclaimed(path)
+    with mapped_errors(path.parent):
+        lock = FileLock(layout.mark(path, layout.LOCK), timeout=timeout, mode=0o600, thread_local=False)
         try:
-            return Lease(path, lock, remove=remove)
-        except FileNotFoundError as error:  # whoever held it gives it up, or removes the image, at this moment
-            raise ImageBusy(f"Image {path.name} is in use by another process.", image=path.name) from error
-    except BaseException:
-        lock.release()
-        raise
+            lock.acquire()
+        except Timeout as error:
+            raise _busy(path) from error
+        except OSError as error:
+            if not remove or error.errno not in _FULL:  # where no lock can be made, nobody has one
+                raise
+        try:
+            if not path.is_dir():  # removed by the lock's last owner
+                Path(lock.lock_file).unlink(missing_ok=True)
+                raise ImageNotFound(f"There is no image {path.name!r}.", image=path.name)
+            if not remove:
+                require_unclaimed(path)
+            try:
+                return Lease(path, lock, remove=remove)
+            except FileNotFoundError as error:  # its owner releases it, or removes the image, at this moment
+                raise _busy(path) from error
+        except BaseException:
+            lock.release()
+            raise
 
 
-@contextlib.contextmanager
-def hold(path: Path, *, remove: bool = False, patience: float = 0.0) -> Iterator[Lease]:
-    """`acquire` the lease for the body."""
-    lease = acquire(path, remove=remove, patience=patience)
-    try:
-        yield lease
-    finally:
-        lease.end()
+def _busy(path: Path) -> ImageBusy:
+    return ImageBusy(f"Image {path.name} is in use by another process.", image=path.name)
 
 
-def publish_claim(path: Path, pid: int, holder: Holder | None = None) -> None:
-    """In a draft: its kernel lives as process ``pid`` until `withdraw_claim`.  Raises `OSError`."""
-    _link(path / CLAIM, _process(pid), holder)
+def publish_claim(path: Path, pid: int, keep_fd: KeepFd | None = None) -> None:
+    """Record in a draft that its kernel lives as process ``pid``, until `withdraw_claim`.  Raises `OSError`."""
+    _link(path / CLAIM, _process(pid), keep_fd)
 
 
 def withdraw_claim(path: Path) -> None:
-    """The kernel whose image this is has ended.  On disk when this returns: else the image would seem to be in use."""
+    """Remove the claim of an image whose kernel has ended.  On disk on return: else the image would seem in use."""
     (path / CLAIM).unlink(missing_ok=True)
     flush(path)
 
 
 def break_claim(path: Path) -> bool:
-    """Somebody knows that the kernel is gone; whether there was a claim."""
+    """Remove a claim because a user says that the kernel is gone.  Return whether there was one."""
     if not (path / CLAIM).exists():
         return False
     withdraw_claim(path)
@@ -179,11 +174,11 @@ def break_claim(path: Path) -> bool:
 
 
 def require_unclaimed(path: Path) -> None:
-    """Raises `ImageBusy` when the kernel lives; takes off a claim whose process is known to be gone."""
+    """Raise `ImageBusy` when the kernel lives; remove a claim whose process is known to have ended."""
     claim = _read(path / CLAIM)
     if claim is None:
         return
-    if not _gone(claim) and not _let_go(path / CLAIM, claim):
+    if not _has_ended(claim) and not _is_unlocked(path / CLAIM, claim):
         host = claim.get("hostname", "?")
         raise ImageBusy(
             f"The kernel of image {path.name} runs on {host}.",
@@ -194,16 +189,16 @@ def require_unclaimed(path: Path) -> None:
     (path / CLAIM).unlink(missing_ok=True)
 
 
-def _next(path: Path, record: dict[str, Any]) -> int:
-    """The number of a fresh lease with ``record``.  Raises `ImageBusy`, `FileNotFoundError`."""
+def _link_next(path: Path, record: dict[str, Any]) -> int:
+    """Make the next lease with ``record``; return its number.  Raises `ImageBusy`, `FileNotFoundError`."""
     directory = path / LEASES
     if directory.is_symlink() or directory.is_file():
         directory.unlink()  # not made by us
     directory.mkdir(mode=0o700, exist_ok=True)
     last = max((int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal()), default=0)
     if last and (other := _read(directory / str(last))) is not None and other.get("boot") != record["boot"]:
-        # Its holder is on another host, where our lock may mean nothing.
-        now = _now(directory)
+        # Its owner is on another host, where our lock may mean nothing.
+        now = _server_time(directory)
         with contextlib.suppress(FileNotFoundError):
             age = now - (directory / str(last)).stat().st_mtime
             if age < EXPIRY:
@@ -211,25 +206,25 @@ def _next(path: Path, record: dict[str, Any]) -> int:
                     f"Image {path.name} is in use on {other.get('hostname', '?')}.", image=path.name, seconds=age
                 )
     if not _link(directory / str(last + 1), record):
-        raise ImageBusy(f"Image {path.name} is in use by another process.", image=path.name)
+        raise _busy(path)
     with contextlib.suppress(OSError):
         (directory / str(last)).unlink()
     return last + 1
 
 
-def _now(directory: Path) -> float:
-    """The time of the file server, which stamps all files; a stamp needs no room on the disk, as a new file would."""
+def _server_time(directory: Path) -> float:
+    """Return the file server's time; a timestamp needs no space on the disk, as a new file would."""
     os.utime(directory)
     return directory.stat().st_mtime
 
 
-def _link(path: Path, record: dict[str, Any], holder: Holder | None = None) -> bool:
-    """Make ``path`` with ``record`` in it; False when there is one.  Whole or not at all, by one process alone."""
+def _link(path: Path, record: dict[str, Any], keep_fd: KeepFd | None = None) -> bool:
+    """Make ``path`` with ``record`` in it, atomically; return False if it exists."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     draft.touch(0o600)
     try:
-        if holder is not None:
-            record = {**record, "held": _give(draft, holder)}
+        if keep_fd is not None:
+            record = {**record, "held": _lock_for(keep_fd, draft)}
         draft.write_text(json.dumps(record))
         path.hardlink_to(draft)
     except FileExistsError:
@@ -239,41 +234,41 @@ def _link(path: Path, record: dict[str, Any], holder: Holder | None = None) -> b
     return True
 
 
-def _give(path: Path, holder: Holder) -> list[int] | None:
-    """Lock ``path`` and hand the lock over; which file it is, or None where there are no locks or nobody takes it.
+def _lock_for(keep_fd: KeepFd, path: Path) -> list[int] | None:
+    """Lock ``path`` and pass the descriptor on.  Return the file's identity, or None where that cannot be done.
 
-    Not a `FileLock`: the lock is to belong to a descriptor that another process keeps, after this one has ended.
+    Not a `FileLock`: the lock belongs to a descriptor that another process keeps after this one has ended.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        holder(fd)
-        return _file(fd)
+        keep_fd(fd)
+        return _file_identity(fd)
     except (OSError, CapsuleError, CapsuleGone):  # such a claim is judged by its process's id alone
         return None
     finally:
         os.close(fd)
 
 
-def _file(fd: int) -> list[int]:
+def _file_identity(fd: int) -> list[int]:
     facts = os.fstat(fd)
     return [facts.st_dev, facts.st_ino]
 
 
-def _let_go(path: Path, claim: dict[str, Any]) -> bool:
-    """Whether a claim from elsewhere on this host is held by nobody any more.
+def _is_unlocked(path: Path, claim: dict[str, Any]) -> bool:
+    """Return whether a claim from another pid namespace of this host has lost its lock.
 
     The very file must be seen through the very mount: of two mounts of one directory each may have locks of its own.
-    Not a `FileLock`, which is exclusive and could meet another that looks: shared locks are in nobody's way.
+    Not a `FileLock`, which is exclusive and could meet another process that tests it; shared locks meet nobody.
     """
-    if claim.get("boot") != _here()["boot"] or claim.get("pids") == _pids() or claim.get("held") is None:
+    if claim.get("boot") != _this_host()["boot"] or claim.get("pids") == _pid_namespace() or claim.get("held") is None:
         return False
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        if _file(fd) != claim["held"]:
+        if _file_identity(fd) != claim["held"]:
             return False
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -284,7 +279,7 @@ def _let_go(path: Path, claim: dict[str, Any]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The record in ``path``; None when there is no file, an empty one for what cannot be read."""
+    """Return the record in ``path``; None when there is no file, an empty one for a file that cannot be read."""
     try:
         record = json.loads(path.read_bytes()[:4096])
     except FileNotFoundError:
@@ -294,8 +289,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else {}
 
 
-def _here() -> dict[str, Any]:
-    """This host, since it was booted."""
+def _this_host() -> dict[str, Any]:
+    """Return what identifies this host since its boot."""
     machine = Path("/etc/machine-id")
     return {
         "boot": procfs.boot_id(),
@@ -305,45 +300,44 @@ def _here() -> dict[str, Any]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    return {**_here(), "pids": _pids(), "pid": pid, "started": _started(pid)}
+    return {**_this_host(), "pids": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
 
 
-def _pids() -> str:
-    """In which namespace a pid of ours means what it says."""
+def _pid_namespace() -> str:
     return str(Path("/proc/self/ns/pid").readlink())
 
 
-def _started(pid: int) -> int:
-    """When the process was started, in clock ticks since the boot; 0 when there is none, or a zombie."""
+def _start_time(pid: int) -> int:
+    """Return the start of the process in clock ticks since the boot; 0 when there is none, or a zombie."""
     with contextlib.suppress(OSError):
         seen = procfs.stat(pid)
         return 0 if seen.has_ended else seen.started
     return 0
 
 
-def _booted_since(record: dict[str, Any]) -> bool:
-    """The same machine, booted again.  A container without an id of its own is not known to be the same."""
-    here = _here()
+def _was_rebooted(record: dict[str, Any]) -> bool:
+    """Return whether ``record`` is of this machine before its last boot; unknown in a container without an own id."""
+    here = _this_host()
     same = record.get("machine") == here["machine"] and record.get("hostname") == here["hostname"]
     return bool(here["machine"]) and same and bool(re.fullmatch(r"[0-9a-f-]{32,36}", str(record.get("boot"))))
 
 
 def write_host(path: Path) -> None:
-    """What this is a file beside is this host's.  Raises `OSError`."""
-    path.write_text(json.dumps(_here()))
+    """Record in ``path`` that the files beside it are this host's.  Raises `OSError`."""
+    path.write_text(json.dumps(_this_host()))
 
 
 def is_of_another_host(path: Path) -> bool:
-    """Whether a file of `write_host` is there, and another host's, of whose processes and locks nothing is known."""
+    """Return whether `write_host` of another host made ``path``: nothing is known of its processes and locks."""
     record = _read(path)
-    return record is not None and record.get("boot") != _here()["boot"] and not _booted_since(record)
+    return record is not None and record.get("boot") != _this_host()["boot"] and not _was_rebooted(record)
 
 
-def _gone(claim: dict[str, Any]) -> bool:
-    """Whether the process that ``claim`` names is known not to live."""
-    if claim.get("boot") != _here()["boot"]:
-        return _booted_since(claim)
-    if claim.get("pids") != _pids():
+def _has_ended(claim: dict[str, Any]) -> bool:
+    """Return whether the process that ``claim`` names is known to have ended."""
+    if claim.get("boot") != _this_host()["boot"]:
+        return _was_rebooted(claim)
+    if claim.get("pids") != _pid_namespace():
         return False
-    started = _started(int(claim["pid"])) if isinstance(claim.get("pid"), int) else 1
+    started = _start_time(int(claim["pid"])) if isinstance(claim.get("pid"), int) else 1
     return started == 0 or started != claim.get("started")

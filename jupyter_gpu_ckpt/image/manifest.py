@@ -72,8 +72,8 @@ class Manifest:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     #: What CRIU forgets of each process, by its pid, and a restore puts back (`inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
-    #: Bytes of device memory that lie beside CRIU's files (`device`); 0 where CRIU has it all.
-    arena: int = 0
+    #: Bytes of device memory beside CRIU's files (`device_memory`); 0 where CRIU's files have all of it.
+    swapped_bytes: int = 0
     #: How CRIU's files are encrypted (`encryption`); None when they are not.
     encryption: dict[str, Any] | None = None
     version: int = VERSION

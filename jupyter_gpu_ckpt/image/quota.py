@@ -20,7 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import QuotaExceeded, StoreUnwritable
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from ..units import size
 from . import layout
 from .image import Image
@@ -83,7 +83,7 @@ def refusal(quota: Quota, taken: Used, kernel_id: str, needed: int) -> QuotaExce
     return None
 
 
-class Room:
+class QuotaReservation:
     """What one checkpoint was promised, until `release`."""
 
     def __init__(self, root: Path, draft: str, kernel_id: str, quota: Quota, take: Callable[[], Used]) -> None:
@@ -91,11 +91,11 @@ class Room:
         self._path = root / f"{draft}{layout.PROMISE}"
         self._promised = 0
 
-    def require(self, needed: int) -> None:
+    def reserve(self, needed: int) -> None:
         """Be promised ``needed`` bytes in all.  Raises `QuotaExceeded`: then nothing has changed, `StoreUnwritable`."""
         if needed <= self._promised:
             return
-        with mapped(self._root), _turn(self._root):
+        with mapped_errors(self._root), _turn(self._root):
             taken = with_promises(self._take(), self._root, but=self._path)
             if (error := refusal(self._quota, taken, self._kernel_id, needed)) is not None:
                 raise error

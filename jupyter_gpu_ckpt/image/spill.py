@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from . import layout, lease
 
 #: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`arena.c`).
@@ -30,7 +30,7 @@ def begin(root: Path, hold: Callable[[int], object]) -> Path:
     none.
     """
     place = root.absolute() / f"{layout.DRAFT}blocks-{secrets.token_hex(6)}"
-    with mapped(root):
+    with mapped_errors(root):
         fd = os.open(_lock(place), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

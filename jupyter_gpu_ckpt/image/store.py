@@ -18,9 +18,10 @@ from filelock import FileLock, Timeout
 
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
-from ..files.disk import free, mapped
+from ..files.disk import free, mapped_errors
 from ..node.hashes import Hashes
 from . import encryption, layout, lease, links, spill, tracked, user_directory, verify
+from .background_task import BackgroundTask
 from .draft import Draft
 from .encryption import Vault
 from .generations import Generations
@@ -28,7 +29,7 @@ from .image import Image
 from .keys import Keyring
 from .layout import MANIFEST, SEAL
 from .manifest import Manifest
-from .quota import Quota, Room, Used, refusal, used, with_promises
+from .quota import Quota, QuotaReservation, Used, refusal, used, with_promises
 from .verify import Progress
 
 __all__ = ["Image", "Store"]
@@ -89,9 +90,19 @@ class Store:
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
-        room = Room(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used) if self.quota else None
+        reservation = (
+            QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
+            if self.quota
+            else None
+        )
         return Draft(
-            self.root, id, keys=self.keys, generations=self.generations, vault=self.vault, room=room, needed=needed
+            self.root,
+            id,
+            keys=self.keys,
+            generations=self.generations,
+            vault=self.vault,
+            reservation=reservation,
+            needed=needed,
         )
 
     def images(self) -> list[Image]:
@@ -162,7 +173,7 @@ class Store:
         self._require_content(image)
         self._require_current(image, self._swept(lambda: verify.verify(image.path, self.keys, progress)))
 
-    def begin_check(self, image: Image) -> verify.Proof:
+    def begin_check(self, image: Image) -> BackgroundTask:
         """`check` for a restore: all that CRIU looks at is proved when this returns, and what it copies soon after.
 
         Raises as `check`.  The caller runs nothing of the image before the proof is complete.
@@ -172,7 +183,7 @@ class Store:
         try:
             self._require_current(image, manifest)
         except BaseException:
-            proof.give_up()
+            proof.cancel(wait_for_end=True)
             raise
         return proof
 
@@ -198,21 +209,16 @@ class Store:
             raise ImageForged("The image's manifest was changed while it was looked at.", image=image.id)
         self.generations.require_current(proved)
 
-    def plain(self, image: Image) -> AbstractContextManager[encryption.Readable]:
+    def readable(self, image: Image) -> AbstractContextManager[encryption.Readable]:
         """The files of ``image`` as a restore reads them, for the body.
 
         Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
         """
         return encryption.readable(self.vault, image.path, image.manifest)
 
-    @property
-    def clear(self) -> bool:
-        """Whether device memory may lie beside the images as it is: written ahead, kept, or for want of memory."""
-        return not self.vault.encrypts
-
     def seal(self, image: Image) -> Image:
         """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
-        with lease.hold(image.path), mapped(self.root):
+        with lease.acquire(image.path), mapped_errors(self.root):
             for name in (MANIFEST, SEAL):  # a seal that was broken off
                 remove_leftovers(image.path / name)
             manifest = replace(image.manifest, files=verify.entries(image.path))
@@ -226,17 +232,17 @@ class Store:
         *,
         leased: bool = False,
         moved: bool = False,
-        salvage: Callable[[Path], object] = lambda _: None,
+        before_delete: Callable[[Path], object] = lambda _: None,
     ) -> int:
         """Delete an image; returns the bytes freed.
 
-        ``leased``: the caller holds its lease.  ``moved``: its kernel sleeps on, in another place.  ``salvage``: called
-        with the directory once it is no image any more, and before it is gone.  Raises `ImageBusy`
-        when a restore is using it, `ImageNotFound`.
+        ``leased``: the caller has its lease.  ``moved``: its kernel sleeps on elsewhere.  ``before_delete``: called
+        with the directory when it is no image any more, before it is deleted.  Raises `ImageBusy` when a restore uses
+        the image, `ImageNotFound`.
         """
-        self._delete(image.path, leased, gone=None if moved else image, salvage=salvage)
+        self._delete(image.path, leased, gone=None if moved else image, before_delete=before_delete)
         if moved:
-            with mapped(self.root):
+            with mapped_errors(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
         return image.manifest.bytes
 
@@ -252,9 +258,9 @@ class Store:
         path: Path,
         leased: bool,
         gone: Image | None = None,
-        salvage: Callable[[Path], object] = lambda _: None,
+        before_delete: Callable[[Path], object] = lambda _: None,
     ) -> None:
-        with contextlib.nullcontext() if leased else lease.hold(path, remove=True), mapped(self.root):
+        with contextlib.nullcontext() if leased else lease.acquire(path, remove=True), mapped_errors(self.root):
             forsaken = gone is not None and not leased and self._is_forsaken(gone)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
             doomed = self.root / f"{layout.DRAFT}{path.name}"
@@ -263,7 +269,7 @@ class Store:
                 links.remove(gone.manifest, current=self._is_current(gone))
             if gone is not None and forsaken:
                 tracked.remove(gone.manifest)
-            salvage(doomed)
+            before_delete(doomed)
             shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
             # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
             for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED):

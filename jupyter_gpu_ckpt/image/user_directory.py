@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 
 from ..errors import StoreShared, StoreUnsuitable
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 
 #: The environment variable that names the image directory.
 VARIABLE = "JUPYTER_GPU_CKPT_IMAGES"
@@ -42,7 +42,7 @@ def prepare(named: Path) -> None:
     `StoreUnsuitable` for a file system without hard links; `StoreUnwritable`, `NoSpace`.
     """
     own = of_user(named)
-    with mapped(own):
+    with mapped_errors(own):
         if named.exists() and not named.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is a file")
         if problem := obstacle(named):

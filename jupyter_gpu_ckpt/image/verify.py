@@ -20,15 +20,15 @@ import hmac
 import json
 import os
 import stat
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from blake3 import blake3
 
 from ..errors import ImageDamaged, ImageForged, ImageFormat
 from ..files.atomic import write_atomically
+from .background_task import BackgroundTask
 from .blocks import BLOCK, blocks, punch_zeros, reader
 from .keys import ALGORITHM, Key, Keyring
 from .layout import DEVICE_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
@@ -61,41 +61,10 @@ def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manif
     return manifest
 
 
-class Proof:
-    """The rest of a `verify` that has begun: that of the memory, on a thread of its own."""
+def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
+    """Do as `verify`, but verify the pages of the processes in a background task, whose `wait` raises `ImageDamaged`.
 
-    def __init__(self, path: Path, files: Mapping[str, FileEntry]) -> None:
-        self._given_up = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-proof")
-        self._proved = self._thread.submit(_verify_content, path, files, self._go_on)
-        self._thread.shutdown(wait=False)
-
-    def _go_on(self, _: int) -> None:
-        if self._given_up.is_set():
-            raise CancelledError
-
-    def require(self) -> bool:
-        """Wait until it is done; False if it was stopped.  Raises `ImageDamaged`."""
-        try:
-            self._proved.result()
-        except CancelledError:
-            return False
-        return True
-
-    def stop(self) -> None:
-        """Nobody wants to know any more: `require` returns soon.  From any thread."""
-        self._given_up.set()
-
-    def give_up(self) -> None:
-        """`stop`, and no file is open when this returns."""
-        self.stop()
-        wait([self._proved])
-
-
-def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
-    """`verify`, but the pages of the processes are still being proved when this returns.
-
-    Device memory is not proved here, but by its reader (`device`).  Raises as `verify`.
+    Device memory is verified by its reader (`device_memory`).  Raises as `verify`.
     """
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
@@ -103,7 +72,10 @@ def begin(path: Path, keys: Keyring) -> tuple[Manifest, Proof]:
     memory = {name: entry for name, entry in files.items() if fnmatch.fnmatch(name, PAGES_FILES)}
     now = {name: one for name, one in files.items() if name not in memory and not fnmatch.fnmatch(name, DEVICE_FILES)}
     _verify_content(path, now, None)
-    return manifest, Proof(path, memory)
+    return manifest, BackgroundTask(
+        "gpu-ckpt-proof",
+        lambda check_cancelled: _verify_content(path, memory, lambda _: check_cancelled()),
+    )
 
 
 def require_sealed(path: Path, keys: Keyring) -> Manifest:

@@ -32,12 +32,12 @@ def taken(
     *,
     cuda: bool,
     device_bytes: Mapping[str, int],
-    arena: int,
+    swapped_bytes: int,
     sockets: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
-    ``arena``: bytes of device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
+    ``swapped_bytes``: device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
     it makes again, by ``path``, ``inode`` and ``mtime``.
     """
     return fingerprint(
@@ -49,7 +49,7 @@ def taken(
         gpus=_gpus(node) if cuda else [],
         cuda=cuda,
         device_bytes=device_bytes,
-        memory=arena + sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES)),
+        memory=swapped_bytes + sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES)),
     )
 
 
@@ -81,9 +81,9 @@ def mismatches(
     Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
     """
     wanted, free = manifest.fingerprint, node.store.free()
-    in_the_clear = manifest.encryption is None and node.store.clear
-    if in_the_clear and free >= manifest.arena:  # where host memory is too small for it, the disk takes that
-        wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.arena)}
+    in_the_clear = manifest.encryption is None and not node.store.vault.encrypts
+    if in_the_clear and free >= manifest.swapped_bytes:  # where host memory is too small for it, the disk takes that
+        wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.swapped_bytes)}
     gpus = _gpus(node) if manifest.cuda else []
     here = look(
         wanted,

@@ -23,12 +23,11 @@ from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpus
 from ..errors import AgentError, CapsuleGone, GpuCkptError, NoMemory
 from ..image import chunk_cache, spill
-from ..image.chunk_cache import Chunks
-from ..image.device_memory import Filling
+from ..image.background_task import BackgroundTask
+from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.lease import Lease
 from ..image.store import Image, Store
-from ..image.verify import Proof
 from ..trace import Recorder, Trace
 from ..units import size
 from .machine import MachineState, State
@@ -176,13 +175,13 @@ class Steps:
         self._clocks: Clocks | None = None
         #: Of the processes in the draft: what CRIU forgets and a restore puts back (`inventory`).
         self._notes: dict[str, Any] = {}
-        self._arena_filling: Filling | None = None
+        self._device_read: BackgroundTask | None = None
         #: Device memory that is on the disk already, for the next image.
-        self._chunks: Chunks | None = None
+        self._chunks: ChunkCache | None = None
         #: Where on the disk the kernel's blocks are, which host memory is too small for.
         self._spill: Path | None = None
         #: Bytes of device memory that a dump wrote beside CRIU's files.
-        self._arena = 0
+        self._swapped_bytes = 0
         self._saved = Saved()
         #: The capsule that a restore is filling; `capsule` once the kernel is in it.
         self._filling: Capsule | None = None
@@ -193,7 +192,7 @@ class Steps:
         #: The owner ends the kernel, or leaves it: what is written or read of it just now is given up.
         self._breaking_off = threading.Event()
         self._lease: Lease | None = None
-        self._proof: Proof | None = None
+        self._proof: BackgroundTask | None = None
         #: Adopted alive, and not gone on since: see `Returning._outrun_images`.
         self._outruns_images = False
         #: The generation of the last image that the kernel came from or went to.
@@ -234,7 +233,7 @@ class Steps:
             raise _no_memory(all)
         store.prepare()
         if store.free() < bytes + MARGIN:
-            chunk_cache.make_room(store.root)
+            chunk_cache.evict(store.root)
         self._end_spill()
         self._spill = spill.begin(store.root, capsule.hold)
         return self._spill
@@ -242,7 +241,7 @@ class Steps:
     def _may_spill(self, bytes: int) -> bool:
         """Whether so many bytes of blocks may lie on the disk: there is room, and they may lie there in the clear."""
         store = self.engine.store
-        return store.clear and store.free() + chunk_cache.kept_in(store.root) >= bytes + MARGIN
+        return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
 
     def _require_memory(self, bytes: int) -> None:
         """Raises `NoMemory` where so many bytes do not fit into host memory, to the last byte."""

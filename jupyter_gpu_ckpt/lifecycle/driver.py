@@ -149,8 +149,8 @@ class Lifecycle(Leaving, Returning):
 
     def _break_off(self) -> None:
         self._breaking_off.set()
-        if (filling := self._arena_filling) is not None:
-            filling.stop()
+        if (reading := self._device_read) is not None:
+            reading.cancel()
 
     def suspend(self) -> None:
         """CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
@@ -194,7 +194,7 @@ class Lifecycle(Leaving, Returning):
         self._ending.set()
         self.gate.cancel_prompt()
         if (proof := self._proof) is not None:
-            proof.stop()
+            proof.cancel()
         self._break_off()
         for capsule in (self._filling, self.capsule):
             if capsule is not None:
@@ -271,7 +271,7 @@ class Lifecycle(Leaving, Returning):
         store, kernel_id = self.engine.store, self.home.kernel_id
         with contextlib.suppress(GpuCkptError, OSError):
             if not any(image.manifest.kernel_id == kernel_id for image in store.images()):
-                store.generations.put_away(kernel_id)
+                store.generations.close(kernel_id)
 
     def poll(self) -> int | None:
         """Exit status of the kernel; None while it runs, sleeps, or is on its way.  Never blocks."""
@@ -304,7 +304,7 @@ class Lifecycle(Leaving, Returning):
                 raise
             moved = bool(steps)
             if self._chunks is not None and moved:
-                self._chunks.halt(outdated=self._goal(event) is State.RUNNING)
+                self._chunks.stop(outdated=self._goal(event) is State.RUNNING)
             failed_at, failure = self._drive(steps)
             again = failure is not None and self._may_succeed_again(failed_at, failure)
             if again:
@@ -320,7 +320,7 @@ class Lifecycle(Leaving, Returning):
             finally:
                 self._unlease()
             if self._chunks is not None:
-                self._chunks.claimed = False
+                self._chunks.in_use = False
             if self.state is State.SUSPENDED and moved:
                 self._write_ahead()
             elif self.state is not State.SUSPENDED and not self.settings.keep_chunks:

@@ -33,7 +33,7 @@ from ..errors import (
     UnsupportedSocket,
 )
 from ..image import chunk_cache, device_memory
-from ..image.chunk_cache import Chunks
+from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..process.ports import let_ports_be_rebound
@@ -103,8 +103,8 @@ class Leaving(Steps):
     def _room_for_image(self) -> int:
         """Bytes that an image may have."""
         store = self.engine.store
-        if store.clear:
-            return store.free() + chunk_cache.kept_in(store.root)
+        if not store.vault.encrypts:
+            return store.free() + chunk_cache.evictable_bytes(store.root)
         # What CRIU writes lies in memory first.  Blocks do not, and those that have left the GPU are in memory already.
         memory = preflight.available_memory() + self._fast_path().in_memory()
         return min(store.free(), memory, store.vault.free() + self._blocks())
@@ -213,10 +213,10 @@ class Leaving(Steps):
         try:
             traced.bytes = self._write_patiently(capsule, needed, self._deadline(bytes))
         except NoSpace:  # checkpoints side by side saw the same room
-            if not chunk_cache.kept_in(self.engine.store.root):
+            if not chunk_cache.evictable_bytes(self.engine.store.root):
                 raise
             self._forget_chunks(wait=True)
-            chunk_cache.make_room(self.engine.store.root)
+            chunk_cache.evict(self.engine.store.root)
             traced.bytes = self._write_patiently(capsule, needed, self._deadline(bytes))
 
     def _write_patiently(self, capsule: Capsule, needed: int, deadline: float) -> int:
@@ -293,16 +293,16 @@ class Leaving(Steps):
     @contextlib.contextmanager
     def _device_written(self, draft: Draft) -> Iterator[None]:
         """Beside what is done in this: device memory that CRIU does not see; all of it is written after."""
-        self._arena, blocks = 0, self._fast_path().blocks() if self._saved.cuda else None
+        self._swapped_bytes, blocks = 0, self._fast_path().blocks() if self._saved.cuda else None
         if blocks is None:
             yield
             return
-        capsule, take = self._alive(), self._chunks.take if self._chunks is not None else device_memory.none_there
-        in_vain = threading.Event()
+        capsule, claim = self._alive(), self._chunks.claim if self._chunks is not None else None
+        cancelled = threading.Event()
 
-        def go_on() -> None:
+        def check_cancelled() -> None:
             self._require_not_broken_off()
-            if in_vain.is_set():
+            if cancelled.is_set():
                 raise CancelledError
 
         def break_off(done: Future[None]) -> None:
@@ -311,16 +311,16 @@ class Leaving(Steps):
 
         try:
             self._require_not_broken_off()
-            self._arena = device_memory.size(blocks)
-            if self._arena != (away := self._fast_path().amounts().away):
-                raise CapsuleError(f"Of {away} bytes of device memory {self._arena} are there.")
+            self._swapped_bytes = device_memory.size(blocks)
+            if self._swapped_bytes != (away := self._fast_path().amounts().away):
+                raise CapsuleError(f"Of {away} bytes of device memory {self._swapped_bytes} are there.")
             with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
-                written = thread.submit(draft.write_device, blocks, take, go_on)
+                written = thread.submit(draft.write_device, blocks, claim, check_cancelled)
                 written.add_done_callback(break_off)
                 try:
                     yield
                 except BaseException as error:
-                    in_vain.set()
+                    cancelled.set()
                     if isinstance(error, GpuCkptError) and isinstance(failure := written.exception(), GpuCkptError):
                         raise failure from error  # the one is of the other's making
                     raise
@@ -334,7 +334,7 @@ class Leaving(Steps):
         Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
         """
         store = self.engine.store
-        if not (self.settings.write_ahead and self._saved.cuda and store.clear and self._spill is None):
+        if not (self.settings.write_ahead and self._saved.cuda and not store.vault.encrypts and self._spill is None):
             return
         try:
             blocks = self._fast_path().blocks()
@@ -351,7 +351,7 @@ class Leaving(Steps):
             return store.free() >= 2 * fresh and store.over_quota(kernel_id, bytes) is None
 
         try:
-            self._chunks = self._chunks or Chunks(store.root)
+            self._chunks = self._chunks or ChunkCache(store.root)
             self._chunks.write_ahead(blocks, permitted)
         except (OSError, RuntimeError) as error:
             _log.info("Device memory is not written ahead: %s", error)
@@ -362,10 +362,10 @@ class Leaving(Steps):
         """What is written ahead gives way to an image: that of other kernels first, this one's if it is no help."""
         store, mine = self.engine.store, 0
         if self._chunks is not None:
-            self._chunks.claimed = True
-            mine = self._chunks.settle()
+            self._chunks.in_use = True
+            mine = self._chunks.stop_and_wait()
         if store.free() < needed - mine:
-            chunk_cache.make_room(store.root)
+            chunk_cache.evict(store.root)
             if store.free() < needed - mine:
                 self._forget_chunks(wait=True)
 
@@ -404,21 +404,21 @@ class Leaving(Steps):
             cuda=self._saved.cuda,
             report=self._saved.report,
             steps=self._recorder.seconds(),
-            generation=self.engine.store.generations.next(self.home.kernel_id, self._generation),
+            generation=self.engine.store.generations.next_generation(self.home.kernel_id, self._generation),
             fingerprint=compatibility.taken(
                 draft.criu_directory,
                 self.engine,
                 cuda=self._saved.cuda,
                 device_bytes=self._saved.device_bytes,
-                arena=self._arena,
+                swapped_bytes=self._swapped_bytes,
                 sockets=self._bound_sockets(),
             ),
             notes=self._notes,
-            arena=self._arena,
+            swapped_bytes=self._swapped_bytes,
         )
         if self.home.write_session is not None:
             self.home.write_session(draft.path)
-        self.image = draft.publish(manifest, living=capsule.host_pid, holder=capsule.hold)
+        self.image = draft.publish(manifest, claim_pid=capsule.host_pid, keep_fd=capsule.hold)
         self._generation = manifest.generation
         self._draft = None
         self._forget_chunks()
@@ -437,7 +437,7 @@ class Leaving(Steps):
             self.capsule = None
         if self.image is not None and self._lease is None:
             with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
-                self.image.ended()
+                self.image.withdraw_claim()
 
     def _sleep(self, _: TracedStep) -> None:
         plan = self.kernel.plan

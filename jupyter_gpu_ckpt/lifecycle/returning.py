@@ -27,10 +27,9 @@ from ..errors import (
     NoMemory,
     RuntimeDirectory,
 )
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from ..image import device_memory, layout
-from ..image.chunk_cache import Chunks
-from ..image.device_memory import Filling
+from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.store import Image
 from ..node import match
@@ -57,7 +56,7 @@ class Returning(Steps):
     def _match(self, _: TracedStep) -> None:
         assert self.image is not None
         image = self.engine.store.get(self.image.id)
-        lease = image.acquire(_MOMENT)
+        lease = image.lease(_MOMENT)
         try:
             if image.archived:
                 self._bring_back_content(image)
@@ -65,7 +64,7 @@ class Returning(Steps):
             self._changed_files = self._require_fit(image)
         except BaseException:
             self._drop_proof()
-            lease.end()
+            lease.release()
             raise
         self._lease = lease
         manifest = image.manifest
@@ -76,7 +75,7 @@ class Returning(Steps):
         if not self.settings.archive_url:
             raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
         # Asked with each piece: nobody who ends the kernel, or the server, is to wait for all of them.
-        archive.bring_back(
+        archive.fetch_content(
             image, self.engine.store, Remote(self.settings.archive_url), lambda _: self._require_content_wanted()
         )
 
@@ -133,7 +132,7 @@ class Returning(Steps):
 
     def _drop_proof(self) -> None:
         if self._proof is not None:
-            self._proof.give_up()
+            self._proof.cancel(wait_for_end=True)
             self._proof = None
 
     def _unlease(self, _: TracedStep | None = None) -> None:
@@ -141,8 +140,8 @@ class Returning(Steps):
         if self._lease is not None:
             if self.capsule is None:  # whatever was restored has ended
                 with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
-                    self._lease.withdraw()
-            self._lease.end()
+                    self._lease.withdraw_claim()
+            self._lease.release()
             self._lease = None
 
     def _reserve(self, _: TracedStep) -> None:
@@ -196,9 +195,9 @@ class Returning(Steps):
         try:
             self._require_wanted()
             with (
-                self.engine.store.plain(self.image) as files,
+                self.engine.store.readable(self.image) as files,
                 self._accepting(files.criu_directory) as dump,
-                self._filling_arena(capsule, files),
+                self._reading_device_memory(capsule, files),
             ):
                 restored = self.engine.criu.restore(
                     capsule,
@@ -222,31 +221,31 @@ class Returning(Steps):
         traced.bytes = manifest.bytes
 
     @contextlib.contextmanager
-    def _filling_arena(self, capsule: Capsule, files: Readable) -> Iterator[None]:
+    def _reading_device_memory(self, capsule: Capsule, files: Readable) -> Iterator[None]:
         """Device memory comes from the image into the capsule's own memory while CRIU is at work on the rest."""
         assert self.image is not None
         manifest = self.image.manifest
-        if not manifest.arena:
+        if not manifest.swapped_bytes:
             yield
             return
         needed = int(manifest.fingerprint.get("memory", 0))
-        place = self._place(manifest.arena, capsule, needed) if files.clear else None
+        place = self._place(manifest.swapped_bytes, capsule, needed) if not files.encrypted else None
         blocks = FastPath(capsule, self.engine.cuda).new_blocks(place)
         try:
-            self._arena_filling = filling = Filling(
+            self._device_read = reading = device_memory.begin_read(
                 blocks,
-                manifest.arena,
+                manifest.swapped_bytes,
                 files.device_directory,
                 device_memory.entries(manifest),
                 files.codec,
             )
             try:
                 if self._breaking_off.is_set():  # just before there was something to stop
-                    filling.stop()
+                    reading.cancel()
                 yield
             finally:
-                self._arena_filling = None
-                filling.give_up()
+                self._device_read = None
+                reading.cancel(wait_for_end=True)
         finally:
             os.close(blocks)
 
@@ -261,13 +260,13 @@ class Returning(Steps):
 
     def _require_proved(self) -> None:
         assert self._proof is not None
-        if self._arena_filling is not None:
-            with mapped(self.engine.store.root) if self._spill is not None else self._memory_mapped():
-                filled = self._arena_filling.require()
+        if self._device_read is not None:
+            with mapped_errors(self.engine.store.root) if self._spill is not None else self._memory_mapped():
+                filled = self._device_read.wait()
             if not filled:
                 self._require_wanted()
                 raise CriuError("The restore was broken off: the kernel's owner leaves.")
-        if not self._proof.require():
+        if not self._proof.wait():
             self._require_wanted()
 
     @contextlib.contextmanager
@@ -335,7 +334,7 @@ class Returning(Steps):
         if self._outruns_images:
             self._outruns_images = False
             with contextlib.suppress(KeyUnusable):
-                self.engine.store.generations.spent(self.home.kernel_id)
+                self.engine.store.generations.record_restored(self.home.kernel_id)
 
     def _discard_image(self, traced: TracedStep) -> None:
         """The kernel answers, so its image is history; that of one that has died since is all there is of it."""
@@ -351,10 +350,12 @@ class Returning(Steps):
         freed = 0
         if self.image is not None:
             manifest = self.image.manifest
-            freed = self.engine.store.remove(self.image, leased=self._lease is not None, salvage=self._keep_chunks)
+            freed = self.engine.store.remove(
+                self.image, leased=self._lease is not None, before_delete=self._keep_chunks
+            )
             self.image = None
             with contextlib.suppress(KeyUnusable):  # a copy of it that is put back may go unnoticed
-                self.engine.store.generations.spent(manifest.kernel_id, manifest.generation)
+                self.engine.store.generations.record_restored(manifest.kernel_id, manifest.generation)
         self._unlease()
         return freed
 
@@ -363,11 +364,11 @@ class Returning(Steps):
         assert self.image is not None
         manifest = self.image.manifest
         self._forget_chunks()
-        wanted = self.settings.keep_chunks and self.engine.store.clear and self.capsule is not None
-        if wanted and manifest.arena and manifest.encryption is None:
+        wanted = self.settings.keep_chunks and not self.engine.store.vault.encrypts and self.capsule is not None
+        if wanted and manifest.swapped_bytes and manifest.encryption is None:
             with contextlib.suppress(OSError):  # a sweep has come upon it
-                self._chunks = Chunks(self.engine.store.root)
-                self._chunks.salvage(doomed / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))
+                self._chunks = ChunkCache(self.engine.store.root)
+                self._chunks.adopt(doomed / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))
 
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ..errors import GpuCkptError, ImageArchived, ImageBusy, ImageNotFound
 from ..files.atomic import flush
-from ..files.disk import mapped
+from ..files.disk import mapped_errors
 from ..image import layout, lease
 from ..image.image import Image
 from ..image.store import Store
@@ -38,7 +38,7 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
     """
     lease.require_unclaimed(image.path)
     store.check(image)
-    with mapped(store.root):
+    with mapped_errors(store.root):
         token = image.mark_sent()
     try:
         remote.send(image, progress, token)
@@ -58,7 +58,7 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
 def _set_aside(image: Image, store: Store) -> Path:
     """From now on the content is elsewhere: a moment's work, for which the lease is held.  Where it lies still here."""
     aside = store.root / f"{layout.DRAFT}{image.id}-content"  # what a crash leaves of it is swept
-    with image.lease(), mapped(store.root):
+    with image.lease(), mapped_errors(store.root):
         if image.archived:  # by a server of another host, which sent the same
             raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
         image.mark_archived(True)
@@ -68,7 +68,7 @@ def _set_aside(image: Image, store: Store) -> Path:
     return aside
 
 
-def bring_back(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> None:
+def fetch_content(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> None:
     """The reverse; the caller holds the image's lease.
 
     After failure it is archived as before; the next try goes on from where a fetch broke off.  Raises `ImageArchived`
@@ -133,7 +133,7 @@ def _clear(id: str, store: Store, remote: Remote) -> None:
         token = str(mark.readlink())
     except OSError:
         return
-    remote.give_up(id, token)
+    remote.discard(id, token)
     mark.unlink(missing_ok=True)
 
 

@@ -115,7 +115,7 @@ class Remote:
             if self._fs.exists(place):
                 self._fs.rm(place, recursive=True)
 
-    def give_up(self, id: str, token: str) -> None:
+    def discard(self, id: str, token: str) -> None:
         """Delete what `send` sent with ``token``; what is somebody else's by now stays.
 
         Pieces without a claim are of a sender that ended before it could make one.
@@ -143,7 +143,7 @@ class Remote:
         """A copy of an image's content, which no listing shows before `complete`; the bytes that had to be sent now.
 
         Every piece there was compared by its hash when this returns (`arrival`), also those of an earlier try.
-        ``token``: whose pieces they are (`give_up`).
+        ``token``: whose pieces they are (`discard`).
         """
         place, shared = self._place(image.id), self._shared(image.id)
         arrival = Arrival(self._fs, place)

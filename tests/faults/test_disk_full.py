@@ -126,7 +126,7 @@ for name in ("pages-1.img", "core-1.img"):
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    draft.publish(images.FACTS, living=1)
+    draft.publish(images.FACTS, claim_pid=1)
 except GpuCkptError as error:
     print(error.code)
     draft.discard()

@@ -41,7 +41,7 @@ def test_an_archived_image_is_there_but_for_its_content(store, remote):
     with pytest.raises(ImageArchived):
         store.check(image)
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     assert files(image) == before
     store.check(image)
     assert remote.images() == []
@@ -76,7 +76,7 @@ def test_content_that_is_gone_is_told(store, remote):
     archive.archive(image, store, remote)
     remote.remove(image.id)
     with image.lease(), pytest.raises(ImageArchived):
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
 
 
 def test_a_removed_image_takes_its_mark_along(store, remote):
@@ -95,7 +95,7 @@ def test_a_piece_that_lies_there_is_read_before_the_content_goes(store, remote, 
         (place / f"{number:04d}-000000").write_bytes(b"q" * len(before[name]))
     archive.archive(image, store, remote)
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     store.check(image)
     assert {name: (image.path / name).read_bytes() for name in before} == before
 
@@ -115,10 +115,10 @@ def test_a_way_back_that_broke_off_between_two_files_is_gone_again(store, remote
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", break_off)
         with image.lease(), pytest.raises(OSError):
-            archive.bring_back(image, store, remote)
+            archive.fetch_content(image, store, remote)
     assert image.archived
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     store.check(image)
 
 
@@ -161,14 +161,14 @@ def test_a_wake_does_not_wait_for_an_image_that_is_being_sent(store, remote, int
 def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, then):
     image = publish(store)
     leased = []
-    interrupted(remote, "complete", lambda: leased.append(image.acquire()))
+    interrupted(remote, "complete", lambda: leased.append(image.lease()))
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
     assert remote.claimed(image.id), "nobody can pull what was sent"
     store.check(image)
     if then == "wakes":
         store.remove(image, leased=True)
-    leased[0].end()
+    leased[0].release()
     assert list(archive.sweep(store, remote)) == ([] if then == "sleeps on" else [(image.id, None)])
     assert there(remote, image) == (then == "sleeps on")
     if then == "sleeps on":
@@ -178,20 +178,20 @@ def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, 
 def test_nobody_holds_the_image_while_the_other_side_is_asked(store, remote, monkeypatch):
     """The next wake has a moment's patience, and networks have none."""
     image = publish(store)
-    real, small, held = leases.hold, remote._small, []
+    real, small, held = leases.acquire, remote._small, []
 
     def busy(*_, **__):
-        monkeypatch.setattr(leases, "hold", real)
+        monkeypatch.setattr(leases, "acquire", real)
         raise ImageBusy("A wake has it, and fails soon.")
 
     def ask(*args):
         try:
-            image.acquire().end()
+            image.lease().release()
         except ImageBusy as error:
             held.append(error)
         return small(*args)
 
-    monkeypatch.setattr(leases, "hold", busy)
+    monkeypatch.setattr(leases, "acquire", busy)
     monkeypatch.setattr(remote, "_small", ask)
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
@@ -208,16 +208,16 @@ def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remo
     def overtake():
         archive.archive(image, store, other)
         if then == "busy":  # and woken: its content is on its way back
-            leased.append(image.acquire())
+            leased.append(image.lease())
 
     leased = []
     interrupted(remote, "complete", overtake)
     with pytest.raises(ImageBusy if then == "busy" else ImageArchived):
         archive.archive(image, store, remote)
     for lease in leased:
-        lease.end()
+        lease.release()
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     store.check(image)
 
 
@@ -233,7 +233,7 @@ def test_an_image_that_was_moved_to_the_same_place_meanwhile_stays_there(store, 
 
 def test_a_kernel_that_lives_keeps_its_image(store, remote):
     draft = store.begin("kernel")
-    image = draft.publish(FACTS, living=os.getpid())
+    image = draft.publish(FACTS, claim_pid=os.getpid())
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
     assert remote.images() == []
@@ -249,7 +249,7 @@ def test_no_other_host_takes_what_is_archived(store, remote, tmp_path, monkeypat
         with pytest.raises(ImageBusy, match="was taken by"):
             remote.pull(image.id, elsewhere)
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     store.check(image)
 
 
@@ -269,7 +269,7 @@ def test_a_crash_while_the_content_is_set_aside_loses_nothing(store, remote, mon
             archive.archive(image, store, remote)
     store.sweep()
     with image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
     store.check(image)
     assert store.remove(image)
     assert list(store.root.glob(".draft*")) == []
@@ -310,7 +310,7 @@ def test_what_was_sent_of_a_kernel_that_woke_before_the_next_round_is_removed(st
 def test_what_was_sent_of_a_kernel_that_sleeps_on_is_used(store, remote, broken_off):
     assert list(archive.archive_old(store, remote, 60.0)) == [(broken_off, 5004)]
     with broken_off.lease():
-        archive.bring_back(broken_off, store, remote)
+        archive.fetch_content(broken_off, store, remote)
     store.check(broken_off)
 
 
@@ -336,7 +336,7 @@ def test_a_copy_that_a_wake_could_not_remove_goes_later(store, remote):
     image = publish(store)
     archive.archive(image, store, remote)
     with mock.patch.object(Remote, "remove", side_effect=RemoteFailed("It is away.")), image.lease():
-        archive.bring_back(image, store, remote)
+        archive.fetch_content(image, store, remote)
         store.remove(image, leased=True)
     assert there(remote, image)
     assert list(archive.sweep(store, remote)) == [(image.id, None)]

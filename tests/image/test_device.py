@@ -1,4 +1,4 @@
-"""Device memory as files of an image: written from one arena, read into another, and refused where it was changed."""
+"""Device memory as files of an image: written from extents, read into others, and refused where it was changed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MIB = 1 << 20
 RANDOM = random.Random(1).randbytes(16 * MIB)
 
 
-class Arenas:
-    """Two arenas and the directory of an image between them."""
+class Directories:
+    """Two directories and the directory of an image between them."""
 
     def __init__(self, place) -> None:
         self.image, self._places = place / "device", (place / "from", place / "to")
@@ -39,77 +39,77 @@ class Arenas:
     def write(self, chunks: list[bytes], codec: device_memory.Codec) -> dict[str, FileEntry]:
         for number, chunk in enumerate(chunks):
             (self._places[0] / f"{number:06d}.img").write_bytes(chunk)
-        with self._open(0) as arena:
-            return device_memory.write(arena, self.image, codec, lambda: None)
+        with self._open(0) as extents:
+            return device_memory.write(extents, self.image, codec, lambda: None)
 
     def read(self, size: int, entries: dict[str, FileEntry], codec: device_memory.Codec) -> bytes:
-        with self._open(1) as arena:
-            assert device_memory.Filling(arena, size, self.image, entries, codec).require()
+        with self._open(1) as extents:
+            assert device_memory.begin_read(extents, size, self.image, entries, codec).wait()
         return b"".join(path.read_bytes() for path in sorted(self._places[1].iterdir()))
 
 
-def in_the_clear(take=device_memory.none_there) -> device_memory.Codec:
-    return device_memory.InTheClear(take)
+def plain(claim=None) -> device_memory.Codec:
+    return device_memory.PlainCodec(claim)
 
 
-def encrypted(take=device_memory.none_there) -> device_memory.Codec:
+def encrypted(claim=None) -> device_memory.Codec:
     return EncryptedCodec(Cipher(Secret("id", bytes(32)), bytes(32)))
 
 
-@pytest.fixture(params=[in_the_clear, encrypted])
+@pytest.fixture(params=[plain, encrypted])
 def codec(request):
     return request.param()
 
 
 @pytest.fixture(params=["in memory", "on the same disk"])
-def arenas(tmp_path, monkeypatch, request):
+def directories(tmp_path, monkeypatch, request):
     def refused(*_) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     if request.param == "in memory":
         monkeypatch.setattr(os, "link", refused)
-    return Arenas(tmp_path)
+    return Directories(tmp_path)
 
 
 @pytest.mark.parametrize("rest", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * MIB + 5])
-def test_there_and_back(arenas, codec, rest):
+def test_there_and_back(directories, codec, rest):
     chunks = [RANDOM, bytes(16 * MIB), RANDOM[:rest]]
-    entries = arenas.write(chunks, codec)
+    entries = directories.write(chunks, codec)
     assert sorted(entries) == ["000000.img", "000002.img"], "one of nothing but zeros has no file"
     for name, entry in entries.items():
-        stored = (arenas.image / name).read_bytes()
+        stored = (directories.image / name).read_bytes()
         assert entry == FileEntry(len(stored), blake3(stored).hexdigest())
-        assert (chunks[int(name[:6])] == stored) is isinstance(codec, device_memory.InTheClear)
-    assert arenas.read(sum(map(len, chunks)), entries, codec) == b"".join(chunks)
+        assert (chunks[int(name[:6])] == stored) is isinstance(codec, device_memory.PlainCodec)
+    assert directories.read(sum(map(len, chunks)), entries, codec) == b"".join(chunks)
 
 
-def test_what_is_encrypted_is_a_file_of_the_image_as_every_other(arenas, tmp_path):
+def test_what_is_encrypted_is_a_file_of_the_image_as_every_other(directories, tmp_path):
     """Its name, number and length are proved; and what a whole file is decrypted by decrypts it."""
     cipher = Cipher(Secret("id", bytes(32)), bytes(32))
-    arenas.write([RANDOM], EncryptedCodec(cipher))
-    cipher.decrypt(arenas.image / "000000.img", tmp_path / "plain", "criu/device/000000.img")
+    directories.write([RANDOM], EncryptedCodec(cipher))
+    cipher.decrypt(directories.image / "000000.img", tmp_path / "plain", "criu/device/000000.img")
     assert (tmp_path / "plain").read_bytes() == RANDOM
 
 
-def test_a_chunk_under_the_name_of_another_does_not_decrypt(arenas):
+def test_a_chunk_under_the_name_of_another_does_not_decrypt(directories):
     codec = encrypted()
-    entries = arenas.write([RANDOM, RANDOM[::-1]], codec)
-    (arenas.image / "000001.img").replace(arenas.image / "000000.img")
+    entries = directories.write([RANDOM, RANDOM[::-1]], codec)
+    (directories.image / "000001.img").replace(directories.image / "000000.img")
     with pytest.raises(ImageDamaged):
-        arenas.read(16 * MIB, {"000000.img": entries["000001.img"]}, codec)
+        directories.read(16 * MIB, {"000000.img": entries["000001.img"]}, codec)
 
 
-def test_what_a_cache_has_is_not_written(arenas):
+def test_what_a_cache_has_is_not_written(directories):
     asked = []
 
-    def take(name, content, path):
+    def claim(name, content, path):
         asked.append((name, content))
         path.write_bytes(RANDOM)
         return True
 
-    entries = arenas.write([RANDOM], in_the_clear(take))
+    entries = directories.write([RANDOM], plain(claim))
     assert asked == list(entries.items())
-    assert os.stat(arenas.image / "000000.img").st_nlink == 1
+    assert os.stat(directories.image / "000000.img").st_nlink == 1
 
 
 def one_byte_else(data: bytes, entry: FileEntry) -> tuple[bytes, FileEntry]:
@@ -132,12 +132,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_what_is_not_what_was_written_is_refused(arenas, codec, wrong):
-    (entry,) = arenas.write([RANDOM[: 4 * MIB]], codec).values()
-    file = arenas.image / "000000.img"
+def test_what_is_not_what_was_written_is_refused(directories, codec, wrong):
+    (entry,) = directories.write([RANDOM[: 4 * MIB]], codec).values()
+    file = directories.image / "000000.img"
     data, entry = wrong(file.read_bytes(), entry)
     file.unlink()
     file.write_bytes(data)
     with pytest.raises(ImageDamaged) as caught:
-        arenas.read(4 * MIB, {"000000.img": entry}, codec)
+        directories.read(4 * MIB, {"000000.img": entry}, codec)
     assert caught.value.details["files"] == ["criu/device/000000.img"]

@@ -55,7 +55,7 @@ def test_an_encrypted_image_holds_nothing_plain_and_comes_back(store, vault):
     told = image.manifest.encryption
     assert told["algorithm"] == "aes-256-gcm"
     assert KEY not in image.manifest.to_json()
-    with store.plain(store.get(image.id)) as readable:
+    with store.readable(store.get(image.id)) as readable:
         directory = readable.criu_directory
         assert {path.name: path.read_bytes() for path in directory.iterdir()} == files
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
@@ -67,23 +67,23 @@ def test_an_encrypted_image_holds_nothing_plain_and_comes_back(store, vault):
 def test_one_that_is_not_encrypted_is_used_where_it_is(store):
     image = publish(Store(store.root, store.keys))
     assert image.manifest.encryption is None
-    with store.plain(image) as readable:
-        assert (readable.criu_directory, readable.clear) == (image.criu_directory, True)
+    with store.readable(image) as readable:
+        assert (readable.criu_directory, readable.encrypted) == (image.criu_directory, False)
 
 
 def test_without_the_key_or_with_another(store, vault, monkeypatch):
     image = publish(store)
-    with pytest.raises(KeyUnusable, match="another key") as caught, Store(store.root, store.keys).plain(image):
+    with pytest.raises(KeyUnusable, match="another key") as caught, Store(store.root, store.keys).readable(image):
         pass
     assert "encryption_key" in caught.value.hint
     monkeypatch.setenv("KEY_OF_IMAGES", "cd" * 32)
-    with pytest.raises(KeyUnusable, match="another key"), store.plain(image):
+    with pytest.raises(KeyUnusable, match="another key"), store.readable(image):
         pass
     for unknown in ({"algorithm": "rot13"}, {"chunk": 1}):
         told = {**image.manifest.encryption, **unknown}
         with (
             pytest.raises(KeyUnusable, match="does not know"),
-            store.plain(replace(image, manifest=replace(image.manifest, encryption=told))),
+            store.readable(replace(image, manifest=replace(image.manifest, encryption=told))),
         ):
             pass
     assert plain_files(vault) == []
@@ -215,7 +215,7 @@ def test_a_memory_that_is_full(store, monkeypatch, vault):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(encryption.os, "pwrite", full)
-    with pytest.raises(NoMemory, match="No space"), store.plain(image):
+    with pytest.raises(NoMemory, match="No space"), store.readable(image):
         pass
     assert plain_files(vault) == []
 
@@ -226,7 +226,7 @@ def test_what_a_dead_process_left_of_the_same_image_is_in_nobodys_way(store, vau
     dead = Plain(vault.base, image.id)
     (dead.path / "core-1.img").write_bytes(CANARY)
     dead._lock.release()
-    with store.plain(image) as readable:
+    with store.readable(image) as readable:
         assert CANARY not in (readable.criu_directory / "core-1.img").read_bytes()
     assert plain_files(vault) == []
 

@@ -142,7 +142,7 @@ def test_an_older_image_put_back(store, tmp_path):
 def test_the_last_image_put_back_after_its_kernel_went_on(store, image, tmp_path):
     shutil.copytree(image.path, tmp_path / "copy")
     store.remove(image)
-    store.generations.spent(image.manifest.kernel_id, image.manifest.generation)
+    store.generations.record_restored(image.manifest.kernel_id, image.manifest.generation)
     shutil.copytree(tmp_path / "copy", image.path)
     assert refused(store, image.id) == "IMAGE_STALE"
 
@@ -158,56 +158,56 @@ def test_the_record_of_a_kernel_that_has_ended_is_put_away_and_forgets_nothing(s
     old, new = publish(store, generation=1), publish(store, generation=2)
     shutil.copytree(old.path, tmp_path / "copy")
     kernel_id = old.manifest.kernel_id
-    generations.spent(kernel_id, new.manifest.generation)
+    generations.record_restored(kernel_id, new.manifest.generation)
     store.remove(old)
     store.remove(new)
     for other in ("a", "b"):
         generations._raise_to(other, published=3)
-        generations.put_away(other)
+        generations.close(other)
     for _ in range(2):
-        generations.put_away(kernel_id)
+        generations.close(kernel_id)
     assert list(generations.directory.glob("*.json")) == []
     assert stat.S_IMODE((generations.directory / "ended").stat().st_mode) == 0o600
     (tmp_path / "copy").rename(old.path)
     with pytest.raises(ImageStale):
         store.check(store.get(old.id))
-    assert generations.next(kernel_id, 0) == new.manifest.generation + 1
-    assert (generations.next("a", 0), generations.next("c", 0)) == (4, 1)
+    assert generations.next_generation(kernel_id, 0) == new.manifest.generation + 1
+    assert (generations.next_generation("a", 0), generations.next_generation("c", 0)) == (4, 1)
     # The same id again: its own file, and nothing below what is known.
     generations._raise_to("a", published=4)
-    generations.put_away("a")
-    assert generations.next("a", 0) == 5
+    generations.close("a")
+    assert generations.next_generation("a", 0) == 5
 
 
 def test_a_line_that_a_crash_cut_off_hides_none_of_the_others(store):
     generations = store.generations
     generations._raise_to("a", published=3)
-    generations.put_away("a")
+    generations.close("a")
     with (generations.directory / "ended").open("a") as file:
         file.write("b 7")
     generations._raise_to("c", published=9)
-    generations.put_away("c")
-    assert [generations.next(id, 0) for id in ("a", "b", "c")] == [4, 1, 10]
+    generations.close("c")
+    assert [generations.next_generation(id, 0) for id in ("a", "b", "c")] == [4, 1, 10]
 
 
 def test_generations_go_on_from_the_image_a_kernel_came_from(store):
     generations = store.generations
-    assert generations.next("k", 0) == 1
-    assert generations.next("k", 7) == 8
+    assert generations.next_generation("k", 0) == 1
+    assert generations.next_generation("k", 7) == 8
     publish(store, kernel_id="k", generation=9)
-    assert generations.next("k", 7) == 10
-    generations.spent("k")
-    assert generations.next("k", 0) == 10
+    assert generations.next_generation("k", 7) == 10
+    generations.record_restored("k")
+    assert generations.next_generation("k", 0) == 10
     (generations.directory / "k.json").write_text('{"published": "many"}')
     with pytest.raises(ImageError) as caught:
-        generations.next("k", 0)
+        generations.next_generation("k", 0)
     assert caught.value.code == "KEY_UNUSABLE"
 
 
 def test_an_empty_record_is_none(store):
     publish(store, kernel_id="k", generation=9)
     (store.generations.directory / "k.json").write_text("")
-    assert store.generations.next("k", 0) == 1
+    assert store.generations.next_generation("k", 0) == 1
     store.check(publish(store, kernel_id="k", generation=1))
 
 
@@ -215,8 +215,8 @@ def test_two_that_write_one_record_lose_nothing(store):
     records = [Generations(store.generations.directory) for _ in range(8)]
     images = [replace(FACTS, kernel_id="k", generation=number + 1) for number in range(40)]
     with ThreadPoolExecutor(8) as pool:
-        told = [pool.submit(records[at % 8].published, image) for at, image in enumerate(images)]
-        told += [pool.submit(records[at % 8].spent, "k", at + 1) for at in range(30)]
+        told = [pool.submit(records[at % 8].record_published, image) for at, image in enumerate(images)]
+        told += [pool.submit(records[at % 8].record_restored, "k", at + 1) for at in range(30)]
     assert [one.exception() for one in told] == [None] * 70
     assert json.loads((store.generations.directory / "k.json").read_text()) == {"published": 40, "spent": 30}
 
@@ -430,9 +430,9 @@ def test_a_proof_that_nobody_wants_any_more_ends_in_the_middle_of_a_file(store, 
 
     monkeypatch.setattr(blocks, "_read", slow)
     proof = store.begin_check(image)
-    proof.stop()
+    proof.cancel()
     stopped.set()
-    assert not proof.require()
+    assert not proof.wait()
     assert len(blocks_read) < 64
 
 

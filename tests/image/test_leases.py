@@ -34,7 +34,7 @@ for line in sys.stdin:
         lease = leases.acquire(path)
         lease.claim(os.getpid())
         print("won", flush=True)
-        lease.end()
+        lease.release()
     except ImageError as error:
         print(error.code, flush=True)
 """
@@ -158,10 +158,10 @@ def test_who_was_overtaken_gets_no_kernel(image, another_process):
         other.claim(another_process.pid)
         with pytest.raises(ImageBusy, match="restored elsewhere"):
             lease.claim(os.getpid())
-    lease.withdraw()
+    lease.withdraw_claim()
     left = json.loads((image.path / layout.CLAIM).read_text())["pid"]
     assert left == another_process.pid, "it is not ours to withdraw"
-    lease.end()
+    lease.release()
 
 
 def test_who_was_overtaken_and_comes_back_after_the_image_was_used_gets_no_kernel(store, image):
@@ -169,7 +169,7 @@ def test_who_was_overtaken_and_comes_back_after_the_image_was_used_gets_no_kerne
     store.remove(image, leased=True)
     with pytest.raises(ImageBusy, match="went away"):
         lease.claim(os.getpid())
-    lease.end()
+    lease.release()
 
 
 def test_an_image_whose_kernel_lives_cannot_be_restored(image, another_process):
@@ -186,10 +186,10 @@ def test_an_image_whose_kernel_lives_cannot_be_restored(image, another_process):
 
 def test_a_published_image_belongs_to_the_process_until_it_has_ended(store, another_process):
     draft = store.begin("kernel")
-    image = draft.publish(FACTS, living=another_process.pid)
+    image = draft.publish(FACTS, claim_pid=another_process.pid)
     with pytest.raises(ImageBusy), image.lease():
         pass
-    image.ended()
+    image.withdraw_claim()
     with image.lease():
         pass
 
@@ -209,7 +209,7 @@ from pathlib import Path
 from jupyter_gpu_ckpt.image import lease as leases
 path, kept = Path(sys.argv[1]), []
 holder = {"held": lambda fd: kept.append(os.dup(fd)), "not held": None}[sys.argv[2]]
-with leases.hold(path) as lease:
+with leases.acquire(path) as lease:
     lease.claim(os.getpid(), holder)
 print("claimed", flush=True)
 sys.stdin.read()
@@ -272,7 +272,7 @@ def test_a_lock_says_something_of_this_boot_and_this_file_only(image, change, vo
     claim = image.path / layout.CLAIM
     claim.touch()
     held = [claim.stat().st_dev, claim.stat().st_ino]
-    claim.write_text(json.dumps({**leases._here(), "pids": "pid:[1]", "pid": 1, "held": held, **change}))
+    claim.write_text(json.dumps({**leases._this_host(), "pids": "pid:[1]", "pid": 1, "held": held, **change}))
     if void:
         with image.lease():
             return
@@ -303,8 +303,8 @@ def test_a_process_of_ours_is_judged_by_its_id_and_by_no_lock(image, another_pro
     ],
 )
 def test_a_claim_of_another_boot_is_void_on_the_same_machine_only(image, monkeypatch, record, gone):
-    here = {**leases._here(), "machine": "this", "hostname": "this"}
-    monkeypatch.setattr(leases, "_here", lambda: here)
+    here = {**leases._this_host(), "machine": "this", "hostname": "this"}
+    monkeypatch.setattr(leases, "_this_host", lambda: here)
     (image.path / layout.CLAIM).write_text(json.dumps({**ELSEWHERE, **record}))
     if gone:
         with image.lease():
@@ -325,8 +325,8 @@ def test_a_claim_that_cannot_be_read_is_one(image, text):
 
 
 def test_a_machine_without_an_id_is_never_the_same(image, monkeypatch):
-    here = {**leases._here(), "machine": "", "hostname": "this"}
-    monkeypatch.setattr(leases, "_here", lambda: here)
+    here = {**leases._this_host(), "machine": "", "hostname": "this"}
+    monkeypatch.setattr(leases, "_this_host", lambda: here)
     (image.path / layout.CLAIM).write_text(json.dumps({**ELSEWHERE, "machine": "", "hostname": "this"}))
     with pytest.raises(ImageBusy), image.lease():
         pass
@@ -359,7 +359,7 @@ def full(request, monkeypatch):
 def test_a_full_disk_refuses_a_restore_and_not_a_removal(store, image, full):
     full()
     with pytest.raises(NoSpace):
-        image.acquire()
+        image.lease()
     store.check(image)
     store.remove(image)
     assert store.images() == []
@@ -387,7 +387,7 @@ def test_a_removal_does_without_a_lock_that_cannot_be_made(store, image, monkeyp
 
     monkeypatch.setattr(leases.FileLock, "acquire", fail)
     with pytest.raises(NoSpace):
-        image.acquire()
+        image.lease()
     store.remove(image)
     assert store.images() == []
 

@@ -40,7 +40,7 @@ def test_a_link_that_was_linked_once_more_is_still_the_images(store, link):
 
 def test_of_an_image_that_its_kernel_came_back_from_only_an_untouched_link_goes(store, link):
     image = publish(store, fingerprint=noted(link))
-    store.generations.spent(FACTS.kernel_id, FACTS.generation)
+    store.generations.record_restored(FACTS.kernel_id, FACTS.generation)
     link.unlink()
     link.hardlink_to(link.parent / "kept")  # as the next dump would
     store.remove(image)

@@ -223,18 +223,18 @@ def test_what_was_sent_with_a_token_is_given_up_with_it_alone(place, near, far):
     broken = place.remote()
     with failing(broken, True, 4), pytest.raises(RemoteFailed):
         broken.send(image, token="mine")
-    place.remote().give_up(image.id, "another")
+    place.remote().discard(image.id, "another")
     assert place.remote().claimed(image.id), "another's pieces stay"
-    place.remote().give_up(image.id, "mine")
+    place.remote().discard(image.id, "mine")
     assert place.remote()._sizes(place.remote()._place(image.id)) == {}
-    place.remote().give_up(image.id, "mine")
+    place.remote().discard(image.id, "mine")
 
     place.remote().send(image, token="mine")
     place.remote().complete(image, token="mine")
     with pytest.raises(ImageBusy):
         place.remote().pull(image.id, far)
     place.remote().push(image)
-    place.remote().give_up(image.id, "mine")
+    place.remote().discard(image.id, "mine")
     far.check(place.remote().pull(image.id, far))
 
 

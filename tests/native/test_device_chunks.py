@@ -18,7 +18,7 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.files import direct_io
 from jupyter_gpu_ckpt.image import layout
-from jupyter_gpu_ckpt.image.chunk_cache import Chunks, make_room
+from jupyter_gpu_ckpt.image.chunk_cache import ChunkCache, make_room
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 from jupyter_gpu_ckpt.image.quota import Quota
@@ -213,12 +213,12 @@ def test_what_was_kept_makes_room_for_an_image(kernel, monkeypatch, whose):
         kernel.lifecycle.checkpoint()
         kernel.lifecycle.wake()
     else:
-        other = Chunks(root)
+        other = ChunkCache(root)
         kernel.store.prepare()
         full = root / "full"
         full.mkdir()
         (full / "000000.img").write_bytes(bytes(kernel.blocks))
-        other.salvage(full, {"000000.img": FileEntry(kernel.blocks, "")})
+        other.adopt(full, {"000000.img": FileEntry(kernel.blocks, "")})
     assert kept(kernel)
     room = kernel.blocks * 2
     monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
@@ -263,12 +263,12 @@ def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
 
 def test_a_disk_that_is_full_all_the_same_is_tried_again_without_what_is_kept(kernel, monkeypatch):
     """Two checkpoints saw the same room."""
-    other = Chunks(kernel.store.root)
+    other = ChunkCache(kernel.store.root)
     kernel.store.prepare()
     full = kernel.store.root / "full"
     full.mkdir()
     (full / "000000.img").write_bytes(bytes(8 << 20))
-    other.salvage(full, {"000000.img": FileEntry(8 << 20, "")})
+    other.adopt(full, {"000000.img": FileEntry(8 << 20, "")})
     write, failed = direct_io.write, []
 
     def full_once(*arguments, **options):

@@ -38,7 +38,7 @@ def kernel(fast_kernel):
 def test_criu_sees_none_of_it(kernel):
     for _ in range(2):
         image = kernel.lifecycle.checkpoint()
-        assert image.manifest.arena == kernel.blocks
+        assert image.manifest.swapped_bytes == kernel.blocks
         assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks
         assert image.manifest.bytes - kernel.blocks < min(kernel.blocks, 32 << 20)
         verify(image.path, kernel.store.keys)
@@ -102,7 +102,7 @@ def test_by_whatever_path(fast_kernel, linked):
     kernel = fast_kernel(base=link if linked else place)
     for _ in range(2):
         image = kernel.lifecycle.checkpoint()
-        assert image.manifest.arena == kernel.blocks
+        assert image.manifest.swapped_bytes == kernel.blocks
         assert not [path for path in image.manifest.fingerprint["files"] if fastpath.BLOCKS in path]
         kernel.lifecycle.wake()
         kernel.runs_on()
@@ -268,12 +268,12 @@ def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatc
     kernel.lifecycle.wake()
     kernel.runs_on()
     image = kernel.lifecycle.checkpoint()
-    assert (image.manifest.arena, chunks(image)) == (0, [])
+    assert (image.manifest.swapped_bytes, chunks(image)) == (0, [])
     kernel.lifecycle.wake()
     kernel.runs_on()
     monkeypatch.undo()
     image = kernel.lifecycle.checkpoint()
-    assert image.manifest.arena == kernel.blocks
+    assert image.manifest.swapped_bytes == kernel.blocks
     kernel.lifecycle.wake()
     kernel.runs_on()
 
@@ -290,7 +290,7 @@ def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel
     kernel = fast_kernel(base=place)
     kernel.lifecycle.suspend()
     assert list((place / "arena").iterdir()) == []
-    assert kernel.lifecycle.checkpoint().manifest.arena == 0
+    assert kernel.lifecycle.checkpoint().manifest.swapped_bytes == 0
     kernel.lifecycle.wake()
     kernel.runs_on()
 
@@ -308,7 +308,7 @@ def test_a_capsule_that_does_not_answer_loses_nothing(kernel, monkeypatch):
             kernel.lifecycle.checkpoint()
     assert kernel.store.images() == []
     assert kernel.lifecycle.state is State.SUSPENDED
-    assert kernel.lifecycle.checkpoint().manifest.arena == kernel.blocks
+    assert kernel.lifecycle.checkpoint().manifest.swapped_bytes == kernel.blocks
     kernel.lifecycle.wake()
     kernel.runs_on()
 
@@ -318,14 +318,14 @@ def test_a_chunk_that_is_missing_is_no_zeros(kernel, monkeypatch):
     image = kernel.lifecycle.checkpoint()
     victim = chunks(image)[1]
     aside = image.path.parent.parent / "aside"
-    fill = device_memory.Filling
+    fill = device_memory.begin_read
 
     def late(*arguments, **options):
         if victim.exists():
             victim.rename(aside)
         return fill(*arguments, **options)
 
-    monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.returning.Filling", late)
+    monkeypatch.setattr("jupyter_gpu_ckpt.image.device_memory.begin_read", late)
     with pytest.raises(GpuCkptError):
         kernel.lifecycle.wake()
     assert kernel.lifecycle.state is State.CHECKPOINTED

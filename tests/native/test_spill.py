@@ -68,7 +68,7 @@ def test_an_image_has_the_very_files(kernel, monkeypatch, before):
     monkeypatch.setattr(device_memory.direct_io, "write", lambda path, *rest, **options: written.append(path))
     image = kernel.lifecycle.checkpoint()
     assert written == []
-    assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks == image.manifest.arena
+    assert sum(path.stat().st_size for path in chunks(image)) == kernel.blocks == image.manifest.swapped_bytes
     assert leftovers(kernel) == []
     verify(image.path, kernel.store.keys)
     assert {path.stat().st_nlink for path in chunks(image)} == {1}, "the kernel's own names are gone"
@@ -212,7 +212,7 @@ def test_what_the_driver_moves_needs_room_as_well(kernel, monkeypatch):
 
 def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
     image = kernel.lifecycle.checkpoint()
-    free_memory(monkeypatch, image.manifest.arena + preflight.MARGIN)
+    free_memory(monkeypatch, image.manifest.swapped_bytes + preflight.MARGIN)
     seen = []
     come_back = context.FastPath.come_back
 
@@ -270,7 +270,9 @@ def test_another_hosts_is_not_swept(kernel):
     assert Store(kernel.store.named).sweep() == 1
 
 
-@pytest.mark.parametrize("prove", [Store.check, lambda *of: Store.begin_check(*of).give_up()], ids=["whole", "begun"])
+@pytest.mark.parametrize(
+    "prove", [Store.check, lambda *of: Store.begin_check(*of).cancel(wait_for_end=True)], ids=["whole", "begun"]
+)
 def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch, prove):
     """Its files have the kernel's own names, too; nobody may call it damaged."""
 

@@ -70,7 +70,7 @@ class Asleep:
         """Whole there, by its name here, and nobody's."""
         assert self.image.archived
         assert self.remote.has(self.image.id)
-        self.image.acquire().end()
+        self.image.lease().release()
         assert not (self.image.path / "claim.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the library for device memory, and whether what is being built lacks the front end."""
+"""The parts of the build that setup.cfg cannot describe: the library for device memory, a warning without front end."""
 
 import sys
 from pathlib import Path
@@ -9,14 +9,14 @@ if not (Path(__file__).parent / "labextension" / "dist" / "package.json").is_fil
     print("jupyter_gpu_ckpt: without the JupyterLab front end; `make labextension` builds it.", file=sys.stderr)
 
 NATIVE = "jupyter_gpu_ckpt/cuda/native"
-PARTS = ("arena", "blocks", "child", "control", "copies", "door", "driver", "transfer")
+PARTS = ("allocations", "child", "control", "copies", "driver", "host_memory", "rwlock_release", "swap")
 
 setup(
     ext_modules=[
-        # No Python in it: kernels of any environment preload it.  Where there is no compiler, all else works without.
+        # Not linked to Python: kernels of any environment preload it.  Optional: all else works without a compiler.
         Extension(
             "jupyter_gpu_ckpt.cuda.native._fastpath",
-            sources=[f"{NATIVE}/{name}.c" for name in (*PARTS, "intercept", "populate")],
+            sources=[f"{NATIVE}/{name}.c" for name in (*PARTS, "intercept", "prefault")],
             depends=[f"{NATIVE}/{name}.h" for name in PARTS],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
             libraries=["pthread", "dl"],

@@ -94,7 +94,7 @@ def mount_under_old_path(directory: int, old: str) -> None:
 
 
 #: In a kernel's directory: memory that is the capsule's own, and none of its processes'.
-ARENA = "arena"
+ARENA = "host-memory"
 
 
 def mount_arena(directory: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from ..files.disk import mapped_errors
 from . import layout, lease
 
-#: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`arena.c`).
+#: In the directory: whose it is.  The kernel's library leaves names with a dot alone (`host_memory.c`).
 _HOST = ".host"
 
 

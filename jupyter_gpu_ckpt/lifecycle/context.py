@@ -284,7 +284,7 @@ class Steps:
         """Host memory of the kernel, in bytes: its processes', and its blocks' that have left the GPU."""
         capsule = self._alive()
         processes = [process for pid in capsule.processes() if (process := read_process(pid))]
-        return self._fast_path().in_memory() + sum(process.rss for process in processes)
+        return self._fast_path().host_memory_bytes() + sum(process.rss for process in processes)
 
     def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
         with self._answering():

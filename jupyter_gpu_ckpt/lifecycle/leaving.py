@@ -68,7 +68,7 @@ class Leaving(Steps):
             companions=capsule.companions(),
             device_bytes=device_bytes,
             has_agent=self.home.has_agent,
-            away=self._fast_path().in_memory(),
+            away=self._fast_path().host_memory_bytes(),
             spillable=self._spillable,
             disk_free=self._room_for_image() if writes else None,
             over_quota=functools.partial(self.engine.store.over_quota, self.home.kernel_id),
@@ -106,7 +106,7 @@ class Leaving(Steps):
         if not store.vault.encrypts:
             return store.free() + chunk_cache.evictable_bytes(store.root)
         # What CRIU writes lies in memory first.  Blocks do not, and those that have left the GPU are in memory already.
-        memory = preflight.available_memory() + self._fast_path().in_memory()
+        memory = preflight.available_memory() + self._fast_path().host_memory_bytes()
         return min(store.free(), memory, store.vault.free() + self._blocks())
 
     def _preflight(self, _: TracedStep) -> None:
@@ -152,7 +152,7 @@ class Leaving(Steps):
             cuda.lock(pid, self.settings.cuda)
             deadline = self._deadline(traced.bytes)
             place = functools.partial(self._place, capsule=self._alive(), all=traced.bytes)
-            moved = self._fast_path().leave(lock_s=self.settings.cuda, timeout_s=deadline, place=place)
+            moved = self._fast_path().swap_out(lock_s=self.settings.cuda, timeout_s=deadline, choose_directory=place)
             if not moved:
                 self._end_spill()
             # Where blocks did not leave that were to go to the disk: what the driver moves goes to host memory.
@@ -293,7 +293,7 @@ class Leaving(Steps):
     @contextlib.contextmanager
     def _device_written(self, draft: Draft) -> Iterator[None]:
         """Beside what is done in this: device memory that CRIU does not see; all of it is written after."""
-        self._swapped_bytes, blocks = 0, self._fast_path().blocks() if self._saved.cuda else None
+        self._swapped_bytes, blocks = 0, self._fast_path().open_extents() if self._saved.cuda else None
         if blocks is None:
             yield
             return
@@ -312,7 +312,7 @@ class Leaving(Steps):
         try:
             self._require_not_broken_off()
             self._swapped_bytes = device_memory.size(blocks)
-            if self._swapped_bytes != (away := self._fast_path().amounts().away):
+            if self._swapped_bytes != (away := self._fast_path().amounts().swapped_out):
                 raise CapsuleError(f"Of {away} bytes of device memory {self._swapped_bytes} are there.")
             with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
                 written = thread.submit(draft.write_device, blocks, claim, check_cancelled)
@@ -337,7 +337,7 @@ class Leaving(Steps):
         if not (self.settings.write_ahead and self._saved.cuda and not store.vault.encrypts and self._spill is None):
             return
         try:
-            blocks = self._fast_path().blocks()
+            blocks = self._fast_path().open_extents()
         except (GpuCkptError, OSError) as error:
             _log.info("Device memory is not written ahead: %s", error)
             return

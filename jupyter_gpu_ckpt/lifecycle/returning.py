@@ -167,7 +167,7 @@ class Returning(Steps):
     def _on_gpu(self) -> bool:
         """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
         on_gpu = self.capsule is not None and self.engine.cuda.state(self.capsule.host_pid) in _ON_GPU
-        return on_gpu and not self._fast_path().away()
+        return on_gpu and not self._fast_path().swapped_out()
 
     def _unreserve(self, _: TracedStep) -> None:
         self._room.close()
@@ -230,7 +230,7 @@ class Returning(Steps):
             return
         needed = int(manifest.fingerprint.get("memory", 0))
         place = self._place(manifest.swapped_bytes, capsule, needed) if not files.encrypted else None
-        blocks = FastPath(capsule, self.engine.cuda).new_blocks(place)
+        blocks = FastPath(capsule, self.engine.cuda).create_extents(place)
         try:
             self._device_read = reading = device_memory.begin_read(
                 blocks,
@@ -300,7 +300,7 @@ class Returning(Steps):
         if self.engine.cuda.state(pid) not in _ON_GPU:
             self._restored_on_gpu = True
             self.engine.cuda.restore(pid, self._mapping, timeout_s=deadline)
-        self._fast_path().come_back(lock_s=self.settings.cuda, timeout_s=deadline)
+        self._fast_path().swap_in(lock_s=self.settings.cuda, timeout_s=deadline)
         self._end_spill()
         self._saved.cuda = False
         self._mapping = None
@@ -373,16 +373,16 @@ class Returning(Steps):
     def _mend(self, capsule: Capsule) -> State:
         cuda, pid = self.engine.cuda, capsule.host_pid
         state, fast_path = cuda.state(pid), FastPath(capsule, cuda)
-        warm = state is CudaState.LOCKED and fast_path.away()
-        self._spill = fast_path.elsewhere()
+        warm = state is CudaState.LOCKED and fast_path.swapped_out()
+        self._spill = fast_path.disk_directory()
         if state is CudaState.CHECKPOINTED or warm:
             # How much it held is not to be found out any more; all that the process has in RAM, and in files of its
             # blocks, is an upper bound.
             process = preflight.read_process(pid)
-            most = (process.rss if process else 0) + fast_path.in_memory() + self._spilled()
+            most = (process.rss if process else 0) + fast_path.host_memory_bytes() + self._spilled()
             gpus = [gpu.uuid for gpu in self.engine.gpus.list()]
             self._saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
             return State.SUSPENDED
-        fast_path.come_back(lock_s=self.settings.cuda, timeout_s=self._deadline(self._spilled()))
+        fast_path.swap_in(lock_s=self.settings.cuda, timeout_s=self._deadline(self._spilled()))
         self._end_spill()
         return State.RUNNING

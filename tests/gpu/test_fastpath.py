@@ -117,7 +117,7 @@ async def test_every_kind_of_tensor_is_the_same_after_both_tiers_and_works_on(tm
         assert away.away > 0.9 * sum((1 << 26, 4 * 8 * 32 * 64 * 64)), "the tensors left by the kernel's own hands"
         assert json.loads(await kernel.run("print(json.dumps(state()))")) == before
         await kernel.settled("running")
-        assert path_of(kernel).amounts().away == 0
+        assert path_of(kernel).amounts().swapped_out == 0
         await kernel.provisioner.checkpoint()
         assert json.loads(await kernel.run("print(json.dumps(state()))", 120)) == before
         assert await kernel.run(AFTER) == await never_away.run(AFTER)
@@ -134,7 +134,7 @@ async def test_threads_that_hammer_the_gpu_lose_nothing(tmp_path, runtime_base, 
         await kernel.run(HAMMER, 120)
         for _ in range(8):
             await kernel.provisioner.suspend()
-            assert path_of(kernel).amounts().away >= 1 << 30
+            assert path_of(kernel).amounts().swapped_out >= 1 << 30
             assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"
             await kernel.settled("running")
         await kernel.provisioner.checkpoint()
@@ -167,7 +167,7 @@ async def test_a_warm_kernel_leaves_its_room_to_others_and_comes_back_or_goes_to
             stays = sum(gpus.used_by(pid).values())
             record(held=held, stays=stays)
             assert lifecycle.engine.cuda.state(pid) is CudaState.LOCKED
-            away = path_of(kernel).amounts().away
+            away = path_of(kernel).amounts().swapped_out
             assert away >= 1 << 32
             assert stays <= held - away + (32 << 20), "but for what the context grows by (15 MB, seen)"
             assert await kernel.run("print(int(x.sum()) == total)", 60) == "True"
@@ -208,7 +208,7 @@ async def test_device_memory_that_host_memory_is_too_small_for(tmp_path, runtime
             record(**{f"{verb}, seconds": time.monotonic() - began})
             if verb == "suspend":
                 there = list(lifecycle.engine.store.root.glob(".draft-blocks-*/*.img"))
-                assert sum(path.stat().st_size for path in there) == path_of(kernel).amounts().away >= 4 << 30
+                assert sum(path.stat().st_size for path in there) == path_of(kernel).amounts().swapped_out >= 4 << 30
                 assert lifecycle.resident() < 4 << 30
             began = time.monotonic()
             assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"
@@ -229,7 +229,7 @@ async def test_blocks_of_two_gpus_that_work_together(tmp_path, runtime_base, rec
         for verb in ("suspend", "checkpoint", "suspend"):
             await getattr(kernel.provisioner, verb)()
             if verb == "suspend":
-                assert path_of(kernel).amounts().away >= 2 << 30
+                assert path_of(kernel).amounts().swapped_out >= 2 << 30
             assert await kernel.run("print(same())", 120) == "True"
             await kernel.settled("running")
         record(peers=await kernel.run("print(peers)"))
@@ -292,14 +292,14 @@ async def test_blocks_of_a_kernel_whose_threads_cannot_be_parked_are_the_driver_
         await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)
         await kernel.run("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
         await kernel.provisioner.suspend()
-        assert path_of(kernel).amounts().away == 0
+        assert path_of(kernel).amounts().swapped_out == 0
         assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
 
 
 async def test_what_a_kernel_starts_is_not_preloaded(tmp_path, runtime_base):
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run("import torch; x = torch.ones(1 << 24, device='cuda')", 120)
-        assert path_of(kernel).amounts().blocks
+        assert path_of(kernel).amounts().allocations
         said = await kernel.run(
             "import os, subprocess\n"
             "print(subprocess.check_output(['env'], text=True), os.environ.get('LD_PRELOAD'), file=open('said', 'w'))\n"
@@ -360,11 +360,11 @@ async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locke
         capsule.park(10)
         cuda.unlock(pid)
         with path_of(kernel)._library(60) as library:
-            library.ask("leave")
-            library.ask("free")
+            library.request("copy_out")
+            library.request("free")
         capsule.outlive()
         capsule.abandon()
         lifecycle.capsule = capsule = Capsule.attach(capsule.directory)
         assert lifecycle._mend(capsule) is State.RUNNING
-        assert path_of(kernel).amounts().away == 0
+        assert path_of(kernel).amounts().swapped_out == 0
         assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"

@@ -52,14 +52,14 @@ def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
     kernels = []
 
     class Told(fastpath.FastPath):
-        def leave(self, **limits):
-            moved = super().leave(**limits)
+        def swap_out(self, **limits):
+            moved = super().swap_out(**limits)
             kernels[0].held()
             return moved
 
-        def come_back(self, **limits):
+        def swap_in(self, **limits):
             try:
-                super().come_back(**limits)
+                super().swap_in(**limits)
             finally:
                 kernels[0].held()
 

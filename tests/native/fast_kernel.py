@@ -53,7 +53,7 @@ class FastKernel:
     def held(self) -> int:
         """What the driver counts for it, by what its library says; of one in the driver's hands that is nothing."""
         if self.fake.on_gpu and self.lifecycle.capsule is not None:
-            self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().away}
+            self.fake.memory = {A: self.blocks + CONTEXT - self.path().amounts().swapped_out}
         return self.fake.memory[A] if self.fake.on_gpu else 0
 
     def _follow(self, event: StepEvent) -> None:
@@ -67,7 +67,7 @@ class FastKernel:
     def runs_on(self) -> None:
         assert self.lifecycle.state is State.RUNNING
         assert self.fake.state == RUNNING
-        assert self.path().amounts().away == 0
+        assert self.path().amounts().swapped_out == 0
         assert self.held() == self.blocks + CONTEXT
         assert self.gate.serves
         self.program.goes_on()

@@ -107,17 +107,17 @@ class Kernel:
     def runs_on(self) -> None:
         """Unlocked, nobody is parked, everything is on the device."""
         assert self.state == RUNNING
-        assert self.path.amounts().away == 0
+        assert self.path.amounts().swapped_out == 0
         self._program.goes_on()
 
     def lock(self) -> None:
         self.cuda.lock(self.pid, 5)
 
-    def leave(self, timeout_s: float = 60) -> int:
-        return self.path.leave(lock_s=5, timeout_s=timeout_s)
+    def swap_out(self, timeout_s: float = 60) -> int:
+        return self.path.swap_out(lock_s=5, timeout_s=timeout_s)
 
-    def come_back(self) -> None:
-        self.path.come_back(lock_s=5, timeout_s=60)
+    def swap_in(self) -> None:
+        self.path.swap_in(lock_s=5, timeout_s=60)
 
 
 def parked(kernel: Kernel) -> bool:

@@ -353,7 +353,7 @@ def test_a_disk_that_hangs_holds_up_nobody(kernel, hanging):
 def arenas() -> list[str]:
     """Descriptors of this process that lead to device memory."""
     links = (os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd"))
-    return [to for link in links if os.path.islink(link) and fastpath.BLOCKS in (to := os.readlink(link))]
+    return [to for link in links if os.path.islink(link) and fastpath.EXTENTS in (to := os.readlink(link))]
 
 
 def test_chunks_in_the_clear_do_not_outlive_encryption(kernel, monkeypatch):

@@ -103,7 +103,7 @@ def test_by_whatever_path(fast_kernel, linked):
     for _ in range(2):
         image = kernel.lifecycle.checkpoint()
         assert image.manifest.swapped_bytes == kernel.blocks
-        assert not [path for path in image.manifest.fingerprint["files"] if fastpath.BLOCKS in path]
+        assert not [path for path in image.manifest.fingerprint["files"] if fastpath.EXTENTS in path]
         kernel.lifecycle.wake()
         kernel.runs_on()
 
@@ -248,12 +248,12 @@ def test_a_damaged_chunk_of_an_encrypted_image_is_not_brought_to_life(fast_kerne
 
 def test_memory_is_given_back(kernel):
     kernel.lifecycle.suspend()
-    blocks = kernel.path().blocks()
-    assert device_memory.size(blocks) == kernel.blocks == kernel.path().in_memory() >= sum(SIZES)
+    blocks = kernel.path().open_extents()
+    assert device_memory.size(blocks) == kernel.blocks == kernel.path().host_memory_bytes() >= sum(SIZES)
     kernel.lifecycle.wake()
-    assert device_memory.size(blocks) == kernel.path().in_memory() == 0
+    assert device_memory.size(blocks) == kernel.path().host_memory_bytes() == 0
     os.close(blocks)
-    assert kernel.path().blocks() is None
+    assert kernel.path().open_extents() is None
     assert kernel.held() == kernel.blocks + CONTEXT
     assert kernel.driver.free(A) > 0
 
@@ -283,13 +283,13 @@ def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel
     place = Path(tempfile.mkdtemp(prefix="gc-", dir="/dev/shm"))
 
     def refused(_) -> int:
-        (place / "arena").mkdir(exist_ok=True)
+        (place / "host-memory").mkdir(exist_ok=True)
         raise CapsuleError("tmpfs cannot be mounted")
 
     monkeypatch.setattr(Capsule, "arena", refused)
     kernel = fast_kernel(base=place)
     kernel.lifecycle.suspend()
-    assert list((place / "arena").iterdir()) == []
+    assert list((place / "host-memory").iterdir()) == []
     assert kernel.lifecycle.checkpoint().manifest.swapped_bytes == 0
     kernel.lifecycle.wake()
     kernel.runs_on()

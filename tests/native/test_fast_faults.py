@@ -8,7 +8,7 @@ from subject import MIB, Control, Subject, running
 FAULT = 999
 SIZES = (2 * MIB, 2 * MIB + 5)
 TOTAL = (2 + 4) * MIB
-VERBS = ("leave", "free", "return")
+VERBS = ("copy_out", "free", "swap_in")
 
 
 def calls_of(subject: Subject, control: Control, verb: str) -> dict[str, int]:
@@ -33,7 +33,7 @@ def one_place(subject: Subject, away: int) -> None:
 def retry(subject: Subject, control: Control) -> None:
     """Nothing fails any more: back on the device, and a whole round."""
     subject.fail()
-    control.must("return")
+    control.must("swap_in")
     subject.intact(len(SIZES))
     control.must(*VERBS)
     subject.intact(len(SIZES))
@@ -62,7 +62,7 @@ def test_each_call_fails_once(filled, verb):
                 subject.fail(function, nth, FAULT)
                 answer = control.ask(verb)
                 subject.fail()
-                one_place(subject, answer["away"])
+                one_place(subject, answer["swapped_out"])
                 retry(subject, control)
                 failed_to_go += function == "cuEventDestroy_v2"
     out = subject.outstanding()
@@ -82,7 +82,7 @@ def test_every_call_fails_from_one_on(filled, verb):
             answer = control.ask(verb)
             assert answer["cuda"] in (0, FAULT)
             if answer["cuda"] == 0:  # it failed where nothing hangs on it
-                assert answer["away"] == (TOTAL if verb == "free" else 0)
+                assert answer["swapped_out"] == (TOTAL if verb == "free" else 0)
             elif nth % 2:
                 subject.fail()
                 control.must("free")  # what was begun is ended; without a copy there is nothing to free
@@ -110,7 +110,7 @@ def test_memory_that_could_not_be_freed_is_freed_later(subject, function):
     subject.fail(function, 1, FAULT)
     assert subject.ask("free", number) == str(FAULT)
     with subject.control() as control:
-        assert control.ask("status")["blocks"] == 1
+        assert control.ask("status")["allocations"] == 1
         control.must(*VERBS)
     subject.intact(1)
     subject.free(number)

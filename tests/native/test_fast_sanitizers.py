@@ -73,7 +73,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
         for turn in range(rounds):
             before = int(subject.ask("rounds"))
             until(lambda: int(subject.ask("rounds")) > before + threads, "the threads run")  # noqa: B023
-            assert control.ask("status")["blocks"] >= len(kept)  # at any time
+            assert control.ask("status")["allocations"] >= len(kept)  # at any time
             with still(subject):
                 if turn % 3 == 2:
                     gives_up(control)
@@ -90,7 +90,7 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
 
 def gives_up(control: Control) -> None:
     """The blocks stay where they are; the copy goes with the next one."""
-    control.must("leave")
+    control.must("copy_out")
     assert control.ask("garbage")["cuda"] == 1
 
 

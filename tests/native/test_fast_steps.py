@@ -26,12 +26,12 @@ def test_away_and_back(kernel):
     assert total >= sum(SIZES)
     for _ in range(3):
         kernel.lock()
-        assert kernel.leave() == total
+        assert kernel.swap_out() == total
         assert kernel.state == LOCKED
         assert kernel.path.amounts() == Amounts(len(SIZES), total, total)
         kernel.cuda.checkpoint(kernel.pid)
         kernel.cuda.restore(kernel.pid)
-        kernel.come_back()
+        kernel.swap_in()
         kernel.runs_on()
 
 
@@ -42,8 +42,8 @@ def test_what_has_no_library_is_left_to_the_driver(tmp_path):
         driver.start({A: MIB}, pid=capsule.host_pid)
         path = FastPath(capsule, FakeCuda(driver))
         path._cuda.lock(capsule.host_pid, 5)
-        assert path.leave(lock_s=5, timeout_s=5) == 0
-        path.come_back(lock_s=5, timeout_s=5)
+        assert path.swap_out(lock_s=5, timeout_s=5) == 0
+        path.swap_in(lock_s=5, timeout_s=5)
         assert driver.processes[capsule.host_pid].state == RUNNING
     shutil.rmtree(capsule.directory)
 
@@ -70,28 +70,28 @@ def test_preflight_tells_it(fast_kernel):
 def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
     kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
     kernel.lock()
-    assert kernel.leave() == 0
+    assert kernel.swap_out() == 0
     assert kernel.state == LOCKED
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
 
 
 @pytest.mark.parametrize("name", ["gpu-ckpt-away", "gpu-ckpt-filed", "gpu-ckpt-door"])
 def test_a_program_that_renames_its_threads_says_nothing_of_its_memory(kernel, name):
     kernel.ask(f"open('/proc/self/comm', 'w').write({name!r})")
-    assert not kernel.path.away()
-    assert kernel.path.blocks() is None
+    assert not kernel.path.swapped_out()
+    assert kernel.path.open_extents() is None
     kernel.lock()
-    assert kernel.leave() > 0
-    assert kernel.path.away()
-    kernel.come_back()
-    assert not kernel.path.away()
+    assert kernel.swap_out() > 0
+    assert kernel.path.swapped_out()
+    kernel.swap_in()
+    assert not kernel.path.swapped_out()
     kernel.runs_on()
 
 
 def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
     kernel.lock()
-    assert kernel.leave() > 0
+    assert kernel.swap_out() > 0
     (library,) = (
         task for task in Path(f"/proc/{kernel.pid}/task").iterdir() if (task / "comm").read_text() == "gpu-ckpt-fast\n"
     )
@@ -100,8 +100,8 @@ def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
     for name in ("python", "gpu-ckpt-fast"):  # by the latter it is known when all other threads are parked
         kernel.ask(f"open('/proc/self/task/{inside}/comm', 'w').write({name!r})")
         assert (library / "comm").read_text() == f"{name}\n"
-        assert kernel.path.away()
-    kernel.come_back()
+        assert kernel.path.swapped_out()
+    kernel.swap_in()
     kernel.runs_on()
 
 
@@ -109,9 +109,9 @@ def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
 def test_a_driver_that_refuses_the_transfer_gets_to_do_it_itself(kernel, function):
     kernel.ask(f"fail({function!r}, 2 if {function!r} == 'cuMemUnmap' else 1, 999)")
     kernel.lock()
-    assert kernel.leave() == 0
+    assert kernel.swap_out() == 0
     assert kernel.state == LOCKED
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
 
 
@@ -120,31 +120,31 @@ def test_a_transfer_that_takes_too_long_is_given_up(kernel):
     kernel.ask("slow(100_000)")
     kernel.lock()
     with pytest.raises(CudaError):
-        kernel.leave(timeout_s=0.05)
+        kernel.swap_out(timeout_s=0.05)
     assert kernel.state == RUNNING
-    assert not kernel.path.away()
+    assert not kernel.path.swapped_out()
     assert not parked(kernel)
     kernel.ask("slow(0)")
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
     kernel.lock()
-    assert kernel.leave() > 0
-    kernel.come_back()
+    assert kernel.swap_out() > 0
+    kernel.swap_in()
     kernel.runs_on()
 
 
 def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
     kernel.ask("slow(100_000)")
     kernel.lock()
-    total = kernel.leave()
+    total = kernel.swap_out()
     kernel.cuda.checkpoint(kernel.pid)
     kernel.cuda.restore(kernel.pid)
     with pytest.raises(CudaError):
-        kernel.path.come_back(lock_s=5, timeout_s=0.05)
+        kernel.path.swap_in(lock_s=5, timeout_s=0.05)
     assert kernel.state == RUNNING
     assert parked(kernel), "a thread that goes on could touch what is away"
     assert total == kernel.path.amounts().bytes
-    kernel.come_back()
+    kernel.swap_in()
     kernel.ask("slow(0)")
     kernel.runs_on()
 
@@ -153,27 +153,27 @@ def test_what_is_away_is_known_without_the_library(kernel):
     """Its socket may be gone, or no descriptor left for an answer: a kernel whose blocks are away must not run on."""
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     kernel.lock()
-    kernel.leave()
-    assert kernel.path.away()
+    kernel.swap_out()
+    assert kernel.path.swapped_out()
     socket.rename(aside)
     with pytest.raises(CudaError, match="cannot be reached"):
-        kernel.come_back()
-    assert kernel.path.away()
+        kernel.swap_in()
+    assert kernel.path.swapped_out()
     assert parked(kernel)
     aside.rename(socket)
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
-    assert not kernel.path.away()
+    assert not kernel.path.swapped_out()
 
 
 def test_a_kernel_that_cannot_answer_and_has_nothing_away_is_unlocked(kernel):
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     socket.rename(aside)
     kernel.lock()
-    assert kernel.leave() == 0
+    assert kernel.swap_out() == 0
     kernel.cuda.checkpoint(kernel.pid)
     kernel.cuda.restore(kernel.pid)
-    kernel.come_back()
+    kernel.swap_in()
     assert kernel.state == RUNNING
     aside.rename(socket)
     kernel.runs_on()
@@ -181,12 +181,12 @@ def test_a_kernel_that_cannot_answer_and_has_nothing_away_is_unlocked(kernel):
 
 def test_an_owner_without_descriptors_takes_nothing_for_granted(kernel, monkeypatch):
     kernel.lock()
-    kernel.leave()
+    kernel.swap_out()
     monkeypatch.setattr(fastpath.os, "open", lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     with pytest.raises(CudaError, match="Too many open files"):
-        kernel.come_back()
+        kernel.swap_in()
     monkeypatch.undo()
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
 
 
@@ -201,28 +201,28 @@ def test_a_driver_that_does_not_lock_again(kernel):
 
     kernel.driver._cuda_unlock = unlock_once
     with pytest.raises(CudaError):
-        kernel.leave()
+        kernel.swap_out()
     assert kernel.state == RUNNING
-    assert kernel.path.amounts().away > 0
+    assert kernel.path.amounts().swapped_out > 0
     assert parked(kernel), "a thread that goes on could touch what is away"
     del kernel.driver.refuse["cuda.lock"], kernel.driver._cuda_unlock
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
 
 
 def test_too_little_room_on_the_way_back_is_no_end(kernel):
     kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
     kernel.lock()
-    total = kernel.leave()
+    total = kernel.swap_out()
     kernel.cuda.checkpoint(kernel.pid)
     kernel.cuda.restore(kernel.pid)
     with pytest.raises(GpuFull) as caught:
-        kernel.come_back()
+        kernel.swap_in()
     assert "host memory" in caught.value.left
     assert kernel.state == CHECKPOINTED
-    assert kernel.path.amounts().away == total
+    assert kernel.path.amounts().swapped_out == total
     kernel.cuda.restore(kernel.pid)
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()
 
 
@@ -231,11 +231,11 @@ def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
     kernel.capsule.park(5)
     kernel.cuda.unlock(kernel.pid)
     with kernel.path._library(60) as library:
-        library.ask("leave")
-        library.ask("free")
+        library.request("copy_out")
+        library.request("free")
     kernel.capsule.outlive()
     kernel.capsule.abandon()
     kernel.capsule = Capsule.attach(kernel.directory)
     kernel.path = FastPath(kernel.capsule, kernel.cuda)
-    kernel.come_back()
+    kernel.swap_in()
     kernel.runs_on()

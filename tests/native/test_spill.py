@@ -52,7 +52,7 @@ def test_a_suspended_kernel_has_its_blocks_on_the_disk(kernel):
     for _ in range(2):
         kernel.lifecycle.suspend()
         assert sum(path.stat().st_size for path in spilled(kernel)) == kernel.blocks
-        assert kernel.path().in_memory() == 0
+        assert kernel.path().host_memory_bytes() == 0
         assert kernel.driver.free(A) == 100 * MIB
         assert not kept(kernel), "they are on the disk already"
         kernel.lifecycle.wake()
@@ -100,7 +100,7 @@ def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
     free_memory(monkeypatch, 1 << 40)
     kernel.lifecycle.suspend()
     assert not spilled(kernel)
-    assert kernel.path().in_memory() == kernel.blocks
+    assert kernel.path().host_memory_bytes() == kernel.blocks
     kernel.lifecycle.wake()
     kernel.runs_on()
 
@@ -214,13 +214,13 @@ def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
     image = kernel.lifecycle.checkpoint()
     free_memory(monkeypatch, image.manifest.swapped_bytes + preflight.MARGIN)
     seen = []
-    come_back = context.FastPath.come_back
+    swap_in = context.FastPath.swap_in
 
     def looked(path, **limits):
         seen.extend(spilled(kernel))
-        come_back(path, **limits)
+        swap_in(path, **limits)
 
-    monkeypatch.setattr(returning.FastPath, "come_back", looked)
+    monkeypatch.setattr(returning.FastPath, "swap_in", looked)
     kernel.lifecycle.wake()
     kernel.runs_on()
     assert len(seen) == -(-kernel.blocks // device_memory.CHUNK)

@@ -23,7 +23,7 @@ def test_only_the_blocks_leave_and_come_back(kernel):
         kernel.lifecycle.suspend()
         assert kernel.lifecycle.state is State.SUSPENDED
         assert (kernel.fake.state, kernel.held()) == (LOCKED, CONTEXT)
-        assert kernel.path().amounts().away == kernel.blocks
+        assert kernel.path().amounts().swapped_out == kernel.blocks
         assert not kernel.gate.serves
         kernel.lifecycle.wake()
         kernel.runs_on()

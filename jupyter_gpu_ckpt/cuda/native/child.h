@@ -1,6 +1,5 @@
-/* A child that this process forks.  It cannot use CUDA: what it asks for is the runtime's and the driver's to refuse, as
- * without this library.  So there the library is inert: it serves nothing, knows no block, has no thread and no socket.
- */
+/* A child that this process forks cannot use CUDA: refusing its calls is left to the runtime and the driver, as without
+ * this library.  The library is inert in it: it serves nothing, knows no allocation, has no thread and no socket. */
 #pragma once
 
 #include <stdbool.h>

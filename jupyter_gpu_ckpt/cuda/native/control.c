@@ -1,19 +1,21 @@
-/* One request a line, at most 15 bytes, one line of JSON each as the answer:
+/* One request a line, at most 15 bytes; the reply to each is one line of JSON:
  *
- *   status    what there is                            {"version", "blocks", "bytes", "away"}
- *   leave     copy to the arena                        the same, and {"cuda": CUresult, "seconds"}
- *   free      give the physical memory back            likewise
- *   return    everything back on the device            likewise
+ *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out"}
+ *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
+ *   free      free the device memory of the copied     likewise
+ *   swap_in   bring everything back to the device      likewise
  *
- * Whether blocks are away, and whether threads are relieved of the driver's lock (`door.h`), is also in `shown`, for
- * others to read in our memory: who has to know whether the process may run may not be able to ask.
+ * Whether allocations are swapped out, and whether readers are dropped from the driver's lock (`rwlock_release.h`), is
+ * also in `published`, for other processes to read in our memory: a request may find no answer when they have to know
+ * whether this process may run.
  *
- * ``version`` is that of all this, CONTROL_VERSION: to be raised with every change that the other side has to know of.
- * `status` and its answer's ``version`` stay.  Who connects asks for that first, and for nothing else of another version.
+ * ``version`` is CONTROL_VERSION: to be raised with every change that the other side has to know of.  `status` and the
+ * ``version`` in its reply never change.  A client asks for that first, and requests nothing else of another version.
  *
- * ``cuda`` of what is none of these is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  One that ends
- * between ``leave`` and ``free`` forgets the copy; a request without an end is not done.  Who connects has stopped every
- * other thread of the process, but for the driver's own, before it asks for more than the status (`process/freezer.py`).
+ * ``cuda`` of an unknown request is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  A connection that
+ * ends between ``copy_out`` and ``free`` discards the copy; a request without the end of its line is ignored.  A client
+ * has stopped every other thread of the process, except the driver's own, before it requests more than the status
+ * (`process/freezer.py`).
  */
 #define _GNU_SOURCE
 #include "control.h"
@@ -31,16 +33,16 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "arena.h"
 #include "child.h"
 #include "copies.h"
-#include "door.h"
-#include "transfer.h"
+#include "host_memory.h"
+#include "rwlock_release.h"
+#include "swap.h"
 
 #define CONTROL_VERSION 1
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* In the directory of the socket (`cuda/fastpath.py`). */
-#define ARENA "arena/gpu-ckpt-blocks"
+#define EXTENTS "host-memory/gpu-ckpt-extents"
 
 static char path[sizeof((struct sockaddr_un *)0)->sun_path];
 static pid_t owner;
@@ -48,17 +50,17 @@ static _Atomic int listening; /* 0: not yet, 1: yes, -1: cannot */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int listener = -1, peer = -1; /* descriptors, for a child to close */
 
-/* What this process starts is not meant: neither the socket nor the preloading is handed on. */
+/* Only this process is meant: programs that it starts inherit neither the socket nor the preloading. */
 __attribute__((constructor)) static void begin(void)
 {
     const char *wanted = getenv(SOCKET_VARIABLE);
     if (wanted != NULL && strlen(wanted) < sizeof path) {
         strcpy(path, wanted);
         owner = getpid();
-        char arena[sizeof path + sizeof "/" ARENA];
+        char extents[sizeof path + sizeof "/" EXTENTS];
         const char *end = strrchr(path, '/');
-        snprintf(arena, sizeof arena, "%.*s/" ARENA, end == NULL ? 0 : (int)(end - path), path);
-        arena_place(arena);
+        snprintf(extents, sizeof extents, "%.*s/" EXTENTS, end == NULL ? 0 : (int)(end - path), path);
+        host_memory_set_directory(extents);
     }
     unsetenv(SOCKET_VARIABLE);
     Dl_info us;
@@ -83,9 +85,9 @@ __attribute__((constructor)) static void begin(void)
     free(copied);
 }
 
-/* For `cuda/fastpath.py`, which asks before a kernel has the library. */
+/* For `cuda/fastpath.py`, which calls it before it lets a kernel preload the library. */
 __attribute__((visibility("default"))) int gpu_ckpt_knows_rwlocks(void);
-int gpu_ckpt_knows_rwlocks(void) { return door_is_known(); }
+int gpu_ckpt_knows_rwlocks(void) { return rwlock_layout_is_known(); }
 
 static double now(void)
 {
@@ -94,58 +96,59 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
-/* Found by its mark, in what is mapped of this library; mark and version stay where they are in all versions. */
-enum { ON_DEVICE, AWAY_IN_MEMORY, AWAY_IN_FILES, RELIEVED };
+/* Found by its mark in the mappings of this library; mark and version have the same offsets in all versions. */
+enum { ON_DEVICE, IN_ANONYMOUS_MEMORY, IN_EXTENTS, READERS_DROPPED };
 static struct {
     char mark[16];
     int version;
     atomic_int state;
-} shown __attribute__((used)) = {"gpu-ckpt state:", CONTROL_VERSION, ON_DEVICE};
+} published __attribute__((used)) = {"gpu-ckpt state:", CONTROL_VERSION, ON_DEVICE};
 
-static void tell(bool away)
+static void publish(bool swapped_out)
 {
-    int there = arena_is_files() ? AWAY_IN_FILES : AWAY_IN_MEMORY;
-    atomic_store(&shown.state, away ? there : door_is_open() ? RELIEVED : ON_DEVICE);
+    int where = host_memory_is_files() ? IN_EXTENTS : IN_ANONYMOUS_MEMORY;
+    atomic_store(&published.state, swapped_out ? where : rwlock_is_released() ? READERS_DROPPED : ON_DEVICE);
 }
 
 static CUresult perform(const char *verb)
 {
-    CUresult (*step)(void) = strcmp(verb, "leave") == 0    ? transfer_copy_out
-                             : strcmp(verb, "free") == 0   ? transfer_free
-                             : strcmp(verb, "return") == 0 ? transfer_bring_back
-                                                           : NULL;
+    CUresult (*step)(void) = strcmp(verb, "copy_out") == 0  ? swap_copy_out
+                             : strcmp(verb, "free") == 0    ? swap_free_device
+                             : strcmp(verb, "swap_in") == 0 ? swap_in
+                                                            : NULL;
     if (step == NULL)
         return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    bool held = blocks_hold();
-    CUresult result = !held ? CUDA_ERROR_NOT_READY : step != transfer_free ? copies_rehearse() : CUDA_SUCCESS;
-    tell(transfer_amounts().away != 0 || step == transfer_free);
+    bool locked = allocations_lock();
+    CUresult result = !locked ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
+    publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
     if (result == CUDA_SUCCESS)
         result = step();
-    bool away = transfer_amounts().away != 0;
-    if (!away && (step != transfer_copy_out || result != CUDA_SUCCESS))
-        door_close();
-    tell(away);
-    if (held)
-        blocks_release();
+    bool swapped_out = swap_amounts().swapped_out != 0;
+    if (!swapped_out && (step != swap_copy_out || result != CUDA_SUCCESS))
+        rwlock_restore();
+    publish(swapped_out);
+    if (locked)
+        allocations_unlock();
     return result;
 }
 
-static void answer(const char *verb)
+static void reply(const char *verb)
 {
     double began = now();
     CUresult result = perform(verb);
-    struct amounts amounts = transfer_amounts();
-    char line[160];
+    struct amounts amounts = swap_amounts();
+    char line[192];
     int length = snprintf(line, sizeof line,
-                          "{\"version\": %d, \"cuda\": %d, \"blocks\": %zu, \"bytes\": %zu, \"away\": %zu, "
+                          "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
                           "\"seconds\": %.6f}\n",
-                          CONTROL_VERSION, result, amounts.blocks, amounts.bytes, amounts.away, now() - began);
-    /* Not by a stream, not even dprintf's: a process that ends flushes it once more, and SIGPIPE is what it dies of. */
+                          CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
+                          now() - began);
+    /* Without a stream, even dprintf's: a process that exits flushes it once more, and SIGPIPE would end it. */
     send(atomic_load(&peer), line, (size_t)length, MSG_NOSIGNAL);
-    transfer_tidy();
+    swap_free_host();
 }
 
-/* What was read from the connection and not used: no stream, whose end in a child would seek in it. */
+/* Bytes received and not used yet.  Not a stream: closing it in a child would seek in it. */
 struct input {
     char bytes[64];
     ssize_t at, count;
@@ -164,14 +167,15 @@ static int next_byte(struct input *input)
     return (unsigned char)input->bytes[input->at++];
 }
 
-/* The next line; one that is too long for a verb, or has a zero byte in it, is the empty one.  False at the end. */
-static bool read_verb(struct input *input, char *verb, size_t room)
+/* Read the next line; a line that is too long for a verb, or has a zero byte in it, becomes empty.  False at the
+ * end. */
+static bool read_verb(struct input *input, char *verb, size_t size)
 {
     size_t length = 0;
     bool good = true;
     int next;
     while ((next = next_byte(input)) != EOF && next != '\n') {
-        good = good && next != '\0' && length + 1 < room;
+        good = good && next != '\0' && length + 1 < size;
         if (good)
             verb[length++] = (char)next;
     }
@@ -179,7 +183,7 @@ static bool read_verb(struct input *input, char *verb, size_t room)
     return next == '\n';
 }
 
-static bool is_ours(int connection)
+static bool is_permitted(int connection)
 {
     struct ucred other;
     socklen_t size = sizeof other;
@@ -192,29 +196,29 @@ static void serve(void)
     struct input input = {.at = 0};
     char verb[16];
     while (read_verb(&input, verb, sizeof verb))
-        answer(verb);
-    if (transfer_amounts().away == 0) {
-        door_close(); /* first: it takes no time */
-        tell(false);
+        reply(verb);
+    if (swap_amounts().swapped_out == 0) {
+        rwlock_restore(); /* first: it takes no time */
+        publish(false);
     }
-    transfer_forget();
+    swap_discard_copy();
 }
 
-static void *listen_for_ever(void *argument)
+static void *listen_forever(void *argument)
 {
     (void)argument;
     pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
-    tell(false);
+    publish(false);
     for (;;) {
         int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0) {
-            nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: who waits stays in the queue */
+            nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: clients wait in the queue */
             continue;
         }
         atomic_store(&peer, connection);
-        if (is_ours(connection))
+        if (is_permitted(connection))
             serve();
-        atomic_store(&peer, -1); /* first: its number may soon be another file's, which is not a child's to close */
+        atomic_store(&peer, -1); /* before close: the number may then be another file's, which a child must not close */
         close(connection);
     }
     return NULL;
@@ -239,13 +243,13 @@ static int start(void)
     atomic_store(&listener, made);
     sigset_t all, before;
     sigfillset(&all);
-    /* A fault of ours is told like one of the program's. */
+    /* A fault of this thread is reported like one of the program's. */
     for (const int *fault = (const int[]){SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, 0}; *fault != 0; fault++)
         sigdelset(&all, *fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    bool begun = door_is_known() && bind(made, (struct sockaddr *)&name, sizeof name) == 0 && listen(made, 4) == 0 &&
-                 pthread_create(&thread, NULL, listen_for_ever, NULL) == 0;
+    bool begun = rwlock_layout_is_known() && bind(made, (struct sockaddr *)&name, sizeof name) == 0 &&
+                 listen(made, 4) == 0 && pthread_create(&thread, NULL, listen_forever, NULL) == 0;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (!begun) {
         atomic_store(&listener, -1);
@@ -258,7 +262,7 @@ static int start(void)
 
 bool control_open(void)
 {
-    if (path[0] == '\0' || is_inert() || getpid() != owner) /* not asked for; or a child, however it was made */
+    if (path[0] == '\0' || is_inert() || getpid() != owner) /* not requested; or a child, however it was created */
         return false;
     int state = atomic_load_explicit(&listening, memory_order_acquire);
     if (state == 0) {

@@ -7,56 +7,56 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "arena.h"
-#include "door.h"
+#include "host_memory.h"
+#include "rwlock_release.h"
 
-/* Bytes of one copy, and how many threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and back: 4 MiB
- * by 12 threads 51 and 51, which is what the bus does; 2 MiB 50 and 51, 1 MiB by three buffers a thread 48 and 48; 8
- * threads 44 and 46, 16 threads 49 and 50.  By a stream for each buffer instead of one for all 49 and 49. */
-#define CHUNK ((size_t)4 << 20)
+/* Bytes of one copy, and number of threads.  Measured on an H200 with 16 CPU cores, files of tmpfs, GB/s out and in: 4
+ * MiB by 12 threads 51 and 51, the rate of the bus; 2 MiB 50 and 51; 1 MiB by three buffers a thread 48 and 48; 8
+ * threads 44 and 46; 16 threads 49 and 50.  A stream for each buffer instead of one for all: 49 and 49. */
+#define PART_BYTES ((size_t)4 << 20)
 #define HUGE_PAGE ((size_t)2 << 20)
-#define MOST_WORKERS 12 /* of one device */
+#define MAX_WORKERS 12 /* of one device */
 #define BUFFERS 2
 
-/* Pinned memory, BUFFERS of a chunk's size for each worker, and the stream of all their copies: the next one is there when
- * one ends.  Outlives a transfer only where the driver keeps it. */
+/* Pinned memory, BUFFERS of a part's size for each worker, and the stream of all their copies, which always has the
+ * next one queued when one ends.  Outlives a transfer only if the driver refuses to release it. */
 struct ring {
     char *memory;
     size_t bytes;
     CUcontext context;
     CUstream stream;
 };
-/* One for each context that copies, at the same time. */
-#define MOST_CONTEXTS (4 * MOST_DEVICES)
-static struct ring rings[MOST_CONTEXTS];
-static atomic_bool under_way; /* copies may be, because the driver would not say when they end */
+/* One for each context: all copy at the same time. */
+#define MAX_CONTEXTS (4 * MAX_DEVICES)
+static struct ring rings[MAX_CONTEXTS];
+static atomic_bool pending; /* copies may be running, because the driver did not say when they end */
 
-/* -- who copies what */
+/* -- distributing the work */
 
-struct chunk {
+struct part {
     CUdeviceptr device;
-    size_t offset; /* in the arena */
+    size_t offset; /* in host memory */
     size_t bytes;
 };
 
-/* What is copied in one context. */
+/* The copies of one context. */
 struct work {
     CUcontext context;
     struct ring *ring;
-    struct chunk *chunks;
+    struct part *parts;
     size_t count;
     bool outwards;
-    pthread_t threads[MOST_WORKERS];
+    pthread_t threads[MAX_WORKERS];
     size_t begun;
     atomic_size_t workers;
     atomic_size_t next;
 };
-static _Atomic CUresult failed; /* what went wrong first, in whichever context: then nobody begins another chunk */
+static _Atomic CUresult failed; /* the first error of any context: then no worker begins another part */
 
 struct buffer {
     void *memory;
     CUevent copied;
-    const struct chunk *chunk; /* under way */
+    const struct part *part; /* being copied; or NULL */
 };
 
 static void fail(CUresult result)
@@ -66,50 +66,50 @@ static void fail(CUresult result)
         atomic_compare_exchange_strong(&failed, &none, result);
 }
 
-/* One worker's part of the work. */
+/* One thread of a work. */
 struct worker {
     struct work *work;
-    size_t next, end; /* what it has taken of the chunks, and not begun */
+    size_t next, end; /* parts that it has claimed and not begun */
     struct buffer buffers[BUFFERS];
 };
 
-/* By runs of the size of a file of the arena, so that few write to one at the same time; NULL when all are taken. */
-static const struct chunk *take(struct worker *worker)
+/* Claim the next part; NULL when none is left.  In runs of an extent's size, so that few threads write to one file. */
+static const struct part *claim(struct worker *worker)
 {
     struct work *work = worker->work;
-    size_t run = ARENA_CHUNK / CHUNK;
+    size_t run = EXTENT_BYTES / PART_BYTES;
     if (worker->next == worker->end) {
         worker->next = atomic_fetch_add(&work->next, run);
         worker->end = worker->next + run;
     }
-    return worker->next < work->count ? &work->chunks[worker->next++] : NULL;
+    return worker->next < work->count ? &work->parts[worker->next++] : NULL;
 }
 
 static CUresult begin(struct worker *worker, struct buffer *buffer)
 {
     CUstream stream = worker->work->ring->stream;
-    const struct chunk *chunk = buffer->chunk = take(worker);
-    if (chunk == NULL)
+    const struct part *part = buffer->part = claim(worker);
+    if (part == NULL)
         return CUDA_SUCCESS;
     CUresult result;
     if (worker->work->outwards)
-        result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, chunk->device, chunk->bytes, stream);
-    else if ((result = arena_get(chunk->offset, buffer->memory, chunk->bytes)) == CUDA_SUCCESS)
-        result = driver()->cuMemcpyHtoDAsync_v2(chunk->device, buffer->memory, chunk->bytes, stream);
+        result = driver()->cuMemcpyDtoHAsync_v2(buffer->memory, part->device, part->bytes, stream);
+    else if ((result = host_memory_read(part->offset, buffer->memory, part->bytes)) == CUDA_SUCCESS)
+        result = driver()->cuMemcpyHtoDAsync_v2(part->device, buffer->memory, part->bytes, stream);
     if (result == CUDA_SUCCESS)
         result = driver()->cuEventRecord(buffer->copied, stream);
-    return result == CUDA_SUCCESS && worker->work->outwards ? arena_expect(chunk->offset, chunk->bytes) : result;
+    return result == CUDA_SUCCESS && worker->work->outwards ? host_memory_prefault(part->offset, part->bytes) : result;
 }
 
 static CUresult finish(const struct work *work, struct buffer *buffer)
 {
-    if (buffer->chunk == NULL)
+    if (buffer->part == NULL)
         return CUDA_SUCCESS;
     CUresult result = driver()->cuEventSynchronize(buffer->copied);
     if (result == CUDA_SUCCESS && work->outwards)
-        result = arena_put(buffer->chunk->offset, buffer->memory, buffer->chunk->bytes);
+        result = host_memory_write(buffer->part->offset, buffer->memory, buffer->part->bytes);
     if (result == CUDA_SUCCESS)
-        buffer->chunk = NULL;
+        buffer->part = NULL;
     return result;
 }
 
@@ -121,15 +121,15 @@ static void *copy(void *argument)
     struct buffer *buffers = worker.buffers;
     pthread_setname_np(pthread_self(), "gpu-ckpt-copy");
     CUresult result = cu->cuCtxSetCurrent(work->context);
-    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * CHUNK * BUFFERS;
+    char *buffered = work->ring->memory + atomic_fetch_add(&work->workers, 1) * PART_BYTES * BUFFERS;
     for (size_t at = 0; at < BUFFERS && result == CUDA_SUCCESS; at++) {
-        buffers[at].memory = buffered + at * CHUNK;
+        buffers[at].memory = buffered + at * PART_BYTES;
         result = cu->cuEventCreate(&buffers[at].copied, CU_EVENT_DISABLE_TIMING);
         if (result == CUDA_SUCCESS)
             result = begin(&worker, &buffers[at]);
     }
-    /* One buffer is copied by the CPU while the other is under way. */
-    for (size_t at = 0; result == CUDA_SUCCESS && buffers[at].chunk != NULL; at = (at + 1) % BUFFERS) {
+    /* The CPU copies one buffer while the device copies the other. */
+    for (size_t at = 0; result == CUDA_SUCCESS && buffers[at].part != NULL; at = (at + 1) % BUFFERS) {
         result = finish(work, &buffers[at]);
         if (result == CUDA_SUCCESS)
             result = atomic_load(&failed);
@@ -169,28 +169,28 @@ static CUresult close_ring(struct ring *ring)
     return result;
 }
 
-/* All there are, also those that an earlier transfer could not close; not while copies may be under way. */
+/* Close all rings, including those that an earlier transfer could not close; not while copies may be running. */
 static CUresult close_rings(void)
 {
-    if (atomic_load(&under_way))
+    if (atomic_load(&pending))
         return CUDA_ERROR_NOT_READY;
     CUresult result = CUDA_SUCCESS;
-    for (size_t at = 0; at < MOST_CONTEXTS; at++) {
-        CUresult now = close_ring(&rings[at]);
+    for (size_t at = 0; at < MAX_CONTEXTS; at++) {
+        CUresult closed = close_ring(&rings[at]);
         if (result == CUDA_SUCCESS)
-            result = now;
+            result = closed;
     }
     return result;
 }
 
 static CUresult open_ring(struct ring *ring, CUcontext context, size_t bytes)
 {
-    ring->memory = huge(bytes);
+    ring->memory = map_huge_pages(bytes);
     if (ring->memory == NULL)
         return CUDA_ERROR_OUT_OF_MEMORY;
     ring->bytes = bytes;
     ring->context = context;
-    /* Registered, not allocated by the driver: of huge pages that takes a third of the time. */
+    /* Registered, not allocated by the driver: with huge pages that takes a third of the time. */
     CUresult result = driver()->cuMemHostRegister_v2(ring->memory, ring->bytes, CU_MEMHOSTREGISTER_PORTABLE);
     if (result != CUDA_SUCCESS) {
         munmap(ring->memory, ring->bytes);
@@ -204,7 +204,7 @@ static void start(struct work *work, size_t workers)
 {
     CUresult result = driver()->cuCtxSetCurrent(work->context);
     if (result == CUDA_SUCCESS)
-        result = open_ring(work->ring, work->context, workers * BUFFERS * CHUNK);
+        result = open_ring(work->ring, work->context, workers * BUFFERS * PART_BYTES);
     while (result == CUDA_SUCCESS && work->begun < workers &&
            pthread_create(&work->threads[work->begun], NULL, copy, work) == 0)
         work->begun++;
@@ -213,7 +213,7 @@ static void start(struct work *work, size_t workers)
     fail(result);
 }
 
-/* Wait for all of it.  What may be under way after, because the driver would not say, keeps the ring. */
+/* Wait for the threads and for the stream.  If the driver does not say that the copies have ended, the ring is kept. */
 static void end(struct work *work)
 {
     for (size_t thread = 0; thread < work->begun; thread++)
@@ -224,104 +224,105 @@ static void end(struct work *work)
     if (result == CUDA_SUCCESS)
         result = driver()->cuStreamSynchronize(work->ring->stream);
     if (result != CUDA_SUCCESS)
-        atomic_store(&under_way, true);
+        atomic_store(&pending, true);
     fail(result);
 }
 
-static bool is_copied(const struct block *block) { return block->address != 0 && block->offset != NOT_COPIED; }
+static bool is_copied(const struct allocation *each) { return each->address != 0 && each->offset != NOT_COPIED; }
 
-static size_t chunks_of(const struct block *block) { return (block->bytes + CHUNK - 1) / CHUNK; }
+static size_t parts_of(const struct allocation *each) { return (each->bytes + PART_BYTES - 1) / PART_BYTES; }
 
-/* One work for each context that has copied blocks, and how many chunks it has; the works, or SIZE_MAX: too many. */
+/* Make one work for each context that has copied allocations, and count its parts; the number of works, or SIZE_MAX:
+ * too many. */
 static size_t divide(struct work *works)
 {
     size_t slots, count = 0;
-    struct block *table = blocks_table(&slots);
+    struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++) {
         if (!is_copied(&table[at]))
             continue;
         size_t which = 0;
         while (which < count && works[which].context != table[at].context)
             which++;
-        if (which == MOST_CONTEXTS)
+        if (which == MAX_CONTEXTS)
             return SIZE_MAX;
         if (which == count) {
             works[which] = (struct work){.context = table[at].context, .ring = &rings[which]};
             count++;
         }
-        works[which].count += chunks_of(&table[at]);
+        works[which].count += parts_of(&table[at]);
     }
     return count;
 }
 
-static void fill_in(struct work *work)
+static void list_parts(struct work *work)
 {
     size_t slots, count = 0;
-    struct block *table = blocks_table(&slots);
+    struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (is_copied(&table[at]) && table[at].context == work->context)
-            for (size_t offset = 0; offset < table[at].bytes; offset += CHUNK) {
+            for (size_t offset = 0; offset < table[at].bytes; offset += PART_BYTES) {
                 size_t rest = table[at].bytes - offset;
-                work->chunks[count++] = (struct chunk){table[at].address + offset, table[at].offset + offset,
-                                                       rest < CHUNK ? rest : CHUNK};
+                work->parts[count++] = (struct part){table[at].address + offset, table[at].offset + offset,
+                                                       rest < PART_BYTES ? rest : PART_BYTES};
             }
 }
 
-/* The contexts at the same time, for each device has a way to the host of its own. */
-CUresult copies_make(bool outwards)
+/* All contexts at the same time: each device has a bus of its own to the host. */
+CUresult copies_run(bool outwards)
 {
-    static struct work works[MOST_CONTEXTS];
-    size_t count = divide(works), most = 0;
+    static struct work works[MAX_CONTEXTS];
+    size_t count = divide(works), total = 0;
     if (count == 0)
         return CUDA_SUCCESS;
     if (count == SIZE_MAX)
         return CUDA_ERROR_NOT_SUPPORTED;
     for (size_t at = 0; at < count; at++)
-        most += works[at].count;
+        total += works[at].count;
     CUresult result = close_rings();
     if (result == CUDA_SUCCESS)
-        result = arena_open();
+        result = host_memory_open();
     if (result != CUDA_SUCCESS)
         return result;
-    size_t bytes = most * sizeof(struct chunk);
-    struct chunk *chunks = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (chunks == MAP_FAILED) {
-        arena_close();
+    size_t bytes = total * sizeof(struct part);
+    struct part *parts = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (parts == MAP_FAILED) {
+        host_memory_close();
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     size_t workers = processors() / count;
-    workers = workers > MOST_WORKERS ? MOST_WORKERS : workers == 0 ? 1 : workers;
+    workers = workers > MAX_WORKERS ? MAX_WORKERS : workers == 0 ? 1 : workers;
     atomic_store(&failed, CUDA_SUCCESS);
-    struct chunk *next = chunks;
+    struct part *next = parts;
     for (size_t at = 0; at < count; at++) {
         works[at].outwards = outwards;
-        works[at].chunks = next;
+        works[at].parts = next;
         next += works[at].count;
-        fill_in(&works[at]);
+        list_parts(&works[at]);
         start(&works[at], workers);
     }
     for (size_t at = 0; at < count; at++)
         end(&works[at]);
     fail(close_rings());
-    arena_close();
-    munmap(chunks, bytes);
+    host_memory_close();
+    munmap(parts, bytes);
     return atomic_load(&failed);
 }
 
-bool copies_under_way(void) { return atomic_load(&under_way); }
+bool copies_pending(void) { return atomic_load(&pending); }
 
-/* The contexts that have blocks; how many, or SIZE_MAX: too many. */
-static size_t with_blocks(CUcontext *contexts)
+/* List the contexts that have allocations; their number, or SIZE_MAX: too many. */
+static size_t with_allocations(CUcontext *contexts)
 {
     size_t slots, count = 0;
-    struct block *table = blocks_table(&slots);
+    struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++) {
         size_t which = 0;
         while (which < count && contexts[which] != table[at].context)
             which++;
         if (table[at].address == 0 || which < count)
             continue;
-        if (count == MOST_CONTEXTS)
+        if (count == MAX_CONTEXTS)
             return SIZE_MAX;
         contexts[count++] = table[at].context;
     }
@@ -330,8 +331,8 @@ static size_t with_blocks(CUcontext *contexts)
 
 CUresult copies_wait(void)
 {
-    CUcontext contexts[MOST_CONTEXTS];
-    size_t count = with_blocks(contexts);
+    CUcontext contexts[MAX_CONTEXTS];
+    size_t count = with_allocations(contexts);
     CUresult result = count == SIZE_MAX ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
     for (size_t at = 0; at < count && result == CUDA_SUCCESS; at++) {
         result = driver()->cuCtxSetCurrent(contexts[at]);
@@ -339,24 +340,24 @@ CUresult copies_wait(void)
             result = driver()->cuCtxSynchronize();
     }
     if (result == CUDA_SUCCESS)
-        atomic_store(&under_way, false);
+        atomic_store(&pending, false);
     return result;
 }
 
 static struct {
-    CUcontext contexts[MOST_CONTEXTS];
+    CUcontext contexts[MAX_CONTEXTS];
     size_t count;
-} rehearsal;
+} dry_run;
 
-/* By itself: it may still be at it when the table is another. */
-static CUresult rehearse(void)
+/* Uses a list of its own: it may still be running when the table has changed. */
+static CUresult run_dry(void)
 {
     CUresult result = close_rings();
-    for (size_t at = 0; at < rehearsal.count && result == CUDA_SUCCESS; at++) {
+    for (size_t at = 0; at < dry_run.count && result == CUDA_SUCCESS; at++) {
         CUevent event = NULL;
-        result = driver()->cuCtxSetCurrent(rehearsal.contexts[at]);
+        result = driver()->cuCtxSetCurrent(dry_run.contexts[at]);
         if (result == CUDA_SUCCESS)
-            result = open_ring(&rings[0], rehearsal.contexts[at], HUGE_PAGE);
+            result = open_ring(&rings[0], dry_run.contexts[at], HUGE_PAGE);
         if (result == CUDA_SUCCESS)
             result = driver()->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
         if (event != NULL)
@@ -367,14 +368,14 @@ static CUresult rehearse(void)
     return result;
 }
 
-CUresult copies_rehearse(void)
+CUresult copies_dry_run(void)
 {
-    if (atomic_load(&under_way)) /* the steps wait for those first */
+    if (atomic_load(&pending)) /* the steps wait for those first */
         return CUDA_SUCCESS;
-    if (door_is_busy())
+    if (rwlock_probe_is_busy())
         return CUDA_ERROR_NOT_READY;
-    rehearsal.count = with_blocks(rehearsal.contexts);
-    if (rehearsal.count == SIZE_MAX)
+    dry_run.count = with_allocations(dry_run.contexts);
+    if (dry_run.count == SIZE_MAX)
         return CUDA_ERROR_NOT_SUPPORTED;
-    return rehearsal.count != 0 ? door_open(rehearse) : CUDA_SUCCESS;
+    return dry_run.count != 0 ? rwlock_release(run_dry) : CUDA_SUCCESS;
 }

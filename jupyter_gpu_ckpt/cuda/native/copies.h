@@ -1,18 +1,19 @@
-/* Copies between the blocks and the arena, by many threads; and what they need of the driver. */
+/* Copies between allocations and host memory by many threads, and what they need of the driver.
+ * All of these are called while the table is locked (`allocations_lock`). */
 #pragma once
 
-#include "blocks.h"
+#include "allocations.h"
 
-/* While the table is held (`blocks_hold`), all of these. */
+/* Copy every allocation that has an offset to host memory (`outwards`) or from it.  After failure some may be
+ * copied. */
+CUresult copies_run(bool outwards);
 
-/* Every block that was given an offset, to its place in the arena or from there.  After failure some may be. */
-CUresult copies_make(bool outwards);
+/* Whether copies may still be running, because the driver did not say when they end. */
+bool copies_pending(void);
 
-/* Whether some may still be on their way, because the driver would not say when they end. */
-bool copies_under_way(void);
-
-/* Nothing that was asked of the devices before is under way any more. */
+/* Wait until nothing that was requested of the devices before is running. */
 CUresult copies_wait(void);
 
-/* Open the driver's door for copies (`door.h`), by calls as they make, in every context that has blocks, for nothing. */
-CUresult copies_rehearse(void);
+/* Make the calls that copies make, without copying, in every context that has allocations: with `rwlock_release`, so
+ * that the copies themselves do not block at the driver's lock. */
+CUresult copies_dry_run(void);

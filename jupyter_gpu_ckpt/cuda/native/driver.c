@@ -1,4 +1,4 @@
-/* Finding what the process has loaded: nothing here loads a library. */
+/* Find the driver and the runtime that the process has loaded; never load a library. */
 #define _GNU_SOURCE
 #include "driver.h"
 
@@ -8,16 +8,16 @@
 #include <stdatomic.h>
 #include <string.h>
 
-static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t lookup = PTHREAD_MUTEX_INITIALIZER;
 
-/* What was found stays so; who was looking just then is not there to go on. */
-void driver_in_child(void) { looking = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; }
+/* A thread of the parent that was looking them up does not exist here. */
+void driver_in_child(void) { lookup = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; }
 
 static struct driver found_driver;
 static bool found_all;
 static _Atomic(const struct driver *) the_driver;
 
-static void look_driver_up(void *library)
+static void look_up_driver(void *library)
 {
     found_all = true;
 #define LOOK_UP(name, parameters)                                                                                      \
@@ -35,12 +35,12 @@ const struct driver *any_driver(void)
     void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
     if (library == NULL)
         return NULL;
-    pthread_mutex_lock(&looking);
+    pthread_mutex_lock(&lookup);
     if (atomic_load_explicit(&the_driver, memory_order_relaxed) == NULL) {
-        look_driver_up(library);
+        look_up_driver(library);
         atomic_store_explicit(&the_driver, &found_driver, memory_order_release);
     }
-    pthread_mutex_unlock(&looking);
+    pthread_mutex_unlock(&lookup);
     return &found_driver;
 }
 
@@ -53,7 +53,7 @@ const struct driver *driver(void)
 static struct runtime found_runtime;
 static _Atomic(const struct runtime *) the_runtime;
 
-/* RTLD_NEXT finds none: PyTorch loads its runtime into a scope of its own. */
+/* RTLD_NEXT does not find it: PyTorch loads its runtime into a scope of its own. */
 static int find_runtime(struct dl_phdr_info *info, size_t size, void *name)
 {
     (void)size;
@@ -74,7 +74,7 @@ const struct runtime *runtime(void)
     void *library = name != NULL ? dlopen(name, RTLD_LAZY | RTLD_NOLOAD) : NULL;
     if (library == NULL)
         return NULL;
-    pthread_mutex_lock(&looking);
+    pthread_mutex_lock(&lookup);
     if (atomic_load_explicit(&the_runtime, memory_order_relaxed) == NULL) {
         *(void **)&found_runtime.cudaMalloc = dlsym(library, "cudaMalloc");
         *(void **)&found_runtime.cudaFree = dlsym(library, "cudaFree");
@@ -84,6 +84,6 @@ const struct runtime *runtime(void)
             found_runtime.cudaDeviceSynchronize)
             atomic_store_explicit(&the_runtime, &found_runtime, memory_order_release);
     }
-    pthread_mutex_unlock(&looking);
+    pthread_mutex_unlock(&lookup);
     return atomic_load_explicit(&the_runtime, memory_order_acquire);
 }

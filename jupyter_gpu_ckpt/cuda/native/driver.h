@@ -1,4 +1,4 @@
-/* The part of the CUDA driver that is used, declared here so that no CUDA toolkit is needed to build.
+/* The used part of the CUDA driver, declared here so that building needs no CUDA toolkit.
  *
  * Types, constants and signatures are those of the CUDA Driver API (cuda.h, the same since CUDA 11.3 on 64-bit Linux).
  */
@@ -99,13 +99,13 @@ struct driver {
 };
 #undef MEMBER
 
-/* In a child, just forked. */
+/* Reset the lock, in a child that was just forked. */
 void driver_in_child(void);
 
-/* The driver that this process has loaded; NULL while it has none, or one that lacks a function. */
+/* The driver that this process has loaded; NULL while it has none, or if a function is missing. */
 const struct driver *driver(void);
 
-/* The same, where functions that it lacks are NULL. */
+/* The same; missing functions are NULL. */
 const struct driver *any_driver(void);
 
 /* The CUDA runtime that this process has loaded (libcudart), by its own functions; NULL without one. */

@@ -14,10 +14,10 @@ NOTHING = dict.fromkeys(COUNTED, 0)
 
 def away_and_back(subject: Subject, control: Control) -> None:
     """A whole round, in which the device's memory is free."""
-    control.must("leave", "free")
+    control.must("copy_out", "free")
     out = subject.outstanding()
     assert (out["mappings"], out["handles"]) == (0, 0)
-    control.must("return")
+    control.must("swap_in")
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["runtime in a local scope", "linked directly"])
@@ -29,14 +29,14 @@ def test_bytes_and_addresses_stay(programs, doubles, direct, api):
         addresses = [subject.ask("address", number) for number in numbers]
         with subject.control() as control:
             there = control.ask("status")
-            assert (there["cuda"], there["blocks"], there["away"]) == (0, len(sizes), 0)
+            assert (there["cuda"], there["allocations"], there["swapped_out"]) == (0, len(sizes), 0)
             assert there["bytes"] == sum(-(-size // (2 * MIB)) * 2 * MIB for size in sizes)
             for _ in range(3):
-                left = control.ask("leave")
-                assert (left["cuda"], left["away"]) == (0, 0)
-                assert control.ask("free")["away"] == there["bytes"]
+                left = control.ask("copy_out")
+                assert (left["cuda"], left["swapped_out"]) == (0, 0)
+                assert control.ask("free")["swapped_out"] == there["bytes"]
                 assert subject.outstanding()["used"] == 0
-                assert control.ask("return")["away"] == 0
+                assert control.ask("swap_in")["swapped_out"] == 0
                 subject.intact(len(sizes))
         assert [subject.ask("address", number) for number in numbers] == addresses
         for number in numbers:
@@ -49,7 +49,7 @@ def test_memory_that_is_away_is_not_there(programs, doubles):
     with pytest.raises(AssertionError, match="the program ended"), running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)
         with subject.control() as control:
-            control.must("leave", "free")
+            control.must("copy_out", "free")
         subject.ask("check")
 
 
@@ -61,9 +61,9 @@ def test_small_memory_stays_with_the_driver(subject):
     out = subject.outstanding()
     assert (out["allocations"], out["mappings"]) == (10_001, 1)
     with subject.control() as control:
-        control.must("leave", "free")
+        control.must("copy_out", "free")
         assert subject.outstanding()["allocations"] == 10_001
-        control.must("return")
+        control.must("swap_in")
     subject.intact(10_002)
 
 
@@ -125,15 +125,15 @@ def test_nothing_to_move(subject):
     number = subject.alloc(1, 2 * MIB)
     subject.free(number)
     with subject.control() as control:
-        for verb in ("leave", "free", "return", "return", "free"):
+        for verb in ("copy_out", "free", "swap_in", "swap_in", "free"):
             answer = control.ask(verb)
-            assert (answer["cuda"], answer["blocks"], answer["away"]) == (0, 0, 0)
+            assert (answer["cuda"], answer["allocations"], answer["swapped_out"]) == (0, 0, 0)
 
 
 def test_steps_asked_for_twice(subject):
     subject.alloc(3, 2 * MIB, density="full")
     with subject.control() as control:
-        control.must("return", "free", "leave", "leave", "free", "free", "leave", "return", "return")
+        control.must("swap_in", "free", "copy_out", "copy_out", "free", "free", "copy_out", "swap_in", "swap_in")
     subject.intact(3)
     assert subject.outstanding()["used"] == 3 * 2 * MIB
 
@@ -153,11 +153,11 @@ def against_a_dict(subject: Subject, steps: int, seed: int) -> None:
                 del live[number]
             if step % 250 == 0:
                 found = control.ask("status")
-                assert (found["blocks"], found["bytes"]) == (len(live), sum(live.values()))
+                assert (found["allocations"], found["bytes"]) == (len(live), sum(live.values()))
         assert len(live) == int(subject.ask("check"))
         for number in live:
             subject.free(number)
-        assert control.ask("status")["blocks"] == 0
+        assert control.ask("status")["allocations"] == 0
     assert subject.outstanding() == NOTHING
 
 
@@ -178,7 +178,7 @@ def test_many_blocks_through_the_tables_growth(subject):
     count = 5000
     subject.alloc(count, 2 * MIB)
     with subject.control() as control:
-        assert control.ask("status")["blocks"] == count
+        assert control.ask("status")["allocations"] == count
     subject.intact(count)
     for number in range(count):
         subject.free(number)
@@ -221,12 +221,12 @@ def test_no_room_when_memory_is_asked_for(programs, doubles):
 def test_no_room_to_return(subject):
     subject.alloc(5, 4 * MIB, density="full")
     with subject.control() as control:
-        control.must("leave", "free")
+        control.must("copy_out", "free")
         for room in (0, 10 * MIB, 19 * MIB):
             assert subject.ask("room", room) == "ok"
-            answer = control.ask("return")
-            assert (answer["cuda"], answer["away"]) == (OUT_OF_MEMORY, 20 * MIB)
+            answer = control.ask("swap_in")
+            assert (answer["cuda"], answer["swapped_out"]) == (OUT_OF_MEMORY, 20 * MIB)
             assert subject.outstanding()["used"] == 0, "the room that it does not need"
         assert subject.ask("room", 20 * MIB) == "ok"
-        control.must("return")
+        control.must("swap_in")
     subject.intact(5)

@@ -29,41 +29,49 @@ def listener(subject):
 
 def test_a_connection_that_ends_after_leave_forgets_the_copy(listener):
     with listener.control() as control:
-        control.must("leave")
+        control.must("copy_out")
     with listener.control() as control:
         control.must("free")  # there is no copy to free
-        assert control.ask("status")["away"] == 0
+        assert control.ask("status")["swapped_out"] == 0
     assert listener.outstanding()["mappings"] == 3
     listener.intact(3)
 
 
 def test_what_is_away_outlives_the_connection(listener):
     with listener.control() as control:
-        control.must("leave", "free")
+        control.must("copy_out", "free")
     with listener.control() as control:
-        assert control.ask("status")["away"] == 6 * MIB
-        control.must("return")
+        assert control.ask("status")["swapped_out"] == 6 * MIB
+        control.must("swap_in")
     listener.intact(3)
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\n", b"leave it\n", b"LEAVE\n", b"free\0\n", b"\0leave\n", b"\xff" * 300 + b"\n", b"x" * 63 + b"free\n"],
+    [
+        b"\n",
+        b"copy_out it\n",
+        b"COPY_OUT\n",
+        b"free\0\n",
+        b"\0copy_out\n",
+        b"\xff" * 300 + b"\n",
+        b"x" * 63 + b"free\n",
+    ],
     ids=["empty", "more", "capitals", "zero", "leading zero", "bytes", "long, with a verb at its end"],
 )
 def test_garbage_is_refused_and_nothing_is_done(listener, garbage):
     with listener.control() as control:
-        control.must("leave")
+        control.must("copy_out")
         control.send(garbage)
         answer = control.answer()
-        assert (answer["cuda"], answer["away"]) == (INVALID_VALUE, 0)
+        assert (answer["cuda"], answer["swapped_out"]) == (INVALID_VALUE, 0)
         assert control.ask("status")["cuda"] == 0
     assert listener.outstanding()["mappings"] == 3
 
 
 def test_a_request_without_an_end_is_not_done(listener):
     with listener.control() as control:
-        control.must("leave")
+        control.must("copy_out")
         control.send(b"free")
         control.socket.shutdown(socket.SHUT_WR)
         assert control.socket.recv(100) == b""
@@ -72,9 +80,9 @@ def test_a_request_without_an_end_is_not_done(listener):
 
 def test_requests_in_pieces_and_several_at_once(listener):
     with listener.control() as control:
-        for piece in (b"le", b"av", b"e\nfree\nreturn\nsta", b"tus\n"):
+        for piece in (b"cop", b"y_o", b"ut\nfree\nswap_in\nsta", b"tus\n"):
             control.send(piece)
-        assert [control.answer()["away"] for _ in range(4)] == [0, 6 * MIB, 0, 0]
+        assert [control.answer()["swapped_out"] for _ in range(4)] == [0, 6 * MIB, 0, 0]
     listener.intact(3)
 
 
@@ -88,24 +96,24 @@ def test_who_does_not_wait_for_the_answer(listener):
 
 def test_a_second_connection_waits_for_the_first(listener):
     with listener.control() as first, listener.control() as second:
-        second.send(b"return\nstatus\n")
-        first.must("leave", "free")
-        assert first.ask("status")["away"] == 6 * MIB, "the second one's return is not done yet"
+        second.send(b"swap_in\nstatus\n")
+        first.must("copy_out", "free")
+        assert first.ask("status")["swapped_out"] == 6 * MIB, "the second one's return is not done yet"
         first.socket.shutdown(socket.SHUT_RDWR)
-        assert [second.answer()["away"] for _ in range(2)] == [0, 0]
+        assert [second.answer()["swapped_out"] for _ in range(2)] == [0, 0]
     listener.intact(3)
 
 
 def test_every_answer_says_of_which_version_it_is(listener):
     with listener.control() as control:
-        assert {control.ask(verb)["version"] for verb in ("status", "leave", "nonsense", "free", "return")} == {1}
+        assert {control.ask(verb)["version"] for verb in ("status", "copy_out", "nonsense", "free", "swap_in")} == {1}
 
 
 def test_a_library_of_another_version_is_asked_for_nothing_else(kernel, monkeypatch):
     before = kernel.state
     with monkeypatch.context() as patch:
         patch.setattr(fastpath, "_VERSION", 2)
-        for ask in (kernel.path.amounts, kernel.leave):
+        for ask in (kernel.path.amounts, kernel.swap_out):
             with pytest.raises(ProtocolVersion, match="version 1 of its protocol, this release version 2") as caught:
                 ask()
             assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": 1})
@@ -113,12 +121,12 @@ def test_a_library_of_another_version_is_asked_for_nothing_else(kernel, monkeypa
     assert kernel.state == before
     kernel.runs_on()
     kernel.lock()
-    assert kernel.leave() == kernel.path.amounts().away
+    assert kernel.swap_out() == kernel.path.amounts().swapped_out
     with monkeypatch.context() as patch:
         patch.setattr(fastpath, "_VERSION", 2)
         with pytest.raises(ProtocolVersion):
-            kernel.come_back()
-    kernel.come_back()
+            kernel.swap_in()
+    kernel.swap_in()
     kernel.runs_on()
 
 
@@ -135,14 +143,14 @@ def test_another_user_is_refused(listener):
             other.settimeout(20)
             other.connect(str(listener.path))
             with contextlib.suppress(ConnectionError):
-                other.sendall(b"leave\nfree\n")
+                other.sendall(b"copy_out\nfree\n")
                 said = other.recv(100)
             os._exit(len(said))
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with listener.control() as control:
-        assert control.ask("status")["away"] == 0
+        assert control.ask("status")["swapped_out"] == 0
 
 
 def all_from_the_original(subject, count: int = 1) -> None:
@@ -172,7 +180,7 @@ def test_a_path_of_the_greatest_length(programs, doubles, runtime_base):
     with running(programs, doubles, path=path) as subject:
         subject.alloc(1, 2 * MIB)
         with subject.control() as control:
-            control.must("leave", "free", "return")
+            control.must("copy_out", "free", "swap_in")
 
 
 def test_a_path_where_something_is(programs, doubles, runtime_base):
@@ -235,7 +243,7 @@ def test_a_child_is_served_by_the_original(listener):
     assert listener.ask("fork") == "3 original"
     listener.intact(3)
     with listener.control() as control:
-        control.must("leave", "free", "return")
+        control.must("copy_out", "free", "swap_in")
 
 
 def test_what_the_program_starts_has_neither_the_library_nor_the_socket(programs, doubles):
@@ -259,7 +267,7 @@ def test_a_child_has_no_socket_of_ours_not_even_of_a_connection(listener):
     with listener.control() as control:
         control.must("status")
         assert listener.ask("child-sockets") == "0"
-        control.must("leave", "free", "return")
+        control.must("copy_out", "free", "swap_in")
     listener.intact(3)
 
 

@@ -1,7 +1,7 @@
-/* Large memory that is populated at once: by several threads, and of huge pages.
+/* A faster mmap(MAP_POPULATE) of large memory: prefaulted by several threads, with huge pages.
  *
- * The driver suspends a context into memory that it asks for by one such mmap (740 MiB with PyTorch on an H200, driver
- * 580), and waits for 190,000 small pages to be zeroed.  Nobody is to tell the difference but by the clock. */
+ *  * The driver suspends a context into memory that it maps by one such call (740 MiB with PyTorch on an H200, driver
+ * 580), and waits for 190,000 small pages to be zeroed.  Apart from time nothing may differ. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -14,7 +14,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define LARGE ((size_t)64 << 20)
 #define SLICE ((size_t)32 << 20)
-#define MOST_THREADS 8
+#define MAX_THREADS 8
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -26,37 +26,37 @@ struct slice {
     pthread_t thread;
 };
 
-static void *populate(void *argument)
+static void *prefault(void *argument)
 {
     const struct slice *slice = argument;
     madvise(slice->memory, slice->bytes, MADV_POPULATE_WRITE);
     return NULL;
 }
 
-/* As far as it goes: MAP_POPULATE promises nothing, either. */
-static void populate_all(char *memory, size_t bytes)
+/* Errors are ignored: MAP_POPULATE promises nothing, either. */
+static void prefault_all(char *memory, size_t bytes)
 {
     cpu_set_t allowed;
     size_t count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? (size_t)CPU_COUNT(&allowed) : 1, begun = 0;
-    count = count > MOST_THREADS ? MOST_THREADS : count;
+    count = count > MAX_THREADS ? MAX_THREADS : count;
     size_t each = (bytes / count + SLICE) / SLICE * SLICE, done = 0;
-    struct slice slices[MOST_THREADS];
+    struct slice slices[MAX_THREADS];
     sigset_t all, before;
-    sigfillset(&all); /* the program's handlers are not for these threads */
+    sigfillset(&all); /* the program's handlers must not run on these threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; done + each < bytes && begun + 1 < count; done += each) {
         slices[begun] = (struct slice){.memory = memory + done, .bytes = each};
-        if (pthread_create(&slices[begun].thread, NULL, populate, &slices[begun]) != 0)
+        if (pthread_create(&slices[begun].thread, NULL, prefault, &slices[begun]) != 0)
             break;
         begun++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    populate(&(struct slice){.memory = memory + done, .bytes = bytes - done});
+    prefault(&(struct slice){.memory = memory + done, .bytes = bytes - done});
     for (size_t at = 0; at < begun; at++)
         pthread_join(slices[at].thread, NULL);
 }
 
-/* Not by the next definition of the name: to look that up takes memory, which may be why we were called. */
+/* A system call, not the next definition of mmap: dlsym allocates, which may be the reason for this call. */
 static void *map(void *address, size_t bytes, int protection, int flags, int file, off_t offset)
 {
     return (void *)syscall(SYS_mmap, address, bytes, protection, flags, file, offset);
@@ -70,7 +70,7 @@ EXPORT void *mmap(void *address, size_t bytes, int protection, int flags, int fi
     void *memory = map(NULL, bytes, protection, flags & ~MAP_POPULATE, file, offset);
     if (memory != MAP_FAILED) {
         madvise(memory, bytes, MADV_HUGEPAGE);
-        populate_all(memory, bytes);
+        prefault_all(memory, bytes);
     }
     return memory;
 }

@@ -61,11 +61,11 @@ def test_callers_that_wait_at_the_door(kernel, door, readers, writers):
     total = kernel.path.amounts().bytes
     for _ in range(5):
         kernel.lock()
-        assert kernel.leave() == total
+        assert kernel.swap_out() == total
         assert not parked(kernel), "the driver's lock is enough"
         kernel.cuda.checkpoint(kernel.pid)
         kernel.cuda.restore(kernel.pid)
-        kernel.come_back()
+        kernel.swap_in()
         goes_on(kernel)
 
 
@@ -73,14 +73,14 @@ def test_callers_of_a_kernel_that_finds_too_little_room(kernel, door):
     start(kernel, door, READER, READER, WRITER)
     kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
     kernel.lock()
-    total = kernel.leave()
+    total = kernel.swap_out()
     kernel.cuda.checkpoint(kernel.pid)
     kernel.cuda.restore(kernel.pid)
     with pytest.raises(GpuFull):
-        kernel.come_back()
-    assert kernel.path.amounts().away == total
+        kernel.swap_in()
+    assert kernel.path.amounts().swapped_out == total
     kernel.cuda.restore(kernel.pid)
-    kernel.come_back()
+    kernel.swap_in()
     goes_on(kernel)
 
 
@@ -89,8 +89,8 @@ def test_who_holds_what_our_calls_need_leaves_it_to_the_driver(kernel, door):
     start(kernel, door, READER, READER, READER, ("double_hold", 200_000))
     for _ in range(2):
         kernel.lock()
-        assert kernel.leave() == 0
-        kernel.come_back()
+        assert kernel.swap_out() == 0
+        kernel.swap_in()
         goes_on(kernel)
 
 
@@ -100,9 +100,9 @@ def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
     start(kernel, door, READER, READER, READER, WRITER)
     kernel.lock()
     with pytest.raises(CudaError):
-        kernel.leave(timeout_s=0.4)
+        kernel.swap_out(timeout_s=0.4)
     assert kernel.state == RUNNING
-    assert kernel.path._state() is not fastpath._State.RELIEVED or parked(kernel)
-    kernel.come_back()
+    assert kernel.path._state() is not fastpath._State.READERS_DROPPED or parked(kernel)
+    kernel.swap_in()
     kernel.ask("slow(0)")
     goes_on(kernel)

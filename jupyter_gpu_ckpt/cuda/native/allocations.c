@@ -1,0 +1,292 @@
+#define _GNU_SOURCE
+#include "allocations.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "child.h"
+
+#define FIRST_SLOTS 4096
+
+/* Open addressing, keyed by address.  Its lock is held for a few instructions and never across a call of the driver:
+ * the process that stops a thread can find out by its program counter that the thread does not hold it. */
+static atomic_flag busy = ATOMIC_FLAG_INIT;
+static struct allocation *table;
+static size_t slots;
+static atomic_size_t used, used_bytes;
+
+static void lock(void)
+{
+    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire))
+        sched_yield();
+}
+
+static void unlock(void) { atomic_flag_clear_explicit(&busy, memory_order_release); }
+
+bool allocations_lock(void)
+{
+    struct timespec begun, now;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    while (atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) {
+        sched_yield();
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        if (now.tv_sec - begun.tv_sec > 1)
+            return false;
+    }
+    return true;
+}
+
+void allocations_unlock(void) { unlock(); }
+
+/* Another thread of the parent may have been changing the table. */
+void allocations_in_child(void)
+{
+    table = NULL;
+    slots = used = used_bytes = 0;
+    unlock();
+}
+
+/* The product's upper half: its lower bits do not depend on the address's upper ones. */
+static size_t first_slot(CUdeviceptr address)
+{
+    return (size_t)((address >> 21) * 0x9E3779B97F4A7C15ull >> 32) & (slots - 1);
+}
+
+static struct allocation *find(CUdeviceptr address)
+{
+    if (table == NULL)
+        return NULL;
+    for (size_t at = first_slot(address); table[at].address != 0; at = (at + 1) & (slots - 1))
+        if (table[at].address == address)
+            return &table[at];
+    return NULL;
+}
+
+static void put(const struct allocation *allocation)
+{
+    size_t at = first_slot(allocation->address);
+    while (table[at].address != 0)
+        at = (at + 1) & (slots - 1);
+    table[at] = *allocation;
+}
+
+static bool grow(void)
+{
+    size_t old_slots = slots, new_slots = slots ? slots * 2 : FIRST_SLOTS;
+    struct allocation *old = table;
+    void *mapped = mmap(NULL, new_slots * sizeof *table, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED)
+        return false;
+    table = mapped;
+    slots = new_slots;
+    for (size_t at = 0; at < old_slots; at++)
+        if (old[at].address != 0)
+            put(&old[at]);
+    if (old != NULL)
+        munmap(old, old_slots * sizeof *old);
+    return true;
+}
+
+static bool insert(const struct allocation *allocation)
+{
+    lock();
+    bool fits = (used + 1) * 2 <= slots || grow();
+    if (fits) {
+        put(allocation);
+        used++;
+        used_bytes += allocation->bytes;
+    }
+    unlock();
+    return fits;
+}
+
+static bool remove_slot(CUdeviceptr address, struct allocation *removed)
+{
+    lock();
+    struct allocation *allocation = find(address);
+    if (allocation != NULL) {
+        *removed = *allocation;
+        used--;
+        used_bytes -= allocation->bytes;
+        /* Move up those that follow it only because its slot was in use. */
+        size_t hole = (size_t)(allocation - table);
+        for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
+            size_t distance = (at - first_slot(table[at].address)) & (slots - 1);
+            if (distance >= ((at - hole) & (slots - 1))) {
+                table[hole] = table[at];
+                hole = at;
+            }
+        }
+        table[hole].address = 0;
+    }
+    unlock();
+    return allocation != NULL;
+}
+
+bool allocation_lookup(CUdeviceptr address, CUcontext *context)
+{
+    if (is_inert())
+        return false;
+    lock();
+    struct allocation *allocation = find(address);
+    if (allocation != NULL)
+        *context = allocation->context;
+    unlock();
+    return allocation != NULL;
+}
+
+void allocations_total(size_t *count, size_t *bytes)
+{
+    *count = used;
+    *bytes = used_bytes;
+}
+
+struct allocation *allocations_table(size_t *found)
+{
+    *found = slots;
+    return table;
+}
+
+static CUmemAllocationProp properties(CUdevice device)
+{
+    CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED};
+    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    wanted.location.id = device;
+    int rdma = 0;
+    if (driver()->cuDeviceGetAttribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) ==
+        CUDA_SUCCESS)
+        wanted.allocFlags.gpuDirectRDMACapable = rdma != 0; /* like all memory of cudaMalloc */
+    return wanted;
+}
+
+static bool granularity(CUdevice device, size_t *bytes)
+{
+    static _Atomic size_t known[MAX_DEVICES];
+    *bytes = atomic_load_explicit(&known[device], memory_order_relaxed);
+    if (*bytes == 0) {
+        CUmemAllocationProp wanted = properties(device);
+        if (driver()->cuMemGetAllocationGranularity(bytes, &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM) != CUDA_SUCCESS)
+            return false;
+        atomic_store_explicit(&known[device], *bytes, memory_order_relaxed);
+    }
+    return *bytes != 0;
+}
+
+/* Whether each of the devices can access the others' memory.  If not, a copy from one to another goes through the host:
+ * automatically for cudaMalloc's memory, for memory like ours only if the program asks for it (cudaMemcpyPeer). */
+static bool all_are_peers(int count)
+{
+    static _Atomic int known; /* the number of devices that was asked about; negative: they are no peers */
+    int before = atomic_load_explicit(&known, memory_order_relaxed), can = 1;
+    if (before == count || before == -count)
+        return before > 0;
+    for (CUdevice from = 0; from < count && can; from++)
+        for (CUdevice to = 0; to < count && can; to++)
+            if (from != to && driver()->cuDeviceCanAccessPeer(&can, from, to) != CUDA_SUCCESS)
+                return false;
+    atomic_store_explicit(&known, can ? count : -count, memory_order_relaxed);
+    return can;
+}
+
+/* Let every device access the allocation: whether the program has asked for that (cudaDeviceEnablePeerAccess), or will,
+ * cannot be found out. */
+static CUresult allow_access(const struct allocation *allocation)
+{
+    CUmemAccessDesc access[MAX_DEVICES];
+    int count = 1;
+    CUresult result = driver()->cuDeviceGetCount(&count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (CUdevice device = 0; device < count && device < MAX_DEVICES; device++)
+        access[device] = (CUmemAccessDesc){.location = {CU_MEM_LOCATION_TYPE_DEVICE, device},
+                                           .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    return driver()->cuMemSetAccess(allocation->address, allocation->bytes, access, (size_t)count);
+}
+
+static CUresult release_handle(struct allocation *allocation)
+{
+    CUresult result = allocation->has_handle ? driver()->cuMemRelease(allocation->handle) : CUDA_SUCCESS;
+    allocation->has_handle = allocation->has_handle && result != CUDA_SUCCESS;
+    return result;
+}
+
+CUresult allocation_map(struct allocation *allocation)
+{
+    const struct driver *cu = driver();
+    CUmemAllocationProp wanted = properties(allocation->device);
+    CUresult result = CUDA_SUCCESS;
+    if (allocation->state == UNMAPPED) {
+        if (!allocation->has_handle) /* the driver may have refused to release the last one */
+            result = cu->cuMemCreate(&allocation->handle, allocation->bytes, &wanted, 0);
+        if (result != CUDA_SUCCESS)
+            return result;
+        allocation->has_handle = true;
+        result = cu->cuMemMap(allocation->address, allocation->bytes, 0, allocation->handle, 0);
+        if (result == CUDA_SUCCESS)
+            allocation->state = MAPPED;
+    }
+    if (allocation->state == MAPPED) {
+        result = allow_access(allocation);
+        if (result == CUDA_SUCCESS)
+            allocation->state = ACCESSIBLE;
+    }
+    if (result != CUDA_SUCCESS)
+        allocation_unmap(allocation);
+    return result;
+}
+
+CUresult allocation_unmap(struct allocation *allocation)
+{
+    if (allocation->state != UNMAPPED) {
+        CUresult result = driver()->cuMemUnmap(allocation->address, allocation->bytes);
+        if (result != CUDA_SUCCESS)
+            return result;
+    }
+    allocation->state = UNMAPPED;
+    return release_handle(allocation);
+}
+
+CUdeviceptr allocation_create(size_t bytes)
+{
+    const struct driver *cu = driver();
+    struct allocation allocation = {.offset = NOT_COPIED};
+    size_t grain;
+    int devices;
+    if (cu == NULL || cu->cuCtxGetCurrent(&allocation.context) != CUDA_SUCCESS || allocation.context == NULL ||
+        cu->cuCtxGetDevice(&allocation.device) != CUDA_SUCCESS)
+        return 0;
+    if (cu->cuDeviceGetCount(&devices) != CUDA_SUCCESS || devices > MAX_DEVICES || allocation.device < 0 ||
+        allocation.device >= devices || !all_are_peers(devices) || !granularity(allocation.device, &grain))
+        return 0;
+    if (bytes > SIZE_MAX - grain)
+        return 0;
+    allocation.bytes = (bytes + grain - 1) / grain * grain;
+    if (cu->cuMemAddressReserve(&allocation.address, allocation.bytes, 0, 0, 0) != CUDA_SUCCESS)
+        return 0;
+    if (allocation_map(&allocation) == CUDA_SUCCESS) {
+        if (insert(&allocation))
+            return allocation.address;
+        allocation_unmap(&allocation);
+    }
+    if (allocation.state == UNMAPPED)
+        cu->cuMemAddressFree(allocation.address, allocation.bytes);
+    return 0;
+}
+
+CUresult allocation_destroy(CUdeviceptr address)
+{
+    struct allocation allocation;
+    if (!remove_slot(address, &allocation))
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = allocation_unmap(&allocation);
+    if (allocation.state != UNMAPPED) {
+        insert(&allocation);
+        return result;
+    }
+    CUresult freed = driver()->cuMemAddressFree(allocation.address, allocation.bytes);
+    return result != CUDA_SUCCESS ? result : freed;
+}

@@ -1,0 +1,53 @@
+/* The device memory that this library serves: each allocation has physical memory of its own, mapped at an address that
+ * stays the same as long as the allocation lives. */
+#pragma once
+
+#include <stdint.h>
+
+#include "driver.h"
+
+struct allocation {
+    CUdeviceptr address; /* 0: a free slot */
+    size_t bytes;        /* a multiple of the driver's granularity */
+    CUcontext context;
+    CUdevice device;
+    enum { UNMAPPED, MAPPED, ACCESSIBLE } state;
+    bool has_handle; /* while it is mapped, and afterwards if the driver refused to release the handle */
+    CUmemGenericAllocationHandle handle;
+    size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
+};
+#define NOT_COPIED SIZE_MAX
+
+/* A process with more devices is not served: the driver allocates all its memory. */
+#define MAX_DEVICES 16
+
+/* Create an allocation in this thread's current context; 0 if the library cannot, and the driver is to allocate. */
+CUdeviceptr allocation_create(size_t bytes);
+
+/* Find out whether the library serves the address, and in which context. */
+bool allocation_lookup(CUdeviceptr address, CUcontext *context);
+
+/* Give memory and address back to the driver.  The caller has waited for the work of its context.  After failure the
+ * allocation still exists, and the call can be repeated. */
+CUresult allocation_destroy(CUdeviceptr address);
+
+/* Create physical memory for an allocation and map it at its address.  After failure the allocation has none; or, where
+ * the driver refuses to take it back, memory that is not accessible, which the next attempt uses. */
+CUresult allocation_map(struct allocation *allocation);
+
+/* Free the physical memory, if there is any; the address stays reserved.  Can be repeated after failure. */
+CUresult allocation_unmap(struct allocation *allocation);
+
+/* Number of allocations and their bytes; may be called at any time. */
+void allocations_total(size_t *count, size_t *bytes);
+
+/* Lock the table: threads that allocate meanwhile wait (none should, see `swap.h`).  False if another thread has it for
+ * a second: one that a signal has stopped for good within a few instructions of ours. */
+bool allocations_lock(void);
+void allocations_unlock(void);
+
+/* Forget all allocations, in a child that was just forked. */
+void allocations_in_child(void);
+
+/* The table, whose slots may be free; only while it is locked. */
+struct allocation *allocations_table(size_t *slots);

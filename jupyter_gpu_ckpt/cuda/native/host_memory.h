@@ -1,0 +1,37 @@
+/* Host memory that allocations are swapped out to: extents of EXTENT_BYTES, each a file in a directory that the
+ * kernel's owner has made (on a file system in memory, or a link to a disk where that is too small).  Without such a
+ * directory: anonymous memory of this process. */
+#pragma once
+
+#include "driver.h"
+
+/* The same as `image/device_memory.py` has: images contain these files. */
+#define EXTENT_BYTES ((size_t)16 << 20)
+
+/* Set the path at which the directory is, if there is one. */
+void host_memory_set_directory(const char *path);
+
+/* Replace the host memory by an empty one of so many bytes.  After failure there is none. */
+CUresult host_memory_create(size_t bytes);
+
+/* Its size; 0: there is none. */
+size_t host_memory_bytes(void);
+bool host_memory_is_files(void);
+
+/* Call before and after the three functions below.  No file is open otherwise: a checkpoint of this process would have
+ * to carry it. */
+CUresult host_memory_open(void);
+void host_memory_close(void);
+
+/* From any thread, for ranges that do not overlap.  `host_memory_prefault` announces a write, and may allocate
+ * pages. */
+CUresult host_memory_prefault(size_t offset, size_t bytes);
+CUresult host_memory_write(size_t offset, const void *from, size_t bytes);
+CUresult host_memory_read(size_t offset, void *to, size_t bytes);
+
+/* Free it, if there is one; takes half a second for a hundred GiB. */
+void host_memory_free(void);
+
+/* Map memory aligned to huge pages, made of those alone if the system provides them: the copy's rate depends on it.
+ * NULL on failure. */
+char *map_huge_pages(size_t bytes);

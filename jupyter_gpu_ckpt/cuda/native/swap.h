@@ -1,0 +1,31 @@
+/* Swap device memory out to host memory, and in again. */
+#pragma once
+
+#include "allocations.h"
+
+/* Number of allocations, their bytes, and the bytes that are swapped out; may be called at any time. */
+struct amounts {
+    size_t allocations, bytes, swapped_out;
+};
+struct amounts swap_amounts(void);
+
+/* The steps below run while the table is locked (`allocations_lock`) and every thread of the process except the
+ * driver's own is stopped: a write to an allocation after its copy and before its memory is freed would be lost. */
+
+/* Copy every allocation to host memory.  After failure there is no copy, and every allocation is as it was. */
+CUresult swap_copy_out(void);
+
+/* Free the device memory of the allocations that were copied.  After failure their content is on the device; or, where
+ * the driver refuses that, too, in host memory, and what device memory is left is freed by another attempt or used by
+ * `swap_in`. */
+CUresult swap_free_device(void);
+
+/* Discard a copy whose allocations are still on the device. */
+void swap_discard_copy(void);
+
+/* Bring everything back to the device.  After failure everything is still in host memory, and the call can be repeated;
+ * device memory is freed as far as the driver allows. */
+CUresult swap_in(void);
+
+/* Free the host memory from which everything was swapped in: half a second for a hundred GiB, done after the reply. */
+void swap_free_host(void);

@@ -44,6 +44,11 @@ class GpuCkptError(Exception):
         self.left = left
         self.details = details
 
+    @classmethod
+    def from_exception(cls, error: BaseException) -> GpuCkptError:
+        """Return ``error`` itself where it is one of these, else an error of the base class that names it."""
+        return error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
+
     def __str__(self) -> str:
         parts = [f"[{self.code}] {self.message}"]
         if self.left:

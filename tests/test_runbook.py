@@ -80,7 +80,7 @@ def test_every_log_line_is_one_of_ours():
 
 def test_every_trait_exists():
     tables = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md") if path.name != "runbook.md")
-    named = set(re.findall(r"`((?:GpuCkptProvisioner|Comeback|CheckpointMixin|IdlePolicy)\.\w+)`", TEXT))
+    named = set(re.findall(r"`((?:GpuCkptProvisioner|KernelPersistence|CheckpointMixin|IdlePolicy)\.\w+)`", TEXT))
     assert len(named) > 8
     for trait in named:
         assert f"| `{trait}` |" in tables, trait

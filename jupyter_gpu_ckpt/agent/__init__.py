@@ -1,4 +1,4 @@
-"""What runs inside the kernel: makes it ready for a checkpoint, takes that back after it, and offers the magics.
+"""The agent inside the kernel: prepares it for a checkpoint, undoes that afterwards, and offers the magics.
 
-Imports of the rest of the package only `errors`: it runs in the environment of the user.
+Runs in the user's environment: of the rest of the package it imports only `errors`.
 """

@@ -57,7 +57,7 @@ def _outcome(result: Any) -> Outcome:
     """Believed in form only: a server runs its user's code, and this comes into logs and onto pages."""
     try:
         return Outcome(
-            result["parked"] is True,
+            result["drained"] is True,
             tuple(
                 KernelOutcome(
                     kernel_id=printable(str(told["kernel_id"]), 80),
@@ -105,7 +105,7 @@ class ServerClient:
 
     async def need(self) -> DrainEstimate:
         """What parking would need now.  Raises `ServerRefused`, `ServerSilent`."""
-        told = await self._until_answered("GET", "gpu-ckpt/park", time.monotonic() + self.slack)
+        told = await self._until_answered("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
         try:
             return DrainEstimate(
                 int(told["kernels"]), int(told["bytes"]), min(_LONGEST, max(0.0, float(told["seconds"])))
@@ -130,7 +130,7 @@ class ServerClient:
         """
         need = need or await self.need()
         deadline = time.monotonic() + need.seconds + self.slack
-        job = await self._until_answered("POST", "gpu-ckpt/park", deadline)
+        job = await self._until_answered("POST", "gpu-ckpt/drain", deadline)
         pause = _FIRST_LOOK
         while job["status"] == "running":
             if time.monotonic() + pause > deadline:

@@ -1,4 +1,4 @@
-"""The Jupyter server extension: REST, events, metrics, stop and start of a server, the idle policy.
+"""The Jupyter server extension: REST, events, metrics, start and stop of a server, the idle policy.
 
-Everything here works on kernels through `kernel.provisioner`.
+It works on kernels through `kernel.provisioner`.
 """

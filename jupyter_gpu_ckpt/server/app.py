@@ -1,4 +1,4 @@
-"""The server extension: with it, every kernel of the server can be checkpointed, and nothing needs configuration.
+"""The server extension: makes every kernel of the server checkpointable, without configuration.
 
 Enabled by the wheel's ``jupyter_server_config.d/jupyter_gpu_ckpt.json``; configured as ``c.GpuCkptApp`` like any other
 part of the server.
@@ -37,19 +37,19 @@ from .idle.loop import IdlePolicy
 from .jobs import Jobs
 from .kernel_manager import CheckpointKernelManager, CheckpointKernelManagerMixin
 from .metrics import Metrics
-from .monitor import Watcher
+from .monitor import KernelMonitor
+from .persistence import KernelPersistence
 from .placement import Publisher
-from .readiness import Presence
+from .readiness import Readiness
 from .session_manager import CheckpointSessionManager
-from .shutdown import Comeback
 
 PROVISIONER = "gpu-ckpt-provisioner"
 
-#: Seconds for which a server that starts waits for its kernels before it answers anything.
-_EARLY = 15.0
+#: Seconds for which a starting server attaches kernels before it answers any request.
+_ATTACH_TIMEOUT = 15.0
 
-#: Seconds for which the doctor's word is good: asking it starts processes.
-_DIAGNOSIS_KEEPS = 60.0
+#: Seconds for which the doctor's result is kept: its checks start processes.
+_DIAGNOSIS_LIFETIME = 60.0
 
 
 class GpuCkptApp(ExtensionApp):
@@ -59,63 +59,63 @@ class GpuCkptApp(ExtensionApp):
     extension_url = "/"
     load_other_extensions = True
     description = "Checkpoints idle kernels with their CUDA state, and wakes them on demand."
-    classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, Comeback, GpuUsage]  # noqa: RUF012
+    classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, KernelPersistence, GpuUsage]  # noqa: RUF012
 
     jobs: Jobs
-    watcher: Watcher
+    monitor: KernelMonitor
     store: Store
     idle: IdlePolicy
     cold: ColdTier
-    comeback: Comeback
+    persistence: KernelPersistence
     usage: GpuUsage
 
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
-        """Called from jupyter_server before it makes its kernel manager: the last moment to say of which class."""
+        """Called from jupyter_server before it makes its kernel manager: the last moment to choose its class."""
         super()._link_jupyter_server_extension(serverapp)
         serverapp.update_config(defaults(serverapp))
-        self.comeback = Comeback(self.provisioners, parent=self)
-        serverapp.update_config(self._comeback_defaults(serverapp))
-        # Made now: whoever asks for kernelspecs first makes it, and a `KernelSpecManager` without a parent (the
+        self.persistence = KernelPersistence(self.provisioners, parent=self)
+        serverapp.update_config(self._persistence_defaults(serverapp))
+        # Made now: the first request for kernelspecs makes it, and a `KernelSpecManager` without a parent (the
         # doctor's, any library's) would make it without the server's configuration, for good.
         KernelProvisionerFactory.instance(parent=serverapp)
 
-    def _comeback_defaults(self, serverapp: ServerApp) -> Config:
+    def _persistence_defaults(self, serverapp: ServerApp) -> Config:
         """Sessions on disk, and kernels that outlive a server that dies, each where the user chose nothing else."""
         made = Config()
-        keeps_none = not _is_set(serverapp.config, SessionManager, "database_filepath")
-        if self.comeback.adopt and keeps_none:
-            database = self.comeback.claim_database(Path(serverapp.root_dir))
+        if self.persistence.attach_on_start and not _is_set(serverapp.config, SessionManager, "database_filepath"):
+            database = self.persistence.claim_database(Path(serverapp.root_dir))
             if database is not None:
                 made.SessionManager.database_filepath = str(database)
-        if self.comeback.orphan_timeout > 0 and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
+        watched = self.persistence.orphan_timeout > 0
+        if watched and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
             made.GpuCkptProvisioner.outlive_server = True
         return made
 
     def initialize_settings(self) -> None:
         """Called from jupyter_server once its kernel manager exists, on its event loop."""
         assert self.serverapp is not None and self.serverapp.event_logger is not None
-        # Its own traits' defaults and what the configuration says of them, without a kernel.
+        # For its traits, by their defaults and the configuration; it gets no kernel.
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
         self.store = Store(Path(provisioner.image_dir))
         self._runtime_base = Path(provisioner.runtime_base)
         self.jobs = Jobs()
-        self.watcher = Watcher(self.serverapp.io_loop, self.serverapp.log)
-        self._metrics = Metrics(self.watcher)
+        self.monitor = KernelMonitor(self.serverapp.io_loop, self.serverapp.log)
+        self._metrics = Metrics(self.monitor)
         events = Events(self.serverapp.event_logger)
-        self.usage = GpuUsage(self.provisioners, self.watcher, self.store.named, events.usage, parent=self)
+        self.usage = GpuUsage(self.provisioners, self.monitor, self.store.named, events.usage, parent=self)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
-        self.watcher.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
-        self.watcher.on_protected.append(events.protected)
+        self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
+        self.monitor.on_protected.append(events.protected)
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
-        manager, self._presence = self.serverapp.kernel_manager, Presence()
-        for one in (manager, self.serverapp.session_manager):
-            if isinstance(one, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
-                one.presence = self._presence
+        manager, self._readiness = self.serverapp.kernel_manager, Readiness()
+        for target in (manager, self.serverapp.session_manager):
+            if isinstance(target, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
+                target.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
-            manager.kernel_listeners.append(self.watcher.follow)
+            manager.kernel_listeners.append(self.monitor.add)
             manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:
@@ -123,27 +123,27 @@ class GpuCkptApp(ExtensionApp):
         self.handlers.extend(HANDLERS)
 
     def initialize(self) -> None:  # type: ignore[override]  # as in ExtensionApp
-        """Called from jupyter_server before it listens: until the kernels are back it shall not answer.
+        """Attach kernels before the server listens.  Called from jupyter_server.
 
-        A tab that reconnects by itself takes a 404 for the end of its kernel, and a new one might make another kernel
+        A tab that reconnects by itself takes a 404 for the end of its kernel, and a new tab might start another kernel
         for the same notebook.
         """
         super().initialize()  # type: ignore[no-untyped-call]
         assert self.serverapp is not None
-        self._coming: asyncio.Task[None] | None = None
-        over = False
+        self._attaching: asyncio.Task[None] | None = None
+        finished = False
 
-        async def come_back() -> None:
-            nonlocal over
+        async def attach() -> None:
+            nonlocal finished
             try:
-                coming = self._come_back()
-                # What takes longer (a slow disk) goes on beside the server: whoever has started it, a hub perhaps, does
-                # not wait for ever.  Whoever asks for a kernel or a session does, see `presence`.
-                await asyncio.wait({coming}, timeout=_EARLY)
-                if coming.done():
-                    coming.result()
+                task = self._start_attaching()
+                # After the timeout (a slow disk) the server starts all the same: the hub that started it does not wait
+                # for ever.  Requests for kernels and sessions still wait, see `readiness`.
+                await asyncio.wait({task}, timeout=_ATTACH_TIMEOUT)
+                if task.done():
+                    task.result()
             finally:
-                over = True
+                finished = True
 
         try:
             asyncio.get_running_loop()
@@ -152,34 +152,35 @@ class GpuCkptApp(ExtensionApp):
         else:
             return
         if self.serverapp.show_config or self.serverapp.show_config_json:
-            return  # it will print that and end
+            return  # it prints the configuration and ends
         try:
-            self.serverapp.io_loop.run_sync(come_back)
+            self.serverapp.io_loop.run_sync(attach)
         except RuntimeError:
-            if over:
+            if finished:
                 raise
-            self.serverapp.exit(0)  # a signal stopped the server, and with that the loop
+            self.serverapp.exit(0)  # a signal stopped the server, and with it the loop
 
-    def _come_back(self) -> asyncio.Task[None]:
-        if self._coming is None:
-            self._coming = self._presence.coming = asyncio.ensure_future(self._adopt_all())
-        return self._coming
+    def _start_attaching(self) -> asyncio.Task[None]:
+        if self._attaching is None:
+            self._attaching = self._readiness.attaching = asyncio.ensure_future(self._attach_all())
+        return self._attaching
 
-    async def _adopt_all(self) -> None:
+    async def _attach_all(self) -> None:
         assert self.serverapp is not None
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
-            # First: from here on there are kernels that nobody else looks after, should this server not come up.
-            self.comeback.watch(self._runtime_base, self.store.named)
-            await self.comeback.start(manager, sessions, Path(self.serverapp.root_dir), self._runtime_base, self.store)
+            # First: attached kernels have no other owner, should this server end before it listens.
+            self.persistence.start_watchdog(self._runtime_base, self.store.named)
+            root = Path(self.serverapp.root_dir)
+            await self.persistence.attach_all(manager, sessions, root, self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
-        await self._come_back()  # where it was running before, as in a test or a notebook
+        await self._start_attaching()  # for a loop that ran before `initialize`, as in a test or a notebook
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # jupyter_server handles it on a terminal only; elsewhere (a service, JupyterHub) it would end in the middle
-            # of its loop without stopping anything.
+            # jupyter_server handles SIGINT on a terminal only; elsewhere (a service, JupyterHub) the server would end
+            # in the middle of its loop and stop nothing.
             signal.signal(signal.SIGINT, lambda number, frame: serverapp.stop(from_signal=True))
         self.idle.start()
         self.cold.start()
@@ -187,7 +188,7 @@ class GpuCkptApp(ExtensionApp):
         self._publisher.start()
 
     def current_activity(self) -> list[dict[str, Any]]:
-        """Called from jupyter_server before it shuts down for want of activity: a job under way is some."""
+        """Return the jobs under way.  Called from jupyter_server before it shuts down for lack of activity."""
         return [job.as_dict() for job in self.jobs.running()]
 
     async def stop_extension(self) -> None:
@@ -196,93 +197,91 @@ class GpuCkptApp(ExtensionApp):
             await self.usage.stop()
             await self.idle.stop()
             await self.cold.stop()
-            await self.comeback.stop()
+            await self.persistence.stop()
             await self._publisher.stop()
             await self.jobs.close()
-            self.watcher.close()
+            self.monitor.close()
             self._metrics.close()
         finally:
-            # It listens no longer, but serves the connections it has, also once jupyter_server has no kernels any more.
-            self._presence.going = True
+            # The server accepts no connections any more, but serves open ones, also once it has no kernels left.
+            self._readiness.stopping = True
 
-    # -- what the handlers, the policy and the metrics work on
+    # -- for the handlers, the policy and the metrics
 
     def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
-        """Our provisioner of a kernel that exists, also under a kernel manager that is not ours; else None."""
+        """Return our provisioner of an existing kernel, also under a foreign kernel manager; else None."""
         assert self.serverapp is not None
         found = getattr(self.serverapp.kernel_manager.get_kernel(kernel_id), "provisioner", None)
         return found if isinstance(found, GpuCkptProvisioner) else None
 
     def provisioners(self) -> dict[str, GpuCkptProvisioner]:
-        """Our provisioners by kernel id, also of kernels that could only be started plainly."""
+        """Return our provisioners by kernel id, also of kernels that could only be started plainly."""
         assert self.serverapp is not None
         found = {id: self.provisioner(id) for id in self.serverapp.kernel_manager.list_kernel_ids()}
         return {id: provisioner for id, provisioner in found.items() if provisioner is not None}
 
-    def look(self) -> None:
-        """Watch the kernels there are now.  Finds what nobody told: restarts, and kernels of another manager."""
-        self.watcher.keep(self.provisioners())
+    def refresh_monitor(self) -> None:
+        """Monitor the kernels that exist now: also restarted ones, and those of a foreign kernel manager."""
+        self.monitor.keep_only(self.provisioners())
 
     @property
     def root(self) -> Path:
-        """What paths of notebooks are relative to."""
+        """The directory that notebook paths are relative to."""
         assert self.serverapp is not None
         return Path(self.serverapp.root_dir)
 
-    async def adopt(self, image: Image) -> None:
+    async def attach(self, image: Image) -> None:
         """Serve the kernel that sleeps in an image, under its old id and with its notebook; it sleeps on.
 
-        Raises `StateError` where it has an owner, or is no kernel's only copy any more.
+        Raises `StateError` if it has an owner, or the image is not the kernel's only copy any more.
         """
         assert self.serverapp is not None
         kernels, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if not isinstance(kernels, CheckpointKernelManagerMixin):
-            raise StateError("This server's kernel manager cannot take over kernels.")
-        orphan = await asyncio.to_thread(self._reclaim, image)
-        await self.comeback.take_over(kernels, orphan)
-        await self.comeback.seat(sessions, orphan, self.root)
+            raise StateError("This server's kernel manager cannot attach kernels.")
+        orphan = await asyncio.to_thread(self._claim_orphan, image)
+        await self.persistence.attach(kernels, orphan)
+        await self.persistence.create_session(sessions, orphan, self.root)
 
-    def _reclaim(self, image: Image) -> Orphan:
-        """The kernel of an image as one that a server may take over, also where it was shut down; raises as `adopt`."""
+    def _claim_orphan(self, image: Image) -> Orphan:
+        """Make the kernel of an image one that a server may attach, also after a shutdown; raises as `attach`."""
         self.store.generations.require_current(image.manifest)
         retired = image.retired
         image.unretire()
         try:
             orphan = find_orphan(image.manifest.kernel_id, self._runtime_base, self.store)
+            if orphan is not None and orphan.image is not None and orphan.image.id == image.id:
+                return orphan
+            if orphan is None:
+                why, hint = "Another server has the kernel of this image.", "Use it there, or stop that server."
+            elif orphan.image is None:
+                why = "The kernel of this image has run on since, and runs without a server."
+                hint = "The next server that is started attaches it as it is now."
+            else:
+                why, hint = f"The kernel of this image has a newer one, {orphan.image.id}.", "Open that one."
+            raise StateError(why, hint=hint, left=f"the image is kept as {image.id}")
         except GpuCkptError:
             if retired:
                 image.retire()
             raise
-        if orphan is not None and orphan.image is not None and orphan.image.id == image.id:
-            return orphan
-        if retired:
-            image.retire()
-        if orphan is None:
-            why, hint = "Another server has the kernel of this image.", "Use it there, or stop that server."
-        elif orphan.image is None:
-            why = "The kernel of this image has gone on from it, and runs without a server."
-            hint = "The next server that is started takes it over as it is now."
-        else:
-            why, hint = f"The kernel of this image has a newer one, {orphan.image.id}.", "Open that one."
-        raise StateError(why, hint=hint, left=f"the image is kept as {image.id}")
 
-    async def park(self) -> dict[str, Any]:
-        """Have every kernel sleep in a proved image, so that the server can be stopped; the document of ``park``."""
+    async def drain(self) -> dict[str, Any]:
+        """Checkpoint every kernel and verify its image; return the result of the job ``drain``."""
         assert self.serverapp is not None
         ids = list(self.serverapp.kernel_manager.list_kernel_ids())
-        return drain.document(await drain.park(ids, self.provisioners(), self.store, self.serverapp.log))
+        return await drain.drain(ids, self.provisioners(), self.store, self.serverapp.log)
 
-    async def need(self) -> dict[str, Any]:
-        """What `park` would need now."""
+    async def estimate_drain(self) -> dict[str, Any]:
+        """Estimate the work of `drain`."""
         assert self.serverapp is not None
-        found = await asyncio.to_thread(drain.need, self.provisioners(), self.serverapp.log, prove=True)
+        found = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
         return dataclasses.asdict(found)
 
     async def status(self) -> dict[str, Any]:
-        """The document of ``status``."""
+        """Return the document of ``status``."""
         directory = self.store.named
         async with self._diagnosing:
-            if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_KEEPS:
+            if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_LIFETIME:
                 self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory)
         return {
             "version": __version__,
@@ -296,7 +295,7 @@ class GpuCkptApp(ExtensionApp):
 def defaults(serverapp: ServerApp) -> Config:
     """Our provisioner, kernel manager and session manager, each where the user named no other.
 
-    The configuration is looked at, not the traits: at this moment (`ServerApp.initialize` links extensions before
+    Reads the configuration, not the traits: at this moment (`ServerApp.initialize` links extensions before
     ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
     known.
     """
@@ -307,12 +306,14 @@ def defaults(serverapp: ServerApp) -> Config:
         config, KernelProvisionerFactory, "default_provisioner_name"
     ):
         made.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
-    # With a gateway the kernels are elsewhere.  Not the singleton: that one is the server's to make.
+    # With a gateway the kernels are elsewhere.  Not the singleton, which the server makes.
     gateway = GatewayClient(parent=serverapp)  # type: ignore[no-untyped-call]
-    if not gateway.gateway_enabled and not _is_set(config, type(serverapp), "kernel_manager_class"):
-        made.ServerApp.kernel_manager_class = CheckpointKernelManager
-    if not gateway.gateway_enabled and not _is_set(config, type(serverapp), "session_manager_class"):
-        made.ServerApp.session_manager_class = CheckpointSessionManager
+    for trait, ours in (
+        ("kernel_manager_class", CheckpointKernelManager),
+        ("session_manager_class", CheckpointSessionManager),
+    ):
+        if not gateway.gateway_enabled and not _is_set(config, type(serverapp), trait):
+            made.ServerApp[trait] = ours
     return made
 
 

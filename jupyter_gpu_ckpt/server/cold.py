@@ -1,9 +1,11 @@
-"""The cold tier of a server: now and then the content of old images is sent away (`transfer.archive`), and what lies
-there of images that are gone is removed: a wake leaves that to the next round.
+"""The cold tier of a server: archives the content of old images, and removes archived content of images that are gone.
 
-A process of its own sends it, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time from the
-server's threads, and it can be ended at any moment.  What it has sent by then is not sent again.  Its options come on
-its standard input, for a URL may have a password in it; the end of that pipe is the end of the server, and its own.
+(`transfer.archive`; a wake does not wait for that removal.)
+
+The work runs in a process of its own, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time
+from the server's threads, and the process can be ended at any moment; files that are archived by then are not sent
+again.  It reads its options from standard input, for a URL may contain a password; at the end of that pipe, the end of
+the server, it ends too.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from ..image.keys import Keyring
 from ..image.store import Store
 from ..transfer.archive import archive_old, due, remnants, sweep
 from ..transfer.remote import Remote
-from .periodic_task import Background
+from .periodic_task import PeriodicTask
 
-#: Seconds between two looks, if images are archived after long; a quarter of that time if it is shorter.
+#: Seconds between two rounds, at most; a quarter of the archiving age if that is shorter.
 INTERVAL = 600.0
-#: By how much its process gives way to others (nice(1)).
+#: Niceness of its process (nice(1)).
 _NICE = 10
 
 
@@ -39,16 +41,16 @@ class ColdTier:
         self, store: Store, url: str, after: float, log: logging.Logger | logging.LoggerAdapter[logging.Logger]
     ) -> None:
         self._store, self._url, self._after, self._log = store, url, after, log
-        self._rounds = Background("gpu-ckpt-cold-tier", self._run)
+        self._task = PeriodicTask("gpu-ckpt-cold-tier", self._run)
 
     def start(self) -> None:
-        """Begin.  Called from the extension, on its event loop."""
+        """Start.  Called from the extension, on its event loop."""
         if self._url:
-            self._rounds.start()
+            self._task.start()
 
     async def stop(self) -> None:
-        """Begin nothing any more, and abandon a transfer that is under way: a later server goes on with it."""
-        await self._rounds.stop()
+        """Stop, and abandon a transfer that is under way: a later server continues it."""
+        await self._task.stop()
 
     async def _run(self) -> None:
         while True:
@@ -56,7 +58,7 @@ class ColdTier:
                 if await asyncio.to_thread(_needed, self._store, self._after):
                     await self._round()
             except Exception:
-                self._log.exception("Old images could not be archived; the next look tries again.")
+                self._log.exception("Old images could not be archived; the next round tries again.")
             await asyncio.sleep(min(INTERVAL, max(self._after / 4, 0.1)))
 
     async def _round(self) -> None:
@@ -68,17 +70,17 @@ class ColdTier:
         try:
             sender.stdin.write(json.dumps({**options, "url": self._url, "after": self._after}).encode() + b"\n")
             async for line in sender.stdout:
-                self._tell(**json.loads(line))
+                self._log_outcome(**json.loads(line))
             if status := await sender.wait():
-                self._log.warning("Old images could not be archived: the process that sends them ended (%d).", status)
+                self._log.warning("Old images could not be archived: the archiving process ended (%d).", status)
         finally:
             if sender.returncode is None:
                 sender.kill()
                 await sender.wait()
 
-    def _tell(self, image: str, freed: int | None = None, code: str = "") -> None:
+    def _log_outcome(self, image: str, freed: int | None = None, code: str = "") -> None:
         if freed is None and not code:
-            self._log.info("What the cold tier had of image %s is removed: nobody needs it any more.", image)
+            self._log.info("The archived content of image %s was removed: the image is gone.", image)
         elif code:
             self._log.warning("Image %s could not be archived: %s", image or "?", code)
         else:
@@ -90,9 +92,9 @@ def _needed(store: Store, after: float) -> bool:
 
 
 def main() -> None:
-    """Archive what is due, and remove what was sent of images that are gone; a line of JSON for each image."""
+    """Archive what is due and sweep up after images that are gone; print a line of JSON for each image."""
     options = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_the_server, daemon=True).start()
+    threading.Thread(target=_exit_with_server, daemon=True).start()
     os.nice(_NICE)
     store = Store(Path(options["images"]), Keyring(Path(options["keys"])))
     try:
@@ -100,7 +102,7 @@ def main() -> None:
             remote = Remote(options["url"])
             _sweep(store, remote)
             _archive(store, remote, options["after"])
-    except Timeout:  # another server of this user is at it
+    except Timeout:  # another server of this user does it
         pass
     except GpuCkptError as error:
         print(json.dumps({"image": "", "code": error.code}), flush=True)
@@ -113,13 +115,13 @@ def _sweep(store: Store, remote: Remote) -> None:
 
 def _archive(store: Store, remote: Remote, after: float) -> None:
     for image, outcome in archive_old(store, remote, after):
-        if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is wanted
+        if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is in use
             continue
-        told = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
-        print(json.dumps({"image": image.id, **told}), flush=True)
+        result = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
+        print(json.dumps({"image": image.id, **result}), flush=True)
 
 
-def _end_with_the_server() -> None:
+def _exit_with_server() -> None:
     sys.stdin.read()
     os._exit(1)
 

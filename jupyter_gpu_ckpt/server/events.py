@@ -1,4 +1,4 @@
-"""Tells the kernels' story to jupyter_server's event bus, and one line of each transition to its log.
+"""Emit kernels' transitions and steps on jupyter_server's event bus, and log a line for each transition.
 
 The schemas lie in ``events/``; front ends subscribe at ``api/events/subscribe``.
 """
@@ -23,25 +23,25 @@ USAGE = f"{_BASE}/gpu_usage/v1"
 
 
 def register(bus: EventLogger) -> None:
-    """Make our schemas known; one that is known already is left alone."""
+    """Register our schemas; those that are registered already are kept."""
     for schema_id in (STATE, STEP, FAILURE, PROTECTION, USAGE):
         if schema_id not in bus.schemas:
             bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
 
 class Events:
-    """A listener of `watch.Watcher` that emits events."""
+    """A listener of `monitor.KernelMonitor` that emits events."""
 
     def __init__(self, bus: EventLogger) -> None:
         self.bus = bus
         register(bus)
 
     def usage(self, document: dict[str, Any]) -> None:
-        """Who holds the GPUs' memory."""
+        """Emit GPU memory by kernel."""
         self.bus.emit(schema_id=USAGE, data=document)
 
     def changed(self, change: Changed) -> None:
-        """The state of a kernel."""
+        """Emit a change of state."""
         self._emit(
             STATE,
             change.kernel_id,
@@ -53,7 +53,7 @@ class Events:
         )
 
     def stepped(self, step: Stepped) -> None:
-        """The progress of a verb."""
+        """Emit the progress of a verb."""
         event = step.event
         self._emit(
             STEP,
@@ -70,12 +70,12 @@ class Events:
         )
 
     def failed(self, failure: Failed) -> None:
-        """The failure of a verb."""
-        said = {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left")}
-        self._emit(FAILURE, failure.kernel_id, **said)
+        """Emit the failure of a verb."""
+        fields = {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left")}
+        self._emit(FAILURE, failure.kernel_id, **fields)
 
     def protected(self, kernel_id: str, until: float | None) -> None:
-        """A protection was set, or ended by somebody; called for `Watcher.on_protected`."""
+        """Emit that a protection was set, or (None) ended.  Called for `KernelMonitor.on_protected`."""
         self._emit(PROTECTION, kernel_id, protected_until=until)
 
     def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
@@ -83,13 +83,13 @@ class Events:
 
 
 class Log:
-    """A listener of `watch.Watcher`: one line for each transition, ``key=value``, no path, no user content."""
+    """A listener of `monitor.KernelMonitor`: logs each transition as ``key=value``, without paths or user content."""
 
     def __init__(self, log: Logger) -> None:
         self.log = log
 
     def changed(self, change: Changed) -> None:
-        """The line."""
+        """Log the line."""
         facts = {
             "kernel": change.kernel_id,
             "from": change.previous.value if change.previous else "-",
@@ -103,7 +103,7 @@ class Log:
         write("gpu_ckpt transition %s", " ".join(f"{name}={value}" for name, value in facts.items()))
 
     def stepped(self, step: Stepped) -> None:
-        """Steps are the provisioner's to log, for debugging."""
+        """Do nothing: the provisioner logs steps, for debugging."""
 
     def failed(self, failure: Failed) -> None:
-        """The transition's line has the code."""
+        """Do nothing: the transition's line has the code."""

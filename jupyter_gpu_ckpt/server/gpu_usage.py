@@ -1,6 +1,6 @@
-"""Who holds the GPUs' memory: looked at now and then, kept for an hour, told as an event when it has changed.
+"""GPU memory by kernel: measured at intervals, kept for an hour, emitted as an event when it has changed.
 
-Front ends show it without asking: one look here serves every browser tab.
+Front ends read the events: one measurement here serves every browser tab.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from ..cuda.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engine import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
-from .monitor import Changed, Failed, Stepped, Watcher, device_bytes
-from .periodic_task import Background
+from .monitor import Changed, Failed, KernelMonitor, Stepped, device_bytes
+from .periodic_task import PeriodicTask
 
-#: Seconds of history, and the change in bytes that is worth an event.
+#: Seconds of history.
 HISTORY = 3600.0
-NEWS = 1 << 20
-
-Tell = Callable[[dict[str, Any]], None]
+#: Change in bytes that is worth an event.
+MIN_CHANGE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,58 +39,58 @@ class Usage:
     kernels: Mapping[str, Mapping[str, int]]
 
     def differs(self, other: Usage) -> bool:
-        """Whether anybody who looks would see it."""
+        """Whether the difference is worth an event."""
         before = {gpu.uuid: gpu.used for gpu in other.gpus}
-        moved = any(abs(gpu.used - before.get(gpu.uuid, 0)) >= NEWS for gpu in self.gpus)
+        moved = any(abs(gpu.used - before.get(gpu.uuid, 0)) >= MIN_CHANGE for gpu in self.gpus)
         return moved or len(self.gpus) != len(before) or self.kernels != other.kernels
 
 
 class GpuUsage(LoggingConfigurable):
-    """Looks every `interval`, and whenever a kernel has left or come back.  A listener of `watch.Watcher`."""
+    """Measures every `interval`, and after each suspend or resume.  A listener of `monitor.KernelMonitor`."""
 
-    interval = Float(5.0, min=0.5, help="Seconds between two looks at who holds the GPUs' memory.").tag(config=True)
+    interval = Float(5.0, min=0.5, help="Seconds between two measurements of GPU memory by kernel.").tag(config=True)
 
     def __init__(
         self,
         provisioners: Callable[[], dict[str, GpuCkptProvisioner]],
-        watcher: Watcher,
+        monitor: KernelMonitor,
         image_dir: Path,
-        tell: Tell,
+        emit: Callable[[dict[str, Any]], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._provisioners = provisioners
-        self._watcher = watcher
+        self._monitor = monitor
         self._image_dir = image_dir
-        self._tell = tell
-        self._looking = Background("gpu-ckpt-usage", self._run)
+        self._emit = emit
+        self._task = PeriodicTask("gpu-ckpt-usage", self._run)
         self._sooner = asyncio.Event()
         self._last: Usage | None = None
-        self._looked = -inf
+        self._measured = -inf
         self._failing = False
         self._history: dict[str, deque[tuple[float, int]]] = {}
 
     def start(self) -> None:
-        """Begin.  Called from the extension, on its event loop."""
-        self._looking.start()
+        """Start.  Called from the extension, on its event loop."""
+        self._task.start()
 
     async def stop(self) -> None:
-        """End.  Called from the extension."""
-        await self._looking.stop()
+        """Stop.  Called from the extension."""
+        await self._task.stop()
 
-    async def look(self) -> Usage:
-        """Look now."""
-        return self._take(await asyncio.to_thread(_look, self._provisioners(), self._image_dir))
+    async def measure(self) -> Usage:
+        """Measure now."""
+        return self._record(await asyncio.to_thread(_measure, self._provisioners(), self._image_dir))
 
     async def document(self) -> dict[str, Any]:
-        """What ``GET gpus`` replies: as of the last look, or of one made now where that is older than `interval`.
+        """Return the reply to ``GET gpus``: a measurement no older than `interval`.
 
-        A driver that does not answer just now leaves what was seen before.
+        Where the driver does not answer now, it is the last measurement.
         """
         last = self._last
-        if last is None or time.monotonic() - self._looked > self.interval:
+        if last is None or time.monotonic() - self._measured > self.interval:
             try:
-                last = await self.look()
+                last = await self.measure()
             except GpuCkptError:
                 last = last or Usage(time.time(), (), {})  # the doctor says why
         return {
@@ -103,19 +102,19 @@ class GpuUsage(LoggingConfigurable):
                 }
                 for gpu in last.gpus
             ],
-            "gpu_seconds_given_back": self._watcher.gpu_seconds(time.time()),
+            "gpu_seconds_freed": self._monitor.gpu_seconds(time.time()),
         }
 
     async def _run(self) -> None:
-        await self._sooner.wait()  # without kernels nobody is made to wait for a driver
+        await self._sooner.wait()  # without kernels no driver is loaded
         while True:
             self._sooner.clear()
             try:
-                if not (await self.look()).gpus and not self._history:
-                    return  # the driver lists no GPU, and none will come while this server runs
+                if not (await self.measure()).gpus and not self._history:
+                    return  # the driver lists no GPU, and none appears while this server runs
                 self._failing = False
             except Exception as error:
-                self._tell_fault(error)
+                self._log_failure(error)
             # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation that `stop` asks for.
             timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
             try:
@@ -123,33 +122,33 @@ class GpuUsage(LoggingConfigurable):
             finally:
                 timer.cancel()
 
-    def _tell_fault(self, error: Exception) -> None:
-        """Once for each stretch of looks that fail.  What a driver has against it is no traceback's worth."""
+    def _log_failure(self, error: Exception) -> None:
+        """Log the first of consecutive failures.  An error of the driver needs no traceback."""
         if not self._failing:
             self._failing = True
             trace = None if isinstance(error, GpuCkptError) else error
-            what = "Who holds the GPUs' memory could not be found out; it is tried every %g s: %s"
-            self.log.warning(what, self.interval, error, exc_info=trace)
+            text = "GPU memory by kernel could not be measured; it is tried again every %g s: %s"
+            self.log.warning(text, self.interval, error, exc_info=trace)
 
-    def _take(self, usage: Usage) -> Usage:
+    def _record(self, usage: Usage) -> Usage:
         before, self._last = self._last, usage
-        self._looked = time.monotonic()
+        self._measured = time.monotonic()
         for gpu in usage.gpus:
             points = self._history.setdefault(gpu.uuid, deque())
             while points and points[0][0] < usage.at - HISTORY:
                 points.popleft()
             if len(points) >= 2 and points[-1][1] == points[-2][1] == gpu.used:
-                points.pop()  # a level stretch is its two ends
+                points.pop()  # of equal values only the first and the last are kept
             points.append((usage.at, gpu.used))
         if usage.gpus and (before is None or usage.differs(before)):
-            self._tell(
+            self._emit(
                 {
                     "at": usage.at,
                     "gpus": [
                         {"uuid": gpu.uuid, "used": gpu.used, "kernels": dict(usage.kernels.get(gpu.uuid, {}))}
                         for gpu in usage.gpus
                     ],
-                    "gpu_seconds_given_back": self._watcher.gpu_seconds(usage.at),
+                    "gpu_seconds_freed": self._monitor.gpu_seconds(usage.at),
                 }
             )
         return usage
@@ -157,7 +156,7 @@ class GpuUsage(LoggingConfigurable):
     # -- as a listener
 
     def changed(self, change: Changed) -> None:
-        """A kernel has another state: what it holds is another, too."""
+        """A kernel has another state, and so other device memory."""
         self._sooner.set()
 
     def stepped(self, step: Stepped) -> None:
@@ -166,20 +165,20 @@ class GpuUsage(LoggingConfigurable):
             self._sooner.set()
 
     def failed(self, failure: Failed) -> None:
-        """Its transition was told."""
+        """`changed` was called for it."""
 
 
-def _look(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) -> Usage:
-    """Asks NVML and the driver: for a thread."""
+def _measure(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) -> Usage:
+    """Query NVML and the driver.  Runs on a thread."""
     at = time.time()
     gpus = tuple(shared_engine(image_dir).gpus.list())
     kernels: dict[str, dict[str, int]] = {}
     for kernel_id, provisioner in provisioners.items() if gpus else ():
         lifecycle = provisioner.lifecycle
         try:
-            held = device_bytes(lifecycle) if lifecycle is not None else {}
+            memory = device_bytes(lifecycle) if lifecycle is not None else {}
         except GpuCkptError:
-            continue  # it ends just now, or NVML does not tell
-        for uuid, count in held.items():
+            continue  # it is just ending, or NVML does not answer
+        for uuid, count in memory.items():
             kernels.setdefault(uuid, {})[kernel_id] = count
     return Usage(at, gpus, kernels)

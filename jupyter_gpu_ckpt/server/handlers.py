@@ -1,7 +1,7 @@
 """REST under ``<base_url>gpu-ckpt/``, as ``openapi.yaml`` describes it.
 
-Every verb needs a user (`authenticated`) who may do it (`authorized`, resource ``gpu_ckpt``), and the XSRF token where
-jupyter_server asks for one.  A GET is a program's question, not a user's activity.
+Every verb needs a user (`authenticated`) with permission (`authorized`, resource ``gpu_ckpt``), and an XSRF token where
+jupyter_server requires one.  A GET is not counted as a user's activity.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
@@ -25,73 +25,72 @@ from ..kernel.provisioner import GpuCkptProvisioner
 from . import models
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
-from .jobs import Jobs
-from .monitor import Watcher
+from .jobs import Job, Jobs
+from .monitor import KernelMonitor
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
 VERBS = ("suspend", "resume", "checkpoint", "restore")
-_LEAVING = ("suspend", "checkpoint")
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
 
 Method = Callable[..., Awaitable[None]]
 
 
 class Extension(Protocol):
-    """What requests are answered with: `app.GpuCkptApp`."""
+    """The part of `app.GpuCkptApp` that handlers use."""
 
     store: Store
     jobs: Jobs
-    watcher: Watcher
+    monitor: KernelMonitor
     usage: GpuUsage
     idle: IdlePolicy
 
     @property
     def root(self) -> Path:
-        """What paths of notebooks are relative to."""
+        """The directory that notebook paths are relative to."""
 
     def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
-        """The provisioner of a kernel, if it is ours."""
+        """Return the provisioner of a kernel, if it is ours."""
 
-    def look(self) -> None:
-        """Watch the kernels there are now."""
+    def refresh_monitor(self) -> None:
+        """Monitor the kernels that exist now."""
 
-    async def adopt(self, image: Image) -> None:
+    async def attach(self, image: Image) -> None:
         """Serve the kernel that sleeps in an image."""
 
-    async def park(self) -> dict[str, Any]:
-        """Have every kernel sleep in a proved image."""
+    async def drain(self) -> dict[str, Any]:
+        """Checkpoint every kernel and verify its image."""
 
-    async def need(self) -> dict[str, Any]:
-        """What `park` would need now."""
+    async def estimate_drain(self) -> dict[str, Any]:
+        """Estimate the work of `drain`."""
 
     async def status(self) -> dict[str, Any]:
-        """The document of ``status``."""
+        """Return the document of ``status``."""
 
 
-def _told(method: Method) -> Method:
-    """Our errors become replies with their own code, hint and what was left behind."""
+def _endpoint(method: Method) -> Method:
+    """Require a user who is authorized, and turn our errors into replies with code, hint and what was left behind."""
 
     @functools.wraps(method)
-    async def inner(self: Handler, *args: str) -> None:
+    async def reply_with_errors(self: Handler, *args: str) -> None:
         try:
             await method(self, *args)
         except GpuCkptError as error:
             self.set_status(models.http_status(error))
             self.reply({"message": error.message, "error": error.as_dict()})
 
-    return inner
+    return cast(Method, web.authenticated(authorized(reply_with_errors)))
 
 
 class Handler(ExtensionHandlerMixin, APIHandler):
-    """What all of ours share."""
+    """Base of all handlers of this package."""
 
     auth_resource = "gpu_ckpt"
-    #: Whether a verb is the user's activity: what a hub asks of a server it is about to stop is none.
-    counts = True
+    #: Whether a POST or DELETE counts as the user's activity: a hub's request to a server that it will stop does not.
+    is_activity = True
 
     async def prepare(self) -> None:  # type: ignore[override]
         """Called before each request."""
-        self._track_activity = self.counts and self.request.method not in ("GET", "HEAD")
+        self._track_activity = self.is_activity and self.request.method not in ("GET", "HEAD")
         await super().prepare()
 
     @property
@@ -104,17 +103,21 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         """Finish with a JSON document."""
         self.finish(json.dumps(document))
 
+    def reply_started(self, job: Job) -> None:
+        """Finish with 202, a job and its location."""
+        self.set_status(202)
+        self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
+        self.reply(job.as_dict())
+
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Called for whatever else goes wrong.  RFC 9110: a 405 names what is allowed."""
+        """Called for all other errors.  RFC 9110: a 405 names the methods that are allowed."""
         if status_code == 405:
-            self.set_header("Allow", ", ".join(sorted(name for name in ("GET", "POST", "DELETE") if self._has(name))))
+            allowed = [name for name in ("DELETE", "GET", "POST") if name.lower() in vars(type(self))]
+            self.set_header("Allow", ", ".join(allowed))
         super().write_error(status_code, **kwargs)
 
-    def _has(self, method: str) -> bool:
-        return method.lower() in vars(type(self))
-
     def body(self, allowed: set[str]) -> dict[str, Any]:
-        """The request's JSON object, empty if there is none.  Raises `BadRequest`."""
+        """Return the request's JSON object, empty if there is none.  Raises `BadRequest`."""
         if not self.request.body.strip():
             return {}
         try:
@@ -127,31 +130,43 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         return body
 
     def image(self, id: str) -> Image:
-        """The image of that id.  Asks the disk.  Raises `BadRequest` for what cannot be an id, and as `Store.get`."""
+        """Return the image of that id.  Reads the disk.  Raises `BadRequest` for an invalid id, and as `Store.get`."""
         if not id.isprintable():
             raise BadRequest("An image's id has no control characters.")
         return self.app.store.get(id)
 
     def kernel(self, kernel_id: str) -> GpuCkptProvisioner | None:
-        """The kernel's provisioner if it is ours.  404 when there is no such kernel."""
+        """Return the kernel's provisioner if it is ours.  404 when there is no such kernel."""
         if kernel_id not in self.kernel_manager:
             raise web.HTTPError(404, f"Kernel does not exist: {kernel_id}")
         return self.app.provisioner(kernel_id)
 
+    def checkpointable(self, kernel_id: str) -> GpuCkptProvisioner:
+        """Return the kernel's provisioner.  404 when there is no such kernel, `StateError` if it is a plain one."""
+        provisioner = self.kernel(kernel_id)
+        if provisioner is None or provisioner.lifecycle is None:
+            raise StateError(models.why_not(provisioner))
+        return provisioner
+
     def document(self, kernel_id: str) -> dict[str, Any]:
-        """The kernel's document."""
+        """Return the kernel's document."""
         provisioner = self.kernel(kernel_id)
         name = self.kernel_manager.get_kernel(kernel_id).kernel_name
-        watched, job = self.app.watcher.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
-        return models.kernel(kernel_id, name, provisioner, watched, job, self.app.idle.outlook(kernel_id))
+        monitored, job = self.app.monitor.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
+        return models.kernel(kernel_id, name, provisioner, monitored, job, self.app.idle.outlook(kernel_id))
+
+    def job(self, id: str) -> Job:
+        """Return the job.  404 when there is none."""
+        job = self.app.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, "There is no such job, or it ended long ago.")
+        return job
 
 
 class StatusHandler(Handler):
     """``status``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
         """The host, its GPUs, the policy, and how many kernels are in which state."""
         self.reply(await self.app.status())
@@ -160,35 +175,29 @@ class StatusHandler(Handler):
 class KernelsHandler(Handler):
     """``kernels``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
         """All kernels of this server."""
-        self.app.look()
+        self.app.refresh_monitor()
         self.reply([self.document(kernel_id) for kernel_id in self.kernel_manager.list_kernel_ids()])
 
 
 class KernelHandler(Handler):
     """``kernels/<id>``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self, kernel_id: str) -> None:
         """One kernel, with the device memory it holds now."""
-        self.app.look()
+        self.app.refresh_monitor()
         provisioner = self.kernel(kernel_id)
-        held = await asyncio.to_thread(models.on_device, provisioner)
-        self.reply({**self.document(kernel_id), "device_bytes": held})
+        on_device = await asyncio.to_thread(models.on_device, provisioner)
+        self.reply({**self.document(kernel_id), "device_bytes": on_device})
 
 
 class PreflightHandler(Handler):
     """``kernels/<id>/preflight``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self, kernel_id: str) -> None:
         """Whether a checkpoint would be refused now."""
         self.reply(await asyncio.to_thread(models.findings, self.kernel(kernel_id)))
@@ -197,26 +206,19 @@ class PreflightHandler(Handler):
 class VerbHandler(Handler):
     """``kernels/<id>/{suspend,resume,checkpoint,restore}``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def post(self, kernel_id: str, verb: str) -> None:
         """Begin; 202 with the job."""
-        provisioner = self.kernel(kernel_id)
-        if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(models.why_not(provisioner))
+        provisioner = self.checkpointable(kernel_id)
         parameters = self._parameters(verb)
         arguments = {name: value for name, value in parameters.items() if name != "when"}
         call = functools.partial(_call, provisioner, verb, arguments)
-        moment = None
+        turn = None
         if parameters.get("when") == "idle":
-            moment = provisioner.once_idle()
-        elif verb in _LEAVING:
+            turn = provisioner.once_idle()
+        elif verb in ("suspend", "checkpoint"):
             await asyncio.to_thread(models.require_no_cell, provisioner)
-        job = self.app.jobs.start(kernel_id, verb, parameters, call, moment)
-        self.set_status(202)
-        self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
-        self.reply(job.as_dict())
+        self.reply_started(self.app.jobs.start(kernel_id, verb, parameters, call, turn))
 
     def _parameters(self, verb: str) -> dict[str, Any]:
         body = self.body(_PARAMETERS.get(verb, set()))
@@ -235,41 +237,30 @@ async def _call(provisioner: GpuCkptProvisioner, verb: str, parameters: dict[str
     await call(**parameters)
 
 
-class ParkHandler(Handler):
-    """``park``"""
+class DrainHandler(Handler):
+    """``drain``"""
 
-    counts = False
+    is_activity = False
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
-        """What parking this server would need now."""
-        self.reply(await self.app.need())
+        """Estimate the work of a drain."""
+        self.reply(await self.app.estimate_drain())
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def post(self) -> None:
-        """Begin to checkpoint every kernel and to prove its image; 202 with the job."""
+        """Begin to checkpoint every kernel and to verify its image; 202 with the job."""
         self.body(set())
-        job = self.app.jobs.start("", "park", {}, self.app.park)
-        self.set_status(202)
-        self.set_header("Location", url_path_join(self.base_url, "gpu-ckpt", "jobs", job.id))
-        self.reply(job.as_dict())
+        self.reply_started(self.app.jobs.start("", "drain", {}, self.app.drain))
 
 
 class ProtectHandler(Handler):
     """``kernels/<id>/protect``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def post(self, kernel_id: str) -> None:
         """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
-        provisioner = self.kernel(kernel_id)
-        if provisioner is None or provisioner.lifecycle is None:
-            raise StateError(models.why_not(provisioner))
+        provisioner = self.checkpointable(kernel_id)
         body = self.body({"seconds"})
         if "seconds" not in body:
             raise BadRequest("The body must have a field, seconds.")
@@ -279,24 +270,15 @@ class ProtectHandler(Handler):
 class JobHandler(Handler):
     """``jobs/<id>``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self, id: str) -> None:
         """One job."""
-        job = self.app.jobs.get(id)
-        if job is None:
-            raise web.HTTPError(404, "There is no such job, or it ended long ago.")
-        self.reply(job.as_dict())
+        self.reply(self.job(id).as_dict())
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def delete(self, id: str) -> None:
-        """Call off a job that waits for its moment."""
-        job = self.app.jobs.get(id)
-        if job is None:
-            raise web.HTTPError(404, "There is no such job, or it ended long ago.")
+        """Cancel a job that waits until no cell runs."""
+        job = self.job(id)
         self.app.jobs.cancel(job)
         self.reply(job.as_dict())
 
@@ -304,20 +286,16 @@ class JobHandler(Handler):
 class GpusHandler(Handler):
     """``gpus``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
-        """Who holds the GPUs' memory, now and during the last hour."""
+        """The GPUs' memory by kernel, now and during the last hour."""
         self.reply(await self.app.usage.document())
 
 
 class ImagesHandler(Handler):
     """``images``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
         """All images in the image directory."""
         self.reply(await asyncio.to_thread(models.images, self.app.store, self.app.root))
@@ -326,18 +304,14 @@ class ImagesHandler(Handler):
 class ImageHandler(Handler):
     """``images/<id>``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self, id: str) -> None:
         """One image."""
         self.reply(await asyncio.to_thread(lambda: models.image(self.image(id), self.app.root)))
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def delete(self, id: str) -> None:
-        """Delete it.  The only copy of a sleeping kernel only with ``force=true``."""
+        """Delete an image; the only copy of a sleeping kernel only with ``force=true``."""
         force = self.get_query_argument("force", "false")
         if force not in ("true", "false"):
             raise BadRequest("force must be true or false.")
@@ -346,30 +320,26 @@ class ImageHandler(Handler):
         self.reply({"id": id, "bytes": freed})
 
 
-class AdoptHandler(Handler):
-    """``images/<id>/adopt``"""
+class AttachHandler(Handler):
+    """``images/<id>/attach``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def post(self, id: str) -> None:
-        """Take over the kernel that sleeps in the image; it sleeps on."""
+        """Attach the kernel that sleeps in the image; it sleeps on."""
         self.body(set())
         image = await asyncio.to_thread(self.image, id)
         kernel_id = image.manifest.kernel_id
         if kernel_id not in self.kernel_manager:
-            await self.app.adopt(image)
+            await self.app.attach(image)
         self.reply(self.document(kernel_id))
 
 
 class OpenapiHandler(Handler):
     """``openapi.yaml``"""
 
-    @web.authenticated
-    @authorized
-    @_told
+    @_endpoint
     async def get(self) -> None:
-        """The description of all this."""
+        """The OpenAPI description of these routes."""
         self.finish(await asyncio.to_thread(OPENAPI.read_bytes), set_content_type="application/yaml")
 
 
@@ -380,11 +350,11 @@ HANDLERS: list[tuple[str, type[Handler]]] = [
     (r"gpu-ckpt/kernels/([^/]+)/preflight", PreflightHandler),
     (rf"gpu-ckpt/kernels/([^/]+)/({'|'.join(VERBS)})", VerbHandler),
     (r"gpu-ckpt/kernels/([^/]+)/protect", ProtectHandler),
-    (r"gpu-ckpt/park", ParkHandler),
+    (r"gpu-ckpt/drain", DrainHandler),
     (r"gpu-ckpt/gpus", GpusHandler),
     (r"gpu-ckpt/jobs/([^/]+)", JobHandler),
     (r"gpu-ckpt/images", ImagesHandler),
     (r"gpu-ckpt/images/([^/]+)", ImageHandler),
-    (r"gpu-ckpt/images/([^/]+)/adopt", AdoptHandler),
+    (r"gpu-ckpt/images/([^/]+)/attach", AttachHandler),
     (r"gpu-ckpt/openapi\.yaml", OpenapiHandler),
 ]

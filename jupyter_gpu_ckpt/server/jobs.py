@@ -1,4 +1,4 @@
-"""Verbs under way for REST: what a POST starts, and what a later GET finds."""
+"""Jobs of REST: a POST starts a verb, later GETs find its outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import GpuCkptError, StateError
 
-#: Jobs that have ended are remembered, the newest of them.
+#: How many jobs that have ended are remembered, the newest.
 REMEMBERED = 200
 
 
@@ -28,11 +28,11 @@ class Job:
     started: float = field(default_factory=time.time)
     ended: float | None = None
     error: dict[str, Any] | None = None
-    #: What the verb has to tell, as JSON; None for most.
+    #: The verb's result as JSON; None for most.
     result: dict[str, Any] | None = None
-    #: Whether the verb has not begun: it waits for its moment.
+    #: Whether the verb has not begun: it waits until no cell runs.
     waits: bool = False
-    #: Whether somebody called it off while it waited.
+    #: Whether it was cancelled while it waited.
     cancelled: bool = False
 
     @property
@@ -45,18 +45,11 @@ class Job:
         return "failed" if self.error else "done"
 
     def as_dict(self) -> dict[str, Any]:
-        """The job as JSON-serialisable data."""
-        return {
-            "id": self.id,
-            "kernel_id": self.kernel_id,
-            "verb": self.verb,
-            "parameters": self.parameters,
-            "status": self.status,
-            "started": self.started,
-            "ended": self.ended,
-            "error": self.error,
-            "result": self.result,
-        }
+        """Return the job as JSON-serialisable data."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+
+_FIELDS = ("id", "kernel_id", "verb", "parameters", "status", "started", "ended", "error", "result")
 
 
 class Jobs:
@@ -72,42 +65,43 @@ class Jobs:
         verb: str,
         parameters: Mapping[str, Any],
         call: Callable[[], Awaitable[Any]],
-        moment: AbstractAsyncContextManager[None] | None = None,
+        turn: AbstractAsyncContextManager[None] | None = None,
     ) -> Job:
-        """Begin ``call``, inside ``moment`` where it waits for one; the same request again joins the one under way."""
+        """Start ``call``, inside ``turn`` if it has to wait; a request equal to one under way joins that."""
         for job in self.running():
             if (job.kernel_id, job.verb, job.parameters) == (kernel_id, verb, parameters):
                 return job
-        job = Job(secrets.token_hex(8), kernel_id, verb, dict(parameters), waits=moment is not None)
+        job = Job(secrets.token_hex(8), kernel_id, verb, dict(parameters), waits=turn is not None)
         self._jobs[job.id] = job
-        run = self._run(job, call, moment or contextlib.nullcontext())
+        run = self._run(job, call, turn or contextlib.nullcontext())
         task = self._tasks[job.id] = asyncio.create_task(run, name=f"gpu-ckpt {verb} {kernel_id}")
-        task.add_done_callback(lambda _: self._ended(job))  # also of one that is called off before it has begun
+        task.add_done_callback(lambda _: self._ended(job))  # also if it is cancelled before it has begun
         return job
 
     def cancel(self, job: Job) -> None:
-        """Call off a job that waits.  Raises `StateError` for one that does not, or not any more."""
+        """Cancel a job that waits.  Raises `StateError` for any other."""
         if job.status != "waiting":
-            raise StateError(f"The job is {job.status}; only one that waits can be called off.", left=job.status)
+            raise StateError(
+                f"The job is {job.status}; only a waiting job can be cancelled.", left=f"the job is {job.status}"
+            )
         job.cancelled, job.ended = True, time.time()
         self._tasks[job.id].cancel()
 
-    async def _run(
-        self, job: Job, call: Callable[[], Awaitable[Any]], moment: AbstractAsyncContextManager[None]
-    ) -> None:
+    async def _run(self, job: Job, call: Callable[[], Awaitable[Any]], turn: AbstractAsyncContextManager[None]) -> None:
         try:
-            async with moment:
+            async with turn:
                 job.waits = False
-                told = await call()
-            job.result = told if isinstance(told, dict) else None
+                result = await call()
+            job.result = result if isinstance(result, dict) else None
         except asyncio.CancelledError:
             if job.cancelled:
                 return
-            job.error = GpuCkptError("The server stopped waiting for it.", hint="Look at the kernel's state.").as_dict()
+            job.error = GpuCkptError(
+                "The server stopped before the job ended.", hint="Look at the kernel's state."
+            ).as_dict()
             raise
         except Exception as error:
-            ours = error if isinstance(error, GpuCkptError) else GpuCkptError(f"{type(error).__name__}: {error}")
-            job.error = ours.as_dict()
+            job.error = GpuCkptError.from_exception(error).as_dict()
 
     def _ended(self, job: Job) -> None:
         job.ended = job.ended or time.time()
@@ -117,15 +111,15 @@ class Jobs:
             del self._jobs[id]
 
     def get(self, id: str) -> Job | None:
-        """The job of that id; None if there is none, or if it ended so long ago that it was forgotten."""
+        """Return the job of that id; None if there is none, or it was forgotten."""
         return self._jobs.get(id)
 
     def running(self) -> list[Job]:
-        """Jobs that wait or are under way, oldest first."""
+        """Return the jobs that wait or are under way, oldest first."""
         return [job for job in self._jobs.values() if job.ended is None]
 
     def of_kernel(self, kernel_id: str) -> Job | None:
-        """The kernel's newest job."""
+        """Return the kernel's newest job."""
         return next((job for job in reversed(self._jobs.values()) if job.kernel_id == kernel_id), None)
 
     async def close(self) -> None:

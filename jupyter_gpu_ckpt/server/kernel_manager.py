@@ -28,7 +28,7 @@ from ..errors import GpuCkptError
 from ..gate.replies import IDLE_TYPE
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
-from .readiness import Presence
+from .readiness import Readiness
 
 if TYPE_CHECKING:
     _Base = AsyncMappingKernelManager
@@ -39,77 +39,77 @@ else:
 #: Called with each kernel that runs (again): its id and its provisioner.
 KernelListener = Callable[[str, GpuCkptProvisioner], object]
 
-#: The kernel jupyter_server's culler is judging now: ending that one means checkpointing it.
+#: The kernel that jupyter_server's culler examines now; to end it means to checkpoint it.
 _culling: ContextVar[str | None] = ContextVar("_culling", default=None)
 
 
 class CheckpointKernelManagerMixin(_Base):
-    """Makes jupyter_server's rules about idle kernels fit for kernels that can sleep."""
+    """Adapts jupyter_server's rules about idle kernels to kernels that can sleep."""
 
     checkpointed_expiry = Integer(
         0,
         config=True,
-        help="Seconds after which a checkpointed kernel is shut down (looked at every cull_interval); 0: never. "
+        help="Seconds after which a checkpointed kernel is shut down (checked every cull_interval); 0: never. "
         "Its image is kept, and `jupyter gpu-ckpt prune` may delete it.",
     )
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.kernel_listeners: list[KernelListener] = []
-        self.presence = Presence()
-        #: For how long a kernel has not worked, as the idle policy sees it, in seconds.
+        self.readiness = Readiness()
+        #: Seconds for which the idle policy has seen a kernel idle.
         self.idle_seconds: Callable[[str], float] = lambda _: math.inf
         self._expiry_callback: PeriodicCallback | None = None
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def provisioner_of(self, kernel_id: str) -> GpuCkptProvisioner | None:
-        """Our provisioner of a kernel; None where there is none (yet), or where it is somebody else's."""
+        """Return our provisioner of a kernel; None where there is none yet, or another provisioner."""
         provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
         return provisioner if isinstance(provisioner, GpuCkptProvisioner) else None
 
     def provisioners(self) -> dict[str, GpuCkptProvisioner]:
-        """Our provisioners by kernel id, also of kernels that could only be started plainly."""
+        """Return our provisioners by kernel id, also of kernels that could only be started plainly."""
         found = {kernel_id: self.provisioner_of(kernel_id) for kernel_id in self.list_kernel_ids()}
         return {kernel_id: provisioner for kernel_id, provisioner in found.items() if provisioner is not None}
 
     def _state(self, kernel_id: str) -> State | None:
-        """The state of a kernel that can be checkpointed; None of any other."""
+        """Return the state of a kernel that can be checkpointed; None of any other."""
         provisioner = self.provisioner_of(kernel_id)
         return provisioner.state if provisioner is not None and provisioner.lifecycle is not None else None
 
     # -- how many kernels there are
 
     def __len__(self) -> int:
-        """Kernels that run: jupyter_server asks for ``shutdown_no_activity``, which sleepers must not keep off."""
+        """Return the number of kernels with a process: a sleeping one must not keep ``shutdown_no_activity`` off."""
         return sum(self._state(kernel_id) is not State.CHECKPOINTED for kernel_id in self.list_kernel_ids())
 
     def __bool__(self) -> bool:
-        """Whether there is any kernel.  On its way down the server asks by truth value whether there is work to do."""
+        """Whether there is any kernel.  A stopping server tests this to see whether kernels are to be shut down."""
         return bool(self.list_kernel_ids())
 
     def list_kernels(self) -> Any:
-        """Called from REST.  While kernels come or go it is awaitable, as a gateway's is."""
+        """Called from REST.  Returns an awaitable, as a gateway does, while kernels are attached or detached."""
         listed = super().list_kernels
-        return listed() if self.presence.is_certain else self._once_certain(listed)
+        return listed() if self.readiness.is_ready else self._when_ready(listed)
 
     def kernel_model(self, kernel_id: str) -> Any:
-        """Called for each kernel in a listing: jupyter_server's model with ``gpu_ckpt`` added for kernels of ours.
+        """Return jupyter_server's model, with ``gpu_ckpt`` for our kernels.  Called for each kernel in a listing.
 
-        For one that may come back it is awaitable: a tab that reconnects takes a 404 for the kernel's end.
+        Returns an awaitable for a kernel that may still be attached: a reconnecting tab takes a 404 for its end.
         """
-        if kernel_id in self or self.presence.is_certain:
+        if kernel_id in self or self.readiness.is_ready:
             return self._model(kernel_id)
-        return self._once_certain(lambda: self._model(kernel_id))
+        return self._when_ready(lambda: self._model(kernel_id))
 
-    async def _once_certain(self, ask: Callable[[], Any]) -> Any:
-        await self.presence.certain()
-        return ask()
+    async def _when_ready(self, call: Callable[[], Any]) -> Any:
+        await self.readiness.wait()
+        return call()
 
     def _model(self, kernel_id: str) -> dict[str, Any]:
         kernel = self._kernels.get(kernel_id)
         if kernel is not None and getattr(kernel, "execution_state", None) is None:
-            # In the map, but jupyter_server has not come to mark it: a listing at that moment, as while kernels are
-            # adopted, would fail as a whole.
+            # jupyter_server has added the kernel but not set these yet: a listing at that moment, as while kernels are
+            # attached, would fail as a whole.
             kernel.execution_state, kernel.reason, kernel.last_activity = "starting", "", utcnow()
         model: dict[str, Any] = super().kernel_model(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
@@ -123,17 +123,17 @@ class CheckpointKernelManagerMixin(_Base):
         """Called from jupyter_server once a kernel is ready, and again after a restart."""
         super().start_watching_activity(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
-            for told in self.kernel_listeners:
-                told(kernel_id, provisioner)
+            for listener in self.kernel_listeners:
+                listener(kernel_id, provisioner)
 
     # -- culling
 
     def track_message_type(self, message_type: Any) -> bool:
-        """Called from jupyter_server: whether a kernel is in use because of such a message, or of an answer to it."""
+        """Whether such a message, or the reply to it, is a use of the kernel.  Called from jupyter_server."""
         return message_type != IDLE_TYPE and bool(super().track_message_type(message_type))
 
     def initialize_culler(self) -> None:
-        """Called from jupyter_server after the first kernel's start.  Expiry needs no culling of live kernels."""
+        """Called from jupyter_server after the first kernel's start.  Expiry works without culling."""
         super().initialize_culler()
         if self._expiry_callback is None and self.checkpointed_expiry > 0 and self.cull_idle_timeout <= 0:
             interval = self.cull_interval if self.cull_interval > 0 else self.cull_interval_default
@@ -141,9 +141,9 @@ class CheckpointKernelManagerMixin(_Base):
             self._expiry_callback.start()
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Called from the culler.  What stock culling would end is checkpointed; what sleeps expires.
+        """Checkpoint a kernel that jupyter_server would cull; shut down a sleeping one that expires.
 
-        A kernel whose user protected it is left alone.
+        A protected kernel is left alone.  Called from the culler.
         """
         provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
         if provisioner is not None and state is not None and provisioner.agent_requests.protection() is not None:
@@ -151,8 +151,8 @@ class CheckpointKernelManagerMixin(_Base):
         if state is State.CHECKPOINTED:
             await self._expire(kernel_id)
         elif self.cull_idle_timeout > 0:
-            # What idle means is left to jupyter_server (connections, busy kernels, the kernelspec's own timeout); only
-            # what it does about it, a call of `shutdown_kernel`, is turned into a checkpoint.
+            # jupyter_server decides what idle means (connections, busy kernels, the kernelspec's own timeout); its
+            # `shutdown_kernel` is turned into a checkpoint.
             token = _culling.set(kernel_id)
             try:
                 await super().cull_kernel_if_idle(kernel_id)
@@ -168,31 +168,31 @@ class CheckpointKernelManagerMixin(_Base):
         can_sleep = self._state(kernel_id) not in (None, State.DEAD) and not died
         if _culling.get() == kernel_id and provisioner is not None and can_sleep:
             if self.idle_seconds(kernel_id) < self.cull_idle_timeout:
-                # jupyter_server counts messages; a thread that computes, or a web server in a notebook, sends none.
-                self.log.info("Kernel %s was not culled: it works, though no cell runs.", kernel_id)
+                # jupyter_server counts messages; a computing thread, or a web server in a notebook, sends none.
+                self.log.info("Kernel %s was not culled: it works, although no cell runs.", kernel_id)
                 return
             try:
                 image = await provisioner.checkpoint()
                 self.log.info("Kernel %s was checkpointed instead of culled: image %s", kernel_id, image.id)
             except GpuCkptError as error:
-                # It keeps its process: culling is to free what nobody uses, not to lose what somebody made.
+                # It keeps its process: culling frees resources and must not lose data.
                 self.log.warning("Kernel %s was not culled: %s", kernel_id, error.code)
             return
-        async with self._turn(kernel_id):
+        async with self._lock(kernel_id):
             await super().shutdown_kernel(kernel_id, now=now, restart=restart)
 
     async def restart_kernel(self, kernel_id: str, now: bool = False) -> Any:  # type: ignore[override]
         """Called from REST."""
-        async with self._turn(kernel_id):
+        async with self._lock(kernel_id):
             return await super().restart_kernel(kernel_id, now=now)
 
-    def _turn(self, kernel_id: str) -> asyncio.Lock:
-        """Held while a kernel is restarted or shut down: one after the other.
+    def _lock(self, kernel_id: str) -> asyncio.Lock:
+        """Return the lock that makes restarts and shutdowns of a kernel follow one another.
 
-        jupyter_client has no order for these.  A shutdown in the middle of a restart fails (its ``ready`` is not done),
-        and the kernel that nobody wants any more lives on.
+        jupyter_client does not order them.  A shutdown in the middle of a restart fails (its ``ready`` is not done),
+        and the kernel lives on.
         """
-        return self._turns.setdefault(kernel_id, asyncio.Lock())
+        return self._locks.setdefault(kernel_id, asyncio.Lock())
 
     async def _expire(self, kernel_id: str) -> None:
         provisioner = self.provisioner_of(kernel_id)
@@ -205,9 +205,9 @@ class CheckpointKernelManagerMixin(_Base):
             self.log.warning("Kernel %s expires: it was checkpointed %.0f s ago.", kernel_id, asleep)
             if provisioner is not None:
                 provisioner.keep_image = True
-            async with self._turn(kernel_id):
+            async with self._lock(kernel_id):
                 await super().shutdown_kernel(kernel_id)
 
 
 class CheckpointKernelManager(CheckpointKernelManagerMixin, AsyncMappingKernelManager):
-    """What the extension installs where the user named no kernel manager."""
+    """The default kernel manager of servers with the extension."""

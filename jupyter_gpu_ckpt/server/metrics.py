@@ -1,7 +1,7 @@
 """Prometheus metrics, served by jupyter_server's own ``/metrics``.
 
-What changes at moments is counted at those moments; what is true at a moment (states, bytes away from the GPUs) is
-read from the watcher when Prometheus asks.  Bytes and seconds, names as in Prometheus' conventions.
+Counters count when something happens; gauges (states, swapped-out bytes) are read from the monitor at each scrape.
+Bytes and seconds, names as in Prometheus' conventions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..lifecycle.machine import State
-from .monitor import VERBS, Changed, Failed, Stepped, Watcher
+from .monitor import VERBS, Changed, Failed, KernelMonitor, Stepped
 
 STEP_SECONDS = Histogram(
     "gpu_ckpt_step_seconds",
-    "Seconds a completed step of a suspend, resume, checkpoint or restore took",
+    "Seconds that a completed step of a suspend, resume, checkpoint or restore took",
     ["step"],
     buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
@@ -32,34 +32,34 @@ FREED = Counter(
 
 
 class Metrics(Collector):
-    """A listener of `watch.Watcher`, and a collector of what holds now; registered until `close`."""
+    """A listener of `monitor.KernelMonitor`, and a collector of gauges; registered until `close`."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(self, monitor: KernelMonitor) -> None:
+        self.monitor = monitor
         REGISTRY.register(self)
 
     def close(self) -> None:
-        """Take the figures of this server's kernels out of the registry."""
+        """Remove this server's gauges from the registry."""
         REGISTRY.unregister(self)
 
     def collect(self) -> Iterable[Metric]:
         """Called from ``/metrics``."""
-        watched = list(self.watcher.kernels.values())
-        states = Tally(kernel.state for kernel in watched if kernel.state is not None)
+        monitored = list(self.monitor.kernels.values())
+        states = Tally(kernel.state for kernel in monitored if kernel.state is not None)
         kernels = GaugeMetricFamily("gpu_ckpt_kernels", "Kernels that can be checkpointed, by state", labels=["state"])
         for state in State:
             kernels.add_metric([state.value], states[state])
         yield kernels
-        away = [kernel.away for kernel in watched if kernel.away is not None]
+        swapped_out = [kernel.swapped_out for kernel in monitored if kernel.swapped_out is not None]
         yield GaugeMetricFamily(
-            "gpu_ckpt_device_bytes_away",
-            "Bytes of device memory that kernels hold in host memory or images at this moment",
-            value=sum(sum(absence.device.values()) for absence in away),
+            "gpu_ckpt_device_bytes_swapped_out",
+            "Bytes of kernels' device memory that are in host memory or images now",
+            value=sum(sum(memory.device.values()) for memory in swapped_out),
         )
         yield CounterMetricFamily(
-            "gpu_ckpt_gpu_seconds_given_back",
-            "Seconds, counted for each GPU, that kernels were off the GPUs they hold memory on",
-            value=self.watcher.gpu_seconds(time.time()),
+            "gpu_ckpt_gpu_seconds_freed",
+            "Seconds, counted for each GPU, that kernels with device memory were off their GPUs",
+            value=self.monitor.gpu_seconds(time.time()),
         )
 
     def changed(self, change: Changed) -> None:

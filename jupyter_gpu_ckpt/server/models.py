@@ -1,6 +1,6 @@
-"""What REST tells about kernels, images and the host: the documents of ``openapi.yaml``.
+"""The JSON documents of REST about kernels, images and the host, as ``openapi.yaml`` describes them.
 
-The functions that ask a disk or a driver say so; they are for a thread, not for the event loop.
+Functions that read a disk or query a driver say so; they are for a thread, not for the event loop.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
 from ..lifecycle.preflight import PreflightFinding, judge_requests, require
 from .jobs import Job
-from .monitor import Watched, device_bytes
+from .monitor import MonitoredKernel, device_bytes
 
 NOT_OURS = "This kernel was started by another provisioner."
 PLAIN = "This kernel was started plainly; restart it once `jupyter gpu-ckpt doctor` finds nothing missing."
 
 
 def why_not(provisioner: GpuCkptProvisioner | None) -> str:
-    """Why a kernel without a lifecycle cannot be checkpointed."""
+    """Return why a kernel without a lifecycle cannot be checkpointed."""
     if provisioner is None:
         return NOT_OURS
     return PLAIN if provisioner.unfit is None else f"{provisioner.unfit.message} {provisioner.unfit.hint}"
@@ -46,25 +46,25 @@ def kernel(
     kernel_id: str,
     name: str,
     provisioner: GpuCkptProvisioner | None,
-    watched: Watched | None = None,
+    monitored: MonitoredKernel | None = None,
     job: Job | None = None,
     outlook: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One kernel, without asking anybody."""
+    """Return the document of one kernel.  Blocks nowhere."""
     lifecycle = provisioner.lifecycle if provisioner is not None else None
     image = lifecycle.image if lifecycle is not None else None
-    away = watched.away if watched is not None else None
-    failure = watched.failure if watched is not None else None
+    swapped_out = monitored.swapped_out if monitored is not None else None
+    failure = monitored.failure if monitored is not None else None
     return {
         "id": kernel_id,
         "name": name,
         "state": provisioner.state.value if provisioner is not None else State.RUNNING.value,
-        "since": watched.since if watched is not None and watched.state is not None else None,
+        "since": monitored.since if monitored is not None and monitored.state is not None else None,
         "checkpointable": lifecycle is not None,
         "reason": None if lifecycle is not None else why_not(provisioner),
         "image": image.id if image is not None else None,
-        "device_bytes_away": sum(away.device.values()) if away is not None else 0,
-        "progress": watched.progress.fraction if watched is not None and watched.progress is not None else None,
+        "device_bytes_swapped_out": sum(swapped_out.device.values()) if swapped_out is not None else 0,
+        "progress": monitored.progress.fraction if monitored is not None and monitored.progress is not None else None,
         "failure": None
         if failure is None
         else {name: getattr(failure, name) for name in ("verb", "step", "code", "message", "hint", "left", "at")},
@@ -74,7 +74,7 @@ def kernel(
 
 
 def on_device(provisioner: GpuCkptProvisioner | None) -> dict[str, int] | None:
-    """Device memory a kernel holds now, in bytes by GPU UUID; None where nobody can tell.  Asks NVML."""
+    """Return a kernel's device memory in bytes by GPU UUID; None where it is unknown.  Queries NVML."""
     lifecycle = provisioner.lifecycle if provisioner is not None else None
     try:
         return device_bytes(lifecycle) if lifecycle is not None else None
@@ -83,7 +83,7 @@ def on_device(provisioner: GpuCkptProvisioner | None) -> dict[str, int] | None:
 
 
 def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
-    """What preflight says about a kernel now.  Asks ``/proc``, the disk and NVML.
+    """Return preflight's findings for a kernel.  Reads ``/proc`` and the disk, queries NVML.
 
     Raises `StateError` for a kernel that cannot be checkpointed at all, or has no process.
     """
@@ -108,7 +108,7 @@ def findings(provisioner: GpuCkptProvisioner | None) -> dict[str, Any]:
 
 
 def requests(provisioner: GpuCkptProvisioner | None) -> list[PreflightFinding]:
-    """What preflight says of that which clients have a kernel do now.  Asks the gate's thread."""
+    """Return preflight's findings about requests under way.  Waits for the gate's thread."""
     gate = provisioner.gate if provisioner is not None else None
     if gate is None:
         return []
@@ -117,12 +117,12 @@ def requests(provisioner: GpuCkptProvisioner | None) -> list[PreflightFinding]:
 
 
 def require_no_cell(provisioner: GpuCkptProvisioner) -> None:
-    """Raise `KernelBusy` while a cell runs.  Asks the gate's thread."""
+    """Raise `KernelBusy` while a cell runs.  Waits for the gate's thread."""
     require(requests(provisioner))
 
 
 def image(of: Image, root: Path) -> dict[str, Any]:
-    """One image, with its notebook's path below ``root``.  Asks the disk who owns it."""
+    """Return the document of one image, with its notebook's path below ``root``.  Reads the disk."""
     manifest = of.manifest
     return {
         "id": of.id,
@@ -147,32 +147,32 @@ def _session(of: Image) -> Session | None:
 
 
 def images(store: Store, root: Path) -> list[dict[str, Any]]:
-    """Every readable image, oldest first.  Asks the disk."""
+    """Return every readable image, oldest first.  Reads the disk."""
     return [image(of, root) for of in store.images()]
 
 
 def notebook(of: Session | None, root: Path) -> str | None:
-    """The notebook of a kernel, as a path below ``root``; None where it is elsewhere or has none.  Asks the disk."""
+    """Return a kernel's notebook as a path below ``root``; None if there is none there.  Reads the disk."""
     if of is None or not of.notebook:
         return None
-    place = Path(of.notebook)
-    return place.relative_to(root).as_posix() if place.is_relative_to(root) and place.is_file() else None
+    path = Path(of.notebook)
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) and path.is_file() else None
 
 
 def remove(store: Store, doomed: Image, *, force: bool) -> int:
-    """Delete an image; the bytes freed.  The only copy of a kernel only with ``force``, else `ImageBusy`."""
+    """Delete an image and return the bytes freed; `ImageBusy` for a kernel's only copy without ``force``."""
     if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
         raise refusal
     return store.remove(doomed)
 
 
 def host(image_dir: Path) -> dict[str, Any]:
-    """What the doctor says.  Takes up to some seconds."""
+    """Return the doctor's results.  Takes up to some seconds."""
     return checks.as_json(checks.diagnose(image_dir))
 
 
 def gpus(image_dir: Path) -> list[dict[str, Any]]:
-    """The GPUs; none where the host is not fit to ask (the doctor says why).  Asks NVML."""
+    """Return the GPUs; none where NVML does not work (the doctor says why).  Queries NVML."""
     try:
         return [dataclasses.asdict(gpu) for gpu in shared_engine(image_dir).gpus.list()]
     except GpuCkptError:
@@ -180,7 +180,7 @@ def gpus(image_dir: Path) -> list[dict[str, Any]]:
 
 
 def counts(provisioners: Iterable[GpuCkptProvisioner]) -> dict[str, int]:
-    """Kernels by state, of those that can be checkpointed."""
+    """Count the checkpointable kernels by state."""
     found = dict.fromkeys((state.value for state in State), 0)
     for provisioner in provisioners:
         if provisioner.lifecycle is not None:
@@ -189,7 +189,7 @@ def counts(provisioners: Iterable[GpuCkptProvisioner]) -> dict[str, int]:
 
 
 def http_status(error: GpuCkptError) -> int:
-    """The status of an error in REST."""
+    """Return the HTTP status of an error."""
     for classes, status in (
         ((ImageNotFound,), 404),
         ((BadRequest,), 400),

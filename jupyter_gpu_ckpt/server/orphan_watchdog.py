@@ -1,10 +1,9 @@
-"""The watchdog of one server: ends, but never loses, kernels that run on after the server died.
+"""The watchdog of one server: checkpoints and ends kernels that run on after the server died.
 
-Run as ``python -m jupyter_gpu_ckpt.server.orphan_watchdog '<json>'`` by `shutdown.Comeback`.  Its standard input is a
-pipe
-from the server; the end of that pipe is the end of the server.  After ``timeout`` seconds every kernel that still has
-no owner is adopted, checkpointed, and thereby ended; a later server finds it in its image.  One that is busy is tried
-again.
+`persistence.KernelPersistence` runs it as ``python -m jupyter_gpu_ckpt.server.orphan_watchdog '<json>'``.  Its standard
+input is a pipe from the server, whose end is the end of the server.  After ``timeout`` seconds it attaches every kernel
+that still has no owner and checkpoints it, which ends its process; a later server attaches it from its image.  Busy
+kernels are tried again.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..kernel.adoption import Session
 
-#: Seconds between two looks whether the kernels still have no owner.
-_LOOK = 5.0
+#: Seconds between two checks whether the kernels still have no owner.
+_INTERVAL = 5.0
 
 
 def main(argument: str) -> None:
-    """Wait for the server's end, then see to its kernels until none is left."""
+    """Wait for the server's end, then checkpoint its kernels until none is left."""
     options = json.loads(argument)
     sys.stdin.buffer.read()
-    asyncio.run(_see_to_orphans(Path(options["base"]), Path(options["image_dir"]), options["timeout"]))
+    asyncio.run(_checkpoint_orphans(Path(options["base"]), Path(options["image_dir"]), options["timeout"]))
 
 
-async def _see_to_orphans(base: Path, image_dir: Path, timeout: float) -> None:
-    # Imported now: for the server's whole life this process only waits, and should be small.
+async def _checkpoint_orphans(base: Path, image_dir: Path, timeout: float) -> None:
+    # Imported now: as long as the server lives this process only waits, and should be small.
     from ..image.store import Store
     from ..kernel.adoption import find_orphans
 
     store = Store(image_dir)
     due = time.monotonic() + timeout
-    while any(one.directory for one in find_orphans(base, store)):
-        await asyncio.sleep(min(timeout, _LOOK))
+    while any(orphan.directory for orphan in find_orphans(base, store)):
+        await asyncio.sleep(min(timeout, _INTERVAL))
         if time.monotonic() < due:
             continue
-        for one in find_orphans(base, store):
-            if one.directory is not None:
-                await put_to_sleep(one.session, base, image_dir)
-        # The same pause again for those that are busy: somebody's cell is still computing.
+        for orphan in find_orphans(base, store):
+            if orphan.directory is not None:
+                await checkpoint(orphan.session, base, image_dir)
+        # Wait as long again for busy kernels, whose cells still compute.
         due = time.monotonic() + timeout
 
 
-async def put_to_sleep(session: Session, base: Path, image_dir: Path) -> bool:
-    """Adopt one kernel and leave it again; True when it sleeps in an image now."""
+async def checkpoint(session: Session, base: Path, image_dir: Path) -> bool:
+    """Attach one kernel, checkpoint it and detach; return whether it sleeps in an image now."""
     from jupyter_client.manager import AsyncKernelManager
     from jupyter_client.provisioning.factory import KernelProvisionerFactory
     from traitlets.config import Config
@@ -70,7 +69,7 @@ async def put_to_sleep(session: Session, base: Path, image_dir: Path) -> bool:
         try:
             await manager.start_kernel(kernel_id=session.kernel_id)
         except Exception:
-            return False  # another owner was quicker
+            return False  # another owner was faster
         provisioner = manager.provisioner
         if not isinstance(provisioner, GpuCkptProvisioner):
             return False

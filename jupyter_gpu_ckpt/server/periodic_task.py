@@ -1,4 +1,4 @@
-"""What the server does beside its requests, for as long as it runs: one coroutine, begun and ended cleanly."""
+"""A coroutine that runs beside the server's requests, started and stopped cleanly."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Background:
+class PeriodicTask:
     """Runs ``work`` as a task called ``name`` from `start` to `stop`.  Belongs to one event loop.
 
-    ``work`` tells its own faults and goes on; one that ends by an error is told by asyncio, and not begun again.
+    ``work`` handles its errors itself and continues; if it raises, asyncio logs the error and it is not restarted.
     """
 
     def __init__(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -18,19 +18,19 @@ class Background:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether `start` was called, and `stop` not since."""
         return self._task is not None
 
     def start(self) -> None:
-        """Begin; does nothing if it has begun.  Called on the event loop."""
+        """Start; does nothing if it was started.  Called on the event loop."""
         if self._task is None:
             self._task = asyncio.create_task(self._work(), name=self._name)
 
     async def stop(self) -> None:
-        """Cancel it and wait for its end; does nothing if it has not begun.  Never raises what the work raised."""
+        """Cancel the work and wait for its end; does nothing if it was not started.  Never raises the work's error."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
-            # And not `await task`: a caller that is cancelled itself could not be told from it.
+            # Not `await task`: the caller's own cancellation would look the same.
             await asyncio.wait({task})

@@ -1,8 +1,8 @@
-"""Publishes what the sleeping kernels need of a node, for the hub that places this user's next server.
+"""Publish what sleeping kernels need of a node, for the hub that places this user's next server.
 
-The hub cannot read images, and shall not: they are their owner's alone, and hold everything a kernel knew.  So the side
-that may read them says the little that a scheduler needs (`node.requirements`), in a directory that it shares with the
-hub.  Whoever starts the server names that directory in ``$JUPYTER_GPU_CKPT_PLACEMENT``; without it nothing is written.
+The hub cannot read images, which only their owner may open.  So this server writes the few facts that a scheduler needs
+(`node.requirements`) to a directory that it shares with the hub.  The environment variable
+``$JUPYTER_GPU_CKPT_PLACEMENT`` names that directory; without it nothing is written.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from ..image.store import Store
 from ..kernel.adoption import newest_images
 from ..node.requirements import FILE, of, to_json
 from .monitor import Changed, Failed, Stepped
-from .periodic_task import Background
+from .periodic_task import PeriodicTask
 
 
 def publish(directory: Path, store: Store) -> None:
-    """Write what every kernel asleep in ``store`` needs; whole or not at all.  Raises `OSError`.
+    """Write the needs of every kernel that sleeps in ``store``, atomically.  Raises `OSError`.
 
     The group may read it: a directory with the set-group-id bit and the hub's group gives it to the hub alone.
     """
-    images = sorted(
-        (one.image for one in newest_images(store).values() if one.image), key=lambda one: one.manifest.created
-    )
+    images = [orphan.image for orphan in newest_images(store).values() if orphan.image]
+    images.sort(key=lambda image: image.manifest.created)
     text = to_json(of(image.manifest.fingerprint) for image in images)
     handle, draft = tempfile.mkstemp(prefix=f".{FILE}.", dir=directory)
     try:
@@ -44,50 +43,50 @@ def publish(directory: Path, store: Store) -> None:
 
 
 class Publisher:
-    """A listener of `watch.Watcher` that publishes when a kernel went to sleep or woke up."""
+    """A listener of `monitor.KernelMonitor` that publishes when a kernel fell asleep or woke up."""
 
     def __init__(
         self, store: Store, directory: str, log: logging.Logger | logging.LoggerAdapter[logging.Logger]
     ) -> None:
         self._store, self._directory, self._log = store, directory, log
-        self._news = asyncio.Event()
-        self._publishing = Background("gpu-ckpt-placement", self._run)
-        #: What `stop` cancels may still be publishing, and must not have the last word.
-        self._turn = threading.Lock()
+        self._changed = asyncio.Event()
+        self._task = PeriodicTask("gpu-ckpt-placement", self._run)
+        #: A thread of the task that `stop` cancels may still publish, and must not overwrite the last version.
+        self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin, with what there is now.  Called from the extension, on its event loop."""
+        """Start, and publish at once.  Called from the extension, on its event loop."""
         if self._directory:
-            self._news.set()
-            self._publishing.start()
+            self._changed.set()
+            self._task.start()
 
     async def stop(self) -> None:
-        """Publish for the last time.  Called from the extension when its kernels have left."""
-        if self._publishing.begun:
-            await self._publishing.stop()
+        """Publish for the last time.  Called from the extension when its kernels are detached."""
+        if self._task.started:
+            await self._task.stop()
             await asyncio.to_thread(self._publish)
 
     def changed(self, change: Changed) -> None:
-        """The state of a kernel."""
-        self._news.set()
+        """Publish soon."""
+        self._changed.set()
 
     def stepped(self, step: Stepped) -> None:
-        """Nothing that a node is chosen by."""
+        """Do nothing: steps change no needs."""
 
     def failed(self, failure: Failed) -> None:
-        """The state that it was left in is told by `changed`."""
+        """Do nothing: `changed` is called with the state after the failure."""
 
     async def _run(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._changed.wait()
+            self._changed.clear()
             await asyncio.to_thread(self._publish)
 
     def _publish(self) -> None:
         try:
-            with self._turn:
+            with self._lock:
                 publish(Path(self._directory), self._store)
         except OSError as error:
-            self._log.warning("The hub cannot be told what the sleeping kernels need: %s", error.strerror)
+            self._log.warning("The needs of the sleeping kernels were not published for the hub: %s", error.strerror)
         except Exception:
-            self._log.exception("The hub cannot be told what the sleeping kernels need.")
+            self._log.exception("The needs of the sleeping kernels were not published for the hub.")

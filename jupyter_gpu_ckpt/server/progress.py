@@ -1,7 +1,7 @@
-"""How far a verb is: what each of its steps will probably take, from bytes known beforehand and this host's rates.
+"""Estimate how far a verb is, from bytes known beforehand and this host's measured rates.
 
-Inside a step the fraction moves by the bytes that can be seen on the disk, else by the seconds that have passed.  Both
-are measured against an estimate, so the last tenth of a step is never taken for done before the step has ended.
+Inside a step the fraction moves by the bytes that were written to disk, else by the seconds that have passed.  Both are
+compared with an estimate, so the last tenth of a step does not count before the step has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Sizes:
     image: int = 0
 
     def moved_by(self, step: Step) -> int:
-        """Bytes ``step`` will move."""
+        """Return the bytes that ``step`` will move."""
         on_device = sum(self.device.values())
         if step in (Step.CUDA_SUSPEND, Step.CUDA_RESUME):
             return on_device
@@ -45,26 +45,26 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """The part of the expected time that has been done, 0 to 1.  Never goes back; 1 when all steps are done."""
+        """The part of the expected time that is done, 0 to 1.  Never decreases; 1 when all steps are done."""
         if all(self._parts.get(step) == 1.0 for step in self.seconds):
             return 1.0
         return sum(self.seconds[step] * part for step, part in self._parts.items()) / sum(self.seconds.values())
 
     def under_way(self, step: Step, seconds: float, bytes: int | None = None) -> None:
-        """A step has run for ``seconds`` and, where that can be seen, has moved ``bytes``."""
+        """Record that a step has run for ``seconds`` and, if known, has moved ``bytes``."""
         if step in self.seconds:
             by_bytes = bytes is not None and self.bytes[step] > 0
             share = (bytes or 0) / self.bytes[step] if by_bytes else seconds / self.seconds[step]
-            self._parts[step] = max(self._parts.get(step, 0.0), _believed(share))
+            self._parts[step] = max(self._parts.get(step, 0.0), _damped(share))
 
     def done(self, step: Step) -> None:
-        """A step of the plan was completed; undo steps do not count."""
+        """Record that a step of the plan was completed; undo steps do not count."""
         if step in self.seconds:
             self._parts[step] = 1.0
 
 
-def _believed(share: float) -> float:
-    """An estimate of how much is done: as it says up to nine tenths, then slower and slower, and never all."""
+def _damped(share: float) -> float:
+    """Damp an estimate of the part that is done: beyond nine tenths it grows ever slower and never reaches 1."""
     return max(0.0, share) if share <= 0.9 else 1.0 - 0.09 / share
 
 

@@ -1,8 +1,8 @@
-"""Who asks for kernels while they are not all there: at a server's start they still come, at its end they go.
+"""Hold back listings of kernels while some are missing: at a server's start they are attached, at its stop they go.
 
-A front end that is told of no kernel for a notebook starts one, and takes a kernel that is missing in a listing for
-ended; the notebook's own, with all its variables, would then sleep on out of its user's sight.  And jupyter_server
-drops the session of a kernel that it does not find.
+A front end that finds no kernel for a notebook starts another, and takes a kernel that is missing in a listing for
+ended; the notebook's own kernel, with all its variables, would then sleep on out of its user's sight.  And
+jupyter_server drops the session of a kernel that it does not find.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import asyncio
 
 from tornado.web import HTTPError
 
-#: Seconds after which a request is answered by what there is: a disk may never answer.
-_PATIENCE = 60.0
+#: Seconds after which a request is answered with the kernels there are: a disk may never answer.
+_TIMEOUT = 60.0
 
 
-class Presence:
-    """Whether a server's kernels are all there; the extension says so."""
+class Readiness:
+    """Whether all kernels of a server are there; set by the extension."""
 
-    #: The adoption of an earlier server's kernels, once it has begun.
-    coming: asyncio.Task[None] | None = None
-    #: Whether the server stops.
-    going = False
+    #: Attaches an earlier server's kernels; None before that.
+    attaching: asyncio.Task[None] | None = None
+    stopping = False
 
     @property
-    def is_certain(self) -> bool:
-        """Whether a kernel that is not there is none of ours."""
-        return not self.going and (self.coming is None or self.coming.done())
+    def is_ready(self) -> bool:
+        """Whether a kernel that is missing now does not exist."""
+        return not self.stopping and (self.attaching is None or self.attaching.done())
 
-    async def certain(self) -> None:
-        """Wait for an adoption that is under way; the adoption itself does not.
+    async def wait(self) -> None:
+        """Wait until kernels are attached; the task that attaches them does not wait.
 
-        Raises 503 on the way down, which front ends take for a server that is away: they ask again later.
+        Raises 503 while the server stops: front ends then try again later.
         """
-        if self.going:
+        if self.stopping:
             raise HTTPError(503, "The server is stopping.")
-        if not self.is_certain and self.coming is not None and self.coming is not asyncio.current_task():
-            await asyncio.wait({self.coming}, timeout=_PATIENCE)
+        if not self.is_ready and self.attaching is not None and self.attaching is not asyncio.current_task():
+            await asyncio.wait({self.attaching}, timeout=_TIMEOUT)

@@ -36,7 +36,7 @@ export interface IKernel {
   checkpointable: boolean;
   reason: string | null;
   image: string | null;
-  device_bytes_away: number;
+  device_bytes_swapped_out: number;
   progress: number | null;
   failure: IFailure | null;
   /** The newest verb that was asked for by REST. */
@@ -114,7 +114,7 @@ export interface IGpu {
 
 export interface IGpus {
   gpus: IGpu[];
-  gpu_seconds_given_back: number;
+  gpu_seconds_freed: number;
 }
 
 const SCHEMAS = 'https://events.jupyter.org/jupyter_gpu_ckpt/';
@@ -156,7 +156,7 @@ export interface IGpuEvent {
   kind: 'gpus';
   at: number;
   gpus: { uuid: string; used: number; kernels: Record<string, number> }[];
-  gpu_seconds_given_back: number;
+  gpu_seconds_freed: number;
 }
 
 export type ServerEvent = IStateEvent | IStepEvent | IFailureEvent | IProtectionEvent | IGpuEvent;

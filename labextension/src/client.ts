@@ -68,8 +68,8 @@ export class Client {
   }
 
   /** Have this server take over the kernel that sleeps in an image; it stays asleep. */
-  adopt(id: string): Promise<IKernel> {
-    return this.ask('POST', 'images', id, 'adopt');
+  attach(id: string): Promise<IKernel> {
+    return this.ask('POST', 'images', id, 'attach');
   }
 
   private ask<T>(method: string, ...path: string[]): Promise<T> {

@@ -80,12 +80,12 @@ export class GpuPanel extends ReactWidget {
         {others.length > 0 && (
           <section>
             <h3>{gpus.length > 0 ? trans.__('Off the GPUs') : trans.__('Kernels')}</h3>
-            <ul>{others.map(kernel => this._row(kernel, kernel.away, ''))}</ul>
+            <ul>{others.map(kernel => this._row(kernel, kernel.swappedOut, ''))}</ul>
           </section>
         )}
-        {this.gpus.givenBack > 0 && (
+        {this.gpus.gpuSecondsFreed > 0 && (
           <p className="jp-gpuCkpt-note">
-            {trans.__('Given back since the server started: %1 GPU-hours', (this.gpus.givenBack / 3600).toFixed(2))}
+            {trans.__('Given back since the server started: %1 GPU-hours', (this.gpus.gpuSecondsFreed / 3600).toFixed(2))}
           </p>
         )}
       </>

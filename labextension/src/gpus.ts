@@ -13,23 +13,23 @@ export class Gpus {
   /** Null until they were loaded. */
   list: IGpu[] | null = null;
   /** GPU-seconds for which kernels were off the GPUs they hold memory on. */
-  givenBack = 0;
+  gpuSecondsFreed = 0;
 
   get changed(): ISignal<this, void> {
     return this._changed;
   }
 
   async load(): Promise<void> {
-    const { gpus, gpu_seconds_given_back } = await this.source.gpus();
+    const { gpus, gpu_seconds_freed } = await this.source.gpus();
     this.list = gpus;
-    this.givenBack = gpu_seconds_given_back;
+    this.gpuSecondsFreed = gpu_seconds_freed;
     this._changed.emit();
   }
 
   take(event: ServerEvent): void {
     if (event.kind === 'gpus' && this.list !== null) {
       this.list = this.list.map(gpu => moved(gpu, event));
-      this.givenBack = event.gpu_seconds_given_back;
+      this.gpuSecondsFreed = event.gpu_seconds_freed;
       this._changed.emit();
     }
   }

@@ -56,7 +56,7 @@ export class KernelModel {
   /** Device memory held now; null where nobody can tell. */
   held: number | null = null;
   /** Device memory that is off the GPUs. */
-  away = 0;
+  swappedOut = 0;
   progress: IProgress | null = null;
   failure: IFailure | null = null;
   policy: IOutlook | null = null;
@@ -95,7 +95,7 @@ export class KernelModel {
     this.reason = document.reason;
     this.image = document.image;
     this.since = document.since;
-    this.away = document.device_bytes_away;
+    this.swappedOut = document.device_bytes_swapped_out;
     this.failure = document.failure;
     this.policy = document.policy;
     this.waiting = document.job?.status === 'waiting' ? document.job : null;
@@ -129,8 +129,8 @@ export class KernelModel {
           return null;
         }
         this.progress = null;
-        this.away = event.state === 'running' || event.state === 'dead' ? 0 : event.device_bytes;
-        if (this.away > 0 || event.state !== 'running') {
+        this.swappedOut = event.state === 'running' || event.state === 'dead' ? 0 : event.device_bytes;
+        if (this.swappedOut > 0 || event.state !== 'running') {
           this.held = 0;
         }
         const done = event.previous === null ? undefined : VERBS[event.previous];
@@ -139,7 +139,7 @@ export class KernelModel {
         }
         this.failure = null;
         const seconds = progress?.verb === done ? now - progress.began : event.seconds;
-        return { verb: done, seconds, freed: this.away, failure: null };
+        return { verb: done, seconds, freed: this.swappedOut, failure: null };
       }
       case 'step':
         if (event.verb !== '' && this.progress !== null) {

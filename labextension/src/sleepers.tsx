@@ -141,7 +141,7 @@ export class Sleepers implements IRunningSessions.IManager {
     const { client, commands, kernels, services, trans } = this.context;
     try {
       if (!here) {
-        await client.adopt(image.id);
+        await client.attach(image.id);
         await Promise.all([kernels.reload(), services.sessions.refreshRunning()]);
       }
       const path = this._path(image);

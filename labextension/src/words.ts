@@ -147,7 +147,7 @@ export function status(
 /** What the badge says; empty where there is nothing to say. */
 export function badge(kernel: KernelModel, trans: TranslationBundle): string {
   if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {
-    return kernel.away > 0 ? trans.__('asleep, %1 freed', bytes(kernel.away)) : trans.__('asleep');
+    return kernel.swappedOut > 0 ? trans.__('asleep, %1 freed', bytes(kernel.swappedOut)) : trans.__('asleep');
   }
   return kernel.phase === 'running' && kernel.held ? bytes(kernel.held) : '';
 }

@@ -10,7 +10,7 @@ export function kernelDocument(id: string, more: Partial<IKernel> = {}): IKernel
     checkpointable: true,
     reason: null,
     image: null,
-    device_bytes_away: 0,
+    device_bytes_swapped_out: 0,
     progress: null,
     failure: null,
     job: null,

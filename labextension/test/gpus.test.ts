@@ -10,12 +10,12 @@ const trans = nullTranslator.load();
 
 const LOADED: IGpus = {
   gpus: [{ uuid: 'a', index: 0, name: 'H200', total: 100, used: 10, kernels: { k: 10 }, history: [[1000, 10]] }],
-  gpu_seconds_given_back: 5
+  gpu_seconds_freed: 5
 };
 
 test('events before the first load are nobody’s', () => {
   const gpus = new Gpus({ gpus: () => Promise.resolve(LOADED) });
-  gpus.take({ kind: 'gpus', at: 1, gpus: [], gpu_seconds_given_back: 0 });
+  gpus.take({ kind: 'gpus', at: 1, gpus: [], gpu_seconds_freed: 0 });
   expect(gpus.list).toBeNull();
 });
 
@@ -26,7 +26,7 @@ test('an event moves a GPU on and makes its history longer, level until then', a
     kind: 'gpus',
     at: 1100,
     gpus: [{ uuid: 'a', used: 40, kernels: { k: 40 } }],
-    gpu_seconds_given_back: 9
+    gpu_seconds_freed: 9
   });
   expect(gpus.list?.[0]).toMatchObject({ used: 40, kernels: { k: 40 } });
   expect(gpus.list?.[0]?.history).toEqual([
@@ -34,14 +34,14 @@ test('an event moves a GPU on and makes its history longer, level until then', a
     [1100, 10],
     [1100, 40]
   ]);
-  expect(gpus.givenBack).toBe(9);
+  expect(gpus.gpuSecondsFreed).toBe(9);
 });
 
 test('history is as long as the window', async () => {
   const gpus = new Gpus({ gpus: () => Promise.resolve(LOADED) });
   await gpus.load();
   const at = 1001 + WINDOW;
-  gpus.take({ kind: 'gpus', at, gpus: [{ uuid: 'a', used: 4, kernels: {} }], gpu_seconds_given_back: 9 });
+  gpus.take({ kind: 'gpus', at, gpus: [{ uuid: 'a', used: 4, kernels: {} }], gpu_seconds_freed: 9 });
   expect(gpus.list?.[0]?.history.map(([when]) => when)).toEqual([at, at]);
 });
 
@@ -93,8 +93,8 @@ test('the badge: what is held, what was freed, or nothing', () => {
   kernel.held = 2 ** 30;
   expect(words.badge(kernel, trans)).toBe('1.0 GiB');
   kernel.state = 'checkpointed';
-  kernel.away = 2 ** 30;
+  kernel.swappedOut = 2 ** 30;
   expect(words.badge(kernel, trans)).toBe('asleep, 1.0 GiB freed');
-  kernel.away = 0;
+  kernel.swappedOut = 0;
   expect(words.badge(kernel, trans)).toBe('asleep');
 });

@@ -65,7 +65,7 @@ test('a checkpoint: its phases, its progress, and its outcome', () => {
   expect(model.progress).toMatchObject({ fraction: 0.4, step: 'dump', bytes: 10, expected: 400 });
   const outcome = model.take(state('checkpointed', 'dumping', { image: 'i', device_bytes: 400 }), 12.5);
   expect(outcome).toEqual({ verb: 'checkpoint', seconds: 2.5, freed: 400, failure: null });
-  expect([model.phase, model.image, model.away, model.held, model.progress]).toEqual([
+  expect([model.phase, model.image, model.swappedOut, model.held, model.progress]).toEqual([
     'checkpointed',
     'i',
     400,
@@ -96,7 +96,7 @@ test('a wake ends with nothing away', () => {
   expect([model.phase, model.asleep]).toEqual(['waking', true]);
   const outcome = model.take(state('running', 'restoring', { device_bytes: 400 }), 5);
   expect(outcome).toMatchObject({ verb: 'restore', seconds: 3, failure: null });
-  expect([model.phase, model.away]).toEqual(['running', 0]);
+  expect([model.phase, model.swappedOut]).toEqual(['running', 0]);
 });
 
 test('a failure is told by its own event, not by the way back', () => {
@@ -123,7 +123,7 @@ test('what a running kernel holds follows the GPUs', () => {
     { uuid: 'GPU-a', used: 9, kernels: { k: 5, other: 4 } },
     { uuid: 'GPU-b', used: 2, kernels: { k: 2 } }
   ];
-  model.take({ kind: 'gpus', at: 1, gpus, gpu_seconds_given_back: 0 }, 1);
+  model.take({ kind: 'gpus', at: 1, gpus, gpu_seconds_freed: 0 }, 1);
   expect(model.held).toBe(7);
 });
 

@@ -1,6 +1,6 @@
 """A cluster of GPUs and notebooks on it, as discrete events; when a kernel leaves is decided by the real policy.
 
-`server.idle.policy.Policy` is what a server runs, one for each user here, fed with the same looks and obeyed in the
+`server.idle.policy.Policy` is what a server runs, one for each user here, fed with the same snapshots and obeyed in the
 same way
 as by `server.idle.loop`.  What is modelled is the rest: people (`notebook_activity`), GPUs that one kernel holds at a
 time,
@@ -20,10 +20,10 @@ from notebook_activity import DAY, WEEK, Cell, Person, Session, people
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN
-from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, Look, Policy, Verb
+from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, KernelSnapshot, Policy, Verb
 
 Process = Generator[simpy.Event, Any, None]
-#: Seconds between two looks of a server (`IdlePolicy.interval`).
+#: Seconds between two rounds of a server (`IdlePolicy.interval`).
 INTERVAL = 5.0
 
 
@@ -250,12 +250,12 @@ class Cluster:
     # -- the server's policy
 
     def _serve(self, kernel: Kernel) -> Process:
-        """What `server.idle.loop` does, for one kernel; looks at times at which nothing can be due are left out."""
+        """What `server.idle.loop` does, for one kernel, without the rounds in which nothing can be due."""
         limit = self.plan.memory_per_gpu * self.plan.gpus_per_node // 2
         policy = Policy(IdleSettings(self.plan.rule, memory_limit=limit, parallel=self.plan.parallel))
         self.policies[kernel] = policy
         while not kernel.ended:
-            for action in policy.decide([self._look(kernel)], self.env.now):
+            for action in policy.decide([self._snapshot(kernel)], self.env.now):
                 yield from self._obey(policy, action, kernel)
             told = policy.outlook(str(kernel.person.number), self.env.now)
             due = told["next_in_s"] if told is not None else None
@@ -267,14 +267,14 @@ class Cluster:
         del self.policies[kernel]
 
     def _woken(self, kernel: Kernel) -> None:
-        """A look at a kernel that is back: the policy counts its idleness from here."""
+        """Show the policy a resumed kernel: its idleness counts from here."""
         if policy := self.policies.get(kernel):
-            policy.decide([self._look(kernel)], self.env.now)
+            policy.decide([self._snapshot(kernel)], self.env.now)
         if event := self.resting.pop(kernel, None):
             event.succeed()
 
-    def _look(self, kernel: Kernel) -> Look:
-        return Look(
+    def _snapshot(self, kernel: Kernel) -> KernelSnapshot:
+        return KernelSnapshot(
             kernel_id=str(kernel.person.number),
             kernel_name="python3",
             state=kernel.state,

@@ -387,7 +387,7 @@ def test_a_kernel_without_a_server_is_opened_from_the_running_sessions(desktop, 
         tab.wait_for_output(0, "ready")
         tab.page.keyboard.press("Control+s")
     with (
-        lab(home, runtime_base, config="c.Comeback.adopt = False\n") as second,
+        lab(home, runtime_base, config="c.KernelPersistence.attach_on_start = False\n") as second,
         desktop.window(second) as window,
     ):
         tab = window.tab("other.ipynb")

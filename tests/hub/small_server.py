@@ -7,9 +7,9 @@ from datetime import datetime, timedelta, timezone
 
 from tornado import httpserver, testing, web
 
-PARKED = {"parked": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
+PARKED = {"drained": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
 BUSY = {
-    "parked": False,
+    "drained": False,
     "kernels": [{"kernel_id": "k", "image": None, "bytes": 0, "code": "KERNEL_BUSY", "hint": "Wait."}],
 }
 
@@ -33,7 +33,7 @@ class Double:
                     self.set_status(double.status)
                 elif path == "api/status":
                     self.finish({"last_activity": double.last_activity.isoformat()})
-                elif self.request.method == "GET" and path == "gpu-ckpt/park":
+                elif self.request.method == "GET" and path == "gpu-ckpt/drain":
                     self.finish({"kernels": 1, "bytes": 1, "seconds": double.seconds})
                 else:
                     status = "running" if double.result is None else "done"
@@ -48,4 +48,4 @@ class Double:
         self.url = f"{'https' if certificates else 'http'}://127.0.0.1:{port}"
 
     def posts(self) -> int:
-        return self.asked.count("POST gpu-ckpt/park")
+        return self.asked.count("POST gpu-ckpt/drain")

@@ -135,7 +135,7 @@ async def test_a_refusal_has_a_code(double):
 
 @pytest.mark.parametrize(
     "result",
-    [[], {}, {"parked": True}, {"parked": True, "kernels": [{"kernel_id": "k"}]}, {"parked": 1, "kernels": 3}],
+    [[], {}, {"drained": True}, {"drained": True, "kernels": [{"kernel_id": "k"}]}, {"drained": 1, "kernels": 3}],
 )
 async def test_an_answer_of_another_form_is_a_refusal(double, result):
     double.result = result
@@ -146,7 +146,7 @@ async def test_an_answer_of_another_form_is_a_refusal(double, result):
 
 async def test_what_a_server_says_forges_no_line_of_a_log(double):
     forged = {**BUSY["kernels"][0], "kernel_id": "k\nServer /user/bob/ may be culled", "hint": "\x1b[2J" * 1000}
-    double.result = {"parked": False, "kernels": [forged]}
+    double.result = {"drained": False, "kernels": [forged]}
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
     assert arbiter.kept["/user/ann/"].isprintable()

@@ -70,7 +70,7 @@ def test_his_server_lists_none_of_hers(attack):
     assert bob.ask("GET", f"gpu-ckpt/images/{image}").status_code == 404
 
 
-@pytest.mark.parametrize(("method", "end"), [("DELETE", "?force=true"), ("POST", "/adopt")])
+@pytest.mark.parametrize(("method", "end"), [("DELETE", "?force=true"), ("POST", "/attach")])
 def test_his_server_neither_deletes_nor_adopts_by_id(attack, method, end):
     bob, _, image, _ = attack
     assert bob.ask(method, f"gpu-ckpt/images/{image}{end}").status_code == 404
@@ -100,7 +100,7 @@ def test_a_link_in_his_own_directory_is_no_image(attack):
     try:
         assert bob.get("gpu-ckpt/images") == []
         assert bob.ask("GET", f"gpu-ckpt/images/{image}").status_code == 404
-        assert bob.ask("POST", f"gpu-ckpt/images/{image}/adopt").status_code == 404
+        assert bob.ask("POST", f"gpu-ckpt/images/{image}/attach").status_code == 404
         assert bob.ask("DELETE", f"gpu-ckpt/images/{image}?force=true").status_code == 404
         assert gpu_ckpt(bob, "rm", "--force", image).returncode != 0
     finally:
@@ -129,7 +129,7 @@ def test_a_copy_that_root_made_for_him_is_not_his_to_wake(attack):
 
 def test_her_server_is_not_there_for_him(attack):
     bob, ann, image, _ = attack
-    for method, path in (("GET", "images"), ("DELETE", f"images/{image}?force=true"), ("POST", "park")):
+    for method, path in (("GET", "images"), ("DELETE", f"images/{image}?force=true"), ("POST", "drain")):
         assert refused(bob.ask(method, f"gpu-ckpt/{path}", to=ann.path))
 
 
@@ -155,7 +155,7 @@ def test_his_named_server_with_her_name_shows_his_own_images_alone(attack):
     side.start()
     try:
         assert image not in side.ask("GET", "gpu-ckpt/images").text
-        assert side.ask("POST", f"gpu-ckpt/images/{image}/adopt").status_code == 404
+        assert side.ask("POST", f"gpu-ckpt/images/{image}/attach").status_code == 404
     finally:
         side.stop()
 

@@ -38,7 +38,7 @@ class Subject:
     def worked(self, after: float = 1.0, *pids: int, questions: int = 0, own: tuple[Path, ...] = ()) -> bool:
         self.now += after
         every = [self.process.pid, *pids]
-        return self.activity.worked("k", every, now=self.now, questions=questions, own=own)
+        return self.activity.worked("k", every, now=self.now, queries=questions, own=own)
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_a_slow_worker_is_seen_over_several_looks(subject):
 def test_what_questions_cost_is_no_work(subject):
     subject.worked()
     subject.do(burn(0.1))
-    assert not subject.worked(1.0, questions=40)
+    assert not subject.worked(1.0, queries=40)
     subject.do(burn(0.3))
-    assert subject.worked(1.0, questions=50)
+    assert subject.worked(1.0, queries=50)
 
 
 def test_children_count_and_so_does_the_end_of_one(subject):
@@ -168,8 +168,8 @@ def test_what_is_gone_or_foreign_is_looked_at_without_harm():
     gone = subprocess.Popen(["true"])
     gone.wait()
     activity = Activity()
-    assert not activity.worked("k", [gone.pid], now=0.0, questions=0)
-    assert not activity.worked("k", [gone.pid], now=1.0, questions=0)
+    assert not activity.worked("k", [gone.pid], now=0.0, queries=0)
+    assert not activity.worked("k", [gone.pid], now=1.0, queries=0)
     activity.keep([])
     assert activity._known == {}
 
@@ -177,5 +177,5 @@ def test_what_is_gone_or_foreign_is_looked_at_without_harm():
 def test_a_look_is_cheap():
     activity, begun = Activity(), time.process_time()
     for n in range(20):
-        activity.worked("k", [1, 2, 3], now=float(n), questions=0)
+        activity.worked("k", [1, 2, 3], now=float(n), queries=0)
     assert time.process_time() - begun < 1.0

@@ -17,9 +17,10 @@ from tornado.ioloop import IOLoop
 
 from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Checkpoint, Restore, State, Step
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
-from jupyter_gpu_ckpt.server import monitor, progress
+from jupyter_gpu_ckpt.server import monitor as monitor_module
+from jupyter_gpu_ckpt.server import progress
 from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, STEP, Events
-from jupyter_gpu_ckpt.server.monitor import VERBS, Stepped, Watcher
+from jupyter_gpu_ckpt.server.monitor import VERBS, KernelMonitor, Stepped
 from jupyter_gpu_ckpt.server.progress import Progress, Sizes
 from jupyter_gpu_ckpt.trace import StepEvent
 
@@ -201,9 +202,9 @@ def test_a_listener_that_fails_does_not_silence_the_others(caplog):
         def changed(self, change):
             told.append(change)
 
-    watcher = Watcher(None, logging.getLogger("watch"))
-    watcher.listeners += [Broken(), Sound()]
-    watcher.tell(lambda listener: listener.changed("news"))
+    monitor = KernelMonitor(None, logging.getLogger("watch"))
+    monitor.listeners += [Broken(), Sound()]
+    monitor.notify(lambda listener: listener.changed("news"))
     assert told == ["news"]
     assert "broken" in caplog.text
 
@@ -245,15 +246,15 @@ def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_t
 
 
 async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(monkeypatch):
-    monkeypatch.setattr(monitor, "PULSE", 0.01)
+    monkeypatch.setattr(monitor_module, "POLL_INTERVAL", 0.01)
     told: list[Stepped] = []
-    watcher = Watcher(IOLoop.current(), logging.getLogger("watch"))
-    watcher.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))
-    watched = watcher.follow("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[], on_protected=[]))
-    watched._take_state(State.CHECKPOINTED, 0.0, Sizes(), None, None)
-    watched._take_state(State.RESTORING, 0.0, Sizes(image=GIB), None, None)
+    monitor = KernelMonitor(IOLoop.current(), logging.getLogger("watch"))
+    monitor.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))
+    watched = monitor.add("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[], on_protected=[]))
+    watched._process_state(State.CHECKPOINTED, 0.0, Sizes(), None, None)
+    watched._process_state(State.RESTORING, 0.0, Sizes(image=GIB), None, None)
     start = StepEvent("started", "criu_restore", "k", time.time())
-    watched._take_step(start)
+    watched._process_step(start)
     await until(lambda: len(told) > 3)
     assert {(step.event.kind, step.event.step, step.verb) for step in told[1:]} == {
         ("running", "criu_restore", "restore")
@@ -261,9 +262,9 @@ async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(m
     fractions = [step.fraction for step in told]
     assert fractions == sorted(set(fractions)) and fractions[-1] < 1
     assert watched.progress.fraction >= fractions[-1], "what REST says"
-    watched._take_step(StepEvent("failed", "criu_restore", "k", time.time(), 1.0, code="CRIU_FAILED"))
-    watched._take_step(StepEvent("started", "unlease", "k", time.time()))  # an undo
-    await until(lambda: not watcher._pulsing)
+    watched._process_step(StepEvent("failed", "criu_restore", "k", time.time(), 1.0, code="CRIU_FAILED"))
+    watched._process_step(StepEvent("started", "unlease", "k", time.time()))  # an undo
+    await until(lambda: not monitor._polling)
     assert [step.event.kind for step in told[-2:]] == ["failed", "started"]
 
 

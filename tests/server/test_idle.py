@@ -122,7 +122,7 @@ class TestTurns:
         kernels["0"].gate.last_activity = time.monotonic()
         await until(lambda: policy.status()["under_way"] == 0)
         assert (action.kernel_id, kernels["0"].tries) == ("0", 0)
-        assert policy.outlook("0")["trouble"] is None
+        assert policy.outlook("0")["last_failure"] is None
 
     async def test_a_round_that_fails_is_not_the_last(self, started, caplog):
         kernels = stubs(1)
@@ -135,7 +135,7 @@ class TestTurns:
 
         policy = IdlePolicy(listing, suspend_after=0, checkpoint_after=0.05, interval=0.05, **ALL)
         policy.start()
-        await until(lambda: "could not look" in caplog.text)
+        await until(lambda: "could not inspect" in caplog.text)
         broken.clear()
         await asyncio.wait_for(kernels["0"].begun.wait(), 60)
         await policy.stop()
@@ -158,7 +158,7 @@ class TestTrouble:
         kernels["0"].go_on.set()
         policy = started(kernels, retry_after=0.05, longest_retry=0.05)
         await until(lambda: kernels["0"].tries >= 4)
-        trouble = policy.outlook("0")["trouble"]
+        trouble = policy.outlook("0")["last_failure"]
         assert trouble["refused"] is refused
         assert trouble["times"] >= 3
         assert trouble["code"] == (error.code if isinstance(error, GpuCkptError) else "INTERNAL")
@@ -275,7 +275,7 @@ class TestRealKernels:
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05)
         await kernel.run("import time; time.sleep(1.5)")  # far longer than the time after which it would go
         assert "drain" not in {event.step for event in kernel.steps.events}
-        assert policy.outlook("k")["trouble"] is None
+        assert policy.outlook("k")["last_failure"] is None
         await kernel.settled("checkpointed")
 
     async def test_a_kernel_that_was_brought_back_by_hand_gets_its_time(self, kernel, started):
@@ -299,8 +299,8 @@ class TestRealKernels:
     async def test_a_kernel_with_a_child_says_why_it_stays(self, kernel, started):
         await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '1000'])")
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05, retry_after=0.5)
-        await until(lambda: (policy.outlook("k") or {}).get("trouble"))
-        trouble = policy.outlook("k")["trouble"]
+        await until(lambda: (policy.outlook("k") or {}).get("last_failure"))
+        trouble = policy.outlook("k")["last_failure"]
         assert (trouble["code"], trouble["refused"]) == ("CHILD_PROCESSES", True)
         assert "sleep 1000" in trouble["message"]
         assert await kernel.run("child.kill(); child.wait(); print('gone')") == "gone"

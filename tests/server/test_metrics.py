@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.metrics import Metrics
-from jupyter_gpu_ckpt.server.monitor import Changed, Failed, Stepped, Watched, Watcher
+from jupyter_gpu_ckpt.server.monitor import Changed, Failed, KernelMonitor, MonitoredKernel, Stepped
 from jupyter_gpu_ckpt.server.progress import Sizes
 from jupyter_gpu_ckpt.trace import StepEvent
 
@@ -54,7 +54,7 @@ def test_a_server_tells_states_steps_and_failures(live, kernel_id):
 
 
 class Provisioner:
-    """As much of one as a watcher needs."""
+    """As much of one as a monitor needs."""
 
     lifecycle = None
 
@@ -65,59 +65,59 @@ class Provisioner:
 
 
 @pytest.fixture
-def watcher():
-    made = Watcher(None, logging.getLogger("watch"))
+def monitor():
+    made = KernelMonitor(None, logging.getLogger("watch"))
     metrics = Metrics(made)
     made.listeners.append(metrics)
     yield made
     metrics.close()
 
 
-def story(watched: Watched, *parts) -> None:
+def story(watched: MonitoredKernel, *parts) -> None:
     """States and completed steps at moments, as a kernel's worker would tell them."""
     sizes = Sizes(host=1, device={"GPU-a": 600, "GPU-b": 400})
     for at, what in parts:
         if isinstance(what, State):
-            watched._take_state(what, at, sizes, None, None)
+            watched._process_state(what, at, sizes, None, None)
         else:
             moved = 1000 if what.startswith("cuda_") else None
-            watched._take_step(StepEvent("completed", what, "k", at, 0.5, moved))
+            watched._process_step(StepEvent("completed", what, "k", at, 0.5, moved))
 
 
 def ours() -> dict[tuple, float]:
     return samples(generate_latest(REGISTRY).decode())
 
 
-def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_is_away(watcher):
-    watched = watcher.follow("k", Provisioner())
+def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_is_away(monitor):
+    watched = monitor.add("k", Provisioner())
     freed = ours()["gpu_ckpt_device_bytes_freed_total",]
     story(watched, (0.0, State.RUNNING), (10.0, State.SUSPENDING), (11.0, "cuda_suspend"), (12.0, State.SUSPENDED))
     figures = ours()
     assert figures["gpu_ckpt_kernels", ("state", "suspended")] == 1
-    assert figures["gpu_ckpt_device_bytes_away",] == 1000
+    assert figures["gpu_ckpt_device_bytes_swapped_out",] == 1000
     assert figures["gpu_ckpt_device_bytes_freed_total",] == freed + 1000
     story(watched, (110.0, State.RESUMING), (111.0, "cuda_resume"), (112.0, State.RUNNING))
     figures = ours()
-    assert figures["gpu_ckpt_device_bytes_away",] == 0
-    assert figures["gpu_ckpt_gpu_seconds_given_back_total",] == pytest.approx(2 * 100.0)
+    assert figures["gpu_ckpt_device_bytes_swapped_out",] == 0
+    assert figures["gpu_ckpt_gpu_seconds_freed_total",] == pytest.approx(2 * 100.0)
 
 
-def test_a_kernel_that_is_shut_down_is_counted_no_more(watcher):
-    watched = watcher.follow("k", Provisioner())
+def test_a_kernel_that_is_shut_down_is_counted_no_more(monitor):
+    watched = monitor.add("k", Provisioner())
     story(watched, (0.0, State.RUNNING))
-    watcher.forget("k")
+    monitor.remove("k")
     assert ours()["gpu_ckpt_kernels", ("state", "running")] == 0
     assert watched.provisioner.sinks == []
 
 
 def test_a_server_that_stopped_leaves_no_figures_behind():
-    watcher = Watcher(None, logging.getLogger("watch"))
-    Metrics(watcher).close()
-    assert ("gpu_ckpt_device_bytes_away",) not in ours()
+    monitor = KernelMonitor(None, logging.getLogger("watch"))
+    Metrics(monitor).close()
+    assert ("gpu_ckpt_device_bytes_swapped_out",) not in ours()
 
 
-def test_the_reference_names_every_metric_and_no_other(watcher):
-    metrics = watcher.listeners[0]
+def test_the_reference_names_every_metric_and_no_other(monitor):
+    metrics = monitor.listeners[0]
     metrics.changed(Changed("k", State.CHECKPOINTED, State.DUMPING, 0.0, 0.0, None, 0, None))
     metrics.failed(Failed("k", "checkpoint", "dump", "NO_SPACE", "", "", 0.0))
     metrics.stepped(Stepped(StepEvent("completed", "dump", "k", 0.0, 0.1), "checkpoint", 0.5, 0, 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, Look, Policy, Rule, Verb
+from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
 
 RULE = Rule(suspend_after=300, checkpoint_after=1800)
 BUSY = {"code": "CHILD_PROCESSES", "message": "It has children.", "hint": "End them.", "left": "", "details": {}}
@@ -30,7 +30,7 @@ class Server:
 
     def decide(self, after: float = 0.0) -> list[Action]:
         self.now += after
-        return self.policy.decide([Look(name, **facts) for name, facts in self.kernels.items()], self.now)
+        return self.policy.decide([KernelSnapshot(name, **facts) for name, facts in self.kernels.items()], self.now)
 
     def verbs(self, after: float = 0.0) -> dict[str, str]:
         return {action.kernel_id: str(action.verb) for action in self.decide(after)}
@@ -302,7 +302,7 @@ class TestTrouble:
         server.now += 1
         server.change(last_activity=server.now)
         assert server.verbs(1799) == {}
-        assert server.policy.outlook("k", server.now)["trouble"] is None
+        assert server.policy.outlook("k", server.now)["last_failure"] is None
         assert server.verbs(1) == {"k": "checkpoint"}
 
     def test_and_once_somebody_else_succeeded(self):
@@ -311,14 +311,14 @@ class TestTrouble:
         server.fail(BUSY, refused=True, after=1800)
         server.change(state=State.CHECKPOINTED)
         server.decide()
-        assert server.policy.outlook("k", server.now)["trouble"] is None
+        assert server.policy.outlook("k", server.now)["last_failure"] is None
 
     def test_and_once_it_succeeded(self):
         server = Server(retry_after=10)
         server.kernel()
         server.fail(BUSY, refused=True, after=1800)
         assert server.obey(10) == {"k": "checkpoint"}
-        assert server.policy.outlook("k", server.now)["trouble"] is None
+        assert server.policy.outlook("k", server.now)["last_failure"] is None
 
 
 class TestOutlook:
@@ -335,7 +335,7 @@ class TestOutlook:
             "next": "suspend",
             "next_in_s": 200.0,
             "protected_s": 0.0,
-            "trouble": None,
+            "last_failure": None,
         }
 
     def test_of_one_that_works(self):
@@ -365,7 +365,7 @@ class TestOutlook:
         server.decide(30)
         told = self.look(server)
         assert told["next_in_s"] == 70.0
-        assert told["trouble"] == {**BUSY, "refused": True, "times": 1, "retry_in_s": 70.0}
+        assert told["last_failure"] == {**BUSY, "refused": True, "times": 1, "retry_in_s": 70.0}
 
     def test_of_one_that_never_leaves(self):
         server = Server(rule=Rule(0, 0))

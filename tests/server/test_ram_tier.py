@@ -73,7 +73,7 @@ def test_an_idle_kernel_with_device_memory_is_suspended_and_its_next_cell_resume
         until(lambda: state(on_gpu, holder) == "suspended")
         assert (free(on_gpu), state(on_gpu, other)) == (8 * GIB, "running"), "that one holds nothing"
         document = on_gpu.get(f"gpu-ckpt/kernels/{holder}")
-        assert (document["device_bytes_away"], document["image"]) == (GIB, None)
+        assert (document["device_bytes_swapped_out"], document["image"]) == (GIB, None)
         info, *_ = [opened.send(*request) for request in OPENING]
         assert opened.reply(info)["status"] == "ok"
         assert state(on_gpu, holder) == "suspended", "looking wakes nothing"
@@ -125,7 +125,7 @@ def test_from_ram_to_disk_and_back_with_the_device_memory(patient):
     assert free(patient) == 7 * GIB
     metrics = dict(line.rsplit(" ", 1) for line in patient.ask("GET", "metrics").text.splitlines())
     assert float(metrics["gpu_ckpt_device_bytes_freed_total"]) >= GIB
-    assert float(metrics["gpu_ckpt_gpu_seconds_given_back_total"]) > 0
+    assert float(metrics["gpu_ckpt_gpu_seconds_freed_total"]) > 0
 
 
 def test_without_room_a_cell_is_told_why_and_runs_once_there_is_some(patient):

@@ -95,7 +95,7 @@ def test_a_cookie_alone_changes_nothing_without_the_xsrf_token(live, method, pat
     assert reply.status_code == 403
     assert "_xsrf" in reply.text
     with_token = {"X-XSRFToken": browser.cookies["_xsrf"]}
-    expected = 202 if path.endswith("/park") else 404  # parking names nothing that could be missing
+    expected = 202 if path.endswith("/drain") else 404  # a drain names nothing that could be missing
     assert browser.request(method, live.url + path, headers=with_token, timeout=60).status_code == expected
 
 
@@ -332,7 +332,7 @@ def test_the_only_copy_of_a_sleeping_kernel_is_not_deleted_by_mistake(live, kern
 
 
 def test_an_image_that_waits_for_its_server_is_not_deleted_by_mistake_either(tmp_path, runtime_base, criu_binary):
-    adopt = "c.Comeback.adopt = {}"
+    adopt = "c.KernelPersistence.attach_on_start = {}"
     with server(tmp_path / "home", runtime_base) as first:
         first.run(first.start_kernel(), "x = 41")
     with server(tmp_path / "home", runtime_base, config=adopt.format(False)) as another:
@@ -380,15 +380,15 @@ def test_a_kernel_without_a_server_is_taken_over_asleep_and_with_its_notebook(tm
         (tmp_path / "home" / "work" / "a b.ipynb").write_text("{}")
         kernel_id = first.ask("POST", "api/sessions", json=model).json()["kernel"]["id"]
         first.run(kernel_id, "x = 41")
-    with server(tmp_path / "home", runtime_base, config="c.Comeback.adopt = False") as second:
+    with server(tmp_path / "home", runtime_base, config="c.KernelPersistence.attach_on_start = False") as second:
         (image,) = second.get("gpu-ckpt/images")
         assert image["notebook"] == "a b.ipynb"
         assert second.get("api/kernels") == []
-        reply = second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+        reply = second.ask("POST", f"gpu-ckpt/images/{image['id']}/attach")
         assert (reply.status_code, reply.json()["state"]) == (200, "checkpointed"), reply.text
         (session,) = second.get("api/sessions")
         assert (session["path"], session["kernel"]["id"]) == ("a b.ipynb", kernel_id)
-        assert second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt").ok  # it is here already
+        assert second.ask("POST", f"gpu-ckpt/images/{image['id']}/attach").ok  # it is here already
         assert second.run(kernel_id, "print(x + 1)") == "42"
 
 
@@ -418,7 +418,7 @@ def test_a_kept_image_of_a_kernel_that_was_shut_down_can_be_opened(tmp_path, run
         (image,) = running.get("gpu-ckpt/images")
         assert running.ask("DELETE", f"api/kernels/{kernel_id}").status_code == 204
         assert running.get("api/kernels") == []
-        reply = running.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+        reply = running.ask("POST", f"gpu-ckpt/images/{image['id']}/attach")
         assert (reply.status_code, reply.json()["state"]) == (200, "checkpointed"), reply.text
         assert running.run(kernel_id, "print(x + 1)") == "42"
 
@@ -430,8 +430,8 @@ def test_an_image_whose_kernel_another_server_has_is_not_opened_and_the_reason_i
         kernel_id = first.start_kernel()
         first.do(kernel_id, "checkpoint")
         (image,) = first.get("gpu-ckpt/images")
-        with server(tmp_path / "home", runtime_base, config="c.Comeback.adopt = False") as second:
-            refused = second.ask("POST", f"gpu-ckpt/images/{image['id']}/adopt")
+        with server(tmp_path / "home", runtime_base, config="c.KernelPersistence.attach_on_start = False") as second:
+            refused = second.ask("POST", f"gpu-ckpt/images/{image['id']}/attach")
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "WRONG_STATE")
             assert "Another server has the kernel" in refused.json()["error"]["message"]
 

@@ -17,7 +17,7 @@ from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.server import gpu_usage
 from jupyter_gpu_ckpt.server.events import SCHEMAS
 from jupyter_gpu_ckpt.server.gpu_usage import GpuUsage
-from jupyter_gpu_ckpt.server.monitor import Watcher
+from jupyter_gpu_ckpt.server.monitor import KernelMonitor
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30
@@ -37,8 +37,8 @@ class World:
         provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
         monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
         self.told: list[dict] = []
-        watcher = Watcher(IOLoop.current(), None)
-        self.usage = GpuUsage(lambda: provisioners, watcher, directory, self.told.append, interval=0.5)
+        monitor = KernelMonitor(IOLoop.current(), None)
+        self.usage = GpuUsage(lambda: provisioners, monitor, directory, self.told.append, interval=0.5)
 
 
 @pytest.fixture
@@ -57,11 +57,11 @@ async def test_the_document_says_who_holds_what(world):
 
 
 async def test_only_a_change_is_told_and_as_the_schema_says(world):
-    await world.usage.look()
-    await world.usage.look()
+    await world.usage.measure()
+    await world.usage.measure()
     assert len(world.told) == 1
     world.driver.leave(world.pid)
-    await world.usage.look()
+    await world.usage.measure()
     assert len(world.told) == 2
     assert [gpu["kernels"] for gpu in world.told[-1]["gpus"]] == [{}, {}]
     for document in world.told:
@@ -70,17 +70,17 @@ async def test_only_a_change_is_told_and_as_the_schema_says(world):
 
 async def test_a_level_stretch_of_history_is_its_two_ends(world):
     for _ in range(5):
-        await world.usage.look()
+        await world.usage.measure()
     world.driver.start({A: GIB})
-    await world.usage.look()
+    await world.usage.measure()
     history = (await world.usage.document())["gpus"][0]["history"]
     assert [used for _, used in history] == [3 * GIB, 3 * GIB, 4 * GIB]
 
 
 async def test_what_is_older_than_an_hour_is_forgotten(world, monkeypatch):
-    await world.usage.look()
+    await world.usage.measure()
     monkeypatch.setattr(gpu_usage, "HISTORY", -1.0)
-    await world.usage.look()
+    await world.usage.measure()
     history = (await world.usage.document())["gpus"][0]["history"]
     assert len(history) == 1
 
@@ -139,7 +139,7 @@ async def test_the_document_is_no_older_than_the_interval(world):
     await world.usage.document()
     world.driver.leave(world.pid)
     assert (await world.usage.document())["gpus"][0]["used"] == 3 * GIB
-    world.usage._looked -= 1
+    world.usage._measured -= 1
     assert (await world.usage.document())["gpus"][0]["used"] == 0
 
 

@@ -1,7 +1,7 @@
-"""Whether a kernel's processes work although no cell runs: by their CPU time, and by the connections they accept.
+"""Detect work of a kernel's processes while no cell runs: by their CPU time, and by connections they accept.
 
-A thread that computes, a web server in a notebook, a bot: whoever freezes those does harm.  Read from /proc, of every
-process in the kernel's capsule; nothing is asked of the kernel.
+A thread that computes, a web server in a notebook, a bot must not be suspended as idle.  Read from /proc, for every
+process in the kernel's capsule; the kernel itself is not involved.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 
 from ... import procfs
 
-#: The part of one processor that is work.  An ipykernel that nobody uses takes 0.00002 of one, with clients whose
-#: heartbeats it echoes 0.0001 (ipykernel 7.4: history thread, heartbeat, event loop; measured on 2026-11-22).
+#: The share of one processor that counts as work.  An unused ipykernel takes 0.00002, with clients whose heartbeats it
+#: echoes 0.0001 (ipykernel 7.4: history thread, heartbeat, event loop; measured on 2026-11-22).
 SHARE = 0.01
 
-#: Beside that, in seconds of CPU time: Linux counts in ticks of 0.01 s.
+#: Seconds of CPU time allowed beside that: Linux counts in ticks of 0.01 s.
 FLOOR = 0.02
 
-#: What answering a mere question takes, in seconds of CPU time (measured: ``kernel_info_request`` 0.0035,
-#: ``history_request`` 0.0025): looking at a notebook is not using it.
-QUESTION = 0.005
+#: Seconds of CPU time allowed for each request that is not a use of the kernel, as when a notebook is only viewed
+#: (measured: ``kernel_info_request`` 0.0035, ``history_request`` 0.0025).
+QUERY = 0.005
 
-#: Seconds after which CPU time that was not work is forgotten.
+#: Seconds over which CPU time is summed up.
 WINDOW = 5.0
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -38,17 +38,17 @@ _UNIX_CONNECTED, _UNIX_ACCEPTS = "03", 0x10000
 
 @dataclass
 class _Known:
-    """Counters of one kernel at the beginning of its window, and the connections at the last look."""
+    """Counters of one kernel at the beginning of its window, and its connections at the last call."""
 
     at: float
     cpu: float
-    questions: int
+    queries: int
     processes: frozenset[int]
     connections: frozenset[str] = field(default_factory=frozenset)
 
 
 class Activity:
-    """What is known of each kernel between looks."""
+    """The counters of each kernel from one call to the next."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
@@ -59,13 +59,13 @@ class Activity:
         self._known = {kernel_id: known for kernel_id, known in self._known.items() if kernel_id in wanted}
 
     def forget(self, kernel_id: str) -> None:
-        """Something was done to the kernel: what that cost is none of its own work."""
+        """Start anew: CPU time spent by a verb is not the kernel's own work."""
         self._known.pop(kernel_id, None)
 
     def worked(
-        self, kernel_id: str, pids: Iterable[int], *, now: float, questions: int, own: Iterable[Path] = ()
+        self, kernel_id: str, pids: Iterable[int], *, now: float, queries: int, own: Iterable[Path] = ()
     ) -> bool:
-        """Whether these processes worked since the last look; False at the first one.
+        """Return whether these processes worked since the last call; False at the first one.
 
         Parameters
         ----------
@@ -73,23 +73,23 @@ class Activity:
             All processes of the kernel.
         now:
             Monotonic seconds.
-        questions:
-            How many questions the kernel was asked so far.
+        queries:
+            How many requests that are no use of the kernel it had so far.
         own:
-            Directories of the unix sockets by which the kernel talks to its clients: those count by what is asked.
+            Directories of the unix sockets of the kernel's own channels, whose connections do not count.
         """
         times = {pid: spent for pid in pids if (spent := self._cpu(pid)) is not None}
-        fresh = _Known(now, sum(times.values()), questions, frozenset(times))
+        fresh = _Known(now, sum(times.values()), queries, frozenset(times))
         fresh.connections = self._connections(times, tuple(own))
         known = self._known.setdefault(kernel_id, fresh)
         if known is fresh:
             return False
         if known.processes - fresh.processes:
-            # What an ended process had spent may be nobody's now; the others' alone is compared from here on.
+            # The CPU time of an ended process may be lost to its parent: compare the others' alone from here on.
             known = self._known[kernel_id] = fresh
             return True
         spent = fresh.cpu - known.cpu
-        allowed = FLOOR + SHARE * (now - known.at) + QUESTION * (questions - known.questions)
+        allowed = FLOOR + SHARE * (now - known.at) + QUERY * (queries - known.queries)
         accepted = bool(fresh.connections - known.connections)
         if spent > allowed or accepted or now - known.at >= WINDOW:
             self._known[kernel_id] = fresh
@@ -99,14 +99,14 @@ class Activity:
 
     @staticmethod
     def _cpu(pid: int) -> float | None:
-        """Seconds of CPU time of a process and of those children that it has waited for; None when it is gone."""
+        """Return the seconds of CPU time of a process and the children it has waited for; None when it is gone."""
         try:
             return procfs.stat(pid).cpu_ticks / _TICKS
         except OSError:
             return None
 
     def _connections(self, pids: Mapping[int, object], own: tuple[Path, ...]) -> frozenset[str]:
-        """Connections that listeners of these processes have accepted, each by what no other one is called."""
+        """Return the connections that listeners of these processes have accepted, each by a unique name."""
         # A kernel shares this process's network namespace.
         inodes = {inode for pid in pids for inode in self._sockets(pid)}
         if not inodes:
@@ -126,7 +126,7 @@ class Activity:
     def _sockets(pid: int) -> set[str]:
         """Inodes of a process's sockets."""
         found: set[str] = set()
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # it has ended
             for _, target in procfs.links(pid):
                 if match := re.fullmatch(r"socket:\[(\d+)\]", target):
                     found.add(match[1])

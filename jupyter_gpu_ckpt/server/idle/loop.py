@@ -1,7 +1,6 @@
-"""The idle policy: looks at the server's kernels now and then, and lets `policy` say which of them should leave.
+"""Run the idle policy: take snapshots of the server's kernels, let `policy` decide, and start its actions.
 
-The kernels leave by their provisioners' own verbs, a few at a time, and come back as after any other checkpoint: by the
-next cell that is run.
+Kernels are suspended and checkpointed by their provisioners' own verbs, a few at a time; the next cell wakes them.
 """
 
 from __future__ import annotations
@@ -20,23 +19,18 @@ from traitlets.config import LoggingConfigurable
 
 from ...errors import GpuCkptError, InsufficientResources, PreflightError, StateError
 from ...kernel.provisioner import GpuCkptProvisioner
-from ..periodic_task import Background
-from .policy import Action, IdleSettings, Look, Policy, Rule, Verb
-from .probe import Senses
+from ..periodic_task import PeriodicTask
+from .policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
+from .probe import KernelProbe
 
 _RULE_KEYS = ("suspend_after", "checkpoint_after")
 
 
 class IdlePolicy(LoggingConfigurable):
-    """Suspends and checkpoints kernels that nobody uses.
+    """Suspends and checkpoints idle kernels.
 
-    Parameters
-    ----------
-    kernels:
-        Called for each round on the event loop's thread; the provisioners of the server's kernels by kernel id.  Those
-        of kernels that were started plainly may be among them, and are left alone.
-    parent:
-        The extension, whose configuration applies.
+    ``kernels`` is called in each round on the event loop's thread and returns the provisioners by kernel id; kernels
+    that were started plainly are left alone.
     """
 
     suspend_after = Float(
@@ -54,7 +48,7 @@ class IdlePolicy(LoggingConfigurable):
     ).tag(config=True)
     kernelspecs: Dict[str, Any] = Dict(
         help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "
-        "What is left out is as for all."
+        "Missing keys are as for all others."
     ).tag(config=True)
     suspended_memory_limit = Int(
         min=0,
@@ -62,11 +56,11 @@ class IdlePolicy(LoggingConfigurable):
         "checkpointed before their time.  0: no limit.  Default: half of the host's memory, or of the cgroup's limit.",
     ).tag(config=True)
     max_parallel = Int(2, min=1, help="How many kernels are suspended or checkpointed at once.").tag(config=True)
-    interval = Float(5.0, min=0.05, help="Seconds between two looks at the kernels.").tag(config=True)
+    interval = Float(5.0, min=0.05, help="Seconds between two rounds over the kernels.").tag(config=True)
     retry_after = Float(
         120.0,
         min=0.05,
-        help="Seconds until a kernel that could not be checkpointed now (NOT_NOW and its kin) is tried again; after an "
+        help="Seconds until a kernel that could not be checkpointed now (NOT_NOW and similar) is tried again; after an "
         "error the wait doubles each time.",
     ).tag(config=True)
     longest_retry = Float(3600.0, min=0, help="Seconds to which the wait after an error grows.").tag(config=True)
@@ -82,7 +76,7 @@ class IdlePolicy(LoggingConfigurable):
                 raise TraitError(f"kernelspecs[{name!r}] must be a dictionary of {' and '.join(_RULE_KEYS)}.")
             for key, seconds in rule.items():
                 if key not in _RULE_KEYS:
-                    raise TraitError(f"kernelspecs[{name!r}] knows {' and '.join(_RULE_KEYS)}, not {key!r}.")
+                    raise TraitError(f"kernelspecs[{name!r}] has the keys {' and '.join(_RULE_KEYS)}, not {key!r}.")
                 if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
                     raise TraitError(f"kernelspecs[{name!r}][{key!r}] must be seconds, or 0 for never.")
         return proposal["value"]
@@ -91,19 +85,19 @@ class IdlePolicy(LoggingConfigurable):
         super().__init__(**kwargs)
         self._kernels = kernels
         self._policy = Policy()
-        self._senses = Senses(self.log)
-        self._rounds = Background("gpu-ckpt-idle-policy", self._run)
+        self._probe = KernelProbe(self.log)
+        self._rounds = PeriodicTask("gpu-ckpt-idle-policy", self._run)
         self._under_way: set[asyncio.Task[None]] = set()
         self._sooner = asyncio.Event()
 
     # -- for the extension
 
     def start(self) -> None:
-        """Begin; does nothing if it runs.  Called from the extension, on its event loop."""
+        """Start; does nothing if it runs.  Called from the extension, on its event loop."""
         self._rounds.start()
 
     async def stop(self) -> None:
-        """Begin nothing any more.  Verbs under way go on in their kernels' threads; nobody here waits for them."""
+        """Stop.  Verbs under way continue in their kernels' threads and are not waited for."""
         await self._rounds.stop()
         tasks = list(self._under_way)
         for task in tasks:
@@ -111,9 +105,9 @@ class IdlePolicy(LoggingConfigurable):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def status(self) -> dict[str, Any]:
-        """The rules, as JSON; times in seconds, memory in bytes."""
+        """Return the settings as JSON; times in seconds, memory in bytes."""
         return {
-            "running": self._rounds.begun,
+            "running": self._rounds.started,
             "suspend_after": self.suspend_after,
             "checkpoint_after": self.checkpoint_after,
             "kernelspecs": dict(self.kernelspecs),
@@ -124,11 +118,11 @@ class IdlePolicy(LoggingConfigurable):
         }
 
     def outlook(self, kernel_id: str) -> dict[str, Any] | None:
-        """What will become of a kernel, as of the last look (`Policy.outlook`); None for one not looked at yet."""
+        """Return the policy's plan for a kernel (`Policy.outlook`), as of the last round; None before its first."""
         return self._policy.outlook(kernel_id, time.monotonic())
 
     def idle_seconds(self, kernel_id: str) -> float:
-        """For how long a kernel has not been used and has not worked; infinite for one that was not looked at."""
+        """Return the seconds for which a kernel has been idle; infinite before its first round."""
         outlook = self.outlook(kernel_id)
         return math.inf if outlook is None else float(outlook["idle_s"])
 
@@ -149,50 +143,46 @@ class IdlePolicy(LoggingConfigurable):
         try:
             await self.round()
         except Exception:
-            self.log.exception("The idle policy could not look at the kernels; it goes on.")
+            self.log.exception("The idle policy could not inspect the kernels; the next round tries again.")
 
     async def round(self) -> list[Action]:
-        """Look at every kernel once and begin what is due; returns what was begun."""
+        """Inspect every kernel once and start the actions that are due; return those."""
         self._policy.settings = self._settings()
         provisioners = dict(self._kernels())
-        looks = await asyncio.to_thread(self._senses.look, provisioners)
-        actions = self._policy.decide(looks, time.monotonic())
-        seen = {look.kernel_id: look for look in looks}
+        snapshots = await asyncio.to_thread(self._probe.snapshots, provisioners)
+        actions = self._policy.decide(snapshots, time.monotonic())
+        by_id = {snapshot.kernel_id: snapshot for snapshot in snapshots}
         for action in actions:
-            task = asyncio.create_task(self._act(action, provisioners[action.kernel_id], seen[action.kernel_id]))
+            task = asyncio.create_task(self._act(action, provisioners[action.kernel_id], by_id[action.kernel_id]))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
         return actions
 
-    async def _act(self, action: Action, provisioner: GpuCkptProvisioner, look: Look) -> None:
+    async def _act(self, action: Action, provisioner: GpuCkptProvisioner, seen: KernelSnapshot) -> None:
         try:
             gate = provisioner.gate
-            if gate is None or provisioner.state is not look.state or gate.last_activity != look.last_activity:
-                return  # somebody was faster
-            self.log.info("Kernel %s: %s after %.0f s (%s)", look.kernel_id, action.verb, action.idle, action.reason)
+            if gate is None or provisioner.state is not seen.state or gate.last_activity != seen.last_activity:
+                return  # the kernel was used meanwhile
+            self.log.info("Kernel %s: %s after %.0f s (%s)", seen.kernel_id, action.verb, action.idle, action.reason)
             try:
                 await (provisioner.suspend() if action.verb is Verb.SUSPEND else provisioner.checkpoint())
-            except StateError as error:
-                if provisioner.state is not look.state:
-                    return  # also faster, by a moment
-                self._failed(action, error)
-            except GpuCkptError as error:
-                self._failed(action, error)
             except Exception as error:
-                self._failed(action, GpuCkptError(f"{type(error).__name__}: {error}"))
+                if isinstance(error, StateError) and provisioner.state is not seen.state:
+                    return  # another verb was faster
+                self._failed(action, GpuCkptError.from_exception(error))
             else:
                 self._policy.succeeded(action)
-            self._senses.forget(action.kernel_id)
-            self._sooner.set()  # the next kernel may have its turn
+            self._probe.forget(action.kernel_id)
+            self._sooner.set()  # a slot is free for the next kernel
         finally:
             self._policy.dropped(action)
 
     def _failed(self, action: Action, error: GpuCkptError) -> None:
         refused = isinstance(error, PreflightError | InsufficientResources | StateError)
-        news = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
-        tell = self.log.debug if not news else self.log.info if refused else self.log.warning
-        # The code alone: the text of an error may name what is the user's own.  `outlook` has all of it.
-        tell("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error.code)
+        is_new = self._policy.failed(action, error.as_dict(), refused=refused, now=time.monotonic())
+        log = self.log.debug if not is_new else self.log.info if refused else self.log.warning
+        # The code alone: the text of an error may name private files.  `outlook` has all of it.
+        log("Kernel %s stays, and will be tried again (%s): %s", action.kernel_id, action.verb, error.code)
 
     def _settings(self) -> IdleSettings:
         common = {key: getattr(self, key) for key in _RULE_KEYS}
@@ -208,7 +198,7 @@ class IdlePolicy(LoggingConfigurable):
 
 
 def memory_of_host(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory this server may use: the machine's, or less if its cgroup (version 2, then 1) says so."""
+    """Return the bytes of memory this server may use: the machine's, or the limit of its cgroup (version 2, then 1)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max"

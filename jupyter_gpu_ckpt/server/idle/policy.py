@@ -1,10 +1,9 @@
-"""Which kernels should leave, and when: looks in, decisions out.  No I/O and no clock of its own.
+"""Decide which kernels to suspend or checkpoint, from snapshots of them.  No I/O and no clock of its own.
 
-A kernel is idle from the last moment at which a client had it do something, it worked by itself, or it came back.  An
-idle kernel that holds device memory is suspended after a while, and checkpointed after a longer while; suspended
-kernels are checkpointed before that when they fill the host's memory.  Kernels without device memory are left alone
-unless the settings say otherwise: the GPU is what this is for.  All times are in seconds, those of a moment by
-the caller's monotonic clock.
+A kernel is idle since a client last used it, it last worked by itself, or it was resumed.  An idle kernel with device
+memory is suspended after a while, and checkpointed after a longer while; suspended kernels are checkpointed earlier
+when they fill the host's memory.  Kernels without device memory are left alone unless the settings say otherwise.
+Times are in seconds, moments by the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any
 
 from ...lifecycle.machine import State
 
-#: States after which a running kernel is one that somebody wanted back.  Not those on the way out: from there a kernel
-#: comes back by itself when a step fails.
-_AWAY = (State.SUSPENDED, State.RESUMING, State.CHECKPOINTED, State.RESTORING, State.STARTING, State.DEAD)
+#: States after which a running kernel was resumed by a user.  Not SUSPENDING and DUMPING: from there a kernel comes
+#: back by itself when a step fails.
+_BEFORE_RESUMED = (State.SUSPENDED, State.RESUMING, State.CHECKPOINTED, State.RESTORING, State.STARTING, State.DEAD)
 
 
 class Verb(str, enum.Enum):
-    """What can be done to an idle kernel."""
+    """A verb for idle kernels."""
 
     SUSPEND = "suspend"
     CHECKPOINT = "checkpoint"
@@ -38,7 +37,7 @@ class Verb(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Seconds of idleness after which a kernel leaves the GPU, and after which it leaves the host; 0: never."""
+    """Seconds of idleness after which a kernel is suspended, and after which it is checkpointed; 0: never."""
 
     suspend_after: float = 300.0
     checkpoint_after: float = 1800.0
@@ -46,12 +45,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class IdleSettings:
-    """How to judge.
+    """The policy's settings.
 
     ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
-    suspended kernels may hold together (0: no limit).  ``without_device_memory``: whether kernels that hold none leave,
-    too.  ``parallel``: how many verbs run at once.  A kernel that refused
-    is asked again after ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
+    suspended kernels may hold together (0: no limit).  ``without_device_memory``: checkpoint kernels without device
+    memory, too.  ``parallel``: how many verbs run at once.  A kernel that refused is tried again after
+    ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
     """
 
     rule: Rule = field(default_factory=Rule)
@@ -68,14 +67,14 @@ class IdleSettings:
 
 
 @dataclass(frozen=True)
-class Look:
+class KernelSnapshot:
     """One kernel at one moment.
 
-    ``process``: its pid; another one means that it was restored or restarted.  ``last_activity``: when a client last
-    had it do something.  ``working``: it is at it still, or cannot be looked at.  ``on_gpu``: it holds device memory.
-    ``computing``: it worked since the last look, though no cell may have run: on a GPU or a processor, or it accepted a
-    connection.  ``resident``: bytes of host memory its processes hold.
-    ``protected``: seconds for which its user wants it left alone.
+    ``process``: its pid; a new one means a restore or restart.  ``last_activity``: when a client last used it.
+    ``working``: a cell runs, or the kernel cannot be inspected.  ``on_gpu``: it has device memory.  ``computing``: its
+    processes worked since the last snapshot, with a cell or without: on a GPU, on a processor, or for a connection that
+    they accepted.  ``resident``: bytes of host memory of its processes.  ``protected``: seconds for which its user
+    protects it from this policy.
     """
 
     kernel_id: str
@@ -92,7 +91,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Action:
-    """A decision.  ``reason`` is ``idle`` or ``memory``; ``idle`` is for how long the kernel has been, in seconds."""
+    """A decision.  ``reason`` is ``idle`` or ``memory``; ``idle``: seconds of idleness."""
 
     kernel_id: str
     verb: Verb
@@ -101,10 +100,10 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why the last try did not succeed, and when comes the next; ``refused``: nothing was broken, it was not the time.
+class FailedAttempt:
+    """The last attempt, which failed, and the moment of the next.
 
-    ``error`` is the error's `as_dict`.
+    ``refused``: nothing broke, the kernel could not be checkpointed now.  ``error`` is the error's `as_dict`.
     """
 
     error: Mapping[str, Any]
@@ -116,16 +115,16 @@ class Trouble:
 
 @dataclass
 class _KernelRecord:
-    """What is known of a kernel between looks."""
+    """What the policy remembers of a kernel from one round to the next."""
 
-    look: Look
-    came_back: float
-    computed: float
-    trouble: Trouble | None = None
+    snapshot: KernelSnapshot
+    resumed_at: float
+    computed_at: float
+    failure: FailedAttempt | None = None
 
     @property
     def idle_since(self) -> float:
-        return max(self.look.last_activity, self.came_back, self.computed)
+        return max(self.snapshot.last_activity, self.resumed_at, self.computed_at)
 
 
 class Policy:
@@ -136,15 +135,15 @@ class Policy:
         self._known: dict[str, _KernelRecord] = {}
         self._under_way: dict[str, Action] = {}
 
-    def decide(self, looks: Iterable[Look], now: float) -> list[Action]:
-        """What to begin now.  Each action is under way until `succeeded`, `failed` or `dropped` is told of it."""
-        seen = list(looks)
-        for look in seen:
-            self._note(look, now)
-        # A kernel under way is kept: the one who looks may leave out kernels that cannot be looked at in the middle.
-        present = {look.kernel_id for look in seen} | self._under_way.keys()
+    def decide(self, snapshots: Iterable[KernelSnapshot], now: float) -> list[Action]:
+        """Return the actions to start now.  Each is under way until `succeeded`, `failed` or `dropped` is called."""
+        seen = list(snapshots)
+        for snapshot in seen:
+            self._update(snapshot, now)
+        # Records of kernels under way are kept: these may have no snapshot.
+        present = {snapshot.kernel_id for snapshot in seen} | self._under_way.keys()
         self._known = {kernel_id: known for kernel_id, known in self._known.items() if kernel_id in present}
-        ready = [look for look in seen if self._may_act(look, now)]
+        ready = [snapshot for snapshot in seen if self._may_act(snapshot, now)]
         due = {action.kernel_id: action for action in self._for_idle(ready, now)}
         due.update((action.kernel_id, action) for action in self._for_memory(seen, ready, now))
         chosen = sorted(due.values(), key=self._rank)[: max(0, self.settings.parallel - len(self._under_way))]
@@ -152,120 +151,127 @@ class Policy:
         return chosen
 
     def succeeded(self, action: Action) -> None:
-        """The kernel is where it should be."""
+        """Record that the kernel reached the state of the action."""
         self._under_way.pop(action.kernel_id, None)
         if known := self._known.get(action.kernel_id):
-            known.trouble = None
-            # Whoever has the kernel back before the next look has used it: that look finds it changed.
-            known.look = replace(known.look, state=action.verb.leads_to, on_gpu=False)
+            known.failure = None
+            # If a user resumes the kernel before the next snapshot, that one differs from this.
+            known.snapshot = replace(known.snapshot, state=action.verb.leads_to, on_gpu=False)
 
     def failed(self, action: Action, error: Mapping[str, Any], *, refused: bool, now: float) -> bool:
-        """It could not be done; whether that is news: the same error in a row is told once."""
+        """Record a failed attempt; return False for the same error as the time before."""
         self._under_way.pop(action.kernel_id, None)
         known = self._known.get(action.kernel_id)
         if known is None:
             return False
-        before = known.trouble
+        before = known.failure
         times = before.times + 1 if before else 1
         wait = self.settings.retry_after
         if not refused:
             wait = max(wait, min(wait * 2.0 ** min(times - 1, 60), self.settings.longest_retry))
-        known.trouble = Trouble(dict(error), refused, times, now, now + wait)
+        known.failure = FailedAttempt(dict(error), refused, times, now, now + wait)
         return before is None or before.error.get("code") != error.get("code")
 
     def dropped(self, action: Action) -> None:
-        """It was not tried: the kernel was wanted, or moved by somebody else, in the meantime."""
+        """Record that the action was not tried: the kernel was used, or its state changed, in the meantime."""
         self._under_way.pop(action.kernel_id, None)
 
     def outlook(self, kernel_id: str, now: float) -> dict[str, Any] | None:
-        """What will become of a kernel, as JSON for people who look; None for an unknown one.
+        """Return what the policy will do with a kernel, as JSON; None for an unknown one.
 
         ``idle_s``; ``under_way`` (a verb or None); ``next`` (a verb or None) and ``next_in_s``; ``protected_s``;
-        ``trouble``: None, or the error's own keys with ``refused``, ``times`` and ``retry_in_s``.
+        ``last_failure``: None, or the error's own keys with ``refused``, ``times`` and ``retry_in_s``.
         """
         known = self._known.get(kernel_id)
         if known is None:
             return None
-        look, action, trouble = known.look, self._under_way.get(kernel_id), known.trouble
-        idle = 0.0 if look.working else max(0.0, now - known.idle_since)
-        verb, wait = self._next(look, idle)
-        if trouble is not None:
-            wait = max(wait, trouble.retry_at - now)
+        snapshot, action, failure = known.snapshot, self._under_way.get(kernel_id), known.failure
+        idle = 0.0 if snapshot.working else max(0.0, now - known.idle_since)
+        verb, wait = self._next(snapshot, idle)
+        if failure is not None:
+            wait = max(wait, failure.retry_at - now)
         return {
             "idle_s": idle,
             "under_way": action.verb.value if action else None,
             "next": verb.value if verb else None,
-            "next_in_s": max(0.0, wait, look.protected) if verb else None,
-            "protected_s": look.protected,
-            "trouble": trouble
+            "next_in_s": max(0.0, wait, snapshot.protected) if verb else None,
+            "protected_s": snapshot.protected,
+            "last_failure": failure
             and {
-                **trouble.error,
-                "refused": trouble.refused,
-                "times": trouble.times,
-                "retry_in_s": max(0.0, trouble.retry_at - now),
+                **failure.error,
+                "refused": failure.refused,
+                "times": failure.times,
+                "retry_in_s": max(0.0, failure.retry_at - now),
             },
         }
 
-    def _note(self, look: Look, now: float) -> None:
-        known = self._known.get(look.kernel_id)
+    def _update(self, snapshot: KernelSnapshot, now: float) -> None:
+        known = self._known.get(snapshot.kernel_id)
         if known is None:
-            # A kernel that is new here is not idle yet, whenever its clients were last heard.
-            known = self._known[look.kernel_id] = _KernelRecord(look, came_back=now, computed=look.last_activity)
-        look = replace(look, process=look.process or known.look.process)  # not looked at is not another one
-        if look.state is State.RUNNING and (known.look.state in _AWAY or look.process != known.look.process):
-            # Somebody wanted it back, perhaps without running anything yet.
-            known.came_back = now
-        if look.computing:
-            known.computed = now
-        if known.trouble and (look.last_activity > known.trouble.at or look.state is State.CHECKPOINTED):
-            known.trouble = None  # the kernel has been used since, or somebody has overcome whatever was in the way
-        known.look = look
+            # A kernel that is new here is not idle yet, whenever its clients were last active.
+            known = _KernelRecord(snapshot, resumed_at=now, computed_at=snapshot.last_activity)
+            self._known[snapshot.kernel_id] = known
+        before = known.snapshot
+        snapshot = replace(snapshot, process=snapshot.process or before.process)  # 0: not inspected
+        replaced = before.state in _BEFORE_RESUMED or snapshot.process != before.process
+        if snapshot.state is State.RUNNING and replaced:
+            known.resumed_at = now
+        if snapshot.computing:
+            known.computed_at = now
+        used = known.failure is not None and snapshot.last_activity > known.failure.at
+        if used or snapshot.state is State.CHECKPOINTED:  # the obstacle may be gone, or was overcome by a user
+            known.failure = None
+        known.snapshot = snapshot
 
-    def _may_act(self, look: Look, now: float) -> bool:
-        trouble = self._known[look.kernel_id].trouble
-        held_back = trouble is not None and now < trouble.retry_at
-        at_work = look.working or look.computing
-        return not (at_work or look.protected > 0 or held_back or look.kernel_id in self._under_way)
+    def _may_act(self, snapshot: KernelSnapshot, now: float) -> bool:
+        failure = self._known[snapshot.kernel_id].failure
+        waits = failure is not None and now < failure.retry_at
+        works = snapshot.working or snapshot.computing
+        return not (works or snapshot.protected > 0 or waits or snapshot.kernel_id in self._under_way)
 
     def _rank(self, action: Action) -> tuple[bool, bool, float]:
-        """Host memory first, because suspending takes more of it; then what gives a GPU back; then the longest idle."""
-        return action.reason != "memory", not self._known[action.kernel_id].look.on_gpu, -action.idle
+        """Sort key: for host memory first (suspending takes more of it), then those that free a GPU, then by idleness."""
+        return action.reason != "memory", not self._known[action.kernel_id].snapshot.on_gpu, -action.idle
 
-    def _for_idle(self, ready: Iterable[Look], now: float) -> Iterator[Action]:
-        for look in ready:
-            idle = now - self._known[look.kernel_id].idle_since
-            verb, wait = self._next(look, idle)
+    def _for_idle(self, ready: Iterable[KernelSnapshot], now: float) -> Iterator[Action]:
+        for kernel in ready:
+            idle = now - self._known[kernel.kernel_id].idle_since
+            verb, wait = self._next(kernel, idle)
             if verb is not None and wait <= 0:
-                yield Action(look.kernel_id, verb, "idle", idle)
+                yield Action(kernel.kernel_id, verb, "idle", idle)
 
-    def _next(self, look: Look, idle: float) -> tuple[Verb | None, float]:
-        """The verb to come and the seconds until then; of those that are overdue, the last one."""
-        plans = list(self._plans(look, idle))
+    def _next(self, kernel: KernelSnapshot, idle: float) -> tuple[Verb | None, float]:
+        """Return the next verb and the seconds until it is due; of several overdue verbs, the last."""
+        plans = list(self._plans(kernel, idle))
         overdue = [plan for plan in plans if plan[1] <= 0]
         if overdue:
             return overdue[-1]
         return plans[0] if plans else (None, math.inf)
 
-    def _plans(self, look: Look, idle: float) -> Iterator[tuple[Verb, float]]:
-        """The verbs before a kernel in the order of their times, each with the seconds until then."""
-        rule = self.settings.rule_for(look.kernel_name)
-        running = look.state is State.RUNNING
-        if running and look.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
+    def _plans(self, kernel: KernelSnapshot, idle: float) -> Iterator[tuple[Verb, float]]:
+        """Yield the verbs ahead of a kernel in the order of their times, with the seconds until each."""
+        rule = self.settings.rule_for(kernel.kernel_name)
+        running = kernel.state is State.RUNNING
+        if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
-        leaves = look.on_gpu or self.settings.without_device_memory if running else look.state is State.SUSPENDED
+        leaves = kernel.on_gpu or self.settings.without_device_memory if running else kernel.state is State.SUSPENDED
         if leaves and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
-    def _for_memory(self, seen: Iterable[Look], ready: Iterable[Look], now: float) -> Iterator[Action]:
+    def _for_memory(
+        self, seen: Iterable[KernelSnapshot], ready: Iterable[KernelSnapshot], now: float
+    ) -> Iterator[Action]:
         limit = self.settings.memory_limit
         if limit <= 0:
             return
-        # What is being written to disk already will be gone soon.
-        staying = (look for look in seen if look.state is State.SUSPENDED and look.kernel_id not in self._under_way)
-        excess = sum(look.resident for look in staying) - limit
-        suspended = (look for look in ready if look.state is State.SUSPENDED)
-        for look in sorted(suspended, key=lambda look: self._known[look.kernel_id].idle_since):
+        # Kernels that are being checkpointed will free theirs soon.
+        staying = (
+            kernel for kernel in seen if kernel.state is State.SUSPENDED and kernel.kernel_id not in self._under_way
+        )
+        excess = sum(kernel.resident for kernel in staying) - limit
+        suspended = (kernel for kernel in ready if kernel.state is State.SUSPENDED)
+        for kernel in sorted(suspended, key=lambda kernel: self._known[kernel.kernel_id].idle_since):
             if excess <= 0:
                 return
-            excess -= look.resident
-            yield Action(look.kernel_id, Verb.CHECKPOINT, "memory", now - self._known[look.kernel_id].idle_since)
+            excess -= kernel.resident
+            yield Action(kernel.kernel_id, Verb.CHECKPOINT, "memory", now - self._known[kernel.kernel_id].idle_since)

@@ -132,7 +132,7 @@ def test_a_protection_outlives_the_server(home, runtime_base, criu_binary, end):
 
 
 def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, runtime_base, criu_binary):
-    config = "c.Comeback.orphan_timeout = 0.5"
+    config = "c.KernelPersistence.orphan_timeout = 0.5"
     with server(home, runtime_base, config=config) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
         (pid,) = pids(first, runtime_base).values()
@@ -148,7 +148,7 @@ def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, 
 
 def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_adopted_with_its_cell(home, runtime_base, criu_binary):
     # Longer than a restarter looks for dead kernels: the one that left early must not be taken for one.
-    config = "c.Comeback.stop_timeout = 4\nc.GpuCkptProvisioner.drain_timeout = 100"
+    config = "c.KernelPersistence.stop_timeout = 4\nc.GpuCkptProvisioner.drain_timeout = 100"
     flag = home / "go"
     code = f"import os, time\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)\nx = 42"
     with server(home, runtime_base, config=config) as first:
@@ -172,7 +172,7 @@ def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_adopted_with_its_c
 
 
 def test_a_kernel_in_the_middle_of_its_dump_at_the_deadline_is_not_lost(home, runtime_base, criu_binary):
-    with server(home, runtime_base, config="c.Comeback.stop_timeout = 0.3") as first:
+    with server(home, runtime_base, config="c.KernelPersistence.stop_timeout = 0.3") as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
         first.run(kernel_id, "block = os.urandom(800 << 20)")
         first.process.send_signal(signal.SIGTERM)
@@ -207,15 +207,15 @@ def test_whoever_asks_early_is_not_told_that_the_kernels_are_gone(home, runtime_
 SLOW = """
 import asyncio, pathlib
 from jupyter_gpu_ckpt.server import app
-from jupyter_gpu_ckpt.server.shutdown import Comeback
-take_over = Comeback.take_over
+from jupyter_gpu_ckpt.server.persistence import KernelPersistence
+attach = KernelPersistence.attach
 
 async def once_there(self, kernels, orphan):
     while not pathlib.Path({go!r}).exists():
         await asyncio.sleep(0.05)
-    await take_over(self, kernels, orphan)
+    await attach(self, kernels, orphan)
 
-Comeback.take_over = once_there
+KernelPersistence.attach = once_there
 app._EARLY = 0.1
 """
 
@@ -277,15 +277,15 @@ def test_whoever_asks_on_the_way_down_is_not_told_that_the_kernels_are_gone(home
 
 SIGNALLED = """
 import asyncio, os, signal
-from jupyter_gpu_ckpt.server.shutdown import Comeback
-take_over = Comeback.take_over
+from jupyter_gpu_ckpt.server.persistence import KernelPersistence
+attach = KernelPersistence.attach
 
 async def and_be_told_to_stop(self, kernels, orphan):
-    await take_over(self, kernels, orphan)
+    await attach(self, kernels, orphan)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(60)
 
-Comeback.take_over = and_be_told_to_stop
+KernelPersistence.attach = and_be_told_to_stop
 """
 
 
@@ -311,7 +311,7 @@ def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkey
     monkeypatch.setattr(drain, "RATES", Rates())  # not what the tests before this one measured
 
     def deadline(kernels):
-        return drain.need(kernels, logging.getLogger(), prove=False).seconds
+        return drain.estimate(kernels, logging.getLogger(), verify=False).seconds
 
     small = deadline({"a": kernel()})
     assert deadline({"a": kernel(), "b": kernel()}) == pytest.approx(2 * small - drain.GRACE)
@@ -363,7 +363,7 @@ def test_a_server_with_none_but_sleeping_kernels_shuts_down_for_want_of_activity
 
 
 def test_switched_off_the_kernels_end_with_the_server(home, runtime_base, criu_binary):
-    config = "c.Comeback.checkpoint_on_stop = False"
+    config = "c.KernelPersistence.checkpoint_on_stop = False"
     with server(home, runtime_base, config=config) as first:
         open_notebook(first)
         (pid,) = pids(first, runtime_base).values()
@@ -372,7 +372,7 @@ def test_switched_off_the_kernels_end_with_the_server(home, runtime_base, criu_b
 
 
 def test_switched_off_a_kernel_that_sleeps_already_is_not_lost_with_the_server(home, runtime_base, criu_binary):
-    config = "c.Comeback.checkpoint_on_stop = False"
+    config = "c.KernelPersistence.checkpoint_on_stop = False"
     with server(home, runtime_base, config=config) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
         first.run(kernel_id, "x = 41")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.server.idle.policy import Look
-from jupyter_gpu_ckpt.server.idle.probe import closer, computing
+from jupyter_gpu_ckpt.server.idle.policy import KernelSnapshot
+from jupyter_gpu_ckpt.server.idle.probe import computing, inspect
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30
@@ -58,7 +58,7 @@ class TestCloser:
         engine = SimpleNamespace(cuda=FakeCuda(driver))
         lifecycle = SimpleNamespace(capsule=capsule, engine=engine, resident=lambda: 2 << 20)
         gate = SimpleNamespace(working=working)
-        return closer(Look("k", "python3", state, 0.0), lifecycle, gate)
+        return inspect(KernelSnapshot("k", "python3", state, 0.0), lifecycle, gate)
 
     def test_one_that_runs(self, driver):
         look, pids = self.look(driver, State.RUNNING, working=True)

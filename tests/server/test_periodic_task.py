@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jupyter_gpu_ckpt.server.periodic_task import Background
+from jupyter_gpu_ckpt.server.periodic_task import PeriodicTask
 
 
 class Work:
@@ -31,15 +31,15 @@ class Work:
 
 async def test_it_is_begun_once_and_a_stop_waits_for_its_end():
     work = Work()
-    background = Background("work", work.run)
-    assert not background.begun
+    background = PeriodicTask("work", work.run)
+    assert not background.started
     background.start()
     background.start()
     await asyncio.sleep(0)
     assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "work"] == ["work"]
-    assert background.begun
+    assert background.started
     await background.stop()
-    assert not background.begun
+    assert not background.started
     assert work.told == ["begun", "cancelled", "ended"]
     await background.stop()
     background.start()
@@ -51,7 +51,7 @@ async def test_it_is_begun_once_and_a_stop_waits_for_its_end():
 async def test_a_stop_that_is_cancelled_itself_says_so():
     work = Work()
     work.may_end.clear()
-    background = Background("work", work.run)
+    background = PeriodicTask("work", work.run)
     background.start()
     await asyncio.sleep(0)
     stopping = asyncio.create_task(background.stop())
@@ -67,8 +67,8 @@ async def test_work_that_failed_is_no_fault_of_the_stop(caplog):
     async def fail() -> None:
         raise ValueError("a fault")
 
-    background = Background("work", fail)
+    background = PeriodicTask("work", fail)
     background.start()
     await asyncio.sleep(0)
     await background.stop()
-    assert not background.begun
+    assert not background.started

@@ -1,4 +1,4 @@
-"""A server is parked: every kernel asleep in a proved image, or the reason why not."""
+"""A server is drained: every kernel asleep in a proved image, or the reason why not."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from live import until
 
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.server import drain as parking
+from jupyter_gpu_ckpt.server import drain as drain_module
 
 
-def park(live) -> dict:
-    reply = live.ask("POST", "gpu-ckpt/park")
+def drain(live) -> dict:
+    reply = live.ask("POST", "gpu-ckpt/drain")
     assert reply.status_code == 202, reply.text
     return live.ended(reply.json()["id"])
 
@@ -31,18 +31,18 @@ def two(live):
 
 
 def test_every_kernel_sleeps_in_a_proved_image_and_comes_back(live, two):
-    need = live.get("gpu-ckpt/park")
+    need = live.get("gpu-ckpt/drain")
     assert need["kernels"] == 2
     assert need["bytes"] > 50 << 20
-    job = park(live)
-    assert (job["status"], job["verb"], job["kernel_id"]) == ("done", "park", "")
+    job = drain(live)
+    assert (job["status"], job["verb"], job["kernel_id"]) == ("done", "drain", "")
     told = {kernel["kernel_id"]: kernel for kernel in job["result"]["kernels"]}
-    assert job["result"]["parked"] and set(told) == set(two)
+    assert job["result"]["drained"] and set(told) == set(two)
     store = Store(live.home / "images")
     for id in two:
         image = store.get(told[id]["image"])
         assert (image.manifest.kernel_id, image.manifest.bytes) == (id, told[id]["bytes"])
-    need = live.get("gpu-ckpt/park")
+    need = live.get("gpu-ckpt/drain")
     assert (need["kernels"], need["bytes"]) == (0, 0)
     assert 10 < need["seconds"] < 20, "the images are still to be proved"
     assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
@@ -52,8 +52,8 @@ def test_it_is_no_activity_and_neither_is_asking(live, two):
     until(lambda: all(kernel["execution_state"] == "idle" for kernel in live.get("api/kernels")))
     kernels = live.get("api/kernels")  # jupyter_server counts this one
     before = live.get("api/status")["last_activity"]
-    assert park(live)["result"]["parked"]
-    live.get("gpu-ckpt/park")
+    assert drain(live)["result"]["drained"]
+    live.get("gpu-ckpt/drain")
     assert live.get("api/status")["last_activity"] == before
     moments = [kernel["last_activity"] for kernel in kernels]
     assert [kernel["last_activity"] for kernel in live.get("api/kernels")] == moments
@@ -62,26 +62,26 @@ def test_it_is_no_activity_and_neither_is_asking(live, two):
 def test_a_busy_kernel_stays_and_says_why_and_the_other_leaves(live, two):
     busy, idle = two
     with live.busy(busy):
-        result = park(live)["result"]
+        result = drain(live)["result"]
     told = {kernel["kernel_id"]: kernel for kernel in result["kernels"]}
-    assert not result["parked"]
+    assert not result["drained"]
     assert (told[busy]["code"], told[busy]["image"]) == ("KERNEL_BUSY", None)
     assert told[busy]["hint"]
     assert told[idle]["image"] and told[idle]["code"] is None
     assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
 
 
-def test_a_damaged_image_is_not_called_parked(live, two):
-    images = {one["kernel_id"]: one["image"] for one in park(live)["result"]["kernels"]}
+def test_a_damaged_image_does_not_count_as_drained(live, two):
+    images = {one["kernel_id"]: one["image"] for one in drain(live)["result"]["kernels"]}
     victim = live.home / "images" / images[two[0]] / "criu"
     (pages,) = sorted(victim.glob("pages-*.img"))[:1]
     kept = pages.read_bytes()
     pages.chmod(0o600)
     pages.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    told = {one["kernel_id"]: one["code"] for one in park(live)["result"]["kernels"]}
+    told = {one["kernel_id"]: one["code"] for one in drain(live)["result"]["kernels"]}
     assert told == {two[0]: "IMAGE_DAMAGED", two[1]: None}
     pages.write_bytes(kept)
-    assert park(live)["result"]["parked"]
+    assert drain(live)["result"]["drained"]
 
 
 def fake(state: State, **image: object) -> SimpleNamespace:
@@ -98,5 +98,5 @@ async def test_a_dead_kernel_keeps_no_server_and_neither_does_one_in_the_cold_ti
         "dead": fake(State.DEAD),
         "cold": fake(State.CHECKPOINTED, archived=True, manifest=SimpleNamespace(bytes=7)),
     }
-    (answer,) = await parking.park(list(kernels), kernels, SimpleNamespace(), logging.getLogger())
-    assert (answer.kernel_id, answer.image, answer.code) == ("cold", "i", None)
+    (result,) = (await drain_module.drain(list(kernels), kernels, SimpleNamespace(), logging.getLogger()))["kernels"]
+    assert (result["kernel_id"], result["image"], result["code"]) == ("cold", "i", None)

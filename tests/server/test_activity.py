@@ -35,10 +35,10 @@ class Subject:
         print(line, file=self.process.stdin, flush=True)
         assert self.process.stdout.readline() == "done\n"
 
-    def worked(self, after: float = 1.0, *pids: int, questions: int = 0, own: tuple[Path, ...] = ()) -> bool:
+    def worked(self, after: float = 1.0, *pids: int, queries: int = 0, own: tuple[Path, ...] = ()) -> bool:
         self.now += after
         every = [self.process.pid, *pids]
-        return self.activity.worked("k", every, now=self.now, queries=questions, own=own)
+        return self.activity.worked("k", every, now=self.now, queries=queries, own=own)
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ class Policy:
         return not (works or snapshot.protected > 0 or waits or snapshot.kernel_id in self._under_way)
 
     def _rank(self, action: Action) -> tuple[bool, bool, float]:
-        """Sort key: for host memory first (suspending takes more of it), then those that free a GPU, then by idleness."""
+        """Sort key: host memory first (suspending takes more of it), then what frees a GPU, then idleness."""
         return action.reason != "memory", not self._known[action.kernel_id].snapshot.on_gpu, -action.idle
 
     def _for_idle(self, ready: Iterable[KernelSnapshot], now: float) -> Iterator[Action]:

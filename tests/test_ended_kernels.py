@@ -157,7 +157,7 @@ async def test_a_tracker_that_does_not_end_delays_nobody_for_long(kernel):
     await kernel.run(
         "import signal; from multiprocessing.resource_tracker import _resource_tracker as t; os.kill(t._pid, 19)"
     )
-    processes = [kernel.lifecycle.capsule.host_pid, *kernel.lifecycle.capsule.companions()]
+    processes = [kernel.lifecycle.capsule.host_pid, *kernel.lifecycle.capsule.other_processes()]
     await kernel.manager.shutdown_kernel(now=True)
     assert alive(processes) == []
     assert len(left(made)) == 2
@@ -167,7 +167,7 @@ async def test_a_kernel_whose_server_is_gone_leaves_none(kernel):
     """The capsule's init sees to it: there is no owner any more to ask for anything."""
     made = await make(kernel)
     capsule = kernel.lifecycle.capsule
-    processes = [capsule.host_pid, *capsule.companions()]
-    capsule.abandon()
+    processes = [capsule.host_pid, *capsule.other_processes()]
+    capsule.detach()
     wait_until(lambda: alive(processes) == [], "the end of the capsule")
     assert left(made) == []

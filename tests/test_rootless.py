@@ -123,7 +123,7 @@ def pytest_of(*tests: str) -> list[str]:
 @root_only
 def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
-    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py", "tests/engine/test_rescue.py"]
+    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py", "tests/engine/test_criu_guard.py"]
     engine += ["tests/engine/test_process_state.py", "tests/test_proven_state.py"]
     tests = pytest_of("tests/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
     said = nobody.run(tests, timeout=HANGS)

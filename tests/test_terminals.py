@@ -296,7 +296,7 @@ def test_what_does_not_fit_into_one_terminal_keeps_nothing_from_the_others(pairs
     (first, _), (second, slave) = pairs
     found = of(first, second)
     found.contents = {word(first): Content(said=bytes(40000)), word(second): Content(rest=b"typed", said=b"said")}
-    lost = found.put_back()
+    lost = found.restore()
     assert f"pseudo-terminal {word(first)}: " in lost
     assert "did not fit" in lost
     assert f"pseudo-terminal {word(second)}" not in lost
@@ -313,7 +313,7 @@ def test_terminals_that_are_silent_are_waited_for_together(pairs):
     found = of(*masters)
     found.contents = {word(master): Content(lines=[b"%0100d\n" % n for n in range(60)]) for master in masters}
     began = time.monotonic()
-    found.put_back()
+    found.restore()
     assert time.monotonic() - began < 5  # 2, on a machine that is not busy; it was 38
 
 

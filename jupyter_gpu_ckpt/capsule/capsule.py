@@ -1,11 +1,11 @@
 """A capsule: the user, pid, mount and time namespaces one kernel lives in, and a connection to its init.
 
-The namespaces make a kernel relocatable (its pids are free wherever it is restored, its monotonic clock goes on) and
+The namespaces make a kernel relocatable (its pids are free wherever it is restored, its monotonic clock continues) and
 rootless (in a user namespace that maps the caller's own uid CRIU has the rights it needs, over the caller's own
 processes only).  When the caller is root there is no user namespace, and nothing else differs.
 
-A capsule ends with its owner: when the connection breaks, its init exits, and the kernel of Linux ends every process of
-a pid namespace whose init has gone.
+A capsule ends with its owner: when the connection breaks, its init exits, and Linux ends every process of a pid
+namespace whose init has ended.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any
 
 from .. import procfs
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ProtocolVersion, RuntimeDirectory, UnsupportedTerminal
-from .clocks import UNSHIFTED, Clocks
-from .protocol import VERSION
+from .namespaces import UNSHIFTED, Clocks
+from .protocol import PACKET_BYTES, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
-#: How long a dump that is overdue, or nobody's any more, is given to take everything back, in seconds.
+#: Seconds that a dump has to take everything back when it is overdue, or its owner has gone.
 GRACE = 10.0
-#: How long a kernel's resource trackers have for their work when it has ended, in seconds: a little more than they get.
-TIDY = 2.5
-#: Deadline of a look at every thread, descriptor and mapping of the kernel, in seconds.
+#: Seconds that `Capsule` waits for the resource trackers of a kernel that has ended: a little more than they get.
+CLEANUP_TIMEOUT = 2.5
+#: Deadline of an inspection of every thread, descriptor and mapping of the kernel, in seconds.
 _INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
@@ -52,20 +52,20 @@ _CREDENTIALS = struct.Struct("3i")
 class Ran:
     """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds.
 
-    ``unmended`` says what could not be made good of what it left in the kernel, and is empty as a rule.
+    ``unrepaired``: why what it left in the kernel could not be repaired; empty as a rule.
     """
 
     status: int
     timed_out: bool
     seconds: float
-    unmended: str = ""
+    unrepaired: str = ""
 
 
 def first_pid() -> int:
-    """The pid a kernel starts at: high enough that CRIU's helpers, which take the next low ones, never meet it.
+    """Choose the pid a kernel starts at: CRIU's helpers, which take the next low ones, never reach it.
 
     Drawn at random: programs name files after their pid (``/tmp/ipykernel_8192``), and another user's kernel with the
-    same one would find that taken, for ever.
+    same pid would find that name taken, for ever.
     """
     pid_max = int(procfs.sysctl("kernel.pid_max") or 32768)
     return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
@@ -77,13 +77,13 @@ class Capsule:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._outer: subprocess.Popen[bytes] | None = None
-        #: PID 1 of the capsule: a pidfd, and its process id here.  Its end is over when all of the capsule has ended.
+        #: PID 1 of the capsule: a pidfd, and its process id here.  It ends when all other processes have ended.
         self._init_fd = -1
         self._init_pid = 0
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closing = threading.Lock()
-        self._asked = 0
+        self._number = 0
         self._pidfd = -1
         self._status: int | None = None
         self.inner_pid = 0
@@ -111,9 +111,9 @@ class Capsule:
         offsets:
             What to add to the host's clocks inside: `Clocks` of the dump minus `Clocks` now, zero for a new kernel.
         known_as:
-            Where the kernel finds ``directory``, if not under its own path: where it was on the host it comes from.
+            The path at which the kernel finds ``directory``, if not its own: its path on the host it comes from.
         stdout, stderr:
-            Where the kernel's raw output goes, as for `subprocess.Popen`; the caller's own by default.
+            Destinations of the kernel's raw output, as for `subprocess.Popen`; the caller's own by default.
 
         Raises `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
         """
@@ -146,14 +146,14 @@ class Capsule:
         finally:
             os.close(reported)
         try:
-            capsule._hear_report(report)
+            capsule._read_report(report)
             capsule._connect()
         except BaseException:
             capsule.close()
             raise
         return capsule
 
-    def _hear_report(self, report: int) -> None:
+    def _read_report(self, report: int) -> None:
         with open(report, "rb") as file:
             if not _ready([file.fileno()], ANSWER):
                 raise CapsuleError("The capsule's init did not report in time.")
@@ -166,19 +166,19 @@ class Capsule:
 
     @classmethod
     def attach(cls, directory: Path) -> Capsule:
-        """Become the owner of a capsule that outlived its own.  Raises `CapsuleGone`, `ProtocolVersion`.
+        """Become the owner of a capsule that outlived its last one.  Raises `CapsuleGone`, `ProtocolVersion`.
 
-        Whatever the last owner had a dump do to the kernel is taken back first, which may take some seconds.
+        A dump of the last owner is undone first, which may take some seconds.
         """
         capsule = cls(directory)
         capsule._connect()
         try:
-            reply, _ = capsule._ask({"verb": "status"}, GRACE + ANSWER)
+            reply, _ = capsule._request({"verb": "status"}, GRACE + ANSWER)
             if not reply["kernel"] or reply["status"] is not None:
                 raise CapsuleGone("The kernel of the capsule has ended.")
-            capsule.adopt(reply["kernel"])
+            capsule.attach_kernel(reply["kernel"])
         except BaseException:
-            capsule.abandon()
+            capsule.detach()
             raise
         return capsule
 
@@ -197,7 +197,7 @@ class Capsule:
         finally:
             os.close(directory)
         self._socket = connection
-        # Who listens there is PID 1 of the capsule; that it holds the connection still says that the id was not reused.
+        # The listener is PID 1 of the capsule; as the connection is still open, its id was not reused.
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, _, _ = _CREDENTIALS.unpack(peer)
         with contextlib.suppress(OSError):
@@ -208,15 +208,13 @@ class Capsule:
                 self._init_fd, self._init_pid = init, pid
 
     def outlive(self, outlive: bool = True) -> None:
-        """Let the capsule (and the kernel in it) go on when its owner's connection breaks, or not."""
-        self._ask({"verb": "outlive", "outlive": outlive})
+        """Let the capsule and its kernel run on when the owner's connection breaks, or not."""
+        self._request({"verb": "outlive", "outlive": outlive})
 
-    def abandon(self) -> None:
-        """Let go of the connection and of nothing else: a capsule that may outlive its owner goes on."""
+    def detach(self) -> None:
+        """Close the connection only: a capsule that may outlive its owner runs on."""
         with self._closing, self._lock:
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
+            self._disconnect()
             for descriptor in (self._pidfd, self._init_fd):
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -224,13 +222,13 @@ class Capsule:
             self._outer = None
 
     def close(self) -> None:
-        """End every process of the capsule, now.  Idempotent; afterwards nothing of it is left.
+        """Kill every process of the capsule.  Idempotent; afterwards nothing of it is left.
 
         May be called while another thread waits for an answer: that request then fails with `CapsuleGone`.
         """
         with self._closing:
             if self._outer is None and self._socket is None:
-                return  # closed, or abandoned and no more ours
+                return  # closed or detached
             if self._init_fd >= 0:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
@@ -245,42 +243,45 @@ class Capsule:
                 os.close(self._pidfd)
                 self._pidfd = -1
             with self._lock:
-                if self._socket is not None:
-                    self._socket.close()
-                    self._socket = None
+                self._disconnect()
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
                 (self.directory / "capsule.sock").unlink()
 
-    def end(self) -> None:
-        """End the kernel, let its resource trackers remove what it left in shared memory, and `close`.
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
-        Takes `TIDY` seconds at most, and hardly any where there is nothing to remove.  Not for a kernel that has an
-        image: that needs what would be removed.
+    def end(self) -> None:
+        """Kill the kernel, let its resource trackers remove what it left in shared memory, and `close`.
+
+        Takes `CLEANUP_TIMEOUT` seconds at most, and hardly any where there is nothing to remove.  Not for a kernel that
+        has an image: that needs what would be removed.
         """
         with contextlib.suppress(CapsuleError, CapsuleGone):
-            self._ask({"verb": "end"}, TIDY)
+            self._request({"verb": "end"}, CLEANUP_TIMEOUT)
             if self._pidfd >= 0:
-                _ready([self._pidfd], TIDY)
-            self.wait_tidy()
+                _ready([self._pidfd], CLEANUP_TIMEOUT)
+            self.wait_for_cleanup()
         self.close()
 
-    def tidying(self) -> bool:
+    def is_cleaning_up(self) -> bool:
         """Whether the kernel has ended, and its resource trackers still remove what it left in shared memory."""
         try:
-            reply, _ = self._ask({"verb": "status"}, TIDY)
+            reply, _ = self._request({"verb": "status"}, CLEANUP_TIMEOUT)
         except (CapsuleError, CapsuleGone):
             return False
-        return bool(reply["tidying"])
+        return bool(reply["cleaning_up"])
 
-    def wait_tidy(self) -> None:
-        """Wait until `tidying` is over, for `TIDY` seconds at most."""
-        deadline = time.monotonic() + TIDY
-        while self.tidying() and time.monotonic() < deadline:
+    def wait_for_cleanup(self) -> None:
+        """Wait until `is_cleaning_up` is over, for `CLEANUP_TIMEOUT` seconds at most."""
+        deadline = time.monotonic() + CLEANUP_TIMEOUT
+        while self.is_cleaning_up() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     @staticmethod
     def _end(outer: subprocess.Popen[bytes]) -> None:
-        # The outer process ignores polite signals; its only child is PID 1, should there be no connection to that.
+        # The outer process ignores SIGTERM; its only child is PID 1, should there be no connection to that.
         for pid in procfs.children(outer.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -301,21 +302,21 @@ class Capsule:
 
     # -- requests
 
-    def _ask(
+    def _request(
         self, request: Mapping[str, Any], timeout: float = ANSWER, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
             if self._socket is None:
                 raise CapsuleGone("The capsule was closed.")
-            self._asked += 1
+            self._number += 1
             try:
                 self._socket.settimeout(timeout)
-                _send(self._socket, json.dumps({**request, "version": VERSION, "number": self._asked}).encode(), fds)
+                _send(self._socket, json.dumps({**request, "version": VERSION, "number": self._number}).encode(), fds)
                 while True:
-                    packet, sent_back, _, _ = socket.recv_fds(self._socket, 1 << 20, 4)
-                    if not packet or json.loads(packet).get("number") == self._asked:
+                    packet, received, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 4)
+                    if not packet or json.loads(packet).get("number") == self._number:
                         break
-                    for fd in sent_back:  # the late answer to a request that was given up
+                    for fd in received:  # the late answer to a request that has timed out
                         os.close(fd)
             except TimeoutError as error:
                 raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
@@ -329,22 +330,24 @@ class Capsule:
             raise ProtocolVersion(message, left="the kernel is as it was", version=version)
         if "error" in reply:
             raise CapsuleError(f"{request['verb']} failed inside the capsule: {reply['error']}", errno=reply["errno"])
-        return reply, sent_back
+        return reply, received
 
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
-        self._take_kernel(
-            *self._ask({"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()})
+        self._set_kernel(
+            *self._request(
+                {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
+            )
         )
 
-    def adopt(self, pid: int, *, park: bool = False) -> None:
-        """Take the process that CRIU restored under the inner ``pid`` as this capsule's kernel, and let it run.
+    def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
+        """Make the process that CRIU restored under the inner ``pid`` this capsule's kernel, and let it run.
 
-        ``park``: only the CUDA driver's threads run, until `unpark`.
+        ``frozen``: only the CUDA driver's threads run, until `unfreeze_threads`.
         """
-        self._take_kernel(*self._ask({"verb": "adopt", "pid": pid, "park": park}, 2 * ANSWER))
+        self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, "frozen": frozen}, 2 * ANSWER))
 
-    def _take_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
+    def _set_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
         self.inner_pid = reply["pid"]
         self.pipes = reply["pipes"]
         self._pidfd = fds[0]
@@ -366,13 +369,20 @@ class Capsule:
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
-        ``inherit_pipes`` hands the writing ends of the kernel's stdout and stderr over as fds 3 and 4.  With ``grace``
-        the program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  A
-        program that works ``on_kernel`` finds it stopped, parked threads where they are parked; it stays so if
-        the program ends well, else it goes on, and those that wait in the CUDA driver's code are parked again.  What
-        is under way in the kernel's terminals is then in the file ``terminals``, if anything is; of a program that does
-        not work ``on_kernel`` but makes one, it is put into the terminals when the program has ended well.
-        Raises `UnsupportedTerminal`, before the program runs, if those of a kernel hold too much.
+        Parameters
+        ----------
+        inherit_pipes:
+            The program gets the writing ends of the kernel's stdout and stderr as fds 3 and 4.
+        grace:
+            The program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.
+        on_kernel:
+            A dump: the kernel is stopped meanwhile, frozen threads where they are frozen, and stays stopped if the
+            program succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
+        terminals:
+            File of the data in the kernel's terminals, if there is any: a dump writes it; of another program (a
+            restore) it is put into the terminals when the program has succeeded.
+
+        Raises `UnsupportedTerminal`, before the program runs, if the terminals hold too much.
         """
         request = {
             "verb": "run",
@@ -386,113 +396,115 @@ class Capsule:
             "on_kernel": on_kernel,
             "terminals": str(terminals or ""),
         }
-        reply, _ = self._ask(request, timeout + grace + ANSWER)
+        reply, _ = self._request(request, timeout + grace + ANSWER)
         if "unsupported_terminal" in reply:
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
-        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unmended"])
+        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"])
 
-    def hurry(self) -> None:
-        """Have the program of `run` end now, as it does at its deadline.  From any thread; waits for nothing."""
+    def cancel_criu(self) -> None:
+        """End the program of `run` as at its deadline.  From any thread; waits for nothing."""
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):  # closed meanwhile
-                _send(connection, json.dumps({"verb": "hurry", "version": VERSION}).encode())
+                _send(connection, json.dumps({"verb": "cancel_criu", "version": VERSION}).encode())
 
-    def go_on(self) -> None:
-        """Let the processes run that a dump left stopped; those that were stopped before it stay so."""
-        self._ask({"verb": "go_on"})
+    def resume_processes(self) -> None:
+        """Let the processes that a dump left stopped run; those that were stopped before it stay stopped."""
+        self._request({"verb": "resume_processes"})
 
-    def park(self, patience: float, *, insist: bool = False) -> int:
-        """Stop all threads of the kernel but the CUDA driver's and its library's; how many are parked.
+    def freeze_threads(self, timeout: float, *, insist: bool = False) -> int:
+        """Freeze all threads of the kernel but the CUDA driver's and its library's.  Return how many are frozen.
 
-        ``insist``: see `freezer.Parking`.  Raises `CapsuleError` when that cannot be done in ``patience`` seconds; all
-        run on then.  They stay parked when the owner goes.
+        ``insist``: see `freezer.FrozenThreads`.  Raises `CapsuleError` when that cannot be done in ``timeout`` seconds;
+        all run on then.  They stay frozen when the owner goes.
         """
-        reply, _ = self._ask({"verb": "park", "patience": patience, "insist": insist}, patience + ANSWER)
+        reply, _ = self._request({"verb": "freeze_threads", "timeout": timeout, "insist": insist}, timeout + ANSWER)
         return int(reply["threads"])
 
-    def shield(self) -> int:
-        """Park the threads that wait in the CUDA driver's code (`freezer.Parking.waiting_in_driver`); how many are.
+    def freeze_threads_in_driver(self) -> int:
+        """Freeze the threads that wait in the CUDA driver's code.  Return how many are frozen.
 
-        For a kernel that is, or is about to be, suspended.  Raises `CapsuleError`.
+        For a kernel that is, or is about to be, suspended: see `freezer.FrozenThreads.freeze_waiting_in_driver`.
+        Raises `CapsuleError`.
         """
-        reply, _ = self._ask({"verb": "shield"})
+        reply, _ = self._request({"verb": "freeze_threads_in_driver"})
         return int(reply["threads"])
 
-    def unpark(self) -> None:
-        """Let parked threads go on; none may be parked."""
-        self._ask({"verb": "unpark"})
+    def unfreeze_threads(self) -> None:
+        """Let frozen threads run, if there are any."""
+        self._request({"verb": "unfreeze_threads"})
 
-    def arena(self) -> int:
-        """A descriptor, the caller's own, of a directory in memory that ends with the capsule; made on first use.
+    def host_memory(self) -> int:
+        """Return a descriptor of a directory in host memory that ends with the capsule; it is made on first use.
 
-        The kernel has it as ``arena`` in its directory.  Raises `CapsuleError`.
+        The kernel finds it in its own directory (`namespaces.HOST_MEMORY`).  The caller closes the descriptor.  Raises
+        `CapsuleError`.
         """
-        _, fds = self._ask({"verb": "arena"})
+        _, fds = self._request({"verb": "host_memory"})
         os.set_inheritable(fds[0], False)
         return fds[0]
 
-    def hold(self, fd: int) -> None:
-        """Have the capsule keep ``fd`` open until its end, or until the file is removed: a lock on it ends with it."""
-        self._ask({"verb": "hold"}, fds=[fd])
+    def keep_fd(self, fd: int) -> None:
+        """Have the capsule keep ``fd``, and so a lock on its file, until the capsule ends or the file is removed."""
+        self._request({"verb": "keep_fd"}, fds=[fd])
 
     def inspect(self, *, allow_unconfined: bool = False) -> dict[str, Any]:
-        """What the kernel's processes are made of, as `inventory.Found.as_dict`.
+        """Return the state of the kernel's processes, as `inventory.Found.as_dict`.
 
-        After a dump, which leaves them stopped, it is all there is; of running ones only what can be seen without a
-        stop.  Raises `CapsuleError`.
+        Complete after a dump, which leaves them stopped; of running ones only what can be seen without a stop.  Raises
+        `CapsuleError`.
         """
-        _, fds = self._ask({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
+        _, fds = self._request({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
         with open(fds[0], "rb") as file:
             file.seek(0)
             found: dict[str, Any] = json.load(file)
         return found
 
-    def put_back(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Put back what CRIU forgets into processes that it has restored and that have not run since.
+    def reapply(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Reapply what CRIU forgets to processes that it has restored and that have not run since.
 
-        ``notes`` are those of `inspect`.  Returns what could not be put back, in words: what the kernel must not run
-        without, and what it may (`reapply.put_back`).  Raises `CapsuleError`.
+        ``notes`` are those of `inspect`.  Returns what could not be reapplied, in words: what the kernel must not run
+        without, and what it may (`reapply.reapply`).  Raises `CapsuleError`.
         """
-        reply, _ = self._ask({"verb": "put_back", "notes": dict(notes)}, _INSPECTION)
+        reply, _ = self._request({"verb": "reapply", "notes": dict(notes)}, _INSPECTION)
         return reply["vital"], reply["failed"]
 
     def clocks(self) -> Clocks:
-        """The clocks as the kernel in the capsule reads them."""
-        reply, _ = self._ask({"verb": "clocks"})
+        """Return the clocks as the kernel in the capsule reads them."""
+        reply, _ = self._request({"verb": "clocks"})
         return Clocks(reply["monotonic"], reply["boottime"])
 
     # -- the kernel process
 
     def poll(self) -> int | None:
-        """The kernel's exit status, None while it lives.  Never blocks; -9 when the whole capsule was ended."""
+        """Return the kernel's exit status, None while it lives.  Never blocks; -9 when the whole capsule was killed."""
         if self._status is not None or self._pidfd < 0:
             return self._status
         if not _ready([self._pidfd], 0):
             return None
         self._status = -signal.SIGKILL
         with contextlib.suppress(CapsuleError, CapsuleGone):
-            reply, _ = self._ask({"verb": "status"})
+            reply, _ = self._request({"verb": "status"})
             if reply["status"] is not None:
                 self._status = reply["status"]
         return self._status
 
     def wait(self, timeout: float) -> int | None:
-        """Wait for the kernel's end; its exit status, or None when it still lives after ``timeout`` seconds."""
+        """Wait for the kernel's end.  Return its exit status, or None when it still lives after ``timeout`` seconds."""
         if self._pidfd >= 0:
             _ready([self._pidfd], timeout)
         return self.poll()
 
     @contextlib.contextmanager
-    def watched(self, told: Callable[[], object]) -> Iterator[None]:
-        """If the kernel ends during the body (or ended before), call ``told`` on another thread until the body ends.
+    def watch_exit(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Call ``callback`` on another thread if the kernel ends during the body, or has ended before.
 
-        More than once, because the first call may come before the body has begun to wait for what ``told`` would break.
-        Raises `CapsuleGone` when there is no kernel.
+        Again and again until the body ends: the first call may come before the body waits for what ``callback`` is to
+        break.  Raises `CapsuleGone` when there is no kernel.
         """
         if self._pidfd < 0:
             raise CapsuleGone("The capsule has no kernel.")
-        # Its own descriptor: `close` on another thread gives ours back, and its number to somebody else.
+        # A descriptor of its own: `close` on another thread closes ours, whose number is then reused.
         pidfd = os.dup(self._pidfd)
         over, finish = os.pipe()
 
@@ -500,7 +512,7 @@ class Capsule:
             ended = _ready([pidfd, over], None)
             while over not in ended:
                 with contextlib.suppress(GpuCkptError):
-                    told()
+                    callback()
                 ended = _ready([over], 0.1)
 
         watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
@@ -527,20 +539,20 @@ class Capsule:
 
     def processes(self) -> list[int]:
         """Host pids of the kernel and all its descendants."""
-        found, fresh = [], [self.host_pid] if self.host_pid else []
-        while fresh:
-            found += fresh
-            fresh = [child for pid in fresh for child in procfs.children(pid)]
-        return found
+        return _with_descendants([self.host_pid] if self.host_pid else [])
 
-    def companions(self) -> list[int]:
-        """Host pids of everything in the capsule but the kernel: its descendants, and daemons that left its tree."""
-        found: list[int] = []
-        fresh = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # to PID 1 daemons come
-        while fresh:
-            found += fresh
-            fresh = [child for pid in fresh for child in procfs.children(pid)]
-        return [pid for pid in found if pid != self.host_pid]
+    def other_processes(self) -> list[int]:
+        """Host pids of all processes in the capsule but the kernel: its descendants, and daemons that left its tree."""
+        top = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # daemons become children of PID 1
+        return [pid for pid in _with_descendants(top) if pid != self.host_pid]
+
+
+def _with_descendants(pids: list[int]) -> list[int]:
+    found: list[int] = []
+    while pids:
+        found += pids
+        pids = [child for pid in pids for child in procfs.children(pid)]
+    return found
 
 
 def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) -> None:
@@ -558,7 +570,7 @@ def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) ->
 
 
 def _ready(descriptors: list[int], timeout: float | None) -> list[int]:
-    """Those that can be read or are at their end, after at most ``timeout`` seconds (None: for ever).
+    """Return the descriptors that can be read or are at their end, after at most ``timeout`` seconds (None: for ever).
 
     Not ``select``, which takes no descriptor above 1023: a server with some dozens of kernels has those.
     """

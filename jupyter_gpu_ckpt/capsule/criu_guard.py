@@ -28,12 +28,12 @@ from dataclasses import dataclass
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscall_restart
-from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import (
     ALL_BUT_SIGTRAP,
     MACHINE,
     NT_PRSTATUS,
-    PATIENCE,
+    STOP_TIMEOUT,
     Machine,
     ProcessMemory,
     Tracee,
@@ -78,16 +78,16 @@ class _SavedProcess:
     threads: dict[int, _Thread]
 
 
-def stop(pid: int, deadline: float, parking: Parking | None = None) -> bool:
+def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool:
     """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then.
 
-    Threads in ``parking`` leave it and stop where they are parked: not one instruction of the program is run.
+    Threads in ``frozen`` leave it and stop where they are parked: not one instruction of the program is run.
     """
     if _all_stopped(pid):
         return False
     os.kill(pid, signal.SIGSTOP)
-    if parking is not None:
-        parking.leave()
+    if frozen is not None:
+        frozen.release()
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
             resume(pid)
@@ -149,17 +149,17 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
     return found
 
 
-def _tree(root: int, deadline: float, parking: Parking | None = None) -> Iterator[tuple[int, bool]]:
+def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> Iterator[tuple[int, bool]]:
     """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more.
 
-    ``parking``: of threads of ``root``, see `stop`.
+    ``frozen``: of threads of ``root``, see `stop`.
     """
     fresh = [root]
     while fresh:
         pid = fresh.pop()
         if _state(pid, pid) == "Z":
             continue
-        yield pid, stop(pid, deadline, parking if pid == root else None)
+        yield pid, stop(pid, deadline, frozen if pid == root else None)
         fresh += procfs.children(pid)
 
 
@@ -188,7 +188,7 @@ def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | No
     return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
 
 
-def _look(machine: Machine, pid: int) -> _SavedProcess:
+def _inspect(machine: Machine, pid: int) -> _SavedProcess:
     """What has to be known of a stopped process, and SIGTRAP's guard in place."""
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
@@ -226,33 +226,33 @@ def _drop_guard(leader: Tracee, gate: int, memory: ProcessMemory) -> None:
 
 
 def _unguard(machine: Machine, pid: int) -> None:
-    stop(pid, time.monotonic() + PATIENCE)
+    stop(pid, time.monotonic() + STOP_TIMEOUT)
     with ProcessMemory(pid) as memory:
         gate = system_call_gate(machine, memory, procfs.maps(pid))
         with Tracee(machine, pid) as leader:
             _drop_guard(leader, gate, memory)
 
 
-def unguard(root: int, parking: Parking | None = None) -> None:
+def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
     """Take SIGTRAP's guard away from restored processes, and let them go on: they were stopped when dumped.
 
-    ``parking``: of ``root``, all of whose threads but the CUDA driver's stay in it.  Raises `OSError`.
+    ``frozen``: of ``root``, all of whose threads but the CUDA driver's stay in it.  Raises `OSError`.
     """
     pids = []
-    for pid, _ in _tree(root, time.monotonic() + PATIENCE):
+    for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)
         if MACHINE is not None:
             _unguard(MACHINE, pid)
-    if parking is not None:
-        parking.stopped(time.monotonic() + PATIENCE)
+    if frozen is not None:
+        frozen.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
     for pid in pids:
-        resume(pid, parking.leader if parking is not None and pid == root else None)
+        resume(pid, frozen.leader if frozen is not None and pid == root else None)
 
 
-def _mend(process: _SavedProcess) -> None:
+def _repair(process: _SavedProcess) -> None:
     """Make a process what it was before CRIU came.  It is stopped before and after."""
     pid, machine, gate = process.pid, process.machine, process.gate
-    stop(pid, time.monotonic() + PATIENCE)
+    stop(pid, time.monotonic() + STOP_TIMEOUT)
     with ProcessMemory(pid) as memory, ExitStack() as held:
         tracees = {
             tid: held.enter_context(Tracee(machine, tid)) for tid in procfs.threads(pid) if tid in process.threads
@@ -263,10 +263,10 @@ def _mend(process: _SavedProcess) -> None:
         known = {mapping.start for mapping in process.mappings}
         now = procfs.maps(pid)
         parasite = [each for each in now if each.name.startswith(_PARASITE) and each.start not in known]
-        astray = _astray(process, leader, parasite)
+        displaced = _is_displaced(process, leader, parasite)
         for tid, tracee in tracees.items():
             before = process.threads[tid]
-            if tid != pid or astray:
+            if tid != pid or displaced:
                 for kind, data in before.regsets.items():
                     tracee.set_regset(kind, data)
                 tracee.mask = before.mask
@@ -275,7 +275,7 @@ def _mend(process: _SavedProcess) -> None:
                 tracee.mask = before.mask
             if _signals(pid, tid, "SigPnd") & _TRAP:
                 tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
-        if astray:
+        if displaced:
             for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
                 leader.call(gate, machine.close, descriptor)
             for mapping in _changed(process.mappings, now):
@@ -286,7 +286,7 @@ def _mend(process: _SavedProcess) -> None:
         _drop_guard(leader, gate, memory)
 
 
-def _astray(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
+def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
     """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
@@ -309,7 +309,7 @@ def _protection(mapping: MemoryMapping) -> int:
     return sum(bit for letter, found, bit in letters if letter == found)
 
 
-class Rescue:
+class CriuGuard:
     """Stops a process tree for a dump, and afterwards makes good what CRIU left.
 
     Parameters
@@ -318,34 +318,34 @@ class Rescue:
         Pid of the kernel, a child of the caller.
     deadline:
         `time.monotonic` by which all threads must have stopped.
-    parking:
+    frozen:
         Of ``root``: its threads stop where they are parked, and those that wait in the CUDA driver's code are parked
         again before the process goes on.
 
     Raises `OSError`, of which `TimeoutError` is one; everything goes on as before then.
     """
 
-    def __init__(self, root: int, deadline: float, parking: Parking | None = None) -> None:
+    def __init__(self, root: int, deadline: float, frozen: FrozenThreads | None = None) -> None:
         self._root = root
-        self._parking = parking
+        self._frozen = frozen
         self._pids: list[int] = []
         #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
         self._ran: list[int] = []
         self._processes: list[_SavedProcess] = []
         try:
-            for pid, ran in _tree(root, deadline, parking):
+            for pid, ran in _tree(root, deadline, frozen):
                 self._pids.append(pid)
                 if ran:
                     self._ran.append(pid)
                 if MACHINE is not None:
-                    self._processes.append(_look(MACHINE, pid))
+                    self._processes.append(_inspect(MACHINE, pid))
             for pid in self._pids:
                 # One that is still on its way back into the stop would be taken by CRIU for one that runs.
                 stop(pid, deadline)
         except BaseException as error:
-            # Of all, and not of `_processes` only: `_look` may have failed after it had set the guard.
+            # Of all, and not of `_processes` only: `_inspect` may have failed after it had set the guard.
             unknown = self._unguard_all()
-            self.go_on()
+            self.resume()
             if unknown:
                 raise OSError(f"{error}; whether SIGTRAP is handled as before is not known: {unknown}") from error
             raise
@@ -363,38 +363,38 @@ class Rescue:
                     why.append(f"process {pid}: {error}")
         return ", ".join(why)
 
-    def conclude(self, well: bool) -> None:
-        """CRIU has ended: well, and the processes stay stopped, or not, and they go on as if it had never been.
+    def finish(self, success: bool) -> None:
+        """CRIU has ended: success, and the processes stay stopped, or not, and they go on as if it had never been.
 
         Raises `OSError`; what could be done was done.
         """
         with ExitStack() as last:
-            if not well:
-                last.callback(self.go_on)
+            if not success:
+                last.callback(self.resume)
             for process in self._processes:
-                last.callback(self._after, process, well)
+                last.callback(self._after, process, success)
 
     @staticmethod
-    def _after(process: _SavedProcess, well: bool) -> None:
+    def _after(process: _SavedProcess, success: bool) -> None:
         try:
-            if well:
+            if success:
                 _unguard(process.machine, process.pid)
-                stop(process.pid, time.monotonic() + PATIENCE)  # it is on its way back into the stop
+                stop(process.pid, time.monotonic() + STOP_TIMEOUT)  # it is on its way back into the stop
             else:
-                _mend(process)
+                _repair(process)
         except Exception:
             if _lives(process.pid):
                 raise
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let all processes run that ran before.  Raises `OSError` after they do: what could not be put right."""
         failures = []
         for pid in self._ran:
             try:
                 leader = None
-                if self._parking is not None and pid == self._root:
-                    self._parking.waiting_in_driver()
-                    leader = self._parking.leader
+                if self._frozen is not None and pid == self._root:
+                    self._frozen.freeze_waiting_in_driver()
+                    leader = self._frozen.leader
                 resume(pid, leader)
             except procfs.GONE:  # it ended
                 continue

@@ -4,26 +4,8 @@ Run as a script (``python -I -S init.py '<json>'``) by `capsule.Capsule`; never 
 uses the standard library only and opens nothing it does not need: whatever the kernel inherits from here must be
 restorable.
 
-The owner speaks to it over a SEQPACKET unix socket, one JSON object a packet (or, where it is larger than a packet can
-be, in a file whose descriptor comes with an empty object), answers in order, each with the version of the protocol
-(`protocol`) and the number of its request:
-
-``spawn``   start the kernel                        -> ``{"pid", "pipes"}`` and a pidfd
-``run``     run a program (CRIU) to its end         -> ``{"status", "timed_out", "seconds", "unmended"}``
-``adopt``   take a restored process as the kernel   -> ``{"pid"}`` and a pidfd
-``status``  exit status of the kernel               -> ``{"status": int | null, "tidying": bool}``
-``end``     end the kernel                          -> ``{}``
-``hurry``   the program is overdue as of now        -> no answer
-``go_on``   undo a dump's stop                      -> ``{}``
-``park``    stop the kernel's threads (`freezer`)   -> ``{"threads"}``, how many
-``shield``  stop those that wait in the CUDA driver -> ``{"threads"}``, how many are stopped
-``unpark``  let them go on                          -> ``{}``
-``arena``   a file system in memory (`namespaces`) -> ``{}`` with a descriptor of its directory
-``inspect`` state of the processes (`inventory`) -> ``{}`` with a descriptor of a file of JSON
-``put_back`` what CRIU forgets (`reapply`)    -> ``{"vital", "failed"}``, what could not be, in words
-``clocks``  the capsule's clocks                    -> ``{"monotonic", "boottime"}`` in nanoseconds
-``outlive`` keep running when the owner goes        -> ``{}``
-``hold``    keep the descriptor that comes with it  -> ``{}``
+The owner sends requests over a SEQPACKET unix socket, and the init answers them in order.  `Init.REQUESTS` has their
+verbs, `protocol` the form of the packets.
 """
 
 from __future__ import annotations
@@ -41,127 +23,140 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
-from jupyter_gpu_ckpt.capsule.criu_guard import Rescue, unguard
-from jupyter_gpu_ckpt.capsule.protocol import VERSION
+from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
+from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.process import inventory, reapply, syscalls
-from jupyter_gpu_ckpt.process.freezer import Parking
-from jupyter_gpu_ckpt.process.ptrace import MACHINE, let_go
-from jupyter_gpu_ckpt.process.ptrace import PATIENCE as STOP
+from jupyter_gpu_ckpt.process.freezer import FrozenThreads
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.terminals import Terminals, Unsupported
 
-PACKET = 1 << 20
-#: How long a capsule without an owner waits for one, in seconds.
-PATIENCE = 15.0
-#: How long resource trackers may tidy up behind a kernel that has ended, in seconds; its other children half of it.
-TIDY = 2.0
+#: Seconds that a capsule without an owner waits for one.
+OWNER_TIMEOUT = 15.0
+#: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
+CLEANUP_TIMEOUT = 2.0
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
+
+
+@dataclass
+class RunningProgram:
+    """A program that runs for the owner: CRIU."""
+
+    pid: int
+    #: Of the request that started it.
+    number: int
+    began: float
+    #: By the monotonic clock, as ``began``.
+    deadline: float
+    #: Seconds between the deadline and SIGKILL.
+    grace: float
+    output: str
+    #: The file of the terminals' contents; empty for a program that has none.
+    terminals: str
+    #: Of a dump.
+    guard: CriuGuard | None
+    timed_out: bool = False
 
 
 class Init:
     """The event loop of PID 1."""
 
-    def __init__(self, listener: socket.socket, rootless: bool, directory: str, outside: int) -> None:
+    def __init__(self, listener: socket.socket, rootless: bool, directory: str, host_mounts: int) -> None:
         self.listener = listener
-        #: The mount table of the host: a file shows that of the namespace it was opened in.
-        self.outside = outside
+        #: A descriptor of the host's mount table: a file shows that of the namespace it was opened in.
+        self.host_mounts = host_mounts
         self.mounted = procfs.mounts()
         self.directory = directory
-        self.arena = -1
+        #: A descriptor of the directory in host memory; -1 until the owner asks for it.
+        self.memory_directory = -1
         self.rootless = rootless
         self.owner: socket.socket | None = None
-        self.outlive = False
-        #: Descriptors that the owner gave us to hold; the locks on their files end with the capsule.
-        self.held: list[int] = []
-        #: Of the request being answered: the owner tells by it a late answer from the one it waits for.
+        self.may_outlive = False
+        #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
+        self.kept_fds: list[int] = []
+        #: Of the request being answered: the owner tells a late answer by it from the one it waits for.
         self.number = 0
         self.kernel = 0
         self.kernel_status: int | None = None
-        #: When it had ended, by the monotonic clock.
+        #: When the kernel ended, by the monotonic clock.
         self.kernel_ended = 0.0
-        #: Whether there may be an image of it, which needs what its resource trackers would remove.
+        #: Whether there may be an image of the kernel, which needs what its resource trackers would remove.
         self.imaged = False
-        self.job: dict[str, Any] | None = None
-        #: Of a dump that went well: the processes that it left stopped.
-        self.stopped: Rescue | None = None
-        #: What was under way in the terminals of those processes.
+        self.job: RunningProgram | None = None
+        #: Of a dump that succeeded: the processes that it left stopped.
+        self.stopped: CriuGuard | None = None
+        #: The terminals of those processes, and the data that was taken out of them.
         self.terminals: Terminals | None = None
-        #: Threads of the kernel, while device memory is on its way: also without an owner, for they must not touch it.
-        #: And while its CUDA state is suspended, those that wait in the driver's code.
-        self.parked: Parking | None = None
+        #: Threads of the kernel that must not run while its device memory is copied, also without an owner; and while
+        #: its CUDA state is suspended, those that wait in the driver's code.
+        self.frozen: FrozenThreads | None = None
         self.selector = selectors.DefaultSelector()
-        self.deadline = time.monotonic() + PATIENCE
-        self.pipes: list[Pipe] = []
-        for target in (1, 2):
-            self.pipes.append(Pipe(target, self.selector))
-        waker, wakeup = socket.socketpair()
-        for end in (waker, wakeup):
+        self.deadline = time.monotonic() + OWNER_TIMEOUT
+        self.pipes = [Pipe(target, self.selector) for target in (1, 2)]
+        self.waker, self._wakeup = socket.socketpair()
+        for end in (self.waker, self._wakeup):
             end.setblocking(False)
-        self.waker = waker
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-        self._wakeup = wakeup
-        self.selector.register(waker, selectors.EVENT_READ, "child")
-        self.selector.register(listener, selectors.EVENT_READ, "connect")
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        self.selector.register(self.waker, selectors.EVENT_READ, self.clear_wakeups)
+        self.selector.register(listener, selectors.EVENT_READ, self.connect)
 
     # -- the loop
 
     def serve(self) -> int:
-        """Until the owner has gone (and we may not outlive it), or nobody came."""
+        """Serve until the owner has gone (and the capsule may not outlive it), or nobody came."""
         while True:
             wait = 0.02 if self.owner is None and self.kernel_status is not None else 1.0
             if self.job:
-                wait = min(wait, max(0.0, self.job["deadline"] - time.monotonic()))
+                wait = min(wait, max(0.0, self.job.deadline - time.monotonic()))
             for key, _ in self.selector.select(wait):
-                if key.data == "connect":
-                    self.connect()
-                elif key.data == "child":
-                    with contextlib.suppress(BlockingIOError):
-                        self.waker.recv(4096)
-                elif key.data == "owner":
-                    if not self.hear():
-                        self.drop_owner()
-                else:
-                    key.data()
+                key.data()
             self.reap()
-            if self.job and time.monotonic() >= self.job["deadline"]:
-                self.hurry(self.job)
-            forsaken = self.owner is None and time.monotonic() >= self.deadline
-            if forsaken and (not self.outlive or self.kernel_status is not None) and not self.keeps_us():
+            if self.job and time.monotonic() >= self.job.deadline:
+                self.expire(self.job)
+            abandoned = self.owner is None and time.monotonic() >= self.deadline
+            if abandoned and (not self.may_outlive or self.kernel_status is not None) and not self.must_stay():
                 return 0
 
-    def keeps_us(self) -> bool:
-        """Nobody wants the kernel: end it, if it lives.  Whether it, or what tidies up behind it, is still to end."""
+    def clear_wakeups(self) -> None:
+        """Empty the pipe into which signals write."""
+        with contextlib.suppress(BlockingIOError):
+            self.waker.recv(4096)
+
+    def must_stay(self) -> bool:
+        """Whether the kernel, which nobody wants any more and which is ended here, or its cleanup still takes time."""
         if self.imaged or not self.kernel:
             return False
         if self.kernel_status is not None:
-            return self.tidying()
-        self.do_end()
-        return time.monotonic() < self.kernel_ended + TIDY
+            return self.is_cleaning_up()
+        self.end()
+        return time.monotonic() < self.kernel_ended + CLEANUP_TIMEOUT
 
-    def tidying(self) -> bool:
+    def is_cleaning_up(self) -> bool:
         """Whether resource trackers still remove what the kernel, which has ended, left behind.
 
         They begin when the last process has ended that could register anything with them.
         """
         if self.kernel_status is None:
             return False
-        trackers, others = self.others()
+        trackers, others = self.other_processes()
         waited = time.monotonic() - self.kernel_ended
-        if waited > TIDY / 2:
+        if waited > CLEANUP_TIMEOUT / 2:
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        return bool(trackers) and waited < TIDY
+        return bool(trackers) and waited < CLEANUP_TIMEOUT
 
     @staticmethod
-    def others() -> tuple[list[int], list[int]]:
+    def other_processes() -> tuple[list[int], list[int]]:
         """The pids of the capsule's living processes but for this one: resource trackers, and all others."""
         found: tuple[list[int], list[int]] = [], []
         for pid in procfs.pids():
@@ -171,22 +166,23 @@ class Init:
                         found[_TRACKER.search(" ".join(command)) is None].append(pid)
         return found
 
-    def hurry(self, job: dict[str, Any]) -> None:
-        """End a program that is overdue: by an error it can handle if it has a grace, after that by SIGKILL.
+    def expire(self, job: RunningProgram) -> None:
+        """End a program at its deadline: by an error it can handle if it has a grace, after that by SIGKILL.
 
         A file size limit makes CRIU's next write fail, as a full disk would, and it takes everything back by itself,
-        and also what `Rescue` cannot see: names it gave to deleted files, for instance.
+        and also what `CriuGuard` cannot see: names it gave to deleted files, for instance.
         """
-        grace = 0.0 if job["timed_out"] else job["grace"]
-        job["timed_out"] = True
-        job["deadline"] = time.monotonic() + grace if grace else math.inf
+        grace = 0.0 if job.timed_out else job.grace
+        job.timed_out = True
+        job.deadline = time.monotonic() + grace if grace else math.inf
         with contextlib.suppress(ProcessLookupError):
             if grace:
-                resource.prlimit(job["pid"], resource.RLIMIT_FSIZE, (0, 0))
+                resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (0, 0))
             else:
-                os.killpg(job["pid"], signal.SIGKILL)
+                os.killpg(job.pid, signal.SIGKILL)
 
     def connect(self) -> None:
+        """Accept a new owner, if there is none."""
         if self.owner is None and self.job:
             return  # the last owner went a moment ago: see `drop_owner`
         connection, _ = self.listener.accept()
@@ -194,22 +190,23 @@ class Init:
             connection.close()
             return
         self.owner = connection
-        self.selector.register(connection, selectors.EVENT_READ, "owner")
+        self.selector.register(connection, selectors.EVENT_READ, self.handle)
 
     def drop_owner(self) -> None:
-        """The owner has gone: what it was in the middle of is taken back before another one is heard."""
+        """Take back whatever the owner, which has gone, was in the middle of, before another one is accepted."""
         if self.owner is None:
             return
         self.selector.unregister(self.owner)
         self.owner.close()
         self.owner = None
         self.deadline = time.monotonic()
-        self.go_on_alone()
+        self.resume_without_owner()
         if self.job:
             self.selector.unregister(self.listener)
-            self.do_hurry()
+            self.cancel_criu()
 
     def reap(self) -> None:
+        """Collect children that have ended or stopped."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -217,109 +214,99 @@ class Init:
                 return
             if pid == 0:
                 return
-            kept = let_go(pid, status)
+            was_traced = release_late(pid, status)
             if os.WIFSTOPPED(status):
-                if kept:  # a thread of the kernel
-                    continue
-                # A child of a CRIU that was killed, come to us just before it asked its parent to trace it.
-                os.kill(pid, signal.SIGKILL)
+                if not was_traced:
+                    # A child of a CRIU that was killed, come to us just before it asked its parent to trace it.
+                    os.kill(pid, signal.SIGKILL)
                 continue
             code = os.waitstatus_to_exitcode(status)
             if pid == self.kernel:
                 self.kernel_status = code
                 self.kernel_ended = time.monotonic()
-            elif self.job and pid == self.job["pid"]:
-                job, self.job = self.job, None
-                seconds = time.monotonic() - job["began"]
-                told = {"status": code, "timed_out": job["timed_out"], "seconds": seconds}
-                lost = self.refill_terminals() if code != 0 else ""  # before the processes run on
-                unmended = self.conclude(job, code) or lost
-                if code == 0 and not job["rescue"]:
-                    unmended = self.fill_terminals(job)
-                self.stopped = job["rescue"] if code == 0 else None
-                if self.owner is None:
-                    self.go_on_alone()
-                    self.selector.register(self.listener, selectors.EVENT_READ, "connect")
-                self.answer({"number": job["number"], **told, "unmended": unmended})
+            elif self.job and pid == self.job.pid:
+                self.finish_job(self.job, code)
 
-    def go_on_alone(self) -> None:
+    def finish_job(self, job: RunningProgram, code: int) -> None:
+        """Repair the kernel after a dump, or complete a restore, and answer the request."""
+        self.job = None
+        seconds = time.monotonic() - job.began
+        lost = self.restore_terminals() if code != 0 else ""  # before the processes run on
+        unrepaired = self.finish_guard(job, code) or lost
+        if code == 0 and job.guard is None and job.terminals:
+            unrepaired = self.restore_terminals(job.terminals)
+        self.stopped = job.guard if code == 0 else None
+        if self.owner is None:
+            self.resume_without_owner()
+            self.selector.register(self.listener, selectors.EVENT_READ, self.connect)
+        reply = {"status": code, "timed_out": job.timed_out, "seconds": seconds, "unrepaired": unrepaired}
+        self.answer({"number": job.number, **reply})
+
+    def resume_without_owner(self) -> None:
         """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
         try:
-            self.do_go_on()
+            self.resume_processes()
         except Exception as error:
             with contextlib.suppress(OSError):
                 print(f"gpu-ckpt-init: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
-    def fill_terminals(self, job: dict[str, Any]) -> str:
-        """After a restore, before the processes run: put into their terminals what was under way.
-
-        What is lost of it, in words: that must not keep the kernel from coming back.
-        """
-        if not job["terminals"]:
-            return ""
-        try:
-            terminals = Terminals()
-            try:
-                terminals.read(job["terminals"])
-                lost = terminals.put_back()
-            finally:
-                terminals.close()
-        except Exception as error:
-            lost = f"{type(error).__name__}: {error}"
-        return f"terminals: {lost}" if lost else ""
-
-    def empty_terminals(self, path: str) -> None:
-        """Before a dump, of stopped processes: take out what is under way in their terminals, and write it to a file.
+    def drain_terminals(self, path: str) -> None:
+        """Take the data out of the terminals of stopped processes, before a dump, and write it to a file.
 
         After failure nothing is taken out.  Raises `OSError`.
         """
         self.terminals = Terminals()
         try:
-            self.terminals.take_out()
-            self.terminals.write(path)
+            self.terminals.drain()
+            self.terminals.save(path)
         except BaseException:
-            self.refill_terminals()
+            self.restore_terminals()
             raise
 
-    def refill_terminals(self) -> str:
-        """Undo `empty_terminals`: the dump failed, or is taken back.  Why not, if not: the processes run on anyhow."""
-        terminals, self.terminals = self.terminals, None
-        if terminals is None:
-            return ""
+    def restore_terminals(self, path: str = "") -> str:
+        """Put back what `drain_terminals` took out, or what the file ``path`` has.  Return what is lost, in words.
+
+        Never raises: that must not keep the kernel from running.
+        """
+        lost = ""
         try:
-            lost = terminals.put_back()
+            if path:
+                self.terminals = Terminals()
+                self.terminals.load(path)
+            if self.terminals is not None:
+                lost = self.terminals.restore()
         except Exception as error:
             lost = f"{type(error).__name__}: {error}"
-        finally:
+        terminals, self.terminals = self.terminals, None
+        if terminals is not None:
             terminals.close()
         return f"terminals: {lost}" if lost else ""
 
     @staticmethod
-    def conclude(job: dict[str, Any], code: int) -> str:
-        """After a dump: what CRIU left is made good.  Why not, if not: that must not end the kernel, as our end would.
+    def finish_guard(job: RunningProgram, code: int) -> str:
+        """Repair what CRIU left after a dump.  Return why not, if not: that must not end the kernel, as our end would.
 
-        It is also written below what CRIU said, for a dump that went well has nobody who asks.
+        It is also written below CRIU's output: nobody asks after a dump that succeeded.
         """
-        rescue: Rescue | None = job["rescue"]
-        if rescue is None:
-            return ""
         try:
-            rescue.conclude(well=code == 0)
+            if job.guard is not None:
+                job.guard.finish(success=code == 0)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError), open(job["output"], "a") as file:
-                file.write(f"Error: what CRIU left in the kernel is not made good: {why}\n")
+            with contextlib.suppress(OSError), open(job.output, "a") as file:
+                file.write(f"Error: what CRIU left in the kernel could not be repaired: {why}\n")
             return why
         return ""
 
     # -- requests
 
-    def hear(self) -> bool:
+    def handle(self) -> None:
+        """Do one request of the owner; an empty packet means that it has gone."""
         assert self.owner is not None
         try:
-            packet, fds, _, _ = socket.recv_fds(self.owner, PACKET, 1)
+            packet, fds, _, _ = socket.recv_fds(self.owner, PACKET_BYTES, 1)
         except OSError:
-            return False
+            packet, fds = b"", []
         for fd in fds:
             os.set_inheritable(fd, False)
         if fds and packet == b"{}":
@@ -327,20 +314,23 @@ class Init:
                 file.seek(0)
                 packet = file.read()
         if not packet:
-            return False
+            self.drop_owner()
+            return
         try:
             request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
             self.number = request.pop("number", 0)
             if (version := request.pop("version", None)) != VERSION:
                 raise RuntimeError(f"the request is of version {version}")
-            getattr(self, "do_" + request.pop("verb"))(**request)
+            reply = self.REQUESTS[request.pop("verb")](self, **request)
+            if reply is not None:
+                self.answer(reply)
         except Unsupported as error:
             self.answer({"unsupported_terminal": error.strerror})
         except Exception as error:
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
-        return True
 
     def answer(self, reply: dict[str, Any], *fds: int) -> None:
+        """Send a reply to the owner, if there is one."""
         if self.owner is None:
             return
         packet = json.dumps({"version": VERSION, "number": self.number, **reply}).encode()
@@ -349,16 +339,17 @@ class Init:
         except OSError:
             self.drop_owner()
 
-    def do_spawn(self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int) -> None:
+    def spawn(self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int) -> None:
+        """Start the kernel."""
         if self.kernel:
             raise RuntimeError("this capsule has a kernel already")
         # The kernel's pid and thread ids start high, so that CRIU's own processes take low ones and never the kernel's.
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
             file.write(str(first_pid - 1))
-        self.kernel = self.fork(argv, env, cwd, capable=False, stdio=[pipe.writer for pipe in self.pipes])
-        self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
+        self.kernel = self.fork(argv, env, cwd, [pipe.writer for pipe in self.pipes], capable=False)
+        self.answer_kernel()
 
-    def do_run(
+    def run(
         self,
         argv: list[str],
         env: dict[str, str],
@@ -370,110 +361,109 @@ class Init:
         on_kernel: bool = False,
         terminals: str = "",
     ) -> None:
+        """Start a program; `finish_job` answers when it has ended."""
         if self.job:
             raise RuntimeError("a program is running already")
-        rescue = Rescue(self.kernel, time.monotonic() + STOP, self.parked) if on_kernel else None
+        guard = CriuGuard(self.kernel, time.monotonic() + STOP_TIMEOUT, self.frozen) if on_kernel else None
         try:
-            if rescue is not None and terminals:
-                self.empty_terminals(terminals)
-            pid = self.start(argv, env, cwd, output, inherit_pipes)
+            if guard is not None and terminals:
+                self.drain_terminals(terminals)
+            log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:
+                inherited = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
+                pid = self.fork(argv, env, cwd, [log, log, *inherited], capable=True)
+            finally:
+                os.close(log)
         except BaseException:
-            if rescue is not None:
-                self.refill_terminals()
-                rescue.conclude(well=False)
+            if guard is not None:
+                self.restore_terminals()
+                guard.finish(success=False)
             raise
         self.imaged = True
         began = time.monotonic()
-        self.job = {
-            "pid": pid,
-            "began": began,
-            "deadline": began + timeout,
-            "grace": grace,
-            "timed_out": False,
-            "number": self.number,
-            "rescue": rescue,
-            "output": output,
-            "terminals": terminals,
-        }
+        self.job = RunningProgram(pid, self.number, began, began + timeout, grace, output, terminals, guard)
 
-    def start(self, argv: list[str], env: dict[str, str], cwd: str, output: str, inherit_pipes: bool) -> int:
-        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            extra = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
-            return self.fork(argv, env, cwd, capable=True, stdio=[log, log], extra=extra)
-        finally:
-            os.close(log)
-
-    def do_adopt(self, pid: int, park: bool = False) -> None:
+    def attach_kernel(self, pid: int, frozen: bool = False) -> None:
+        """Make a restored process the capsule's kernel and let it run, its threads ``frozen`` if wanted."""
         os.kill(pid, 0)
         if pid != self.kernel:
             self.kernel = pid
-            unguard(pid, self.parking() if park else None)
-        self.answer_kernel({"pipes": [pipe.inode for pipe in self.pipes]})
+            unguard(pid, self.frozen_threads() if frozen else None)
+        self.answer_kernel()
 
-    def do_status(self) -> None:
+    def status(self) -> dict[str, Any]:
+        """Report the kernel's pid and exit status (None while it lives), and whether it is being cleaned up."""
         self.reap()  # the owner may have seen the kernel's end before our own signal arrived
-        self.answer({"status": self.kernel_status, "kernel": self.kernel, "tidying": self.tidying()})
+        return {"status": self.kernel_status, "kernel": self.kernel, "cleaning_up": self.is_cleaning_up()}
 
-    def do_end(self) -> None:
+    def end(self) -> dict[str, Any]:
+        """Kill the kernel."""
         if self.kernel and self.kernel_status is None:
             self.kernel_ended = self.kernel_ended or time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.kernel, signal.SIGKILL)
-        self.answer({})
+        return {}
 
-    def do_hurry(self) -> None:
-        if self.job and not self.job["timed_out"]:
-            self.hurry(self.job)
+    def cancel_criu(self) -> None:
+        """End the running program as at its deadline.  There is no answer but that of `run`."""
+        if self.job and not self.job.timed_out:
+            self.expire(self.job)
 
-    def do_go_on(self) -> None:
+    def resume_processes(self) -> dict[str, Any]:
+        """Undo a dump's stop."""
         stopped, self.stopped = self.stopped, None
         if stopped is not None:
-            self.refill_terminals()
-            stopped.go_on()
-        self.answer({})
+            self.restore_terminals()
+            stopped.resume()
+        return {}
 
-    def parking(self) -> Parking:
-        """The kernel's threads that are parked, or are to be."""
-        if self.parked is None:
+    def frozen_threads(self) -> FrozenThreads:
+        """The kernel's frozen threads, of which there may be none yet."""
+        if self.frozen is None:
             if MACHINE is None:
-                raise OSError(errno.ENOTSUP, "threads cannot be parked on this machine")
-            self.parked = Parking(MACHINE, self.kernel)
-        return self.parked
+                raise OSError(errno.ENOTSUP, "threads cannot be frozen on this machine")
+            self.frozen = FrozenThreads(MACHINE, self.kernel)
+        return self.frozen
 
-    def do_park(self, patience: float, insist: bool) -> None:
-        parking = self.parking()
-        parking.everybody(time.monotonic() + patience, insist=insist)
-        self.answer({"threads": len(parking)})
+    def freeze_threads(self, timeout: float, insist: bool) -> dict[str, Any]:
+        """Freeze the kernel's threads but the CUDA driver's; report how many are frozen."""
+        frozen = self.frozen_threads()
+        frozen.freeze_all(time.monotonic() + timeout, insist=insist)
+        return {"threads": len(frozen)}
 
-    def do_shield(self) -> None:
-        parking = self.parking()
-        parking.waiting_in_driver()
-        self.answer({"threads": len(parking)})
+    def freeze_threads_in_driver(self) -> dict[str, Any]:
+        """Freeze the threads that wait in the CUDA driver's code; report how many are frozen."""
+        frozen = self.frozen_threads()
+        frozen.freeze_waiting_in_driver()
+        return {"threads": len(frozen)}
 
-    def do_unpark(self) -> None:
-        parked, self.parked = self.parked, None
-        if parked is not None:
-            parked.leave()
-        self.answer({})
+    def unfreeze_threads(self) -> dict[str, Any]:
+        """Let frozen threads run."""
+        frozen, self.frozen = self.frozen, None
+        if frozen is not None:
+            frozen.release()
+        return {}
 
     def own_mounts(self) -> list[procfs.Mount]:
         """What the kernel has mounted: an ordinary user's has no right to."""
         if self.rootless:
             return []
-        with open(self.outside, errors="surrogateescape", closefd=False) as file:
+        with open(self.host_mounts, errors="surrogateescape", closefd=False) as file:
             file.seek(0)
-            outside = procfs.parse_mounts(file.read())
-        return inventory.own_mounts(procfs.mounts(), self.mounted, outside)
+            on_host = procfs.parse_mounts(file.read())
+        return inventory.own_mounts(procfs.mounts(), self.mounted, on_host)
 
-    def do_arena(self) -> None:
-        if self.arena < 0:
+    def host_memory(self) -> None:
+        """Answer with a descriptor of a directory in host memory, made on first use."""
+        if self.memory_directory < 0:
             before = procfs.mounts()
-            self.arena = os.open(namespaces.mount_arena(self.directory), os.O_DIRECTORY | os.O_CLOEXEC)
+            path = namespaces.mount_host_memory(self.directory)
+            self.memory_directory = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
             self.mounted += [mount for mount in procfs.mounts() if mount not in before]
-        self.answer({}, self.arena)
+        self.answer({}, self.memory_directory)
 
-    def do_inspect(self, allow_unconfined: bool) -> None:
+    def inspect(self, allow_unconfined: bool) -> None:
+        """Answer with a descriptor of a file that has `inventory.Found` of the kernel's processes as JSON."""
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
         found = inventory.inspect(
@@ -487,51 +477,65 @@ class Init:
             file.flush()
             self.answer({}, file.fileno())
 
-    def do_put_back(self, notes: dict[str, Any]) -> None:
-        vital, failed = reapply.put_back(notes)
-        self.answer({"vital": vital, "failed": failed})
+    def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
+        """Put back what CRIU forgets; report what could not be, in words."""
+        vital, failed = reapply.reapply(notes)
+        return {"vital": vital, "failed": failed}
 
-    def do_clocks(self) -> None:
-        self.answer({"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)})
+    def clocks(self) -> dict[str, Any]:
+        """Report the capsule's clocks in nanoseconds."""
+        return {"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)}
 
-    def do_outlive(self, outlive: bool) -> None:
-        self.outlive = outlive
-        self.answer({})
+    def outlive(self, outlive: bool) -> dict[str, Any]:
+        """Keep running when the owner goes, or not."""
+        self.may_outlive = outlive
+        return {}
 
-    def do_hold(self, fd: int) -> None:
-        for old in [each for each in self.held if os.fstat(each).st_nlink == 0]:
-            self.held.remove(old)
+    def keep_fd(self, fd: int) -> dict[str, Any]:
+        """Keep the descriptor that came with the request, and close those whose files were removed."""
+        for old in [each for each in self.kept_fds if os.fstat(each).st_nlink == 0]:
+            self.kept_fds.remove(old)
             os.close(old)
-        self.held.append(fd)
-        self.answer({})
+        self.kept_fds.append(fd)
+        return {}
 
-    def answer_kernel(self, reply: dict[str, Any]) -> None:
+    #: What an owner may ask for.  A request without a reply here is answered by its method, then or later.
+    REQUESTS: ClassVar[dict[str, Callable[..., dict[str, Any] | None]]] = {
+        "spawn": spawn,
+        "run": run,
+        "cancel_criu": cancel_criu,
+        "resume_processes": resume_processes,
+        "attach_kernel": attach_kernel,
+        "status": status,
+        "end": end,
+        "outlive": outlive,
+        "freeze_threads": freeze_threads,
+        "freeze_threads_in_driver": freeze_threads_in_driver,
+        "unfreeze_threads": unfreeze_threads,
+        "host_memory": host_memory,
+        "inspect": inspect,
+        "reapply": reapply,
+        "clocks": clocks,
+        "keep_fd": keep_fd,
+    }
+
+    def answer_kernel(self) -> None:
         """Name the kernel by pid and pidfd; from here on only the kernel holds the writing ends of its pipes."""
         for pipe in self.pipes:
-            if pipe.writer >= 0:  # closed already when a later owner adopts the kernel again
+            if pipe.writer >= 0:  # closed already when a later owner attaches the kernel again
                 os.close(pipe.writer)
                 pipe.writer = -1
         pidfd = os.pidfd_open(self.kernel)
-        self.answer({"pid": self.kernel, **reply}, pidfd)
+        self.answer({"pid": self.kernel, "pipes": [pipe.inode for pipe in self.pipes]}, pidfd)
         os.close(pidfd)
 
-    def fork(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        cwd: str | None,
-        *,
-        capable: bool,
-        stdio: list[int],
-        extra: list[int] | None = None,
-    ) -> int:
-        """Start a program as the leader of its own session with fds 0-2 (and ``extra`` from 3 on) and no other."""
+    def fork(self, argv: list[str], env: dict[str, str], cwd: str | None, fds: list[int], *, capable: bool) -> int:
+        """Start a program as the leader of its own session, with ``fds`` as its descriptors from 1 on and no other."""
         failure, report = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             try:
-                fds = [os.open("/dev/null", os.O_RDONLY), *stdio, *(extra or [])]
-                self.become(argv, env, cwd, capable, fds, report)
+                self.execute(argv, env, cwd, [os.open("/dev/null", os.O_RDONLY), *fds], report, capable)
             except BaseException as error:
                 os.write(report, f"{type(error).__name__}: {error}".encode())
                 os._exit(127)
@@ -543,9 +547,10 @@ class Init:
             raise OSError(f"{argv[0]}: {text}")
         return pid
 
-    def become(
-        self, argv: list[str], env: dict[str, str], cwd: str | None, capable: bool, fds: list[int], report: int
+    def execute(
+        self, argv: list[str], env: dict[str, str], cwd: str | None, fds: list[int], report: int, capable: bool
     ) -> None:
+        """Replace this process, a fresh child, by a program; a failure goes to ``report``."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         # What is ignored here would stay ignored in the program: by Python, by init, or by whoever started the server:
@@ -553,7 +558,7 @@ class Init:
         for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(each, signal.SIG_DFL)
         if capable:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `hurry`
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `expire`
         if self.rootless:
             if capable:
                 syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
@@ -574,7 +579,7 @@ class Init:
 
 
 def close_inherited(keep: int) -> None:
-    """No descriptor of the owner but 0-2 (and the one we report on) enters the capsule."""
+    """Close all inherited descriptors but 0-2 and ``keep``: no other of the owner's may enter the capsule."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != keep:
             with contextlib.suppress(OSError):
@@ -582,7 +587,7 @@ def close_inherited(keep: int) -> None:
 
 
 def main(argument: str) -> int:
-    """Make the capsule; the outcome goes to the descriptor ``report`` as one JSON object."""
+    """Make the capsule and serve it; the descriptor ``report`` gets the outcome as one JSON object."""
     options = json.loads(argument)
     report = options["report"]
     close_inherited(report)
@@ -591,14 +596,14 @@ def main(argument: str) -> int:
     at = "namespaces"
     try:
         directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-        outside = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        host_mounts = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])
         pid = os.fork()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if pid:
             os.close(directory)
-            os.close(outside)
+            os.close(host_mounts)
             os.close(report)
             return wait_for_init(pid)
         at = "init"
@@ -610,16 +615,16 @@ def main(argument: str) -> int:
         if options.get("known_as"):
             at = "directory"
             # Opened again: what is bound must be seen in this mount namespace.
-            again = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-            namespaces.mount_under_old_path(again, options["known_as"])
-            os.close(again)
+            reopened = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
+            namespaces.mount_under_old_path(reopened, options["known_as"])
+            os.close(reopened)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"/proc/self/fd/{directory}/capsule.sock")
         listener.listen(4)
         os.close(directory)
         os.chdir("/")
-        init = Init(listener, rootless, options.get("known_as") or options["directory"], outside)
+        init = Init(listener, rootless, options.get("known_as") or options["directory"], host_mounts)
     except OSError as error:
         os.write(report, json.dumps({"error": str(error), "errno": error.errno, "at": at}).encode())
         return 1
@@ -629,7 +634,7 @@ def main(argument: str) -> int:
 
 
 def wait_for_init(pid: int) -> int:
-    """The outer process is there for its owner to wait for; PID 1 is its child, in the new namespaces."""
+    """Wait for PID 1, in the outer process, which the owner waits for in turn.  Return its exit status."""
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)

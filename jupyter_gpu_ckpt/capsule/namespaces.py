@@ -1,13 +1,38 @@
-"""The namespaces and mounts of a capsule, made by its first process (`init`) before it forks PID 1."""
+"""The namespaces and mounts of a capsule, made by its first process (`init`) before it forks PID 1.
+
+A time namespace shifts the clocks, so that they continue in a restored kernel (time_namespaces(7)).
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import dataclass
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
 
 _TERMINALS, _MULTIPLEXER = "/dev/pts", "/dev/ptmx"
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Readings of CLOCK_MONOTONIC and CLOCK_BOOTTIME in nanoseconds."""
+
+    monotonic: int
+    boottime: int
+
+    @classmethod
+    def now(cls) -> Clocks:
+        """The clocks of the caller's own time namespace."""
+        return cls(time.monotonic_ns(), time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+
+    def __sub__(self, other: Clocks) -> Clocks:
+        return Clocks(self.monotonic - other.monotonic, self.boottime - other.boottime)
+
+
+#: As an offset: the clocks of the host.
+UNSHIFTED = Clocks(0, 0)
 
 
 def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
@@ -94,23 +119,23 @@ def mount_under_old_path(directory: int, old: str) -> None:
 
 
 #: In a kernel's directory: memory that is the capsule's own, and none of its processes'.
-ARENA = "host-memory"
+HOST_MEMORY = "host-memory"
 
 
-def mount_arena(directory: str) -> str:
+def mount_host_memory(directory: str) -> str:
     """Mount a file system in memory there, and return its path.  It ends with the capsule, and CRIU leaves it alone.
 
     Of huge pages, where the system gives them (tmpfs(5)): they make the rate at which it is filled.
     """
-    place = f"{directory}/{ARENA}"
-    os.makedirs(place, mode=0o700, exist_ok=True)
+    path = f"{directory}/{HOST_MEMORY}"
+    os.makedirs(path, mode=0o700, exist_ok=True)
     flags, options = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC, "mode=0700,size=100%"
     try:
-        syscalls.mount("tmpfs", place, "tmpfs", flags, f"{options},huge=always")
+        syscalls.mount("tmpfs", path, "tmpfs", flags, f"{options},huge=always")
     except OSError:  # a system without them
         try:
-            syscalls.mount("tmpfs", place, "tmpfs", flags, options)
+            syscalls.mount("tmpfs", path, "tmpfs", flags, options)
         except OSError:
-            os.rmdir(place)  # else it would be taken for one
+            os.rmdir(path)  # else it would be taken for one
             raise
-    return place
+    return path

@@ -45,7 +45,7 @@ from . import images
 _log = logging.getLogger(__name__)
 
 #: Seconds that all threads of a kernel are given to be where they hold nothing.
-PATIENCE = 5.0
+FREEZE_TIMEOUT = 5.0
 #: Options of both verbs, and why.  A dump and its restore must agree on them.
 OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--no-default-config",),  # an administrator's criu.conf must not change what an image means
@@ -202,26 +202,26 @@ class Criu:
                 for source in (log, output):
                     with contextlib.suppress(OSError):  # for who looks for it there, if there is room
                         shutil.copy(source, capsule.directory)
-        if ran.unmended:  # it goes on all the same, with what was there for CRIU's sake still in it
-            _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unmended)
+        if ran.unrepaired:  # it goes on all the same, with what was there for CRIU's sake still in it
+            _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unrepaired)
         return ran
 
     def dump(
-        self, capsule: Capsule, directory: Path, *, timeout: float, park: bool = False, work: Path | None = None
+        self, capsule: Capsule, directory: Path, *, timeout: float, freeze: bool = False, work: Path | None = None
     ) -> float:
         """Write the kernel of ``capsule`` to ``directory``; returns seconds.
 
-        ``work``: where CRIU's log is written, by default the capsule's directory; there a copy of it stays.
+        ``work``: the directory of CRIU's log, by default the capsule's, which gets a copy of it anyhow.
 
-        The processes are left stopped, not ended: until the image is published they are the only copy.  `Capsule.go_on`
-        lets them run again.  With ``park`` they are stopped where they hold no lock of the C library or the driver;
-        raises `KernelBusy` where that cannot be.  After failure they run on, and ``directory`` holds a partial image
-        that means nothing.
+        The processes are left stopped, not ended: until the image is published they are the only copy.
+        `Capsule.resume_processes` lets them run again.  With ``freeze`` they are stopped where they hold no lock of the
+        C library or the driver; raises `KernelBusy` where that cannot be.  After failure they run on, and the partial
+        image in ``directory`` is useless.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        if park:
+        if freeze:
             try:
-                capsule.park(PATIENCE, insist=True)
+                capsule.freeze_threads(FREEZE_TIMEOUT, insist=True)
             except CapsuleGone:
                 raise
             except CapsuleError as error:
@@ -231,7 +231,7 @@ class Criu:
                     cause=error.message,
                 ) from error
         seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
-        images.spare_devices(directory)
+        images.clear_device_owners(directory)
         return seconds
 
     def restore(
@@ -242,7 +242,7 @@ class Criu:
         pid: int,
         pipes: Sequence[int],
         timeout: float,
-        park: bool = False,
+        freeze: bool = False,
         before_running: Callable[[], object] = lambda: None,
         notes: Mapping[str, Any] | None = None,
     ) -> Restored:
@@ -250,8 +250,8 @@ class Criu:
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
         ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
-        ``park``: see `Capsule.adopt`.  ``notes``: see `Capsule.put_back`.  Raises `CriuError` when CRIU fails or a note
-        that the kernel must not run without cannot be put back.
+        ``freeze``: see `Capsule.attach_kernel`.  ``notes``: see `Capsule.reapply`.  Raises `CriuError` when CRIU fails
+        or a note that the kernel must not run without cannot be reapplied.
         After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
@@ -259,12 +259,12 @@ class Criu:
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
         before_running()
-        vital, changed = capsule.put_back(notes) if notes else ([], [])
+        vital, changed = capsule.reapply(notes) if notes else ([], [])
         if vital:
             raise CriuError(f"The kernel cannot be made what it was: {'; '.join(vital)}.", lacking=vital)
         if changed:
             _log.warning("The kernel comes back without what it was set to: %s", "; ".join(changed))
-        capsule.adopt(pid, park=park)
+        capsule.attach_kernel(pid, frozen=freeze)
         return Restored(ran.seconds, changed)
 
 
@@ -287,8 +287,8 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
             continue
     errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
     details: dict[str, Any] = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
-    if ran.unmended:
-        details["unmended"] = ran.unmended
+    if ran.unrepaired:
+        details["unrepaired"] = ran.unrepaired
     for cause in _CAUSES:
         for line in errors:
             match = cause.pattern.search(line)

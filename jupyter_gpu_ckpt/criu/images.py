@@ -248,7 +248,7 @@ def view(directory: Path, target: Path, changed: Container[str]) -> Path:
     return target
 
 
-def spare_devices(directory: Path) -> None:
+def clear_device_owners(directory: Path) -> None:
     """Make a restore from the fresh dump in ``directory`` leave the owners of terminal devices alone.
 
     CRIU gives every terminal the owner that it had.  Pseudo-terminals are made anew and need that; a device such as

@@ -38,7 +38,7 @@ _MM_MAPPINGS = 14
 _MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7f])")
 
 
-def take_death_signals(directory: Path) -> dict[int, int]:
+def remove_death_signals(directory: Path) -> dict[int, int]:
     """Take PR_SET_PDEATHSIG out of a fresh dump; the signals, by thread.
 
     CRIU restores it while the parent is its own process, whose end then sends the signal.  It is put back when CRIU has
@@ -87,7 +87,7 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
     return lacking
 
 
-def has_foreign_peer(directory: Path) -> bool:
+def has_external_peer(directory: Path) -> bool:
     """Whether a unix socket of the dump is connected to one that is not in it.
 
     CRIU refuses those by itself, but not a connection that the process outside has not accepted yet; the restore fails.

@@ -201,7 +201,7 @@ class FastPath:
 
     @contextlib.contextmanager
     def _host_memory(self) -> Iterator[int]:
-        memory = self._capsule.arena()
+        memory = self._capsule.host_memory()
         try:
             yield memory
         finally:
@@ -229,7 +229,7 @@ class FastPath:
             except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
                 if directory is not None:
                     raise CapsuleError("The kernel cannot be given a directory for its device memory.") from error
-            self._capsule.park(FREEZE_SECONDS)
+            self._capsule.freeze_threads(FREEZE_SECONDS)
         except ProtocolVersion:
             raise
         except GpuCkptError as error:
@@ -254,12 +254,12 @@ class FastPath:
             except _Refused as error:
                 _log.info("Device memory is left to the CUDA driver: %s", error)
             if not self.swapped_out():  # threads that own the driver's lock must release it before it can be locked
-                self._capsule.unpark()
+                self._capsule.unfreeze_threads()
             self._cuda.lock(pid, lock_s)
             may_run = True
         finally:
             if may_run:
-                self._capsule.unpark()
+                self._capsule.unfreeze_threads()
         return self.amounts().swapped_out
 
     def swap_in(self, *, lock_s: float, timeout_s: float) -> None:
@@ -276,9 +276,9 @@ class FastPath:
                 self.amounts(timeout_s)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
-            self._capsule.unpark()
+            self._capsule.unfreeze_threads()
             return
-        self._capsule.park(FREEZE_SECONDS, insist=True)
+        self._capsule.freeze_threads(FREEZE_SECONDS, insist=True)
         if self._cuda.state(pid) is CudaState.LOCKED:
             self._cuda.unlock(pid)
         try:
@@ -291,11 +291,11 @@ class FastPath:
             raise _cuda_error(error) from error
         except _Refused as error:
             self._cuda.lock(pid, lock_s)
-            self._capsule.unpark()
-            self._capsule.shield()
+            self._capsule.unfreeze_threads()
+            self._capsule.freeze_threads_in_driver()
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
             raise _cuda_error(error) from error
-        self._capsule.unpark()
+        self._capsule.unfreeze_threads()
 
     def _log_blocked_threads(self) -> None:
         """Log the system calls in which the library's threads wait (proc_pid_syscall(5)), for the diagnosis."""

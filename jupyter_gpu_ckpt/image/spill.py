@@ -25,7 +25,7 @@ _HOST = ".host"
 def begin(root: Path, hold: Callable[[int], object]) -> Path:
     """An empty directory in the image directory ``root``.
 
-    ``hold``: keeps a descriptor open until the capsule ends (`Capsule.hold`).  Not a `FileLock`: the lock is to belong
+    ``hold``: keeps a descriptor open until the capsule ends (`Capsule.keep_fd`).  No `FileLock`: the lock is to belong
     to that descriptor, in another process.  Raises `NoSpace`, `StoreUnwritable`, and what ``hold`` does; then there is
     none.
     """

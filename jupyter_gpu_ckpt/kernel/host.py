@@ -247,7 +247,7 @@ class KernelHost:
             # It is left as it was found, for the next try.
             self._stop_gate()
             if capsule is not None:
-                capsule.abandon()
+                capsule.detach()
             self._registration.release()
             self._registration = self.lifecycle = None
             raise
@@ -328,7 +328,7 @@ class KernelHost:
             if capsule is None:
                 return
             answered = False
-            with contextlib.suppress(CapsuleGone), capsule.watched(gate.close):
+            with contextlib.suppress(CapsuleGone), capsule.watch_exit(gate.close):
                 answered = self._open_gate(gate, launch.start_timeout)
             status = capsule.poll()
             if answered or lifecycle is not self.lifecycle:

@@ -238,7 +238,7 @@ def _is_owned(directory: Path) -> bool:
 def _is_alive(directory: Path) -> bool:
     """Whether a capsule without an owner answers.  It goes on undisturbed."""
     try:
-        Capsule.attach(directory).abandon()
+        Capsule.attach(directory).detach()
     except ProtocolVersion:  # its own release may adopt it
         return True
     except (CapsuleError, CapsuleGone, OSError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..capsule.capsule import Capsule
-from ..capsule.clocks import Clocks
+from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
 from ..cuda.driver import Cuda, CudaState
 from ..cuda.fastpath import FastPath
@@ -235,7 +235,7 @@ class Steps:
         if store.free() < bytes + MARGIN:
             chunk_cache.evict(store.root)
         self._end_spill()
-        self._spill = spill.begin(store.root, capsule.hold)
+        self._spill = spill.begin(store.root, capsule.keep_fd)
         return self._spill
 
     def _may_spill(self, bytes: int) -> bool:
@@ -264,7 +264,7 @@ class Steps:
     def _answering(self) -> Iterator[None]:
         """While the body waits for an answer of the kernel: the kernel's end ends the waiting, not the deadline."""
         capsule = self._alive()
-        with capsule.watched(self.gate.close):
+        with capsule.watch_exit(self.gate.close):
             try:
                 yield
             except GpuCkptError as error:

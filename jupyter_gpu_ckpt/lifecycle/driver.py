@@ -136,13 +136,13 @@ class Lifecycle(Leaving, Returning):
         self._break_off()
         for capsule in (self._filling, self.capsule):
             if capsule is not None:
-                capsule.hurry()
+                capsule.cancel_criu()
         with self._lock:
             self._breaking_off.clear()
             if self.capsule is not None:
                 with contextlib.suppress(CapsuleError, CapsuleGone):  # ended meanwhile
                     self.capsule.outlive()
-                self.capsule.abandon()
+                self.capsule.detach()
                 self.capsule = None
             self._spill = None  # it is the capsule's
             self._forget_chunks()
@@ -282,7 +282,7 @@ class Lifecycle(Leaving, Returning):
             return None  # a verb is under way, and will notice
         try:
             if self.capsule is not None and self.kernel.plan is None and (status := self.capsule.poll()) is not None:
-                if self.image is None and self.capsule.tidying():
+                if self.image is None and self.capsule.is_cleaning_up():
                     return None  # as long as that takes: else the capsule's end would cut it short
                 self._bury(status)
                 return status
@@ -460,7 +460,7 @@ class Lifecycle(Leaving, Returning):
         self.exit_status = status
         if self.capsule is not None:
             if self.image is None:
-                self.capsule.wait_tidy()
+                self.capsule.wait_for_cleanup()
             self.capsule.close()
             self.capsule = None
         self._end_spill()

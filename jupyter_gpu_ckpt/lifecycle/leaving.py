@@ -65,7 +65,7 @@ class Leaving(Steps):
         device_bytes = self.device_bytes()
         found = preflight.look(
             kernel_pid=capsule.host_pid,
-            companions=capsule.companions(),
+            companions=capsule.other_processes(),
             device_bytes=device_bytes,
             has_agent=self.home.has_agent,
             away=self._fast_path().host_memory_bytes(),
@@ -160,7 +160,7 @@ class Leaving(Steps):
             plan = self.kernel.plan
             warm = self.settings.warm and moved > 0 and plan is not None and plan.to is State.SUSPENDED
             if not warm:  # else the lock alone keeps the kernel from CUDA
-                self._alive().shield()
+                self._alive().freeze_threads_in_driver()
                 cuda.checkpoint(pid, timeout_s=deadline)
                 self._refuse_device_files(pid)
         except GpuCkptError:
@@ -250,7 +250,9 @@ class Leaving(Steps):
         self._draft = draft = self.engine.store.begin(self.home.kernel_id, promised)  # from here on `written` counts
         try:
             with draft.work_directory() as work, self._device_written(draft), self._turn_to_dump():
-                self.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, park=self._saved.cuda, work=work)
+                self.engine.criu.dump(
+                    capsule, draft.criu_directory, timeout=deadline, freeze=self._saved.cuda, work=work
+                )
             compatibility.require_restorable(draft.criu_directory)
             self._notes = self._require_proven(capsule, draft.criu_directory)
             return draft.size()
@@ -258,7 +260,7 @@ class Leaving(Steps):
             self._draft = None
             draft.discard()
             with contextlib.suppress(CapsuleError, CapsuleGone):  # it ended
-                capsule.go_on()  # CRIU may have done well, and its answer come too late
+                capsule.resume_processes()  # CRIU may have done well, and its answer come too late
             raise
 
     def _require_proven(self, capsule: Capsule, dump: Path) -> dict[str, Any]:
@@ -273,13 +275,13 @@ class Leaving(Steps):
         if missing := tasks.missing(dump, state["inventory"]):
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
-        if tasks.has_foreign_peer(dump):
+        if tasks.has_external_peer(dump):
             raise UnsupportedSocket(
                 "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
             )
         notes: dict[str, Any] = state["notes"]
         owners = {str(tid): pid for pid, was in state["inventory"].items() for tid in was["threads"]}
-        for tid, signal in tasks.take_death_signals(dump).items():
+        for tid, signal in tasks.remove_death_signals(dump).items():
             threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})
             threads.setdefault(str(tid), {})["death_signal"] = signal
         return notes
@@ -307,7 +309,7 @@ class Leaving(Steps):
 
         def break_off(done: Future[None]) -> None:
             if done.exception() is not None:  # CRIU has nothing to go on for, either
-                capsule.hurry()
+                capsule.cancel_criu()
 
         try:
             self._require_not_broken_off()
@@ -379,7 +381,7 @@ class Leaving(Steps):
         if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one mends
             raise CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
         if state is CudaState.LOCKED:
-            self._alive().shield()
+            self._alive().freeze_threads_in_driver()
             self.engine.cuda.checkpoint(pid, timeout_s=self._deadline(sum(self._saved.device_bytes.values())))
             self._refuse_device_files(pid)
 
@@ -418,7 +420,7 @@ class Leaving(Steps):
         )
         if self.home.write_session is not None:
             self.home.write_session(draft.path)
-        self.image = draft.publish(manifest, claim_pid=capsule.host_pid, keep_fd=capsule.hold)
+        self.image = draft.publish(manifest, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
         self._generation = manifest.generation
         self._draft = None
         self._forget_chunks()
@@ -452,4 +454,4 @@ class Leaving(Steps):
         if self._draft is not None:
             self._draft.discard()
             self._draft = None
-        self._alive().go_on()
+        self._alive().resume_processes()

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
-from ..capsule.clocks import Clocks
+from ..capsule.namespaces import Clocks
 from ..criu import images
 from ..cuda.driver import CudaState
 from ..cuda.fastpath import FastPath
@@ -205,7 +205,7 @@ class Returning(Steps):
                     pid=manifest.pid,
                     pipes=manifest.pipes,
                     timeout=self._deadline(manifest.bytes),
-                    park=manifest.cuda,
+                    freeze=manifest.cuda,
                     before_running=self._require_proved,
                     notes=manifest.notes,
                 )
@@ -324,7 +324,7 @@ class Returning(Steps):
         if self._lease is not None and not self.kernel.unwinding:
             # The point of no return: of all that ever restored this image, one kernel gets messages.
             capsule = self._alive()
-            self._lease.claim(capsule.host_pid, capsule.hold)
+            self._lease.claim(capsule.host_pid, capsule.keep_fd)
         if not self.kernel.unwinding:
             self._outrun_images()
         self.gate.release()

@@ -25,11 +25,11 @@ from jupyter_gpu_ckpt.process.ptrace import WALL, Machine, Tracee
 
 #: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
 #: The one that suspends and resumes is called by a number in hexadecimal, as ``cuda00001400006``.
-_SPARED = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
+_KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
 #: Another one of such a name is the driver's, of a release that we do not know, or somebody's who should be parked.
-_DOUBTFUL = re.compile(r"cuda(-|[0-9a-f]{4})")
+_AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
 #: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
-_EVERYBODY_S = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
+_COMMON_LIBRARIES = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
 _ARENA, _ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
@@ -50,7 +50,7 @@ _DRIVER = re.compile(r"/libcuda[.][^/]*$")
 _STACK_BYTES = 4096
 
 
-class Parking:
+class FrozenThreads:
     """The threads of one process that are held by ptrace; `leave` lets them go on.  Only its own thread may use it.
 
     Each way to park raises `TimeoutError` when a thread cannot be parked by ``deadline`` (of ``time.monotonic``), and
@@ -61,93 +61,97 @@ class Parking:
     def __init__(self, machine: Machine, pid: int) -> None:
         self._machine = machine
         self._pid = pid
-        self._parked: dict[int, Tracee] = {}
+        self._frozen: dict[int, Tracee] = {}
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._frozen)
 
     @property
     def leader(self) -> Tracee | None:
         """The main thread, if it is parked."""
-        return self._parked.get(self._pid)
+        return self._frozen.get(self._pid)
 
-    def everybody(self, deadline: float, *, insist: bool = False) -> None:
+    def freeze_all(self, deadline: float, *, insist: bool = False) -> None:
         """Park all threads but the CUDA driver's and its library's, each in a place where it holds nothing.
 
         ``insist``: there is no other way than to park them all.  One of a doubtful name is somebody's, and in the
         second half of the time any system call will do that has nothing to do with memory: a thread that writes to a
         full pipe stays there.
         """
-        patient_until = (time.monotonic() + deadline) / 2
+        strict_until = (time.monotonic() + deadline) / 2
         self._repeat(
             deadline,
-            lambda tid, shared: self._is_safe(tid, shared, lenient=insist and time.monotonic() > patient_until),
+            lambda tid, shared: self._is_safe(tid, shared, lenient=insist and time.monotonic() > strict_until),
             insist,
         )
 
-    def stopped(self, deadline: float) -> None:
+    def freeze_stopped(self, deadline: float) -> None:
         """The same with threads that stand in a group stop, wherever they stand: whoever stopped them chose the place.
 
         The stop may end then (SIGCONT), and those who are parked do not notice.
         """
         self._repeat(deadline, lambda *_: True, insist=True)
 
-    def waiting_in_driver(self) -> None:
+    def freeze_waiting_in_driver(self) -> None:
         """Park the threads that wait in a system call which the CUDA driver's own code made.
 
         While the driver's state is suspended, pages that such a thread reads when its wait ends are not there: a
         signal or a tracer must not end the wait.  Threads that only wait at the driver's lock are safe either way.
         """
         code = _Shared.of(self._pid)
-        before = set(self._parked)
+        before = set(self._frozen)
         try:
             for tid in procfs.threads(self._pid):
                 with contextlib.suppress(*procfs.GONE):  # it ended
-                    if tid not in self._parked and not self._is_spared(tid, insist=True) and self._in_driver(tid, code):
-                        self._park_one(tid, lambda tid: self._in_driver(tid, code))
+                    if (
+                        tid not in self._frozen
+                        and not self._keeps_running(tid, insist=True)
+                        and self._in_driver(tid, code)
+                    ):
+                        self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
         except BaseException:
-            self._let_go(set(self._parked) - before)
+            self._release(set(self._frozen) - before)
             raise
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let all go on."""
-        self._let_go(set(self._parked))
+        self._release(set(self._frozen))
 
-    def _let_go(self, tids: set[int]) -> None:
+    def _release(self, tids: set[int]) -> None:
         for tid in tids:
-            self._parked.pop(tid).release()
+            self._frozen.pop(tid).release()
             self._reap(tid)
 
-    def _repeat(self, deadline: float, may_stay: Callable[[int, _Shared], bool], insist: bool) -> None:
-        before = set(self._parked)
+    def _repeat(self, deadline: float, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> None:
+        before = set(self._frozen)
         try:
-            while not self._park(may_stay, insist):
+            while not self._freeze(may_freeze, insist):
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be parked")
                 time.sleep(0.0005)
         except BaseException:
-            self._let_go(set(self._parked) - before)
+            self._release(set(self._frozen) - before)
             raise
 
-    def _park(self, may_stay: Callable[[int, _Shared], bool], insist: bool) -> bool:
+    def _freeze(self, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> bool:
         """Park whom we can; whether that is everybody."""
         shared = _Shared.of(self._pid)
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
-                if tid not in self._parked and not self._is_spared(tid, insist):
-                    self._park_one(tid, lambda tid: may_stay(tid, shared))
+                if tid not in self._frozen and not self._keeps_running(tid, insist):
+                    self._freeze_one(tid, lambda tid: may_freeze(tid, shared))
         # Twice: a thread that ended while the first list was made may have left one that is not in it.
         return all(self._is_at_rest(tid) for _ in range(2) for tid in procfs.threads(self._pid))
 
-    def _is_spared(self, tid: int, insist: bool) -> bool:
+    def _keeps_running(self, tid: int, insist: bool) -> bool:
         name = procfs.stat(self._pid, tid).name
-        if _SPARED.match(name):
+        if _KEPT_RUNNING.match(name):
             return True
-        if not insist and _DOUBTFUL.match(name):
+        if not insist and _AMBIGUOUS.match(name):
             raise OSError(errno.ENOTSUP, "a thread may be the CUDA driver's, and may not")
         return False
 
-    def _park_one(self, tid: int, may_stay: Callable[[int], bool]) -> None:
+    def _freeze_one(self, tid: int, may_freeze: Callable[[int], bool]) -> None:
         try:
             tracee = Tracee(self._machine, tid, running=True)
         except ProcessLookupError:
@@ -158,10 +162,10 @@ class Parking:
                 return
             raise
         try:
-            if may_stay(tid):
-                self._parked[tid] = tracee
+            if may_freeze(tid):
+                self._frozen[tid] = tracee
         finally:
-            if tid not in self._parked:
+            if tid not in self._frozen:
                 tracee.release()
                 self._reap(tid)
 
@@ -180,7 +184,9 @@ class Parking:
         except procfs.GONE:  # it ended, and what it made meanwhile is in no list of ours
             return False
         # The first thread stays as a zombie while there are others.
-        return tid in self._parked or _SPARED.match(seen.name) is not None or (tid == self._pid and seen.has_ended)
+        return (
+            tid in self._frozen or _KEPT_RUNNING.match(seen.name) is not None or (tid == self._pid and seen.has_ended)
+        )
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
@@ -192,8 +198,8 @@ class Parking:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
-            waits_for_everybody_s = address % _ARENA < _ARENA_HEAD or address in shared.data
-            if command == _FUTEX_MUTEX and waits_for_everybody_s:
+            waits_for_common_lock = address % _ARENA < _ARENA_HEAD or address in shared.data
+            if command == _FUTEX_MUTEX and waits_for_common_lock:
                 return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
         elif lenient and call.number not in self._machine.memory:
             return True
@@ -249,7 +255,7 @@ class _SystemCall:
         return cls(int(words[0]), tuple(arguments), sp, pc)
 
 
-class _Places:
+class _AddressRanges:
     """Ranges of addresses, added in ascending order, none over another."""
 
     def __init__(self) -> None:
@@ -269,12 +275,12 @@ class _Places:
 class _Shared:
     """Where code is in which a thread may hold a lock that others need, and where such locks lie."""
 
-    code: _Places = field(default_factory=_Places)
-    data: _Places = field(default_factory=_Places)
+    code: _AddressRanges = field(default_factory=_AddressRanges)
+    data: _AddressRanges = field(default_factory=_AddressRanges)
     #: All code, and of it the C library's and the CUDA driver's.
-    executable: _Places = field(default_factory=_Places)
-    c_library: _Places = field(default_factory=_Places)
-    driver: _Places = field(default_factory=_Places)
+    executable: _AddressRanges = field(default_factory=_AddressRanges)
+    c_library: _AddressRanges = field(default_factory=_AddressRanges)
+    driver: _AddressRanges = field(default_factory=_AddressRanges)
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
@@ -289,6 +295,6 @@ class _Shared:
                     found.c_library.add(begin, end)
                 if _DRIVER.search(path):
                     found.driver.add(begin, end)
-            if _EVERYBODY_S.search(path):
+            if _COMMON_LIBRARIES.search(path):
                 found.data.add(begin, end)
         return found

@@ -43,7 +43,7 @@ SYSCALL_STOP = signal.SIGTRAP | 0x80
 #: All signals blocked but SIGTRAP, which breaks a process that meets a trap while it is blocked.
 ALL_BUT_SIGTRAP = (1 << 64) - 1 & ~(1 << signal.SIGTRAP - 1)
 #: Seconds a thread has to reach a stop that it is bound for.
-PATIENCE = 5.0
+STOP_TIMEOUT = 5.0
 _REGSET_BYTES = 1 << 14
 
 
@@ -128,8 +128,8 @@ _MACHINES = {
 #: Of this host, or None where nobody wrote it down.
 MACHINE = _MACHINES.get(os.uname().machine)
 
-#: Threads that `Tracee.release` could not let go, because they did not stop: ours until they do (`let_go`).
-_kept: set[int] = set()
+#: Threads that `Tracee.release` could not let go, because they did not stop: ours until they do (`release_late`).
+_unreleased: set[int] = set()
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.restype = ctypes.c_long
@@ -142,15 +142,15 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
         raise OSError(number, f"ptrace({request:#x}): {os.strerror(number)}")
 
 
-def let_go(tid: int, status: int) -> bool:
+def release_late(tid: int, status: int) -> bool:
     """Let go of a thread that has stopped, or ended, later than `Tracee.release` waited; whether it is such a one.
 
     ``status`` is what waitpid(2) said.  A signal that the thread stopped for comes to it, but for SIGTRAP: see
     `Tracee.call`.
     """
-    if tid not in _kept:
+    if tid not in _unreleased:
         return False
-    _kept.discard(tid)
+    _unreleased.discard(tid)
     if os.WIFSTOPPED(status):
         number = status >> 8  # a ptrace event has more bits, a stop at a system call too
         arrives = number in signal.valid_signals() and number != signal.SIGTRAP
@@ -190,7 +190,7 @@ class Tracee:
         self.release()
 
     def release(self) -> None:
-        """Let go; a signal it was stopped for is dropped.  One that does not stop is left for `let_go`."""
+        """Let go; a signal it was stopped for is dropped.  One that does not stop is left for `release_late`."""
         try:
             _ptrace(PTRACE_DETACH, self.tid)
         except ProcessLookupError:
@@ -199,7 +199,7 @@ class Tracee:
                 self._wait()
                 _ptrace(PTRACE_DETACH, self.tid)
             except TimeoutError:
-                _kept.add(self.tid)
+                _unreleased.add(self.tid)
             except OSError:
                 pass
 
@@ -215,7 +215,7 @@ class Tracee:
 
     def _wait_status(self) -> int:
         """That signal, and above it the number of a ptrace event."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + STOP_TIMEOUT
         while True:
             options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
             found = os.waitid(os.P_PID, self.tid, options)

@@ -39,7 +39,7 @@ _VITAL_SETTINGS = frozenset({"lock_future", "mdwe", "no_cpuid", "tiles"})
 _EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 
 
-def put_back(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
+def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
     """Put back the notes of each process, by its pid; what could not be, in words.
 
     The first list is what a kernel must not run without: what protects others from it, and what its own locks are made
@@ -192,7 +192,7 @@ class _Restorer:
         try:
             for number, notes in self.notes["sockets"].items():
                 with self.trying(f"socket {number}"), kernel_calls.socket_of(pidfd, int(number)) as sock:
-                    failed = socket_state.put_back(sock, notes.get("options", {}))
+                    failed = socket_state.reapply(sock, notes.get("options", {}))
                     self.failed += [f"{name} of socket {number} (process {self.pid})" for name in failed]
                     for group in notes.get("groups", ()):
                         with self.trying(f"multicast on {group['device']} of socket {number}"):

@@ -2,7 +2,7 @@
 
 CRIU restores some options of a socket (``criu/sockets.c``, ``criu/sk-inet.c`` of release 4.2) and forgets the others
 without a word.  `options` reads those it forgets, as far as they are not what a new socket of the same kind has;
-`put_back` sets what is not as it was.  A connection to the outside comes back closed, so only sockets that listen, that
+`reapply` sets what is not as it was.  A connection to the outside comes back closed, so only sockets that listen, that
 are bound or that were never connected are asked.
 
 Standard library only, as `ptrace`: a capsule's init imports this module.
@@ -327,7 +327,7 @@ def _read(sock: socket.socket) -> dict[str, str]:
     return found
 
 
-def put_back(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
+def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
     """Set options that are not as they were; the names of those that cannot be set."""
     failed = []
     now = _read(sock)

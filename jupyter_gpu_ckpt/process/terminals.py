@@ -153,7 +153,7 @@ class Unsupported(OSError):
     """A terminal of stopped processes could not come back as it is; ``strerror`` says which and why."""
 
 
-class _Waiting:
+class _Waiter:
     """How long a terminal is waited for, and all together ``until`` then: one that was silent once, not any more."""
 
     def __init__(self, until: float) -> None:
@@ -191,9 +191,9 @@ class Terminals:
                 # A zombie has no descriptors, and its directory of them is root's.
                 if pid != os.getpid() and not procfs.stat(pid).has_ended:
                     for number in procfs.descriptors(pid):
-                        self._look_at(pid, number)
+                        self._add(pid, number)
 
-    def _look_at(self, pid: int, fd: int) -> None:
+    def _add(self, pid: int, fd: int) -> None:
         try:
             device = _device(pid, fd)
         except OSError:  # closed meanwhile
@@ -213,7 +213,7 @@ class Terminals:
         else:
             known[number] = found
 
-    def take_out(self) -> None:
+    def drain(self) -> None:
         """Take out what is under way, into ``contents``.  After failure nothing is taken out.
 
         Raises `Unsupported` for a terminal that holds more than a new one takes.
@@ -222,21 +222,21 @@ class Terminals:
             for number in self._masters:
                 content = Content()
                 try:
-                    self._take_out(number, content)
+                    self._drain(number, content)
                 finally:
                     if content:
                         self.contents[number] = content
                 if content.typed() > _MOST_TYPED or len(content.said) > _MOST_SAID:
                     raise _too_much(number)
         except OSError as error:
-            if lost := self.put_back():
+            if lost := self.restore():
                 error.strerror = f"{error.strerror}; {lost}"
             raise
         except BaseException:
-            self.put_back()
+            self.restore()
             raise
 
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Put ``contents`` into the terminals; afterwards there are none.  What is lost of them, in words.
 
         One that fails keeps nothing from the others, and takes its part of the seconds that there are.
@@ -248,7 +248,7 @@ class Terminals:
             if number not in self._masters:
                 continue
             try:
-                left = self._put_back(number, content, _Waiting(until))
+                left = self._restore(number, content, _Waiter(until))
             except OSError as error:
                 lost.append(f"pseudo-terminal {number}: {error}")
             else:
@@ -262,7 +262,7 @@ class Terminals:
             while known:
                 os.close(known.popitem()[1])
 
-    def write(self, path: str) -> None:
+    def save(self, path: str) -> None:
         """Write ``contents`` to a new file, if there are any."""
         if self.contents:
             rows = [
@@ -279,8 +279,8 @@ class Terminals:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 json.dump(rows, file)
 
-    def read(self, path: str) -> None:
-        """Take ``contents`` from a file that `write` made; there may be none."""
+    def load(self, path: str) -> None:
+        """Take ``contents`` from a file that `save` made; there may be none."""
         try:
             with open(path) as file:
                 rows: list[dict[str, Any]] = json.load(file)
@@ -299,7 +299,7 @@ class Terminals:
 
     # -- one terminal
 
-    def _take_out(self, number: int, content: Content) -> None:
+    def _drain(self, number: int, content: Content) -> None:
         master = self._masters[number]
         content.closed = bool(_polled(master, 0) & select.POLLHUP)
         slave = self._slaves.get(number, -1)
@@ -321,7 +321,7 @@ class Terminals:
             while _polled(master, 0) & select.POLLIN:
                 content.said += os.read(master, 4096)
 
-    def _put_back(self, number: int, content: Content, comes: _Waiting) -> int:
+    def _restore(self, number: int, content: Content, waiter: _Waiter) -> int:
         """How many bytes did not fit."""
         master, left = self._masters[number], 0
         if content.lines or content.rest or content.said or content.closed:
@@ -339,8 +339,8 @@ class Terminals:
                 typed.append((_literal(content.rest, ends) if by_lines else content.rest, content.rest))
                 for written, echoed in typed:
                     # Nothing after what did not fit: a gap would be taken for what was typed.
-                    left += len(written) if left else _type(master, written, echoed, comes)
-                left += _write(slave, content.said, comes)
+                    left += len(written) if left else _type(master, written, echoed, waiter)
+                left += _write(slave, content.said, waiter)
         for fd, exclusive in zip((master, self._slaves.get(number, -1)), content.exclusive, strict=True):
             if exclusive and fd >= 0:
                 fcntl.ioctl(fd, termios.TIOCEXCL)
@@ -411,7 +411,7 @@ def _too_much(number: int) -> Unsupported:
     )
 
 
-def _type(master: int, typed: bytes, echoed: bytes, comes: _Waiting) -> int:
+def _type(master: int, typed: bytes, echoed: bytes, waiter: _Waiter) -> int:
     """Write to the slave's input, and wait for the echo, which says that it is there: modes change for what is not.
 
     Returns how many bytes did not fit.
@@ -420,18 +420,18 @@ def _type(master: int, typed: bytes, echoed: bytes, comes: _Waiting) -> int:
         length = _CHUNK
         if typed[:length].endswith(_LITERAL):
             length += 1  # what it makes literal comes with it
-        if left := _write(master, typed[:length], comes, length):
+        if left := _write(master, typed[:length], waiter, length):
             return left + len(typed[length:])
         typed = typed[length:]
     heard = 0
-    while heard < len(echoed) and comes(master, select.POLLIN):
+    while heard < len(echoed) and waiter(master, select.POLLIN):
         heard += len(os.read(master, len(echoed) - heard))
     return 0
 
 
-def _write(fd: int, data: bytes, comes: _Waiting, length: int = _CHUNK) -> int:
+def _write(fd: int, data: bytes, waiter: _Waiter, length: int = _CHUNK) -> int:
     """How many bytes did not fit."""
-    while data and comes(fd, select.POLLOUT):
+    while data and waiter(fd, select.POLLOUT):
         try:
             data = data[os.write(fd, data[:length]) :]
         except BlockingIOError:

@@ -86,7 +86,7 @@ def in_host(pid: int, arena: int) -> int:
 async def peak(kernel: Any) -> int:
     """Most bytes in host memory at any moment of a suspend, looked at a hundred times a second, less those before."""
     capsule = kernel.lifecycle.capsule
-    arena = capsule.arena()
+    arena = capsule.host_memory()
     await until(lambda: os.fstatvfs(arena).f_bfree == os.fstatvfs(arena).f_blocks)  # the last return's is given back
     before = most = in_host(capsule.host_pid, arena)
     suspended = asyncio.ensure_future(kernel.provisioner.suspend())

@@ -28,9 +28,9 @@ def test_a_thread_that_is_never_in_a_safe_place(home, capsule, criu, monkeypatch
     beats = home / "beats"
     capsule.spawn([sys.executable, "-I", "-S", "-c", SUBJECT, str(beats)], ENV, "/")
     until(beats.exists, "it runs")
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "FREEZE_TIMEOUT", 0.0)
     with pytest.raises(KernelBusy, match="stopped safely") as caught:
-        criu.dump(capsule, home / "image", timeout=30, park=True)
+        criu.dump(capsule, home / "image", timeout=30, freeze=True)
     assert caught.value.hint
     assert list(Path(home / "image").iterdir()) == []
     before = beats.stat().st_size

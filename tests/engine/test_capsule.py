@@ -23,7 +23,7 @@ from waiting import until
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import capsule as under_test
 from jupyter_gpu_ckpt.capsule.capsule import Capsule, first_pid
-from jupyter_gpu_ckpt.capsule.clocks import Clocks
+from jupyter_gpu_ckpt.capsule.namespaces import Clocks
 from jupyter_gpu_ckpt.capsule.stdio import BACKLOG
 from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 
@@ -162,7 +162,7 @@ def test_a_directory_with_a_long_path(directory):
     with Capsule.create(long) as capsule:
         sleeper(capsule).outlive()
         pid = capsule.host_pid
-        capsule.abandon()
+        capsule.detach()
         with Capsule.attach(long) as again:
             assert again.host_pid == pid
             assert alive([pid]) == [pid]
@@ -190,9 +190,14 @@ def test_programs_run_inside_to_their_end_or_to_their_deadline(capsule):
 
 def test_init_survives_requests_that_make_no_sense(capsule):
     sleeper(capsule)
-    for request in ({"verb": "nonsense"}, {"verb": "run"}, {"verb": "spawn", "argv": 7}, {"verb": "adopt", "pid": 999}):
+    for request in (
+        {"verb": "nonsense"},
+        {"verb": "run"},
+        {"verb": "spawn", "argv": 7},
+        {"verb": "attach_kernel", "pid": 999},
+    ):
         with pytest.raises(CapsuleError):
-            capsule._ask(request)
+            capsule._request(request)
     assert capsule.poll() is None
     capsule.clocks()
 
@@ -274,8 +279,8 @@ def test_a_file_that_both_write_to_keeps_what_each_wrote(directory):
 def test_close_leaves_nothing_behind(directory):
     capsule = Capsule.create(directory)
     capsule.spawn(["sh", "-c", "trap '' TERM INT HUP; (setsid sleep 1000 &) ; sleep 1000"], ENV, None)
-    until(lambda: len(capsule.companions()) >= 2)
-    pids = [capsule.host_pid, *capsule.companions()]
+    until(lambda: len(capsule.other_processes()) >= 2)
+    pids = [capsule.host_pid, *capsule.other_processes()]
     descriptors = len(os.listdir("/proc/self/fd"))
     capsule.close()
     capsule.close()
@@ -294,7 +299,7 @@ def test_close_ends_a_capsule_whose_outer_process_was_killed(capsule):
     os.kill(outer, signal.SIGKILL)
     until(lambda: not procfs.children(outer), "PID 1 has left it")
     assert capsule.poll() is None
-    assert capsule.companions() == []
+    assert capsule.other_processes() == []
     capsule.close()
     assert not alive([kernel])
 
@@ -311,7 +316,7 @@ def test_closing_while_another_thread_waits_for_an_answer(directory):
 
     thread = threading.Thread(target=run)
     thread.start()
-    until(lambda: len(capsule.companions()) == 1)
+    until(lambda: len(capsule.other_processes()) == 1)
     began = time.monotonic()
     capsule.close()
     thread.join(10)
@@ -323,14 +328,14 @@ def test_closing_while_another_thread_waits_for_an_answer(directory):
 def test_a_watcher_is_told_of_the_kernels_end_and_of_nothing_else(capsule):
     sleeper(capsule)
     told = threading.Event()
-    with capsule.watched(told.set):
+    with capsule.watch_exit(told.set):
         pass
     assert not told.is_set()
-    with capsule.watched(told.set):
+    with capsule.watch_exit(told.set):
         os.kill(capsule.host_pid, signal.SIGKILL)
         assert told.wait(60)
     told.clear()
-    with capsule.watched(told.set):
+    with capsule.watch_exit(told.set):
         assert told.wait(60), "also of an end that came before"
 
 
@@ -396,7 +401,7 @@ def test_a_lock_it_holds_ends_with_it_and_with_nothing_else(capsule, tmp_path):
     def hold(path: Path) -> None:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            capsule.hold(file.fileno())
+            capsule.keep_fd(file.fileno())
 
     for name in ("one", "two"):
         hold(tmp_path / name)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness import alive
@@ -68,7 +69,7 @@ def test_a_capsule_that_may_outlive_its_owner_is_found_again(directory):
     with Capsule.attach(directory) as capsule:
         assert capsule.host_pid == pids[0]
         assert capsule.poll() is None
-        capsule.abandon()
+        capsule.detach()
     assert alive(pids) == pids
     with Capsule.attach(directory) as capsule:
         capsule.signal(signal.SIGTERM)
@@ -85,7 +86,7 @@ def test_a_capsule_of_another_version_is_refused_by_name_and_left_as_it_is(direc
     old = sleeper(Capsule.create(directory))
     old.outlive()
     kernel = old.host_pid
-    old.abandon()
+    old.detach()
     (directory / "owner.lock").touch()
     (directory / "kernel.json").write_text("{}")
     with monkeypatch.context() as patch:
@@ -107,8 +108,8 @@ def test_no_request_of_another_version_is_done(directory, monkeypatch):
             patch.setattr(under_test, "VERSION", 2)
             for verb in ("end", "status", "of a later release"):
                 with pytest.raises(ProtocolVersion):
-                    capsule._ask({"verb": verb})
-            capsule.hurry()
+                    capsule._request({"verb": verb})
+            capsule.cancel_criu()
         assert capsule.poll() is None
 
 
@@ -135,7 +136,7 @@ def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace)
     thread = threading.Thread(target=forsaken)
     thread.start()
     until((directory / "written").exists)
-    program = next(pid for pid in old.companions() if "sh" in status_of(pid)["Name"])
+    program = next(pid for pid in old.other_processes() if "sh" in status_of(pid)["Name"])
     assert status_of(old.host_pid)["State"].startswith("T")
     old._socket.shutdown(socket.SHUT_RDWR)
     thread.join()
@@ -148,7 +149,7 @@ def test_a_new_owner_comes_when_the_old_ones_program_has_ended(directory, grace)
     old.close()
 
 
-def test_a_program_is_hurried_from_another_thread(capsule, directory):
+def test_a_program_is_cancelled_from_another_thread(capsule, directory):
     sleeper(capsule)
     script = "set -e; while true; do echo more >> written; done"
     ran: list[Ran] = []
@@ -161,11 +162,11 @@ def test_a_program_is_hurried_from_another_thread(capsule, directory):
     thread = threading.Thread(target=run)
     thread.start()
     until((directory / "written").exists)
-    capsule.hurry()
+    capsule.cancel_criu()
     thread.join()
     assert ran[0].timed_out
     assert ran[0].status > 0, "it gave up by itself"
-    capsule.hurry()  # nothing runs: nothing happens
+    capsule.cancel_criu()  # nothing runs: nothing happens
     assert capsule.clocks().monotonic
 
 
@@ -175,31 +176,32 @@ def test_an_owner_that_goes_after_a_dump_leaves_no_process_stopped(directory):
     done = old.run(["true"], cwd=directory, output=directory / "output", timeout=60, env=ENV, on_kernel=True)
     assert done.status == 0
     assert status_of(old.host_pid)["State"].startswith("T")
-    old.abandon()
+    old.detach()
     until(lambda: status_of(old.host_pid)["State"].startswith("S"))
     Capsule.attach(directory).close()
 
 
-class Unmendable:
-    def conclude(self, well: bool) -> None:
+class Unrepairable:
+    def finish(self, success: bool) -> None:
         raise KeyError("registers")
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         raise TimeoutError("a thread does not stop")
 
 
-def test_what_cannot_go_on_without_an_owner_does_not_end_the_init(capsys):
+def test_what_cannot_be_resumed_without_an_owner_does_not_end_the_init(capsys):
     init = Init.__new__(Init)
-    init.owner, init.terminals, init.stopped = None, None, Unmendable()
-    init.go_on_alone()
+    init.owner, init.terminals, init.stopped = None, None, Unrepairable()
+    init.resume_without_owner()
     assert "TimeoutError: a thread does not stop" in capsys.readouterr().err
     assert init.stopped is None
 
 
-def test_what_cannot_be_made_good_is_told_and_ends_nothing(directory):
+def test_what_cannot_be_repaired_is_reported_and_ends_nothing(directory):
     output = directory / "output"
     for code in (0, 1):
-        assert Init.conclude({"rescue": Unmendable(), "output": str(output)}, code) == "KeyError: 'registers'"
+        job = SimpleNamespace(guard=Unrepairable(), output=str(output))
+        assert Init.finish_guard(job, code) == "KeyError: 'registers'"
     assert output.read_text().count("KeyError: 'registers'") == 2
 
 

@@ -75,7 +75,7 @@ def test_a_dump_leaves_the_processes_stopped_and_they_can_go_on(criu, capsule, h
     process = read_process(capsule.host_pid)
     assert process is not None
     assert process.state == "T"
-    capsule.go_on()
+    capsule.resume_processes()
     assert hear(told, "two") == "one two"
 
 
@@ -99,7 +99,7 @@ def test_a_deadline_that_cannot_be_met(criu, capsule, home, seconds):
     assert caught.value.details["status"] > 0, "it ended by itself"
     assert read_process(capsule.host_pid).state != "T"
     assert hear(told, "two") == "one two"
-    assert [pid for pid in capsule.companions() if alive([pid])] == []
+    assert [pid for pid in capsule.other_processes() if alive([pid])] == []
 
 
 def test_a_restore_of_nothing_is_an_error_of_ours(criu, capsule, home):

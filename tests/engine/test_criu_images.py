@@ -142,14 +142,14 @@ def terminal(kind: int, *owner: tuple[int, int]) -> bytes:
 def test_devices_keep_their_owners_and_pseudo_terminals_get_theirs(tmp_path):
     path = tmp_path / "tty-info.img"
     write(path, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY, (14, 65534), (15, 65534)))
-    images.spare_devices(tmp_path)
+    images.clear_device_owners(tmp_path)
     expected = tmp_path / "expected"
     write(expected, TTY_INFO, terminal(PTY, (14, 1000), (15, 5)), terminal(CTTY))
     assert path.read_bytes() == expected.read_bytes()
 
 
 def test_a_dump_without_terminals_has_no_owners_to_forget(tmp_path):
-    images.spare_devices(tmp_path)
+    images.clear_device_owners(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -511,7 +511,7 @@ class Trip:
 
 
 def note_death_signals(home: Path, inner: int, notes: dict[str, Any]) -> None:
-    for tid, number in tasks.take_death_signals(image(home)).items():
+    for tid, number in tasks.remove_death_signals(image(home)).items():
         threads = notes.setdefault(str(inner), {}).setdefault("threads", {})
         threads.setdefault(str(tid), {})["death_signal"] = number
 
@@ -771,7 +771,7 @@ def test_what_only_a_stopped_process_shows_is_refused_by_its_name(criu, capsule,
         pytest.skip(f"cannot be made here: {answer[:60]}")
     criu.dump(capsule, image(home), timeout=60)
     assert [refusal["what"] for refusal in capsule.inspect()["refusals"]] == [next_of(words, capsule)]
-    capsule.go_on()
+    capsule.resume_processes()
     assert subject.tell("answer = 41 + 1") == "42"
 
 
@@ -925,23 +925,23 @@ def test_a_death_signal_is_not_in_the_image(criu, capsule, home):
     subject = Subject(capsule)
     subject.tell(PRELUDE + f"prctl(1, {int(signal.SIGTERM)})")
     criu.dump(capsule, image(home), timeout=60)
-    assert tasks.take_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
-    assert tasks.take_death_signals(image(home)) == {}
+    assert tasks.remove_death_signals(image(home)) == {capsule.inner_pid: signal.SIGTERM}
+    assert tasks.remove_death_signals(image(home)) == {}
 
 
 def test_a_connection_that_nobody_outside_has_accepted_is_seen_in_the_image(criu, capsule, home):
     subject = Subject(capsule)
     subject.tell(f"{PRELUDE}a, b = socket.socketpair()")
     criu.dump(capsule, image(home), timeout=60)
-    assert not tasks.has_foreign_peer(image(home))
-    capsule.go_on()
+    assert not tasks.has_external_peer(image(home))
+    capsule.resume_processes()
     shutil.rmtree(image(home))
     with socket.socket(socket.AF_UNIX) as outside:
         outside.bind(str(home / "outside"))
         outside.listen()
         subject.tell(f"c = socket.socket(socket.AF_UNIX); c.connect({str(home / 'outside')!r})")
         criu.dump(capsule, image(home), timeout=60)
-        assert tasks.has_foreign_peer(image(home))
+        assert tasks.has_external_peer(image(home))
 
 
 def test_what_a_dump_lacks_is_named(criu, capsule, home):

@@ -140,7 +140,7 @@ def test_who_waits_does_not_notice_a_dump_that_comes_to_nothing(home, capsule, c
     subject.start()
     if well:
         criu.dump(capsule, home / "image", timeout=30)
-        capsule.go_on()
+        capsule.resume_processes()
     else:
         with pytest.raises(CriuError):
             criu.dump(capsule, home / "no-such-directory", timeout=30)
@@ -154,6 +154,6 @@ def test_a_signal_of_the_program_s_own_still_interrupts(home, capsule, criu):
     subject = Waiting(capsule, home)
     subject.start()
     criu.dump(capsule, home / "image", timeout=30)
-    capsule.go_on()
+    capsule.resume_processes()
     os.kill(capsule.host_pid, signal.SIGCONT)
     until(lambda: subject.tell("tell")["continued"] == 1, "it is called")

@@ -134,7 +134,7 @@ class Subject:
 
     def criu(self) -> list[int]:
         """Pids of CRIU's processes in the kernel's capsule."""
-        companions = self.capsule.companions()
+        companions = self.capsule.other_processes()
         return [pid for pid in companions if (process := read_process(pid)) and "--images-dir" in process.command]
 
     @asynccontextmanager

@@ -211,7 +211,7 @@ async def test_a_living_child_process(subject, code):
     await subject.run(code)
 
     def commands() -> list[str]:
-        return [process.command for process in map(read_process, subject.capsule.companions()) if process]
+        return [process.command for process in map(read_process, subject.capsule.other_processes()) if process]
 
     await until(lambda: "sleep 1000" in commands())
     error = await subject.fails(subject.provisioner.checkpoint, "CHILD_PROCESSES")

@@ -210,7 +210,7 @@ async def test_a_named_pipe_put_there_after_the_look_keeps_nobody_from_ending_th
     def waits() -> bool:
         """Whether CRIU has opened the pipe, and waits for somebody who writes to it (fs/pipe.c)."""
         capsule = lifecycle._filling
-        return capsule is not None and any(wchan(pid) == "wait_for_partner" for pid in capsule.companions())
+        return capsule is not None and any(wchan(pid) == "wait_for_partner" for pid in capsule.other_processes())
 
     monkeypatch.setattr(lifecycle.engine.criu, "restore", swapped)
     wake = asyncio.ensure_future(subject.provisioner.restore())

@@ -127,7 +127,7 @@ class Created:
         return found
 
     def _inside(self) -> list[int]:
-        return self.capsules[-1].companions() if self.capsules else []
+        return self.capsules[-1].other_processes() if self.capsules else []
 
 
 @pytest.mark.parametrize("victim", ["criu", "kernel"])

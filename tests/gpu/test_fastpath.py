@@ -357,13 +357,13 @@ async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locke
         capsule, cuda = lifecycle.capsule, lifecycle.engine.cuda
         pid = capsule.host_pid
         cuda.lock(pid, 30)
-        capsule.park(10)
+        capsule.freeze_threads(10)
         cuda.unlock(pid)
         with path_of(kernel)._library(60) as library:
             library.request("copy_out")
             library.request("free")
         capsule.outlive()
-        capsule.abandon()
+        capsule.detach()
         lifecycle.capsule = capsule = Capsule.attach(capsule.directory)
         assert lifecycle._mend(capsule) is State.RUNNING
         assert path_of(kernel).amounts().swapped_out == 0

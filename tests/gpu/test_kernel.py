@@ -156,8 +156,8 @@ async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, r
         try:
             await kernel.provisioner.checkpoint()
         except CriuKilled as error:
-            record(killed=call, details={key: error.details.get(key) for key in ("unmended", "seconds")})
-            assert "unmended" not in error.details
+            record(killed=call, details={key: error.details.get(key) for key in ("unrepaired", "seconds")})
+            assert "unrepaired" not in error.details
             assert kernel.lifecycle.engine.cuda.state(kernel.lifecycle.capsule.host_pid) is CudaState.RUNNING
         else:
             record(killed="never: the dump makes fewer calls")
@@ -250,7 +250,7 @@ async def test_dataloader_workers_are_named_and_refused(kernel):
     with pytest.raises(Exception, match="CHILD_PROCESSES"):
         await kernel.provisioner.checkpoint()
     await kernel.run("loader._shutdown_workers(); del loader")
-    await until(lambda: len(kernel.lifecycle.capsule.companions()) <= 2)
+    await until(lambda: len(kernel.lifecycle.capsule.other_processes()) <= 2)
     await kernel.provisioner.checkpoint()
     assert await kernel.run("print(x.sum().item())") == "3.0"
 

@@ -262,7 +262,7 @@ def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatc
     def refused(_) -> int:
         raise CapsuleError("tmpfs cannot be mounted")
 
-    monkeypatch.setattr(Capsule, "arena", refused)
+    monkeypatch.setattr(Capsule, "host_memory", refused)
     kernel = fast_kernel()
     kernel.lifecycle.suspend()
     kernel.lifecycle.wake()
@@ -286,7 +286,7 @@ def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel
         (place / "host-memory").mkdir(exist_ok=True)
         raise CapsuleError("tmpfs cannot be mounted")
 
-    monkeypatch.setattr(Capsule, "arena", refused)
+    monkeypatch.setattr(Capsule, "host_memory", refused)
     kernel = fast_kernel(base=place)
     kernel.lifecycle.suspend()
     assert list((place / "host-memory").iterdir()) == []
@@ -303,7 +303,7 @@ def test_a_capsule_that_does_not_answer_loses_nothing(kernel, monkeypatch):
         raise CapsuleError("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Capsule, "arena", silent)
+        patch.setattr(Capsule, "host_memory", silent)
         with pytest.raises(CapsuleError):
             kernel.lifecycle.checkpoint()
     assert kernel.store.images() == []

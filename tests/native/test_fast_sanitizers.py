@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 from programs import Programs, build, why_no_sanitizer
-from subject import MIB, PATIENCE, Control, Subject, running
+from subject import MIB, STOP_TIMEOUT, Control, Subject, running
 from test_fast_faults import VERBS, calls_of, retry
 from waiting import until
 
-from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import MACHINE
 
 OPTIONS = {
@@ -48,12 +48,12 @@ def with_tsan(tmp_path_factory, doubles):
 
 @contextlib.contextmanager
 def parked(subject: Subject) -> Iterator[None]:
-    parking = Parking(MACHINE, subject.pid)
-    parking.everybody(time.monotonic() + 60)
+    frozen = FrozenThreads(MACHINE, subject.pid)
+    frozen.freeze_all(time.monotonic() + 60)
     try:
         yield
     finally:
-        parking.leave()
+        frozen.release()
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def gives_up(control: Control) -> None:
     assert control.ask("garbage")["cuda"] == 1
 
 
-def test_threads_are_parked(programs, doubles):
+def test_threads_are_frozen(programs, doubles):
     one_arena = {"MALLOC_ARENA_MAX": "1"}  # who was parked in malloc would stop all that follows
     with running(programs, doubles, environment=one_arena) as subject:
         hammer(subject, 3, 25, parked)
@@ -172,6 +172,6 @@ def test_a_race_is_seen(with_tsan, doubles):
     with (
         pytest.raises((AssertionError, OSError, ValueError, subprocess.SubprocessError)),
         running(with_tsan, doubles, environment=OPTIONS) as subject,
-        ended_after(PATIENCE, subject),
+        ended_after(STOP_TIMEOUT, subject),
     ):
         hammer(subject, 3, 20, lambda _: contextlib.nullcontext())

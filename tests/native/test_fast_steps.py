@@ -228,13 +228,13 @@ def test_too_little_room_on_the_way_back_is_no_end(kernel):
 
 def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
     kernel.lock()
-    kernel.capsule.park(5)
+    kernel.capsule.freeze_threads(5)
     kernel.cuda.unlock(kernel.pid)
     with kernel.path._library(60) as library:
         library.request("copy_out")
         library.request("free")
     kernel.capsule.outlive()
-    kernel.capsule.abandon()
+    kernel.capsule.detach()
     kernel.capsule = Capsule.attach(kernel.directory)
     kernel.path = FastPath(kernel.capsule, kernel.cuda)
     kernel.swap_in()

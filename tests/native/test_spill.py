@@ -168,7 +168,7 @@ def test_a_place_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monk
     def refused(*_) -> None:
         raise CapsuleError("no")
 
-    begin, arena = spill.begin, Capsule.arena
+    begin, arena = spill.begin, Capsule.host_memory
 
     def gone(root, hold) -> Path:
         place = begin(root, hold)
@@ -176,14 +176,14 @@ def test_a_place_that_cannot_be_had_is_no_reason_to_fill_the_memory(kernel, monk
         return place
 
     if failing == "hold":
-        monkeypatch.setattr(Capsule, "hold", refused)
+        monkeypatch.setattr(Capsule, "keep_fd", refused)
     elif failing == "place":
         monkeypatch.setattr(spill, "begin", gone)
     else:
-        monkeypatch.setattr(Capsule, {"arena": "arena", "parking": "park"}[failing], refused)
+        monkeypatch.setattr(Capsule, {"arena": "host_memory", "parking": "freeze_threads"}[failing], refused)
     with pytest.raises(NoMemory):
         kernel.lifecycle.suspend()
-    monkeypatch.setattr(Capsule, "arena", arena)
+    monkeypatch.setattr(Capsule, "host_memory", arena)
     kernel.runs_on()
     assert leftovers(kernel) == []
 

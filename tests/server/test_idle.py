@@ -36,7 +36,7 @@ class Stub:
         self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, queries=0)
         self.agent_requests = AgentRequests(None)
         self.lifecycle = self.capsule = self
-        self.host_pid, self.processes, self.companions = 1, lambda: [1], list
+        self.host_pid, self.processes, self.other_processes = 1, lambda: [1], list
         self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
         self.home = SimpleNamespace(kernel_name="python3", runtime_dir=Path("/nowhere"), known_as=None)
 

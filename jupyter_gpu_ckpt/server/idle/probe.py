@@ -82,7 +82,7 @@ class KernelProbe:
         if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
             return False
         own = [directory for directory in (home.runtime_dir, home.known_as) if directory is not None]
-        pids = {capsule.host_pid, *capsule.companions()}
+        pids = {capsule.host_pid, *capsule.other_processes()}
         return self._activity.worked(snapshot.kernel_id, pids, now=time.monotonic(), queries=gate.queries, own=own)
 
     def _computing(self, gpus: Gpus, holders: Mapping[str, list[int]]) -> set[str]:

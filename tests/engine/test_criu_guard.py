@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.capsule import criu_guard
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuKilled
-from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, let_go
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, release_late
 
 ENV = {"PATH": os.environ["PATH"]}
 LAUNCHER = Path(__file__).with_name("killed_criu.py")
@@ -175,10 +175,10 @@ def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home
         try:
             killed_at(number).dump(capsule, home / "image", timeout=60)
         except CriuKilled as error:
-            assert "unmended" not in error.details
+            assert "unrepaired" not in error.details
             killed.append(number)
         else:
-            capsule.go_on()  # it made fewer calls than that
+            capsule.resume_processes()  # it made fewer calls than that
         assert subject.report() == healthy, f"killed at its ptrace call {number}"
         shutil.rmtree(home / "image")
         (home / "image").mkdir(0o700)
@@ -201,7 +201,7 @@ def test_what_the_program_does_with_sigtrap_stays(killed_at, criu_binary, capsul
     before = subject.report()
     assert (before["trap ignored"], before["trap caught"]) == (ignored, caught)
     criu.dump(capsule, home / "image", timeout=60)
-    capsule.go_on()
+    capsule.resume_processes()
     assert subject.report() == before, "after a dump"
     for number in (80, 110):
         with pytest.raises(CriuKilled):
@@ -221,7 +221,7 @@ def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, cap
     """Whatever session they are in; one that the user had stopped stays so."""
     subject = Subject(capsule, home, CHILDREN)
     before = subject.report()
-    pids = [capsule.host_pid, *sorted(capsule.companions())]
+    pids = [capsule.host_pid, *sorted(capsule.other_processes())]
 
     def states() -> str:
         return "".join(criu_guard._state(pid, pid) for pid in pids)
@@ -229,7 +229,7 @@ def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, cap
     until(lambda: states()[1:] == "ST")
     Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
     assert states() == "TTT"
-    capsule.go_on()
+    capsule.resume_processes()
     until(lambda: states()[1:] == "ST")
     assert subject.report() == before
 
@@ -250,7 +250,7 @@ def test_a_process_that_does_not_stop_is_not_dumped(criu_binary, capsule, home):
     """A thread that waits for its child to become another program (vfork) cannot be stopped; any disk may do that."""
     subject = Subject(capsule, home, STUCK)
     healthy = subject.report()
-    until(capsule.companions, "the child")
+    until(capsule.other_processes, "the child")
     with pytest.raises(CapsuleError, match="does not stop"):
         Criu(criu_binary.argv).dump(capsule, home / "image", timeout=60)
     assert subject.report() == healthy
@@ -291,21 +291,21 @@ def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
 
     monkeypatch.setattr(Tracee, "__init__", refused)
     with pytest.raises(OSError, match="^another tracer$" if undone else "another tracer; whether SIGTRAP"):
-        criu_guard.Rescue(process.pid, time.monotonic() + 5)
+        criu_guard.CriuGuard(process.pid, time.monotonic() + 5)
     assert (handled(process.pid) == before) is undone
     until(lambda: criu_guard._state(process.pid, process.pid) == "S")
 
 
 def test_a_process_that_cannot_be_put_right_goes_on_all_the_same(process, monkeypatch):
     """And so do those that come after it: a stop that stays is what nobody could undo any more."""
-    stopped = criu_guard.Rescue(process.pid, time.monotonic() + 5)
+    stopped = criu_guard.CriuGuard(process.pid, time.monotonic() + 5)
 
     def refused(pid, leader):
         raise PermissionError("another tracer")
 
     monkeypatch.setattr(criu_guard, "resume", refused)
     with pytest.raises(OSError, match=f"process {process.pid}: PermissionError: another tracer"):
-        stopped.go_on()
+        stopped.resume()
     until(lambda: criu_guard._state(process.pid, process.pid) == "S", "it goes on")
 
 
@@ -318,7 +318,7 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
         Tracee(MACHINE, process.pid)
     pid, status = os.waitpid(process.pid, 0)
     assert os.WIFSTOPPED(status)
-    assert let_go(pid, status)
+    assert release_late(pid, status)
     until(lambda: "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text())
     until(lambda: criu_guard._state(pid, pid) == "S")
-    assert not let_go(pid, status)
+    assert not release_late(pid, status)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, Parking
+from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import MACHINE
 
 #: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
@@ -82,11 +82,11 @@ os._exit(0)
 
 PARKER = """
 import sys, time
-from jupyter_gpu_ckpt.process.freezer import Parking
+from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import MACHINE
-parking = Parking(MACHINE, int(sys.argv[1]))
-parking.everybody(time.monotonic() + 60)
-print(len(parking), flush=True)
+frozen = FrozenThreads(MACHINE, int(sys.argv[1]))
+frozen.freeze_all(time.monotonic() + 60)
+print(len(frozen), flush=True)
 sys.stdin.read()
 """
 
@@ -117,11 +117,11 @@ class Process:
         parts = [line.partition("(")[2].rpartition(")") for line in lines]
         return {name: rest.split()[0] for name, _, rest in parts}
 
-    def parked(self, seconds: float = 30, *, insist: bool = False) -> Parking:
+    def frozen(self, seconds: float = 30, *, insist: bool = False) -> FrozenThreads:
         assert MACHINE is not None
-        parking = Parking(MACHINE, self.pid)
-        parking.everybody(time.monotonic() + seconds, insist=insist)
-        return parking
+        frozen = FrozenThreads(MACHINE, self.pid)
+        frozen.freeze_all(time.monotonic() + seconds, insist=insist)
+        return frozen
 
     def goes_on(self, *kinds: str) -> None:
         before = {kind: self.beats(KINDS.index(kind)) for kind in kinds}
@@ -164,13 +164,13 @@ def stays_at_rest(subject: Process) -> None:
     [("computes",) * 3, ("allocates",) * 3, ("hashes",) * 3, ("comes",) * 3, ("waits",) * 20, KINDS[:5]],
     ids=["computing", "allocating", "in libcrypto", "coming and going", "waiting", "of all kinds"],
 )
-def test_all_threads_are_parked_and_go_on(tmp_path, kinds):
+def test_all_threads_are_frozen_and_run_on(tmp_path, kinds):
     with running(tmp_path, *kinds) as subject:
         for _ in range(8):
-            parking = subject.parked()
-            assert len(parking) >= 2
+            frozen = subject.frozen()
+            assert len(frozen) >= 2
             stays_at_rest(subject)
-            parking.leave()
+            frozen.release()
             subject.goes_on(*set(kinds))
 
 
@@ -178,9 +178,9 @@ def test_all_threads_are_parked_and_go_on(tmp_path, kinds):
 def test_all_threads_are_parked_a_thousand_times(tmp_path):
     with running(tmp_path, *KINDS[:5] * 3) as subject:
         for _ in range(1000):
-            parking = subject.parked()
+            frozen = subject.frozen()
             stays_at_rest(subject)
-            parking.leave()
+            frozen.release()
         subject.goes_on(*KINDS[:5])
 
 
@@ -191,16 +191,16 @@ def test_signals_are_not_lost(tmp_path):
         for _ in range(10):
             for _ in range(5):
                 os.kill(subject.pid, signal.SIGRTMIN)
-            parking = subject.parked()
+            frozen = subject.frozen()
             for _ in range(5):
                 os.kill(subject.pid, signal.SIGRTMIN)
             stays_at_rest(subject)
-            parking.leave()
+            frozen.release()
             sent += 10
         until(lambda: subject.beats(SIGNALS) == sent, f"{sent} signals arrive")
 
 
-def test_a_thread_that_cannot_be_parked(tmp_path):
+def test_a_thread_that_cannot_be_frozen(tmp_path):
     """It is in a system call of which nobody knows what it holds; all others go on, and it, too."""
     with running(tmp_path, "computes", "waits", "comes", "locks") as subject:
         with open(subject.lock) as held:
@@ -208,7 +208,7 @@ def test_a_thread_that_cannot_be_parked(tmp_path):
             waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
             with pytest.raises(TimeoutError):
-                subject.parked(0.2)
+                subject.frozen(0.2)
             subject.goes_on("computes", "waits", "comes")
         subject.goes_on("locks")
 
@@ -219,9 +219,9 @@ def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_
             fcntl.flock(held, fcntl.LOCK_EX)
             waiting = f"-> FLOCK  ADVISORY  WRITE {subject.pid} "
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
-            parking = subject.parked(2, insist=True)
+            frozen = subject.frozen(2, insist=True)
             stays_at_rest(subject)
-            parking.leave()
+            frozen.release()
         subject.goes_on("computes", "allocates", "locks")
 
 
@@ -230,29 +230,29 @@ def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_
 )
 def test_threads_of_the_driver_and_of_the_library_run_on(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
-        parking = subject.parked()
+        frozen = subject.frozen()
         assert subject.states_by_name()[name] != "t"
         assert set(subject.states_by_name().values()) > {"t"}
-        parking.leave()
+        frozen.release()
 
 
 @pytest.mark.parametrize("name", ["cuda0", "cudaworker", "gpu-ckpt-mine", "gpu-ckpt-away"])
-def test_threads_that_are_called_nearly_so_are_parked(tmp_path, name):
+def test_threads_that_are_called_nearly_so_are_frozen(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
-        parking = subject.parked()
+        frozen = subject.frozen()
         stays_at_rest(subject)
-        parking.leave()
+        frozen.release()
 
 
 @pytest.mark.parametrize("name", ["cuda-of-a-user", "cuda0000240"])
 def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
     with running(tmp_path, "computes", name=name) as subject:
         with pytest.raises(OSError, match="may be the CUDA driver's"):
-            subject.parked()
+            subject.frozen()
         subject.goes_on("computes")
-        parking = subject.parked(insist=True)
+        frozen = subject.frozen(insist=True)
         stays_at_rest(subject)
-        parking.leave()
+        frozen.release()
 
 
 def test_who_parked_is_killed(tmp_path):
@@ -272,12 +272,12 @@ def test_who_parked_is_killed(tmp_path):
 
 def test_the_process_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
-        parking = subject.parked()
+        frozen = subject.frozen()
         subject.process.kill()
-        parking.leave()
+        frozen.release()
         assert subject.process.wait(60) == -signal.SIGKILL, "no thread of it is left as our tracee"
         with pytest.raises(OSError):
-            subject.parked()
+            subject.frozen()
 
 
 @pytest.mark.parametrize("continued", ["meanwhile", "later"])
@@ -287,12 +287,12 @@ def test_a_stopped_process_stays_stopped(tmp_path, continued):
         until(lambda: {call.read_text().split()[0] for call in calls} == {str(MACHINE.read)}, "all wait")
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
-        parking = subject.parked()
+        frozen = subject.frozen()
         stays_at_rest(subject)
         if continued == "meanwhile":
             os.kill(subject.pid, signal.SIGCONT)
             stays_at_rest(subject)
-        parking.leave()
+        frozen.release()
         if continued == "later":
             until(lambda: set(subject.states()) == {"T"}, "it is stopped again")
             os.kill(subject.pid, signal.SIGCONT)
@@ -300,7 +300,7 @@ def test_a_stopped_process_stays_stopped(tmp_path, continued):
         until(lambda: subject.beats(SIGNALS) == 1, "it goes on")
 
 
-def test_a_process_that_is_stopped_where_it_cannot_be_parked(tmp_path):
+def test_a_process_that_is_stopped_where_it_cannot_be_frozen(tmp_path):
     with running(tmp_path, "locks") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -309,18 +309,18 @@ def test_a_process_that_is_stopped_where_it_cannot_be_parked(tmp_path):
             os.kill(subject.pid, signal.SIGSTOP)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped")
             with pytest.raises(TimeoutError):
-                subject.parked(0.2)
+                subject.frozen(0.2)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped still")
             os.kill(subject.pid, signal.SIGCONT)
         subject.goes_on("locks")
 
 
-def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
+def test_a_process_that_is_stopped_while_it_is_frozen(tmp_path):
     with running(tmp_path, "computes", "waits") as subject:
-        parking = subject.parked()
+        frozen = subject.frozen()
         os.kill(subject.pid, signal.SIGSTOP)
         stays_at_rest(subject)
-        parking.leave()
+        frozen.release()
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         os.kill(subject.pid, signal.SIGCONT)
         subject.goes_on("computes", "waits")
@@ -349,7 +349,7 @@ def test_a_process_that_is_stopped_while_it_is_parked(tmp_path):
         ("[vdso]", True),
     ],
 )
-def test_code_in_which_nobody_is_parked(path, shared):
+def test_code_in_which_nobody_is_frozen(path, shared):
     assert bool(_SHARED_CODE.search(path)) is shared
 
 
@@ -410,15 +410,15 @@ def test_threads_that_wait_inside_the_driver_are_parked_and_no_others(tmp_path):
             subject = Process(process, mmap.mmap(-1, 64), tmp_path)
             names = {"waits-inside", "polls-inside", "called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
             until(lambda: all(subject.states_by_name().get(name) == "S" for name in names), "all wait")
-            parking = Parking(MACHINE, process.pid)
-            parking.waiting_in_driver()
+            frozen = FrozenThreads(MACHINE, process.pid)
+            frozen.freeze_waiting_in_driver()
             parked = {name for name, state in subject.states_by_name().items() if state == "t"}
             assert parked == {"waits-inside", "polls-inside"}
             # A later stop of everybody, and of what is stopped already, leaves nobody out.
-            parking.everybody(time.monotonic() + 30)
+            frozen.freeze_all(time.monotonic() + 30)
             assert subject.states_by_name()["cuda-EvtHandlr"] == "S"
             assert set(subject.states_by_name().values()) == {"t", "S"}
-            parking.leave()
+            frozen.release()
             until(lambda: "t" not in subject.states(), "all are let go")
         finally:
             process.kill()
@@ -429,18 +429,18 @@ def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
     with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
-        parking = Parking(MACHINE, subject.pid)
-        parking.stopped(time.monotonic() + 30)
+        frozen = FrozenThreads(MACHINE, subject.pid)
+        frozen.freeze_stopped(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
         until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's goes on")
         before = subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates"))
         assert sorted(set(subject.states())) == ["S", "t"]
         assert before == (subject.beats(KINDS.index("computes")), subject.beats(KINDS.index("allocates")))
-        parking.leave()
+        frozen.release()
         subject.goes_on("computes", "allocates")
 
 
-def test_a_failure_lets_go_only_of_whom_it_parked(tmp_path):
+def test_a_failure_releases_only_what_it_froze(tmp_path):
     with running(tmp_path, "waits", "locks", name="cuda-EvtHandlr") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -448,14 +448,14 @@ def test_a_failure_lets_go_only_of_whom_it_parked(tmp_path):
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
             os.kill(subject.pid, signal.SIGSTOP)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped")
-            parking = Parking(MACHINE, subject.pid)
-            parking.stopped(time.monotonic() + 30)
-            held_before = len(parking)
+            frozen = FrozenThreads(MACHINE, subject.pid)
+            frozen.freeze_stopped(time.monotonic() + 30)
+            held_before = len(frozen)
             os.kill(subject.pid, signal.SIGCONT)
-            parking.everybody(time.monotonic() + 0.2)
-            assert len(parking) == held_before, "who is parked is not looked at again"
-            parking.leave()
+            frozen.freeze_all(time.monotonic() + 0.2)
+            assert len(frozen) == held_before, "a frozen thread is not inspected again"
+            frozen.release()
             with pytest.raises(TimeoutError):
-                parking.everybody(time.monotonic() + 0.2)
-            assert len(parking) == 0
+                frozen.freeze_all(time.monotonic() + 0.2)
+            assert len(frozen) == 0
         subject.goes_on("waits", "locks")

@@ -337,7 +337,7 @@ async def test_an_adoption_that_fails_leaves_the_kernel_to_the_next_try(server, 
         raise HelperGone("The helper ended.")
 
     with monkeypatch.context() as patched, pytest.raises(HelperGone):
-        patched.setattr(Lifecycle, "adopt", fails)
+        patched.setattr(Lifecycle, "attach", fails)
         await server.start()
     (orphan,) = server.orphans()
     assert (orphan.image is not None) == asleep

@@ -13,8 +13,9 @@ from jupyter_client.manager import AsyncKernelManager
 from waiting import until as wait_until
 
 from jupyter_gpu_ckpt.errors import NoSpace
-from jupyter_gpu_ckpt.lifecycle.leaving import Leaving
-from jupyter_gpu_ckpt.trace import TracedStep
+from jupyter_gpu_ckpt.lifecycle import driver, dump
+from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
+from jupyter_gpu_ckpt.lifecycle.machine import Step
 
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
 MAKE = """
@@ -136,14 +137,11 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
     """Its kernel lives, and works with its shared memory."""
     made = await make(kernel)
 
-    publish = Leaving._publish
+    def publish_and_fail(attempt: Attempt) -> None:
+        dump.publish(attempt)
+        raise PartlyDone from NoSpace("no room after all")
 
-    def publish_and_fail(self: Leaving, traced: TracedStep) -> None:
-        publish(self, traced)
-        self._step_done = True
-        raise NoSpace("no room after all")
-
-    monkeypatch.setattr(Leaving, "_publish", publish_and_fail)
+    monkeypatch.setitem(driver.STEPS, Step.PUBLISH, publish_and_fail)
     with pytest.raises(NoSpace):
         await kernel.provisioner.checkpoint()
     assert kernel.lifecycle.engine.store.images() == []

@@ -34,9 +34,11 @@ from jupyter_gpu_ckpt.errors import (
 )
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import driver as lifecycle
-from jupyter_gpu_ckpt.lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
+from jupyter_gpu_ckpt.lifecycle import suspend
+from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
+from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.testing.fake_cuda import (
     CHECKPOINTED,
     LOCKED,
@@ -64,7 +66,7 @@ class Rig:
         gpus = FakeGpus(self.driver, directory / "locks")
         engine = Engine(criu, dotted(criu_binary.version), FakeCuda(self.driver), gpus, Store(directory / "images"))
         home = Home("k", "python3", base, has_agent=True)
-        settings = LifecycleSettings(room=0.2)
+        settings = LifecycleSettings(reservation=0.2)
         self.lifecycle = Lifecycle(home, engine, self.gate, settings=settings, trace=Trace("k", [self._follow]))
         self.lifecycle.launch(["sleep", "1000"], {"PATH": os.environ["PATH"]}, "/")
         self.fake = self.driver.processes[self.driver.start({A: self.MEMORY}, pid=self.pid)]
@@ -569,7 +571,7 @@ def test_a_driver_that_refuses_keeps_nobody_from_ending_a_kernel(rig, op):
 def test_a_driver_that_does_not_answer_delays_the_end_of_a_kernel_for_a_moment_only(rig, monkeypatch):
     rig.cycle()
     pid, answer, over = rig.pid, rig.driver.call, threading.Event()
-    monkeypatch.setattr(lifecycle, "_OFF_GPU", 0.2)
+    monkeypatch.setattr(suspend, "_OFF_GPU", 0.2)
     monkeypatch.setattr(rig.driver, "call", lambda *args, **more: over.wait(60) and answer(*args, **more))
     rig.lifecycle.terminate()
     assert alive([pid]) == []

@@ -94,11 +94,11 @@ def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
-def test_illegal_requests_raise_with_the_whole_story(state, verb):
+def test_illegal_requests_raise_with_the_whole_history(state, verb):
     kernel = MachineState() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]
     with pytest.raises(StateError) as caught:
         advance(kernel, verb)
-    assert type(verb).__name__ in caught.value.details["story"][-1]
+    assert type(verb).__name__ in caught.value.details["history"][-1]
     assert caught.value.details["state"] == state.value
 
 

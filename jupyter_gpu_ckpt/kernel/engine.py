@@ -14,7 +14,7 @@ from ..cuda.gpus import Gpus
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Store
-from ..lifecycle.driver import Engine
+from ..lifecycle.context import Engine
 
 _engines: dict[Path, Engine] = {}
 _engines_lock = threading.Lock()

@@ -23,8 +23,10 @@ from ..capsule.capsule import Capsule
 from ..cuda import fastpath
 from ..errors import CapsuleGone, GpuCkptError, KernelUnfit, RuntimeDirectory
 from ..gate.gate import Gate, GateState
-from ..lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
+from ..lifecycle.context import Engine, Home
+from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import State
+from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, Trace
 from .adoption import Orphan, Session, ended_notice, newest_image_of
 from .agent_injection import NOTICE, rewrite
@@ -242,7 +244,7 @@ class KernelHost:
             capsule = Capsule.attach(directory) if found.directory else None
             session = dataclasses.replace(found.session, front=launch.front)
             gate, lifecycle = self._prepare(engine, launch, session, _back_info(directory, session.front))
-            lifecycle.adopt(capsule=capsule, image=found.image)
+            lifecycle.attach(capsule=capsule, image=found.image)
         except BaseException:
             # It is left as it was found, for the next try.
             self._stop_gate()
@@ -436,7 +438,7 @@ class KernelHost:
         if lifecycle is None:
             return
         self._stop_gate()
-        lifecycle.leave()
+        lifecycle.detach()
         self.worker.end()
         if self._registration is not None:
             self._registration.release()

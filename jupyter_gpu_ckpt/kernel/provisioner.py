@@ -28,10 +28,10 @@ from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Image, Store
-from ..lifecycle.context import REFRESHED
-from ..lifecycle.driver import Lifecycle, LifecycleSettings
+from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import State
 from ..lifecycle.rates import RATES
+from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
 from . import unfit
@@ -489,9 +489,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
         lifecycle = self.lifecycle or self._host.last
         if lifecycle is not None:
-            if lifecycle.kept is not None:
+            if lifecycle.kept_image is not None:
                 message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
-                self.log.warning(message, self.kernel_id, lifecycle.kept.id)
+                self.log.warning(message, self.kernel_id, lifecycle.kept_image.id)
             await asyncio.to_thread(self._settle_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
@@ -511,7 +511,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
         lifecycle.discard_image()
-        if lifecycle.image is None and lifecycle.kept is None:
+        if lifecycle.image is None and lifecycle.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:
             message = "Kernel %s was ended; its image %s could not be deleted, `jupyter gpu-ckpt rm` does it"
@@ -525,7 +525,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         lifecycle = self.lifecycle
         if lifecycle is None:
             return
-        lifecycle.begin_leaving()
+        lifecycle.begin_detach()
         try:
             await self.checkpoint()
         except GpuCkptError as error:

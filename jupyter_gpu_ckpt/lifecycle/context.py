@@ -1,15 +1,14 @@
-"""What one kernel's steps work on: the outside, the settings, and what each step leaves for the next.
+"""What the steps of one kernel work on: its state, the attempt to move it, and what cancels that.
 
-The steps are methods of their names in `leaving` and `returning`, against the real capsule, CRIU, CUDA driver and gate.
-A step that fails must leave things as they were before it, or say that its undo is needed (`Steps._step_done`).  Which
-step comes when, and what undoes it, says `machine`; `lifecycle` runs them.
+The steps are functions of one `Attempt`, in `suspend`, `dump`, `restore` and `resume`; `machine` says their order and
+their undo, `driver` runs them.  A step that fails leaves everything as it was before, or raises `PartlyDone`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,97 +17,57 @@ from typing import Any, Protocol
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
-from ..cuda.driver import Cuda, CudaState
+from ..cuda.driver import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpus
-from ..errors import AgentError, CapsuleGone, GpuCkptError, NoMemory
-from ..image import chunk_cache, spill
+from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.lease import Lease
 from ..image.store import Image, Store
-from ..trace import Recorder, Trace
-from ..units import size
+from ..trace import Trace, TracedStep
 from .machine import MachineState, State
-from .preflight import MARGIN, available_memory, read_process
-
-#: What is stale after a restore: credentials of the server, and the job it runs in.
-REFRESHED = ("JUPYTERHUB_API_TOKEN", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID")
+from .settings import LifecycleSettings
 
 
 class GateProtocol(Protocol):
-    """What the lifecycle asks of the gate (`gate.gate.Gate`)."""
+    """The calls of the gate (`gate.gate.Gate`) that a lifecycle makes."""
 
     def open(self, timeout: float) -> None:
         """Connect to the kernel and prove that all channels work."""
 
     def drain(self, timeout: float) -> None:
-        """Hold new requests and wait for those under way."""
+        """Queue new requests and wait for those under way."""
 
     def release(self) -> None:
-        """Forward what was held."""
+        """Forward the queued requests."""
 
     def close(self) -> None:
-        """Drop the connections to the kernel."""
+        """Close the connections to the kernel."""
 
     def sleep(self) -> None:
-        """From now on a message that needs the kernel wakes it."""
+        """Wake the kernel at the next message that needs it."""
 
     def fail(self, error: GpuCkptError) -> None:
-        """A wake failed: tell the clients that wait, and sleep on."""
+        """Reply ``error``, of a failed wake, to the clients that wait, and sleep on."""
 
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Ask the agent inside the kernel."""
+        """Send a request to the agent inside the kernel and return its reply."""
 
     def prompt(self, text: str, timeout: float) -> str | None:
-        """Ask the user whose cell waits; None without an answer."""
+        """Prompt the user whose cell waits; None without an answer."""
 
     def cancel_prompt(self) -> None:
-        """Whoever waits in `prompt` gets no answer."""
+        """Cancel a prompt."""
 
     def kernel_died(self) -> None:
-        """The kernel is gone."""
-
-
-@dataclass(frozen=True)
-class LifecycleSettings:
-    """Deadlines in seconds, and choices; the provisioner fills them from its traits."""
-
-    drain: float = 10.0
-    agent: float = 60.0
-    cuda: float = 30.0
-    connect: float = 20.0
-    #: CRIU and the CUDA driver get ``base`` plus the time the bytes take at this rate (bytes per second).
-    base: float = 60.0
-    slowest_rate: float = 50e6
-    #: For another kernel to be back on the same GPU, first.
-    room: float = 30.0
-    #: How long a dump waits for pipes that other processes of the user hold.
-    pipes: float = 30.0
-    #: How long a wake waits for ports on which closed connections linger: Linux needs 60 s.
-    lingering: float = 65.0
-    #: Environment variables to refresh in a restored kernel from the server's own.
-    refresh: tuple[str, ...] = REFRESHED
-    #: Whether files that changed while a kernel was away are taken as they are now.
-    accept_changed_files: bool = False
-    #: Whether a kernel that Landlock confines may leave, and come back without that.
-    allow_unconfined_wake: bool = False
-    #: How long a user is given to say whether changed files are to be taken.
-    question: float = 120.0
-    #: Where the content of old images is.
-    archive_url: str = ""
-    #: Whether the CUDA context of a suspended kernel stays on the GPU, where its blocks can leave without it.
-    warm: bool = False
-    #: Whether chunks of the last image are kept while the kernel runs, so that the next one is written faster.
-    keep_chunks: bool = True
-    #: Whether a suspended kernel's device memory is written to the disk before anybody asks for an image.
-    write_ahead: bool = True
+        """Note that the kernel is gone."""
 
 
 @dataclass
 class Engine:
-    """The outside: each a facade that the tests can replace by a fake."""
+    """The facades of what is outside the package; tests replace each by a fake."""
 
     criu: Criu
     criu_version: str
@@ -119,185 +78,179 @@ class Engine:
 
 @dataclass
 class Home:
-    """Where a kernel lives on this host."""
+    """The name and the directories of a kernel on this host."""
 
     kernel_id: str
     kernel_name: str
     runtime_dir: Path
     has_agent: bool
-    #: The path by which the kernel itself knows that directory, where that is another: it came from another host.
+    #: The path of that directory inside the capsule, if it differs: the kernel came from another host.
     known_as: Path | None = None
-    #: Makes ``runtime_dir`` again where it was removed while the kernel was away; raises `RuntimeDirectory`.
+    #: Creates ``runtime_dir`` again if it was removed while the kernel was checkpointed; raises `RuntimeDirectory`.
     renew: Callable[[], object] = lambda: None
-    #: Whether the kernel goes on when this process dies.
+    #: Whether the kernel outlives this process.
     outlive: bool = False
-    #: Writes what a later server needs to serve this kernel into a directory: the image's.
+    #: Writes what a later server needs to serve this kernel into a directory of an image.
     write_session: Callable[[Path], None] | None = None
     stdout: Any = None
     stderr: Any = None
 
+    @property
+    def inner_dir(self) -> Path:
+        """The path of the runtime directory inside the capsule."""
+        return self.known_as or self.runtime_dir
+
+
+class Reason(enum.IntEnum):
+    """Why a verb is to stop; a higher reason includes the lower ones."""
+
+    NONE = 0
+    #: The server will detach: a checkpoint may still be made, but nobody waits for the cold tier or for ports.
+    DETACH_SOON = 1
+    #: The server detaches: an image that is being written or read is given up.
+    DETACH = 2
+    #: The kernel is ended.
+    END = 3
+
+
+class Cancellation:
+    """The reason why the verb under way is to stop, if there is one; from any thread.
+
+    `request` only raises it.  `reset` lowers it: called with the kernel's lock, while no verb runs.
+    """
+
+    def __init__(self) -> None:
+        self.reason = Reason.NONE
+        self._changed = threading.Condition()
+
+    def request(self, reason: Reason) -> None:
+        """Have the verb under way stop, also where it waits."""
+        with self._changed:
+            self.reason = max(self.reason, reason)
+            self._changed.notify_all()
+
+    def reset(self, reason: Reason = Reason.NONE) -> None:
+        """Lower the reason to ``reason``."""
+        with self._changed:
+            self.reason = reason
+
+    def wait(self, seconds: float, reason: Reason) -> bool:
+        """Wait until ``reason`` is requested; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.reason >= reason, seconds)
+
+    def check(self, reason: Reason = Reason.DETACH) -> None:
+        """Raise `KernelLost` if the kernel is ended, `CriuError` for another reason not below ``reason``."""
+        if self.reason is Reason.END:
+            raise KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.")
+        if self.reason >= reason:
+            raise CriuError("Cancelled: the server detaches from the kernel.")
+
+
+class PartlyDone(Exception):
+    """Raised by a step from the error it failed with, where some of its work was done: its undo is needed as well."""
+
 
 @dataclass
 class Saved:
-    """What the steps of one verb hand on to the next."""
+    """What a suspend found out about the kernel, for its image and its resume."""
 
+    #: The agent's.
     report: dict[str, Any] = field(default_factory=dict)
+    #: Device memory by GPU UUID.
     device_bytes: dict[str, int] = field(default_factory=dict)
+    #: UUIDs of all GPUs of the node.
     node_gpus: list[str] = field(default_factory=list)
+    #: Whether there is CUDA state to resume.
     cuda: bool = False
 
 
-class Steps:
-    """What the steps of one kernel work on, and what all of them ask."""
+@dataclass
+class KernelState:
+    """What is known of a kernel as long as its kernel id; from one verb to the next.
 
-    def __init__(
-        self, home: Home, engine: Engine, gate: GateProtocol, *, settings: LifecycleSettings, trace: Trace
-    ) -> None:
-        self.home = home
-        self.engine = engine
-        self.gate = gate
-        self.settings = settings
-        self.trace = trace
-        self.kernel = MachineState()
-        self.capsule: Capsule | None = None
-        self.image: Image | None = None
-        #: The image of a kernel that died just after it had come back from it: nobody deletes that one unasked.
-        self.kept: Image | None = None
-        self.exit_status: int | None = None
-        #: Called with each new state; what one of them raises is logged (`trace.notify`).
-        self.on_state: list[Callable[[State], None]] = []
-        self._recorder = Recorder()
-        self.trace.sinks.append(self._recorder)
-        self._lock = threading.RLock()
-        #: Whether the step that failed had done its work all the same, or some of it, so that its undo must be run.
-        self._step_done = False
-        self._draft: Draft | None = None
-        self._clocks: Clocks | None = None
-        #: Of the processes in the draft: what CRIU forgets and a restore puts back (`inventory`).
-        self._notes: dict[str, Any] = {}
-        self._device_read: BackgroundTask | None = None
-        #: Device memory that is on the disk already, for the next image.
-        self._chunks: ChunkCache | None = None
-        #: Where on the disk the kernel's blocks are, which host memory is too small for.
-        self._spill: Path | None = None
-        #: Bytes of device memory that a dump wrote beside CRIU's files.
-        self._swapped_bytes = 0
-        self._saved = Saved()
-        #: The capsule that a restore is filling; `capsule` once the kernel is in it.
-        self._filling: Capsule | None = None
-        #: The owner ends the kernel: a verb on its way to a running kernel takes no further step.
-        self._ending = threading.Event()
-        #: The owner leaves: a kernel whose content is still on its way from the cold tier sleeps on.
-        self._leaving = threading.Event()
-        #: The owner ends the kernel, or leaves it: what is written or read of it just now is given up.
-        self._breaking_off = threading.Event()
-        self._lease: Lease | None = None
-        self._proof: BackgroundTask | None = None
-        #: Adopted alive, and not gone on since: see `Returning._outrun_images`.
-        self._outruns_images = False
-        #: The generation of the last image that the kernel came from or went to.
-        self._generation = 0
-        #: Whether the driver has restored the process's CUDA state since it was started.
-        self._restored_on_gpu = False
-        self._room = ExitStack()
-        self._gpu_map: Mapping[str, str] | None = None
-        self._mapping: dict[str, str] | None = None
-        #: For this restore, in place of the setting.
-        self._accept_changed_files: bool | None = None
-        #: Files that this restore takes as they are, by path.
-        self._changed_files: list[str] = []
-        #: What the kernel that comes back lacks of what it was set to, in words; shown in its next cell.
-        self._changed_settings: list[str] = []
+    `saved` is here, not in `Attempt`, on purpose: a suspend fills it, and a later checkpoint or resume needs it; and so
+    are `chunks` and `spill_directory`, which a suspended kernel has on the disk.
+    """
 
-    def _alive(self) -> Capsule:
+    home: Home
+    engine: Engine
+    gate: GateProtocol
+    settings: LifecycleSettings
+    trace: Trace
+    machine: MachineState = field(default_factory=MachineState)
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    #: Of the verb under way.
+    attempt: Attempt | None = None
+    capsule: Capsule | None = None
+    image: Image | None = None
+    #: The image of a kernel that died just after it was restored from it: deleted on request only.
+    kept_image: Image | None = None
+    exit_status: int | None = None
+    saved: Saved = field(default_factory=Saved)
+    #: Chunks of device memory that are on the disk already, for the next image.
+    chunks: ChunkCache | None = None
+    #: Directory on the disk with the allocations that host memory is too small for.
+    spill_directory: Path | None = None
+    #: The generation of the last image that was made of the kernel, or that it was restored from.
+    generation: int = 0
+    #: Whether the driver has restored the process's CUDA state since the process was started.
+    restored_on_gpu: bool = False
+    #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
+    supersedes_images: bool = False
+
+    def require_capsule(self) -> Capsule:
+        """The capsule; raises `CapsuleGone` if there is none."""
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
 
-    def _forget_chunks(self, *, wait: bool = False) -> None:
-        """As soon as the disk allows, unless ``wait``."""
-        chunk_cache, self._chunks = self._chunks, None
-        if chunk_cache is not None:
-            chunk_cache.discard(wait=wait)
+    def fast_path(self, capsule: Capsule | None = None) -> FastPath:
+        """The fast path of the kernel in ``capsule``, by default its own."""
+        return FastPath(capsule or self.require_capsule(), self.engine.cuda)
 
-    def _place(self, bytes: int, capsule: Capsule, all: int) -> Path | None:
-        """Where so many bytes of blocks go: None for host memory, or a directory on the disk where that is too small.
-
-        ``all``: bytes of host memory that are needed, the blocks among them.  Raises `NoMemory` where neither has the
-        room, or they must not lie there in the clear; as `spill.begin`.
-        """
-        store = self.engine.store
-        if available_memory() >= all + MARGIN:
-            return None
-        if not self._may_spill(bytes):
-            raise _no_memory(all)
-        store.prepare()
-        if store.free() < bytes + MARGIN:
-            chunk_cache.evict(store.root)
-        self._end_spill()
-        self._spill = spill.begin(store.root, capsule.keep_fd)
-        return self._spill
-
-    def _may_spill(self, bytes: int) -> bool:
-        """Whether so many bytes of blocks may lie on the disk: there is room, and they may lie there in the clear."""
-        store = self.engine.store
-        return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
-
-    def _require_memory(self, bytes: int) -> None:
-        """Raises `NoMemory` where so many bytes do not fit into host memory, to the last byte."""
-        if available_memory() < bytes:
-            raise _no_memory(bytes)
-
-    def _spilled(self) -> int:
-        """Bytes of the kernel's blocks that are on the disk."""
-        return sum(path.stat().st_size for path in self._spill.glob("*.img")) if self._spill is not None else 0
-
-    def _end_spill(self) -> None:
-        place, self._spill = self._spill, None
-        if place is not None:
-            spill.end(place)
-
-    def _fast_path(self) -> FastPath:
-        return FastPath(self._alive(), self.engine.cuda)
-
-    @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
-        """While the body waits for an answer of the kernel: the kernel's end ends the waiting, not the deadline."""
-        capsule = self._alive()
-        with capsule.watch_exit(self.gate.close):
-            try:
-                yield
-            except GpuCkptError as error:
-                if (status := capsule.poll()) is not None:
-                    raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
-                raise
-
-    def _deadline(self, bytes: int) -> float:
+    def deadline(self, bytes: int) -> float:
+        """Seconds that CRIU or the CUDA driver may take for so many bytes."""
         return self.settings.base + bytes / self.settings.slowest_rate
 
-    def device_bytes(self) -> dict[str, int]:
-        """Device memory the kernel holds now, in bytes by GPU UUID; asks the driver.  Raises `CudaError`."""
-        pid = self._alive().host_pid
-        return {} if self.engine.cuda.state(pid) is CudaState.NONE else self.engine.gpus.used_by(pid)
 
-    def resident(self) -> int:
-        """Host memory of the kernel, in bytes: its processes', and its blocks' that have left the GPU."""
-        capsule = self._alive()
-        processes = [process for pid in capsule.processes() if (process := read_process(pid))]
-        return self._fast_path().host_memory_bytes() + sum(process.rss for process in processes)
+@dataclass
+class Attempt:
+    """One run of one verb; a wake that is tried twice has two."""
 
-    def _ask_agent(self, verb: str, content: dict[str, Any]) -> dict[str, Any]:
-        with self._answering():
-            reply = self.gate.request(f"gpu_ckpt_{verb}_request", content, self.settings.agent)
-        if reply.get("status") != "ok":
-            raise AgentError(
-                f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
-                traceback=reply.get("traceback", []),
-            )
-        return reply
+    kernel: KernelState
+    goal: State
+    gpu_map: Mapping[str, str] | None = None
+    #: For this restore, instead of the setting.
+    accept_changed_files: bool | None = None
+    #: Whether the steps that are run now are undo steps.
+    unwinding: bool = False
+    #: The step that is run now.
+    traced: TracedStep = field(default_factory=lambda: TracedStep(""))
+    #: Duration by completed step.
+    seconds: dict[str, float] = field(default_factory=dict)
+    #: The lease of the image and its verification; closed at the end of the attempt, if no step has done so.
+    resources: ExitStack = field(default_factory=ExitStack)
+    #: Of GPU memory; closed likewise.
+    reservation: ExitStack = field(default_factory=ExitStack)
 
+    # of a dump
+    draft: Draft | None = None
+    clocks: Clocks | None = None
+    #: What CRIU forgets of each process and a restore puts back (`process.inventory`).
+    notes: dict[str, Any] = field(default_factory=dict)
+    #: Bytes of device memory that were written beside CRIU's files.
+    device_image_bytes: int = 0
 
-def _no_memory(bytes: int) -> NoMemory:
-    free = available_memory()
-    told = f"{size(bytes, 2)} are to go to host memory; {size(free, 2)} of it are free."
-    return NoMemory(told, needed=bytes + MARGIN, free=free)
+    # of a restore
+    lease: Lease | None = None
+    verification: BackgroundTask | None = None
+    #: GPUs by the UUID of the node that made the image.
+    gpu_mapping: dict[str, str] | None = None
+    #: Paths of files that were changed since the checkpoint and are accepted.
+    changed_files: list[str] = field(default_factory=list)
+    #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
+    restoring: Capsule | None = None
+    device_read: BackgroundTask | None = None
+    #: Settings of the kernel that could not be put back, in words; shown in its next cell.
+    changed_settings: list[str] = field(default_factory=list)

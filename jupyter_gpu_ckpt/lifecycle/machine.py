@@ -1,9 +1,9 @@
-"""The states of a kernel: ``(kernel, event) -> (kernel, effects)``, one literal table, no I/O.
+"""The states of a kernel: ``(kernel, event) -> (kernel, steps)``, one literal table, no I/O.
 
-A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  The driver (`lifecycle`) runs
-the effects it is handed one by one and feeds `StepDone` or `StepFailed` back.  When a step fails, the machine hands out
-the undo of every step that was done, in reverse, and the kernel ends in the state the plan names as its way back.  So
-every arrow ends in a named state in which either the kernel runs (or is suspended) or a verified image is kept.
+A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  `driver` runs the steps that
+`advance` returns one by one and reports `StepDone` or `StepFailed`.  When a step fails, the machine returns the undo of
+every step that was done, in reverse, and the kernel ends in the plan's ``back`` state.  So every transition ends in a
+named state in which either the kernel runs (or is suspended) or a verified image is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class State(enum.Enum):
 
 
 class Step(enum.Enum):
-    """The steps plans are made of; `driver.Lifecycle` has one method for each, of the same name."""
+    """The steps plans are made of; `driver.STEPS` has a function for each."""
 
     PREFLIGHT = "preflight"
     DRAIN = "drain"
@@ -67,8 +67,8 @@ class Launched(Event):
 
 
 @dataclass(frozen=True)
-class Adopted(Event):
-    """A kernel whose owner went was found: running, suspended, or asleep on its image."""
+class Attached(Event):
+    """A kernel whose owner has ended was found: running, suspended, or checkpointed."""
 
     state: State
 
@@ -100,17 +100,14 @@ class Wake(Event):
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """The step handed out last was done."""
+    """The last step was done."""
 
     step: Step
 
 
 @dataclass(frozen=True)
 class StepFailed(Event):
-    """The step handed out last failed.
-
-    It left nothing behind that its undo would have to mend, unless ``done``: then its work, or some of it, was done.
-    """
+    """The last step failed and left everything as it was before, unless ``done``: some of its work was done."""
 
     step: Step
     code: str
@@ -119,7 +116,7 @@ class StepFailed(Event):
 
 @dataclass(frozen=True)
 class Unwound(Event):
-    """The undo steps were run.  ``failed`` are those that could not be."""
+    """The undo steps were run; ``failed`` are those that failed."""
 
     failed: tuple[Step, ...] = ()
 
@@ -131,7 +128,7 @@ class Exited(Event):
 
 @dataclass(frozen=True)
 class Terminated(Event):
-    """The owner ended the kernel (shutdown, restart); what an image holds is the owner's business."""
+    """The owner ended the kernel (shutdown, restart); its image is not touched."""
 
 
 # -- plans
@@ -141,8 +138,8 @@ class Terminated(Event):
 class Plan:
     """A verb: through ``via`` to ``to``; after a failure back to ``back``.
 
-    Once the step ``commit`` is done there is no way back, nor a need for one: the steps after it only tidy up, and the
-    failure of one of them does not stop the next.
+    Once the step ``commit`` is done nothing is undone: the steps after it only tidy up, and the failure of one of them
+    does not stop the next.
     """
 
     via: State
@@ -200,6 +197,15 @@ PLANS: dict[tuple[State, type[Event]], Plan | None] = {
     (State.CHECKPOINTED, Wake): _RESTORE,
 }
 
+#: The state that each verb leads to.
+GOALS: dict[type[Event], State] = {
+    Suspend: State.SUSPENDED,
+    Resume: State.RUNNING,
+    Checkpoint: State.CHECKPOINTED,
+    Restore: State.RUNNING,
+    Wake: State.RUNNING,
+}
+
 #: How a done step is undone.  A step that is not named here leaves nothing to undo.
 UNDO: dict[Step, Step] = {
     Step.DRAIN: Step.RELEASE,
@@ -225,7 +231,7 @@ _FACTS: dict[Step, dict[str, bool]] = {
 
 @dataclass(frozen=True)
 class MachineState:
-    """A kernel as the machine sees it.  ``story`` keeps the last events, for the error that an illegal one raises."""
+    """A kernel as the machine sees it; ``history``: the last events, for the error that an illegal one raises."""
 
     state: State = State.STARTING
     plan: Plan | None = None
@@ -233,22 +239,22 @@ class MachineState:
     unwinding: bool = False
     process: bool = False
     image: bool = False
-    story: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
 
-    def told(self, event: Event) -> MachineState:
-        """The same kernel with ``event`` at the end of its story."""
-        return replace(self, story=(*self.story, f"{self.state.value}: {event}")[-40:])
+    def with_event(self, event: Event) -> MachineState:
+        """The same kernel with ``event`` at the end of its history."""
+        return replace(self, history=(*self.history, f"{self.state.value}: {event}")[-40:])
 
 
 Outcome = tuple[MachineState, tuple[Step, ...]]
 
 
 def advance(kernel: MachineState, event: Event) -> Outcome:
-    """One transition: the kernel after ``event`` and the steps to run now (one of a plan, or all undo steps).
+    """Return the kernel after ``event`` and the steps to run now (one of a plan, or all undo steps).
 
-    Raises `StateError` with the whole story when ``event`` is not legal in this state.
+    Raises `StateError` with the whole history when ``event`` is not legal in this state.
     """
-    kernel = kernel.told(event)
+    kernel = kernel.with_event(event)
     key = (kernel.state, type(event))
     if key in PLANS and kernel.plan is None:
         plan = PLANS[key]
@@ -261,7 +267,7 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
         raise StateError(
             f"A kernel that is {kernel.state.value} cannot take {type(event).__name__}.",
             state=kernel.state.value,
-            story=list(kernel.story),
+            history=list(kernel.history),
         )
     _validate(outcome[0])
     return outcome
@@ -270,22 +276,22 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
 def _launched(kernel: MachineState, _: Event) -> Outcome | None:
     if kernel.state not in (State.STARTING, State.DEAD):
         return None
-    return MachineState(State.RUNNING, process=True, story=kernel.story), ()
+    return MachineState(State.RUNNING, process=True, history=kernel.history), ()
 
 
 def _with(kernel: MachineState, step: Step) -> MachineState:
-    """The kernel after ``step`` was done."""
+    """Return the kernel after ``step`` was done."""
     facts = {"process": kernel.process, "image": kernel.image, **_FACTS.get(step, {})}
     return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
 
 
-def _adopted(kernel: MachineState, event: Event) -> Outcome | None:
-    assert isinstance(event, Adopted)
+def _attached(kernel: MachineState, event: Event) -> Outcome | None:
+    assert isinstance(event, Attached)
     resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
     if kernel.state is not State.STARTING or event.state not in resting:
         return None
     asleep = event.state is State.CHECKPOINTED
-    return MachineState(event.state, process=not asleep, image=asleep, story=kernel.story), ()
+    return MachineState(event.state, process=not asleep, image=asleep, history=kernel.history), ()
 
 
 def _step_done(kernel: MachineState, event: Event) -> Outcome | None:
@@ -340,7 +346,7 @@ def _terminated(kernel: MachineState, _: Event) -> Outcome:
 
 _HANDLERS = {
     Launched: _launched,
-    Adopted: _adopted,
+    Attached: _attached,
     StepDone: _step_done,
     StepFailed: _step_failed,
     Unwound: _unwound,

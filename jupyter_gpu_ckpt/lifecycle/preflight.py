@@ -75,7 +75,7 @@ class PreflightFinding:
         return self.error is not None
 
 
-def _blocking(error: GpuCkptError) -> PreflightFinding:
+def blocking(error: GpuCkptError) -> PreflightFinding:
     return PreflightFinding(error.code, error.message, error)
 
 
@@ -178,13 +178,13 @@ def look(
     adapters = [process for process in others if _DEBUGGER.search(process.command)]
     if any(not has_agent or _is_used(adapter) for adapter in adapters):
         hint = None if has_agent else "Its adapter ends only with the kernel: restart the kernel."
-        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.", hint=hint)))
+        findings.append(blocking(DebuggerAttached("The kernel's debugger is in use.", hint=hint)))
     unwelcome = [one for one in others if one not in adapters and not one.cleans_up_for(kernel_pid)]
     if unwelcome:
         names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in unwelcome[:3])
         more = f" and {len(unwelcome) - 3} more" if len(unwelcome) > 3 else ""
         findings.append(
-            _blocking(
+            blocking(
                 ChildProcesses(
                     f"The kernel has {len(unwelcome)} living child process(es): {names}{more}.",
                     pids=[process.pid for process in unwelcome],
@@ -192,7 +192,7 @@ def look(
             )
         )
     if disk_free is not None and (obstacle := terminals.obstacle(kernel_pid)):
-        findings.append(_blocking(UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}.")))
+        findings.append(blocking(UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}.")))
     on_device = sum(device_bytes.values())
     to_host = on_device
     if on_device and (available := available_memory()) < to_host + MARGIN:
@@ -200,7 +200,7 @@ def look(
         available = available_memory()  # its library may have been at giving some back, after a return
     if on_device and available < to_host + MARGIN:
         findings.append(
-            _blocking(
+            blocking(
                 NoMemory(
                     f"The kernel holds {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free.",
                     needed=to_host + MARGIN,
@@ -211,7 +211,7 @@ def look(
     needed = image_bytes(on_device + away, [*others, *([kernel] if kernel else [])])
     if disk_free is not None and disk_free < needed:
         findings.append(
-            _blocking(
+            blocking(
                 NoSpace(
                     f"The image may need {size(needed, 2)}; {size(disk_free, 2)} are free.",
                     needed=needed,
@@ -220,7 +220,7 @@ def look(
             )
         )
     if disk_free is not None and (refused := over_quota(needed)) is not None:
-        findings.append(_blocking(refused))
+        findings.append(blocking(refused))
     return findings
 
 
@@ -228,7 +228,7 @@ def undumpable(pid: int) -> PreflightFinding | None:
     """Whether the kernel hides itself from everybody but root (PR_SET_DUMPABLE): nobody can tell what it holds."""
     if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
-    return _blocking(
+    return blocking(
         UnprovenState(
             "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it.",
             hint="In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again.",
@@ -239,7 +239,7 @@ def undumpable(pid: int) -> PreflightFinding | None:
 def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]:
     """Findings from what the kernel's processes are made of (`inventory.inspect`)."""
     return [
-        _blocking(
+        blocking(
             _UNPROVEN[refusal["kind"]](
                 f"The kernel has {refusal['what']}: that would not come back from a checkpoint.",
                 hint=refusal["hint"] or None,
@@ -267,7 +267,7 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
         behind = f", and {cells - 1} more wait behind it" if cells > 1 else ""
         hint = "Have the kernel leave when the cell has finished, or interrupt the cell and try again."
         busy = KernelBusy(f"A cell is running{behind}.", hint=hint, left="the kernel runs on", cells=cells)
-        findings.append(_blocking(busy))
+        findings.append(blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))
         findings.append(
@@ -281,7 +281,7 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightF
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
         findings.append(
-            _blocking(
+            blocking(
                 UnsupportedCuda(
                     "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back.",
                     hint="Start the kernel with XLA_PYTHON_CLIENT_PREALLOCATE=false, or show it one GPU "
@@ -290,12 +290,12 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightF
             )
         )
     if report.get("debugger"):
-        findings.append(_blocking(DebuggerAttached("The kernel's debugger is in use.")))
+        findings.append(blocking(DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
     stays = [each for each in report.get("deleted_mappings") or () if each.get("reason") != NOT_TRIED]
     if stays and os.geteuid() != 0:
         path = stays[0]["path"]
-        findings.append(_blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
+        findings.append(blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     outside = report.get("sockets") or []
     if outside:
         findings.append(

@@ -2,7 +2,7 @@
 
 The figures of a host are those of the last kernels that left and came back on it (`RATES` listens to every trace);
 until there are any, those of docs/measurements.md.  An estimate is for people who decide whether to wait; deadlines are
-computed from `context.LifecycleSettings`, which assumes far slower hosts.
+computed from `LifecycleSettings`, which assumes far slower hosts.
 """
 
 from __future__ import annotations

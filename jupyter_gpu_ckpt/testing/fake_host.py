@@ -22,7 +22,7 @@ from ..criu.install import dotted, find
 from ..cuda.client import Caller
 from ..image.store import Store
 from ..kernel.engine import use_engine
-from ..lifecycle.driver import Engine
+from ..lifecycle.context import Engine
 from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 
 _MEMORY = "fake-device-memory.json"

@@ -53,9 +53,9 @@ async def test_accepted_once_the_kernel_goes_on_with_the_file_as_it_is(subject, 
 
 async def test_the_trait_accepts_for_every_wake(subject):
     await changed(subject, "epoch 1\nrotated\n")
-    settings = subject.kernel.lifecycle.settings
+    settings = subject.kernel.lifecycle.kernel.settings
     assert settings.accept_changed_files is False
-    subject.kernel.lifecycle.settings = type(settings)(**{**vars(settings), "accept_changed_files": True})
+    subject.kernel.lifecycle.kernel.settings = type(settings)(**{**vars(settings), "accept_changed_files": True})
     await subject.wakes()
 
 

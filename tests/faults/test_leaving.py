@@ -91,13 +91,15 @@ async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
 @pytest.mark.torture
 async def test_deadlines_at_any_moment_of_a_dump(heavy, monkeypatch):
     """Not one of a hundred harms the kernel: an overdue CRIU is made to fail, and takes everything back."""
-    chance, settings = random.Random(21), heavy.kernel.lifecycle.settings
+    chance, settings = random.Random(21), heavy.kernel.lifecycle.kernel.settings
     for _ in range(100):
         seconds = chance.uniform(0.0, 0.4)
-        monkeypatch.setattr(heavy.kernel.lifecycle, "settings", replace(settings, base=seconds, slowest_rate=1e15))
+        monkeypatch.setattr(
+            heavy.kernel.lifecycle.kernel, "settings", replace(settings, base=seconds, slowest_rate=1e15)
+        )
         with contextlib.suppress(CriuTimeout):
             await heavy.provisioner.checkpoint()
-        monkeypatch.setattr(heavy.kernel.lifecycle, "settings", settings)
+        monkeypatch.setattr(heavy.kernel.lifecycle.kernel, "settings", settings)
         assert await heavy.run("print(x)") == "41", seconds
         await heavy.kernel.settled("running")
 
@@ -105,8 +107,8 @@ async def test_deadlines_at_any_moment_of_a_dump(heavy, monkeypatch):
 async def test_criu_that_meets_its_deadline(heavy, monkeypatch):
     """CRIU stopped by a signal stands for one whose disk hangs: not even an error ends it, so it is killed."""
     monkeypatch.setattr(criu, "GRACE", 1.0)
-    settings = heavy.kernel.lifecycle.settings
-    monkeypatch.setattr(heavy.kernel.lifecycle, "settings", replace(settings, base=1.0, slowest_rate=1e12))
+    settings = heavy.kernel.lifecycle.kernel.settings
+    monkeypatch.setattr(heavy.kernel.lifecycle.kernel, "settings", replace(settings, base=1.0, slowest_rate=1e12))
     async with heavy.at("dump") as dumping:
         failing = asyncio.create_task(heavy.fails(heavy.provisioner.checkpoint, "CRIU_TIMEOUT"))
         await dumping.wait()
@@ -116,7 +118,7 @@ async def test_criu_that_meets_its_deadline(heavy, monkeypatch):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         error = await failing
-    monkeypatch.setattr(heavy.kernel.lifecycle, "settings", settings)
+    monkeypatch.setattr(heavy.kernel.lifecycle.kernel, "settings", settings)
     await heavy.runs_on(error)
     await heavy.leaves_and_wakes()
 

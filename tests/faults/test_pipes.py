@@ -20,8 +20,10 @@ from waiting import until
 
 from jupyter_gpu_ckpt.errors import PipesExhausted
 from jupyter_gpu_ckpt.kernel.engine import shared_engine
-from jupyter_gpu_ckpt.lifecycle.driver import Home, Lifecycle, LifecycleSettings
+from jupyter_gpu_ckpt.lifecycle.context import Home
+from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.trace import Trace
 
 PROGRAM = """
@@ -83,7 +85,7 @@ class Counted:
 
 def test_no_more_dumps_at_once_than_there_are_pipes_for(criu_binary, tmp_path, monkeypatch):
     with kernels(tmp_path, 12) as all_of_them:
-        monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.leaving._TURNS", threading.BoundedSemaphore(2))
+        monkeypatch.setattr("jupyter_gpu_ckpt.lifecycle.dump._TURNS", threading.BoundedSemaphore(2))
         counted = Counted(all_of_them[0].engine.criu)
         for one in all_of_them:
             one.engine.criu = counted

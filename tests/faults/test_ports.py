@@ -73,7 +73,7 @@ async def test_what_lingers_is_told_as_what_it_is(subject):
     port = await closed_before(subject)
     await subject.provisioner.checkpoint()
     assert facts.unbindable("127.0.0.1", port) == facts.LINGERS
-    lifecycle.settings = dataclasses.replace(lifecycle.settings, lingering=0.3)
+    lifecycle.kernel.settings = dataclasses.replace(lifecycle.kernel.settings, lingering=0.3)
     error = await subject.fails(subject.provisioner.restore, "PORT_TAKEN")
     assert "connections that were closed linger" in error.message
     assert "Wait a minute" in error.hint

@@ -209,7 +209,8 @@ async def test_a_named_pipe_put_there_after_the_look_keeps_nobody_from_ending_th
 
     def waits() -> bool:
         """Whether CRIU has opened the pipe, and waits for somebody who writes to it (fs/pipe.c)."""
-        capsule = lifecycle._filling
+        attempt = lifecycle.kernel.attempt
+        capsule = attempt.restoring if attempt is not None else None
         return capsule is not None and any(wchan(pid) == "wait_for_partner" for pid in capsule.other_processes())
 
     monkeypatch.setattr(lifecycle.engine.criu, "restore", swapped)
@@ -253,7 +254,7 @@ async def test_nobody_waits_for_a_large_file_to_be_read(subject, array, ends, mo
     if ends == "shutdown":
         await asyncio.wait_for(subject.kernel.manager.shutdown_kernel(now=True), 30)
     else:
-        await asyncio.wait_for(asyncio.to_thread(lifecycle.leave), 30)
+        await asyncio.wait_for(asyncio.to_thread(lifecycle.detach), 30)
     with pytest.raises(GpuCkptError) as caught:
         await asyncio.wait_for(wake, 30)
     assert caught.value.code == ("KERNEL_LOST" if ends == "shutdown" else "CRIU_FAILED")

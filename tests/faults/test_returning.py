@@ -17,7 +17,8 @@ from harness import CellFailed, alive, until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle import driver
+from jupyter_gpu_ckpt.lifecycle import restore
+from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 
@@ -110,7 +111,7 @@ class Created:
             self.capsules.append(create(*args, **options))
             return self.capsules[-1]
 
-        monkeypatch.setattr(driver.Capsule, "create", noted)
+        monkeypatch.setattr(restore.Capsule, "create", noted)
 
     def criu(self) -> list[int]:
         """CRIU itself, in the newest capsule."""
@@ -294,9 +295,9 @@ async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):
 
     def end(event) -> None:
         if (event.kind, event.step) == (edge, step):
-            driver = subject.kernel.lifecycle
-            ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(driver.terminate), loop))
-            assert driver._ending.wait(60)
+            lifecycle = subject.kernel.lifecycle
+            ended.append(asyncio.run_coroutine_threadsafe(asyncio.to_thread(lifecycle.terminate), loop))
+            assert lifecycle.kernel.cancellation.wait(60, Reason.END)
 
     subject.provisioner.faults.append(end)
     await subject.fails(subject.provisioner.restore, "KERNEL_LOST", "CAPSULE_GONE")

@@ -11,7 +11,7 @@ from harness import notebook
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.driver import CudaState
-from jupyter_gpu_ckpt.lifecycle import compatibility, context, preflight
+from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight, resume
 from jupyter_gpu_ckpt.lifecycle.machine import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -200,7 +200,7 @@ async def test_device_memory_that_host_memory_is_too_small_for(tmp_path, runtime
             "import torch; x = torch.randn(1 << 30, device='cuda'); bits = int(x.view(torch.int32).sum())", 120
         )
         lifecycle = kernel.lifecycle
-        for module in (compatibility, preflight, context):
+        for module in (compatibility, preflight, host_memory):
             monkeypatch.setattr(module, "available_memory", lambda: 3 << 30)
         for verb in ("suspend", "checkpoint", "suspend"):
             began = time.monotonic()
@@ -364,7 +364,7 @@ async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locke
             library.request("free")
         capsule.outlive()
         capsule.detach()
-        lifecycle.capsule = capsule = Capsule.attach(capsule.directory)
-        assert lifecycle._mend(capsule) is State.RUNNING
+        lifecycle.kernel.capsule = capsule = Capsule.attach(capsule.directory)
+        assert resume.repair(lifecycle.kernel, capsule) is State.RUNNING
         assert path_of(kernel).amounts().swapped_out == 0
         assert await kernel.run("print(int(held.sum()) == total, errors)", 60) == "True []"

@@ -13,7 +13,7 @@ from programs import Programs, build, build_doubles, compiler
 from subject import running
 
 from jupyter_gpu_ckpt.cuda import fastpath
-from jupyter_gpu_ckpt.lifecycle import context, returning
+from jupyter_gpu_ckpt.lifecycle import context
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,6 @@ def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
                 kernels[0].held()
 
     monkeypatch.setattr(context, "FastPath", Told)
-    monkeypatch.setattr(returning, "FastPath", Told)
     bases = []
 
     def make(*, base: Path | None = None, **options) -> FastKernel:

@@ -16,8 +16,10 @@ from jupyter_gpu_ckpt.criu.install import dotted
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.store import Image, Store
-from jupyter_gpu_ckpt.lifecycle.driver import Engine, Home, Lifecycle, LifecycleSettings
+from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
+from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
@@ -36,7 +38,11 @@ class FastKernel:
         engine = Engine(Criu(criu_binary.argv), dotted(criu_binary.version), FakeCuda(self.driver), gpus, store)
         home = Home("k", "python3", base, has_agent=True)
         self.lifecycle = Lifecycle(
-            home, engine, self.gate, settings=LifecycleSettings(room=0.2, **settings), trace=Trace("k", [self._follow])
+            home,
+            engine,
+            self.gate,
+            settings=LifecycleSettings(reservation=0.2, **settings),
+            trace=Trace("k", [self._follow]),
         )
         self.lifecycle.launch(self.program.argv, self.program.env, "/")
         self.program.holds_its_memory()

@@ -18,13 +18,13 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.files import direct_io
 from jupyter_gpu_ckpt.image import layout
-from jupyter_gpu_ckpt.image.chunk_cache import ChunkCache, make_room
+from jupyter_gpu_ckpt.image.chunk_cache import ChunkCache, evict
 from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.manifest import FileEntry
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.lifecycle import dump, preflight
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_what_was_kept_goes(fast_kernel, way):
         until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
     elif way == "swept":
         assert kernel.store.sweep() == 0, "its owner is there"
-        kernel.lifecycle._chunks._lock.release()  # as the end of its process does
+        kernel.lifecycle.kernel.chunks._lock.release()  # as the end of its process does
         assert kernel.store.sweep() == 1
         kernel.lifecycle.checkpoint()
         kernel.lifecycle.wake()
@@ -113,7 +113,7 @@ def test_what_was_kept_goes(fast_kernel, way):
 def test_a_suspended_kernel_is_written_ahead(kernel, written):
     kernel.lifecycle.suspend()
     until(lambda: sum(path.stat().st_size for path in kept(kernel)) == kernel.blocks, "all of it is on the disk")
-    kernel.lifecycle._chunks._written.result()
+    kernel.lifecycle.kernel.chunks._written.result()
     names = sorted(written)
     written.clear()
     image = kernel.lifecycle.checkpoint()
@@ -131,7 +131,7 @@ def test_only_what_has_changed_is_written_ahead(kernel, written):
     kernel.program.ask(f"ctypes.memset(held[2][0].value + {SIZES[2] // 2}, 77, 4096)")
     written.clear()
     kernel.lifecycle.suspend()
-    assert kernel.lifecycle._chunks._written.result() is True
+    assert kernel.lifecycle.kernel.chunks._written.result() is True
     assert len(written) == 1
     kernel.lifecycle.checkpoint()
     assert len(written) == 1
@@ -176,7 +176,7 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
     with monkeypatch.context() as patch:
         patch.setattr(direct_io, "write", refused)
         kernel.lifecycle.suspend()
-        assert kernel.lifecycle._chunks._written.result() is False
+        assert kernel.lifecycle.kernel.chunks._written.result() is False
         assert len(calls) > 1
     if number == errno.ENOSPC:
         assert kept(kernel) == [], "others need the room"
@@ -188,7 +188,7 @@ def test_what_cannot_be_written_ahead_costs_nothing(kernel, monkeypatch, number)
 def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
     kernel = fast_kernel(store=Store(tmp_path / "images", quota=Quota(bytes=1 << 20)))
     kernel.lifecycle.suspend()
-    assert kernel.lifecycle._chunks._written.result() is False
+    assert kernel.lifecycle.kernel.chunks._written.result() is False
     assert kept(kernel) == []
     kernel.lifecycle.wake()
     kernel.runs_on()
@@ -197,12 +197,12 @@ def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
 def test_nothing_is_written_ahead_that_leaves_others_no_room(kernel, monkeypatch):
     monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks - 1)
     kernel.lifecycle.suspend()
-    assert kernel.lifecycle._chunks._written.result() is False
+    assert kernel.lifecycle.kernel.chunks._written.result() is False
     assert kept(kernel) == []
     monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks)
     kernel.lifecycle.wake()
     kernel.lifecycle.suspend()
-    assert kernel.lifecycle._chunks._written.result() is True
+    assert kernel.lifecycle.kernel.chunks._written.result() is True
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
@@ -234,9 +234,9 @@ def test_neither_is_done_unasked(fast_kernel, options):
     kernel = fast_kernel(**options)
     kernel.lifecycle.suspend()
     if "write_ahead" in options:
-        assert kernel.lifecycle._chunks is None
+        assert kernel.lifecycle.kernel.chunks is None
     else:
-        assert kernel.lifecycle._chunks._written.result() is True
+        assert kernel.lifecycle.kernel.chunks._written.result() is True
     kernel.lifecycle.wake()
     until(lambda: kept(kernel) == [], "it is removed")
     kernel.runs_on()
@@ -245,19 +245,19 @@ def test_neither_is_done_unasked(fast_kernel, options):
 def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
     """Another one of the same server looks for room meanwhile."""
     kernel.lifecycle.suspend()
-    kernel.lifecycle._chunks._written.result()
-    there, written = len(kept(kernel)), kernel.lifecycle._device_written
+    kernel.lifecycle.kernel.chunks._written.result()
+    there, written = len(kept(kernel)), dump.device_memory_written
 
-    def before_it(draft):
-        make_room(kernel.store.root)
+    def before_it(attempt, draft):
+        evict(kernel.store.root)
         assert len(kept(kernel)) == there
-        return written(draft)
+        return written(attempt, draft)
 
-    monkeypatch.setattr(kernel.lifecycle, "_device_written", before_it)
+    monkeypatch.setattr(dump, "device_memory_written", before_it)
     kernel.lifecycle.checkpoint()
     kernel.lifecycle.wake()
     kernel.runs_on()
-    make_room(kernel.store.root)
+    evict(kernel.store.root)
     assert kept(kernel) == []
 
 
@@ -288,11 +288,11 @@ def test_the_quota_is_asked_about_all_of_it(kernel, monkeypatch):
     """Also of what is there already: an image counts it."""
     asked = []
     kernel.lifecycle.suspend()
-    kernel.lifecycle._chunks._written.result()
+    kernel.lifecycle.kernel.chunks._written.result()
     kernel.lifecycle.wake()
     monkeypatch.setattr(Store, "over_quota", lambda _, kernel_id, bytes: asked.append(bytes))
     kernel.lifecycle.suspend()
-    kernel.lifecycle._chunks._written.result()
+    kernel.lifecycle.kernel.chunks._written.result()
     assert asked[-1] == kernel.blocks
 
 
@@ -362,6 +362,6 @@ def test_chunks_in_the_clear_do_not_outlive_encryption(kernel, monkeypatch):
     monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
     kernel.store.vault = Vault("env:KEY_OF_IMAGES")
     kernel.lifecycle.wake()
-    assert kernel.lifecycle._chunks is None
+    assert kernel.lifecycle.kernel.chunks is None
     assert not list(kernel.store.root.glob(".draft*"))
     kernel.runs_on()

@@ -24,6 +24,7 @@ from jupyter_gpu_ckpt.image.encryption import Plain, Vault
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import preflight
+from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 from jupyter_gpu_ckpt.transfer import archive
@@ -54,7 +55,7 @@ def test_suspended_first(kernel):
     kernel.runs_on()
 
 
-@pytest.mark.parametrize("way", ["terminate", "leave"])
+@pytest.mark.parametrize("way", ["terminate", "detach"])
 @pytest.mark.parametrize("verb", ["checkpoint", "wake"])
 def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     pid = kernel.pid
@@ -65,7 +66,7 @@ def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     def slow(work, *arguments, **options):
         calls.append(arguments)
         met.set()
-        until(kernel.lifecycle._breaking_off.is_set, "it is broken off")
+        until(lambda: kernel.lifecycle.kernel.cancellation.wait(0, Reason.DETACH), "it is broken off")
         return work(*arguments, **options)
 
     for name in ("read", "write"):
@@ -84,7 +85,7 @@ def test_what_is_under_way_is_broken_off(kernel, monkeypatch, verb, way):
     assert met.wait(60)
     getattr(kernel.lifecycle, way)()
     thread.join(60)
-    if verb == "checkpoint" and way == "leave":  # it lives on, for another owner
+    if verb == "checkpoint" and way == "detach":  # it lives on, for another owner
         os.kill(pid, signal.SIGKILL)
     assert failed in ([["KERNEL_LOST"]] if way == "terminate" else [["CRIU_FAILED"], ["CRIU_TIMEOUT"]])
     assert len({place.name for place, *_ in calls}) == 1, "of several chunks"
@@ -204,7 +205,7 @@ def test_encrypted(fast_kernel, tmp_path, monkeypatch):
     kernel.lifecycle.wake()
     kernel.runs_on()
     kernel.lifecycle.suspend()
-    assert kernel.lifecycle._chunks is None, "nothing is written ahead in the clear"
+    assert kernel.lifecycle.kernel.chunks is None, "nothing is written ahead in the clear"
 
 
 def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_path, monkeypatch):

@@ -19,16 +19,16 @@ from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import compatibility, context, preflight, returning
+from jupyter_gpu_ckpt.lifecycle import compatibility, context, driver, host_memory, preflight
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.machine import State, Step
 
 #: Enough for the context and for what else a verb needs, and not for the blocks.
 SMALL = CONTEXT + preflight.MARGIN
 
 
 def free_memory(monkeypatch, bytes: int) -> None:
-    for module in (compatibility, preflight, context):
+    for module in (compatibility, preflight, host_memory):
         monkeypatch.setattr(module, "available_memory", lambda: bytes)
 
 
@@ -108,11 +108,11 @@ def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
 def test_what_a_living_kernel_needs_is_not_swept_and_its_next_owner_knows_it(kernel):
     kernel.lifecycle.suspend()
     there = spilled(kernel)
-    kernel.lifecycle.leave()
+    kernel.lifecycle.detach()
     assert Store(kernel.store.named).sweep() == 0
     last = kernel.lifecycle
-    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.settings, trace=last.trace)
-    kernel.lifecycle.adopt(capsule=Capsule.attach(last.home.runtime_dir))
+    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.kernel.settings, trace=last.trace)
+    kernel.lifecycle.attach(capsule=Capsule.attach(last.home.runtime_dir))
     assert spilled(kernel) == there
     kernel.lifecycle.wake()
     kernel.runs_on()
@@ -128,7 +128,7 @@ def test_it_goes_with_the_kernel(kernel):
 
 def test_a_sweep_removes_what_a_kernel_left_whose_owner_was_gone(kernel):
     kernel.lifecycle.suspend()
-    kernel.lifecycle.leave()
+    kernel.lifecycle.detach()
     Capsule.attach(kernel.lifecycle.home.runtime_dir).close()
     assert Store(kernel.store.named).sweep() == 1
     assert leftovers(kernel) == []
@@ -220,7 +220,7 @@ def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
         seen.extend(spilled(kernel))
         swap_in(path, **limits)
 
-    monkeypatch.setattr(returning.FastPath, "swap_in", looked)
+    monkeypatch.setattr(context.FastPath, "swap_in", looked)
     kernel.lifecycle.wake()
     kernel.runs_on()
     assert len(seen) == -(-kernel.blocks // device_memory.CHUNK)
@@ -279,7 +279,7 @@ def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch, 
     def dies(*_) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(Lifecycle, "_end_process", dies)
+    monkeypatch.setitem(driver.STEPS, Step.END_PROCESS, dies)
     with pytest.raises(SystemExit):
         kernel.lifecycle.checkpoint()
     kernel.lifecycle.capsule.close()

@@ -92,10 +92,10 @@ def test_room_is_proved_for_what_is_away_and_for_no_more(kernel):
 
 def test_the_next_owner_finds_it_suspended(kernel):
     kernel.lifecycle.suspend()
-    kernel.lifecycle.leave()
+    kernel.lifecycle.detach()
     last = kernel.lifecycle
     kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.settings, trace=last.trace)
-    kernel.lifecycle.adopt(capsule=Capsule.attach(last.home.runtime_dir))
+    kernel.lifecycle.attach(capsule=Capsule.attach(last.home.runtime_dir))
     assert (kernel.lifecycle.state, kernel.fake.state) == (State.SUSPENDED, LOCKED)
     kernel.lifecycle.wake()
     kernel.runs_on()

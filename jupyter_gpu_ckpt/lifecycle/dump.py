@@ -1,0 +1,327 @@
+"""The steps by which a suspended kernel becomes an image: disconnect, dump, publish, end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..criu import tasks
+from ..cuda.driver import CudaState
+from ..errors import (
+    CapsuleError,
+    CapsuleGone,
+    CriuError,
+    CudaError,
+    GateError,
+    GpuCkptError,
+    NoSpace,
+    PipesExhausted,
+    UnsupportedSocket,
+)
+from ..image import chunk_cache, device_memory
+from ..image.chunk_cache import ChunkCache
+from ..image.draft import Draft
+from ..image.manifest import Manifest
+from ..process.ports import let_ports_be_rebound
+from . import compatibility, host_memory, preflight
+from .context import Attempt, KernelState, PartlyDone, Reason
+from .suspend import driver_checkpoint, without_sockets
+
+_log = logging.getLogger(__name__)
+
+#: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
+#: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
+_TURNS = threading.BoundedSemaphore(8)
+
+
+def disconnect(attempt: Attempt) -> None:
+    """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image."""
+    kernel = attempt.kernel
+    if (error := without_sockets(kernel)) is not None:
+        raise error
+    pid, directory = kernel.require_capsule().host_pid, kernel.home.inner_dir
+    before = preflight.open_connections(pid, directory)
+    kernel.gate.close()
+    deadline = time.monotonic() + kernel.settings.connect
+    # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
+    # stranger's.
+    while any(count >= before[path] for path, count in preflight.open_connections(pid, directory).items()):
+        if time.monotonic() > deadline:
+            raise GateError("The kernel does not close its connections to the gate.")
+        time.sleep(0.002)
+
+
+def dump(attempt: Attempt) -> None:
+    """Write everything of an image but its manifest; the processes stay stopped."""
+    kernel, store = attempt.kernel, attempt.kernel.engine.store
+    capsule = kernel.require_capsule()
+    _suspend_warm(kernel)
+    bytes = host_memory.resident(kernel)  # device memory is host memory by now
+    attempt.clocks = capsule.clocks()
+    needed, deadline = bytes + preflight.MARGIN, kernel.deadline(bytes)
+    _make_space(kernel, needed)
+    try:
+        attempt.traced.bytes = _write_patiently(attempt, needed, deadline)
+    except NoSpace:  # checkpoints side by side saw the same space
+        if not chunk_cache.evictable_bytes(store.root):
+            raise
+        host_memory.discard_chunks(kernel, wait=True)
+        chunk_cache.evict(store.root)
+        attempt.traced.bytes = _write_patiently(attempt, needed, deadline)
+
+
+def _suspend_warm(kernel: KernelState) -> None:
+    """Suspend what a warm kernel still has on the GPU: CRIU cannot dump a CUDA context."""
+    state = kernel.engine.cuda.state(kernel.require_capsule().host_pid)
+    if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one repairs
+        raise CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
+    if state is CudaState.LOCKED:
+        driver_checkpoint(kernel, kernel.deadline(sum(kernel.saved.device_bytes.values())))
+
+
+def _make_space(kernel: KernelState, needed: int) -> None:
+    """Discard what is written ahead where an image needs the space: of other kernels first, then this one's."""
+    store, own = kernel.engine.store, 0
+    if kernel.chunks is not None:
+        kernel.chunks.in_use = True
+        own = kernel.chunks.stop_and_wait()
+    if store.free() < needed - own:
+        chunk_cache.evict(store.root)
+        if store.free() < needed - own:
+            host_memory.discard_chunks(kernel, wait=True)
+
+
+def _write_patiently(attempt: Attempt, needed: int, deadline: float) -> int:
+    """Run `_write_image`, again and again while other processes of this user have the pipes that CRIU needs."""
+    kernel = attempt.kernel
+    over, pause = time.monotonic() + kernel.settings.pipes, 0.1
+    while True:
+        try:
+            return _write_image(attempt, needed, deadline)
+        except PipesExhausted:
+            if time.monotonic() + pause > over:
+                raise
+            message = "Kernel %s: too many pipes (fs.pipe-user-pages-soft); the dump is tried again in %.1f s"
+            _log.warning(message, kernel.home.kernel_id, pause)
+        jitter = random.uniform(0.5, 1.5)  # noqa: S311 - so that not all come back at once
+        kernel.cancellation.wait(pause * jitter, Reason.DETACH)
+        kernel.cancellation.check()
+        pause = min(2 * pause, 3.0)
+
+
+@contextlib.contextmanager
+def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
+    """Wait to be one of the few dumps of this process that run at once."""
+    while not _TURNS.acquire(timeout=0.1):
+        kernel.cancellation.check()
+    try:
+        yield
+    finally:
+        _TURNS.release()
+
+
+def _write_image(attempt: Attempt, needed: int, deadline: float) -> int:
+    """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run."""
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    promised = needed + host_memory.spilled_bytes(kernel)
+    # From here on `Lifecycle.written` counts.
+    attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, promised)
+    try:
+        with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
+            kernel.engine.criu.dump(
+                capsule, draft.criu_directory, timeout=deadline, freeze=kernel.saved.cuda, work=work
+            )
+        compatibility.require_restorable(draft.criu_directory)
+        attempt.notes = _require_proven(kernel, draft.criu_directory)
+        return draft.size()
+    except BaseException:
+        attempt.draft = None
+        draft.discard()
+        with contextlib.suppress(CapsuleError, CapsuleGone):  # it ended
+            capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
+        raise
+
+
+def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
+    """Compare the stopped processes with their fresh dump and return what CRIU forgets of them.
+
+    Raises the error of what is not proven to be restored, and `CriuError` for what the dump lacks.
+    """
+    state = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
+    preflight.require(preflight.judge_state(state["refusals"]))
+    if unasked := state.get("unasked"):  # the capsule's init may be of an older release
+        _log.warning("This host forbids %s: what they report of a kernel was not inspected.", ", ".join(unasked))
+    if missing := tasks.missing(directory, state["inventory"]):
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
+    if tasks.has_external_peer(directory):
+        raise UnsupportedSocket(
+            "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
+        )
+    notes: dict[str, Any] = state["notes"]
+    owners = {str(tid): pid for pid, process in state["inventory"].items() for tid in process["threads"]}
+    for tid, signal in tasks.remove_death_signals(directory).items():
+        threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})
+        threads.setdefault(str(tid), {})["death_signal"] = signal
+    return notes
+
+
+@contextlib.contextmanager
+def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
+    """Write device memory that CRIU does not see beside what the body does; all of it is written after the body."""
+    kernel, cancellation = attempt.kernel, attempt.kernel.cancellation
+    capsule, fast_path = kernel.require_capsule(), kernel.fast_path()
+    attempt.device_image_bytes, allocations = 0, fast_path.open_extents() if kernel.saved.cuda else None
+    if allocations is None:
+        yield
+        return
+    claim = kernel.chunks.claim if kernel.chunks is not None else None
+    body_failed = threading.Event()
+
+    def check_cancelled() -> None:
+        cancellation.check()
+        if body_failed.is_set():
+            raise CancelledError
+
+    def cancel_criu(done: Future[None]) -> None:
+        if done.exception() is not None:
+            capsule.cancel_criu()
+
+    try:
+        cancellation.check()
+        attempt.device_image_bytes = found = device_memory.size(allocations)
+        if found != (away := fast_path.amounts().swapped_out):
+            raise CapsuleError(f"Of {away} bytes of device memory {found} are there.")
+        with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
+            written = thread.submit(draft.write_device, allocations, claim, check_cancelled)
+            written.add_done_callback(cancel_criu)
+            try:
+                yield
+            except BaseException as error:
+                body_failed.set()
+                if isinstance(error, GpuCkptError) and isinstance(failure := written.exception(), GpuCkptError):
+                    raise failure from error  # which made the body fail
+                raise
+            written.result()
+    finally:
+        os.close(allocations)
+
+
+def write_ahead(kernel: KernelState) -> None:
+    """Begin to write a suspended kernel's device memory to the disk: its checkpoint will have little left to do.
+
+    Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
+    """
+    store, kernel_id = kernel.engine.store, kernel.home.kernel_id
+    if not (
+        kernel.settings.write_ahead
+        and kernel.saved.cuda
+        and not store.vault.encrypts
+        and kernel.spill_directory is None
+    ):
+        return
+
+    def permitted(bytes: int, fresh: int) -> bool:
+        store.prepare()
+        # As much again stays free: others may need it more.
+        return store.free() >= 2 * fresh and store.over_quota(kernel_id, bytes) is None
+
+    try:
+        allocations = kernel.fast_path().open_extents()
+        if allocations is None:
+            return
+        try:
+            kernel.chunks = kernel.chunks or ChunkCache(store.root)
+            kernel.chunks.write_ahead(allocations, permitted)
+        finally:
+            os.close(allocations)
+    except (GpuCkptError, OSError, RuntimeError) as error:
+        _log.info("Device memory is not written ahead: %s", error)
+
+
+def publish(attempt: Attempt) -> None:
+    """Write the manifest and make the draft an image."""
+    kernel, draft, clocks, saved = attempt.kernel, attempt.draft, attempt.clocks, attempt.kernel.saved
+    home, engine, capsule = kernel.home, kernel.engine, kernel.require_capsule()
+    assert draft is not None and clocks is not None
+    manifest = Manifest(
+        id=draft.id,
+        kernel_id=home.kernel_id,
+        created=time.time(),
+        kernel_name=home.kernel_name,
+        uid=os.geteuid(),
+        hostname=socket.gethostname(),
+        pid=capsule.inner_pid,
+        pipes=capsule.pipes,
+        monotonic=clocks.monotonic,
+        boottime=clocks.boottime,
+        runtime_dir=str(home.inner_dir),
+        criu_version=engine.criu_version,
+        device_bytes=saved.device_bytes,
+        node_gpus=saved.node_gpus,
+        cuda=saved.cuda,
+        report=saved.report,
+        steps=dict(attempt.seconds),
+        generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
+        fingerprint=compatibility.taken(
+            draft.criu_directory,
+            engine,
+            cuda=saved.cuda,
+            device_bytes=saved.device_bytes,
+            swapped_bytes=attempt.device_image_bytes,
+            sockets=_bound_sockets(attempt),
+        ),
+        notes=attempt.notes,
+        swapped_bytes=attempt.device_image_bytes,
+    )
+    if home.write_session is not None:
+        home.write_session(draft.path)
+    kernel.image = draft.publish(manifest, claim_pid=capsule.host_pid, keep_fd=capsule.keep_fd)
+    kernel.generation = manifest.generation
+    attempt.draft = None
+    host_memory.discard_chunks(kernel)
+    engine.store.hashes.begin()
+    attempt.traced.bytes = kernel.image.manifest.bytes
+
+
+def _bound_sockets(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the kernel's unix sockets that have a file outside its runtime directory."""
+    own = f"{attempt.kernel.home.inner_dir}/"
+    sockets = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
+    return [each["path"] for each in sockets if "path" in each and not each["path"]["path"].startswith(own)]
+
+
+def end_process(attempt: Attempt) -> None:
+    """End the process, after a dump or as the undo of a restore."""
+    kernel = attempt.kernel
+    try:
+        if kernel.capsule is not None:
+            let_ports_be_rebound(kernel.capsule.processes())
+            try:
+                kernel.capsule.close()
+            finally:
+                host_memory.end_spill(kernel)
+            kernel.capsule = None
+        if kernel.image is not None and attempt.lease is None:
+            with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
+                kernel.image.withdraw_claim()
+    except Exception as error:
+        # The process may be gone already, and its image must not be removed.
+        raise PartlyDone from error
+
+
+def continue_(attempt: Attempt) -> None:
+    """Undo a dump: the stopped processes continue."""
+    draft, attempt.draft = attempt.draft, None
+    if draft is not None:
+        draft.discard()
+    attempt.kernel.require_capsule().resume_processes()

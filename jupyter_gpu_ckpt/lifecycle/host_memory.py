@@ -1,0 +1,83 @@
+"""Where device memory of a kernel goes when it is swapped out: host memory, or the disk where that is too small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..capsule.capsule import Capsule
+from ..cuda.driver import CudaState
+from ..errors import NoMemory
+from ..image import chunk_cache, spill
+from ..units import size
+from .context import KernelState
+from .preflight import MARGIN, available_memory, read_process
+
+
+def device_bytes(kernel: KernelState) -> dict[str, int]:
+    """Return the device memory that the kernel has now, in bytes by GPU UUID.  Raises `CudaError`."""
+    pid = kernel.require_capsule().host_pid
+    return {} if kernel.engine.cuda.state(pid) is CudaState.NONE else kernel.engine.gpus.used_by(pid)
+
+
+def resident(kernel: KernelState) -> int:
+    """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
+    capsule = kernel.require_capsule()
+    processes = [process for pid in capsule.processes() if (process := read_process(pid))]
+    return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in processes)
+
+
+def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int) -> Path | None:
+    """Return None if allocations of so many bytes fit into host memory, else a new directory on the disk for them.
+
+    ``all``: bytes of host memory that are needed, the allocations included.  Raises `NoMemory` if neither has the
+    space, or the disk must not have them unencrypted; and as `spill.begin`.
+    """
+    store = kernel.engine.store
+    if available_memory() >= all + MARGIN:
+        return None
+    if not may_spill(kernel, bytes):
+        raise _no_memory(all)
+    store.prepare()
+    if store.free() < bytes + MARGIN:
+        chunk_cache.evict(store.root)
+    end_spill(kernel)
+    kernel.spill_directory = spill.begin(store.root, capsule.keep_fd)
+    return kernel.spill_directory
+
+
+def may_spill(kernel: KernelState, bytes: int) -> bool:
+    """Whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
+    store = kernel.engine.store
+    return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
+
+
+def require_memory(bytes: int) -> None:
+    """Raise `NoMemory` if so many bytes do not fit into host memory, to the last byte."""
+    if available_memory() < bytes:
+        raise _no_memory(bytes)
+
+
+def _no_memory(bytes: int) -> NoMemory:
+    free = available_memory()
+    message = f"{size(bytes, 2)} are to go to host memory; {size(free, 2)} of it are free."
+    return NoMemory(message, needed=bytes + MARGIN, free=free)
+
+
+def spilled_bytes(kernel: KernelState) -> int:
+    """Return the bytes of the kernel's allocations that are on the disk."""
+    directory = kernel.spill_directory
+    return sum(path.stat().st_size for path in directory.glob("*.img")) if directory is not None else 0
+
+
+def end_spill(kernel: KernelState) -> None:
+    """Remove the kernel's allocations from the disk."""
+    directory, kernel.spill_directory = kernel.spill_directory, None
+    if directory is not None:
+        spill.end(directory)
+
+
+def discard_chunks(kernel: KernelState, *, wait: bool = False) -> None:
+    """Remove the chunks kept for the next image: as soon as the disk allows, or before this returns (``wait``)."""
+    chunks, kernel.chunks = kernel.chunks, None
+    if chunks is not None:
+        chunks.discard(wait=wait)

@@ -1,0 +1,285 @@
+"""The steps by which a kernel's processes come back from its image, and what becomes of the image then."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..capsule.capsule import Capsule
+from ..capsule.namespaces import Clocks
+from ..criu import images
+from ..errors import BadRequest, CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
+from ..files.disk import mapped_errors
+from ..image import device_memory, layout
+from ..image.chunk_cache import ChunkCache
+from ..image.encryption import Readable
+from ..image.store import Image
+from ..node.facts import LINGERS
+from ..node.match import Mismatch, accepted_files, require
+from ..terminal_text import printable
+from ..transfer import archive
+from ..transfer.remote import Remote
+from . import compatibility, host_memory
+from .context import Attempt, KernelState, Reason, Saved
+
+#: Seconds to wait for a lease that another process has for a moment only: the cold tier, as it sends the content away.
+_MOMENT = 2.0
+
+
+def match(attempt: Attempt) -> None:
+    """Lease the image, fetch its content if it is archived, begin to verify it, and match it with this node."""
+    kernel, store = attempt.kernel, attempt.kernel.engine.store
+    assert kernel.image is not None
+    image = store.get(kernel.image.id)
+    attempt.lease = image.lease(_MOMENT)
+    attempt.resources.callback(_end_lease, attempt)
+    try:
+        if image.archived:
+            _fetch_content(kernel, image)
+        attempt.verification = store.begin_check(image)
+        attempt.resources.callback(attempt.verification.cancel, wait_for_end=True)
+        attempt.changed_files = _require_match(attempt, image)
+    except BaseException:
+        attempt.resources.close()
+        raise
+    manifest = image.manifest
+    kernel.generation = manifest.generation
+    kernel.saved = Saved(manifest.report, manifest.device_bytes, manifest.node_gpus, manifest.cuda)
+
+
+def _end_lease(attempt: Attempt) -> None:
+    lease, attempt.lease = attempt.lease, None
+    assert lease is not None
+    if attempt.kernel.capsule is None:  # whatever was restored has ended
+        with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
+            lease.withdraw_claim()
+    lease.release()
+
+
+def unlease(attempt: Attempt) -> None:
+    """End the lease of the image and its verification."""
+    attempt.resources.close()
+
+
+def _fetch_content(kernel: KernelState, image: Image) -> None:
+    url, cancellation = kernel.settings.archive_url, kernel.cancellation
+    if not url:
+        raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
+
+    def check_cancelled(_: int) -> None:
+        cancellation.check(Reason.END)
+        if cancellation.reason >= Reason.DETACH_SOON:
+            raise ImageArchived(
+                "The server was stopped while the content was on its way back from the cold tier.",
+                hint="The next wake continues where this one stopped.",
+            )
+
+    archive.fetch_content(image, kernel.engine.store, Remote(url), check_cancelled)
+
+
+def _require_match(attempt: Attempt, image: Image) -> list[str]:
+    """Return the changed files that are accepted.  Raises as `node.match.require` for what this node lacks."""
+    kernel, settings = attempt.kernel, attempt.kernel.settings
+    accept = attempt.accept_changed_files
+    if accept is None:
+        accept = settings.accept_changed_files or image.accepts_changed_files
+    found = _mismatches(attempt, image, accept)
+    deadline = time.monotonic() + settings.lingering
+    while any(mismatch.found == LINGERS for mismatch in found) and time.monotonic() < deadline:
+        # The kernel's own port, from before its checkpoint: the system gives it back by itself.
+        if kernel.cancellation.wait(0.2, Reason.DETACH_SOON):
+            break
+        found = _mismatches(attempt, image, accept)
+    if any(mismatch.hard for mismatch in found) and not accept:
+        accepted = _mismatches(attempt, image, True)
+        if not any(mismatch.hard for mismatch in accepted) and _user_accepts(kernel, accepted_files(accepted)):
+            found = accepted
+    require(found)
+    return accepted_files(found)
+
+
+def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
+    kernel, cancellation = attempt.kernel, attempt.kernel.cancellation
+    try:
+        found = compatibility.mismatches(
+            image.manifest,
+            kernel.engine,
+            accept_changed_files=accept,
+            gpu_map=attempt.gpu_map,
+            go_on=lambda: cancellation.reason < Reason.DETACH,
+        )
+    except ValueError as error:
+        raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+    cancellation.check()
+    # Room on the GPU is the next step's, which has the lock that makes the answer last.
+    return [mismatch for mismatch in found if mismatch.field != "device_memory"]
+
+
+def _user_accepts(kernel: KernelState, changed: list[str]) -> bool:
+    """Ask the user whose cell waits whether the changed files are accepted."""
+    files = ", ".join(map(printable, changed[:3])) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    prompt = f"Changed while the kernel was away: {files}. Go on with the files as they are now? [y/N] "
+    answer = kernel.gate.prompt(prompt, kernel.settings.question)
+    return answer is not None and answer.strip().lower() in ("y", "yes")
+
+
+def criu_restore(attempt: Attempt) -> None:
+    """Have CRIU restore the processes in a fresh capsule; device memory is read from the image meanwhile."""
+    kernel, home = attempt.kernel, attempt.kernel.home
+    assert kernel.image is not None
+    manifest = kernel.image.manifest
+    home.renew()
+    try:
+        for stale in home.runtime_dir.glob("kernel-*"):
+            if stale.is_socket():
+                stale.unlink()
+    except OSError as error:
+        raise RuntimeDirectory(f"{home.runtime_dir} cannot be written: {error.strerror}.") from error
+    capsule = Capsule.create(
+        home.runtime_dir,
+        offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
+        known_as=Path(manifest.runtime_dir),
+        stdout=home.stdout,
+        stderr=home.stderr,
+    )
+    attempt.restoring = capsule  # from here on `terminate` ends it; if that was called before, the check notices
+    try:
+        kernel.cancellation.check(Reason.END)
+        with (
+            kernel.engine.store.readable(kernel.image) as files,
+            _criu_directory(attempt, files.criu_directory) as directory,
+            _device_memory_read(attempt, capsule, files),
+        ):
+            restored = kernel.engine.criu.restore(
+                capsule,
+                directory,
+                pid=manifest.pid,
+                pipes=manifest.pipes,
+                timeout=kernel.deadline(manifest.bytes),
+                freeze=manifest.cuda,
+                before_running=lambda: _require_read(attempt),
+                notes=manifest.notes,
+            )
+    except BaseException:
+        capsule.close()
+        host_memory.end_spill(kernel)
+        raise
+    else:
+        kernel.capsule = capsule
+        attempt.changed_settings = restored.changed
+    finally:
+        attempt.restoring = None
+    attempt.traced.bytes = manifest.bytes
+
+
+@contextlib.contextmanager
+def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> Iterator[None]:
+    """Read device memory from the image into the capsule's own memory while CRIU restores the rest in the body."""
+    kernel = attempt.kernel
+    assert kernel.image is not None
+    manifest = kernel.image.manifest
+    if not manifest.swapped_bytes:
+        yield
+        return
+    needed = int(manifest.fingerprint.get("memory", 0))
+    directory = (
+        host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed) if not files.encrypted else None
+    )
+    allocations = kernel.fast_path(capsule).create_extents(directory)
+    try:
+        attempt.device_read = reading = device_memory.begin_read(
+            allocations, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
+        )
+        try:
+            if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
+                reading.cancel()
+            yield
+        finally:
+            attempt.device_read = None
+            reading.cancel(wait_for_end=True)
+    finally:
+        os.close(allocations)
+
+
+@contextlib.contextmanager
+def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
+    """Yield CRIU's files, or where changed files are accepted a view of them that names those as they are now."""
+    if not attempt.changed_files:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="view-", dir=attempt.kernel.home.runtime_dir) as view:
+        yield images.view(directory, Path(view) / layout.CRIU, attempt.changed_files)
+
+
+def _require_read(attempt: Attempt) -> None:
+    """Wait until device memory is read and the image is verified: before that no restored process may run."""
+    kernel = attempt.kernel
+    assert attempt.verification is not None
+    complete = True
+    if attempt.device_read is not None:
+        with mapped_errors(kernel.engine.store.root) if kernel.spill_directory is not None else _memory_mapped():
+            complete = attempt.device_read.wait()
+    if not (complete and attempt.verification.wait()):
+        kernel.cancellation.check(Reason.NONE)
+
+
+@contextlib.contextmanager
+def _memory_mapped() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise NoMemory("The kernel's device memory does not fit into host memory.") from error
+        raise
+
+
+def discard_image(attempt: Attempt) -> None:
+    """Delete the image of a kernel that answers; of one that has died since it is all that is left, and stays."""
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if (status := capsule.poll()) is not None:
+        raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status)
+    if kernel.home.outlive:
+        capsule.outlive()  # until now its image was there to restore
+    attempt.traced.bytes = remove_image(kernel)
+
+
+def remove_image(kernel: KernelState) -> int:
+    """Delete the image, under the lease of the attempt that restored it or one of its own; return the bytes freed."""
+    image, attempt, freed = kernel.image, kernel.attempt, 0
+    if image is not None:
+        leased = attempt is not None and attempt.lease is not None
+        freed = kernel.engine.store.remove(
+            image, leased=leased, before_delete=lambda doomed: _keep_chunks(kernel, doomed)
+        )
+        kernel.image = None
+        with contextlib.suppress(KeyUnusable):  # then a copy of it that is put back may go unnoticed
+            kernel.engine.store.generations.record_restored(image.manifest.kernel_id, image.manifest.generation)
+    if attempt is not None:
+        attempt.resources.close()
+    return freed
+
+
+def retire_image(kernel: KernelState) -> Image | None:
+    """Keep the image, but for no server to restore by itself: the kernel has changed since.  Returns it."""
+    image, kernel.image = kernel.image, None
+    if image is not None:
+        with contextlib.suppress(OSError):
+            image.retire()
+    return image
+
+
+def _keep_chunks(kernel: KernelState, doomed: Path) -> None:
+    """Keep the device memory of a doomed image for the next one, which needs what has not changed until then."""
+    assert kernel.image is not None
+    manifest, store = kernel.image.manifest, kernel.engine.store
+    host_memory.discard_chunks(kernel)
+    wanted = kernel.settings.keep_chunks and not store.vault.encrypts and kernel.capsule is not None
+    if wanted and manifest.swapped_bytes and manifest.encryption is None:
+        with contextlib.suppress(OSError):  # a sweep has removed it
+            kernel.chunks = ChunkCache(store.root)
+            kernel.chunks.adopt(doomed / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))

@@ -1,0 +1,132 @@
+"""The steps by which a kernel's CUDA state comes back to the GPU and its clients reach it; the repair of an orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from contextlib import AbstractContextManager
+
+from ..capsule.capsule import Capsule
+from ..cuda.driver import CudaState
+from ..cuda.gpus import gpu_mapping
+from ..errors import BadRequest, KeyUnusable
+from . import host_memory, preflight
+from .context import Attempt, KernelState, Saved
+from .machine import State
+from .suspend import answering, request_agent
+
+#: The driver's states in which a process has its device memory on the GPU.
+_ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
+
+
+def reserve(attempt: Attempt) -> None:
+    """Prove that the GPU has room and keep others from taking it until the driver has done its part."""
+    kernel = attempt.kernel
+    if not kernel.saved.cuda or _is_on_gpu(kernel):
+        return
+    present = [gpu.uuid for gpu in kernel.engine.gpus.list()]
+    try:
+        attempt.gpu_mapping = gpu_mapping(kernel.saved.node_gpus, present, attempt.gpu_map)
+    except ValueError as error:
+        raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+    attempt.reservation.enter_context(_reservation(attempt))
+
+
+def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
+    kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
+    used = kernel.engine.gpus.used_by(kernel.capsule.host_pid) if kernel.capsule is not None else {}
+    needs = {
+        mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
+        for uuid, bytes in kernel.saved.device_bytes.items()
+    }
+    return kernel.engine.gpus.room(needs, kernel.settings.reservation)
+
+
+def _is_on_gpu(kernel: KernelState) -> bool:
+    """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
+    on_gpu = kernel.capsule is not None and kernel.engine.cuda.state(kernel.capsule.host_pid) in _ON_GPU
+    return on_gpu and not kernel.fast_path().swapped_out()
+
+
+def unreserve(attempt: Attempt) -> None:
+    """End the reservation of GPU memory."""
+    attempt.reservation.close()
+
+
+def cuda_resume(attempt: Attempt) -> None:
+    """Move the CUDA state back to the GPU."""
+    kernel = attempt.kernel
+    if not kernel.saved.cuda:
+        return
+    attempt.traced.bytes = sum(kernel.saved.device_bytes.values())
+    # An undo has no reservation yet, and without proof of room the driver could destroy the process.
+    missing = attempt.unwinding and not _is_on_gpu(kernel)
+    with _reservation(attempt) if missing else contextlib.nullcontext():
+        pid, deadline = kernel.require_capsule().host_pid, kernel.deadline(attempt.traced.bytes)
+        if kernel.engine.cuda.state(pid) not in _ON_GPU:
+            kernel.restored_on_gpu = True
+            kernel.engine.cuda.restore(pid, attempt.gpu_mapping, timeout_s=deadline)
+        kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+        host_memory.end_spill(kernel)
+        kernel.saved.cuda = False
+        attempt.gpu_mapping = None
+
+
+def connect(attempt: Attempt) -> None:
+    """Connect the gate to the kernel."""
+    kernel = attempt.kernel
+    # Nothing comes after an undo that could try again, so a kernel that lives gets all the time there is.
+    patience = kernel.settings.base if attempt.unwinding else 0.0
+    with answering(kernel):
+        kernel.gate.open(kernel.settings.connect + patience)
+
+
+def thaw(attempt: Attempt) -> None:
+    """Have the agent undo what it did in a quiesce, refresh the environment, and show what could not be put back."""
+    kernel = attempt.kernel
+    if kernel.home.has_agent:
+        environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
+        notice = ""
+        if attempt.changed_settings:
+            notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
+        request_agent(kernel, "thaw", {"environ": environ, "notice": notice})
+
+
+def release(attempt: Attempt) -> None:
+    """Forward the queued messages to the kernel."""
+    kernel = attempt.kernel
+    if not attempt.unwinding:
+        if attempt.lease is not None:
+            # The point of no return: of all that ever restored this image, one kernel gets messages.
+            capsule = kernel.require_capsule()
+            attempt.lease.claim(capsule.host_pid, capsule.keep_fd)
+        supersede_images(kernel)
+    kernel.gate.release()
+
+
+def supersede_images(kernel: KernelState) -> None:
+    """Note that an attached kernel continues: whatever image its last owner published is outdated."""
+    if kernel.supersedes_images:
+        kernel.supersedes_images = False
+        with contextlib.suppress(KeyUnusable):
+            kernel.engine.store.generations.record_restored(kernel.home.kernel_id)
+
+
+def repair(kernel: KernelState, capsule: Capsule) -> State:
+    """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
+    cuda, pid, fast_path = kernel.engine.cuda, capsule.host_pid, kernel.fast_path(capsule)
+    state = cuda.state(pid)
+    warm = state is CudaState.LOCKED and fast_path.swapped_out()
+    kernel.spill_directory = fast_path.disk_directory()
+    if state is CudaState.CHECKPOINTED or warm:
+        # How much device memory it had is not known any more; the memory of the process and the files of its
+        # allocations are an upper bound.
+        process = preflight.read_process(pid)
+        most = (process.rss if process else 0) + fast_path.host_memory_bytes() + host_memory.spilled_bytes(kernel)
+        gpus = [gpu.uuid for gpu in kernel.engine.gpus.list()]
+        kernel.saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
+        return State.SUSPENDED
+    deadline = kernel.deadline(host_memory.spilled_bytes(kernel))
+    fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+    host_memory.end_spill(kernel)
+    return State.RUNNING

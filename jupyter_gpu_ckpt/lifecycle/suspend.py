@@ -1,0 +1,240 @@
+"""The steps by which a kernel's CUDA state leaves the GPU, and what can be said before they are tried."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..cuda.driver import CudaState
+from ..errors import (
+    AgentError,
+    CapsuleGone,
+    CudaError,
+    DeviceHeld,
+    GpuCkptError,
+    ProtocolVersion,
+    RuntimeDirectory,
+)
+from ..image import chunk_cache
+from . import host_memory, preflight
+from .context import Attempt, KernelState, PartlyDone, Saved
+from .machine import State
+from .preflight import PreflightFinding
+
+#: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
+_OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
+
+
+def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
+    """Return what preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
+    capsule = kernel.require_capsule()
+    if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
+        return [hidden]  # nothing more can be found out about it
+    device_bytes = host_memory.device_bytes(kernel)
+    found = preflight.look(
+        kernel_pid=capsule.host_pid,
+        companions=capsule.other_processes(),
+        device_bytes=device_bytes,
+        has_agent=kernel.home.has_agent,
+        away=kernel.fast_path().host_memory_bytes(),
+        spillable=functools.partial(_spillable, kernel),
+        disk_free=_space_for_image(kernel) if writes else None,
+        over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
+    )
+    if writes:
+        if (error := without_sockets(kernel)) is not None:
+            found.append(preflight.blocking(error))
+        # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
+        state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
+        found += preflight.judge_state(state["refusals"])
+    if device_bytes and (why := kernel.fast_path().why_slow(sum(device_bytes.values()))):
+        found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
+    return found
+
+
+def _spillable(kernel: KernelState) -> int:
+    """Return the bytes of device memory that need no host memory, should there be too little."""
+    bytes = _allocated(kernel)
+    return bytes if host_memory.may_spill(kernel, bytes) else 0
+
+
+def _allocated(kernel: KernelState) -> int:
+    """Return the bytes of device memory that the fast path moves."""
+    try:
+        return kernel.fast_path().amounts().bytes
+    except (CudaError, ProtocolVersion):  # its library is busy, or of another release
+        return 0
+
+
+def _space_for_image(kernel: KernelState) -> int:
+    """Return the bytes that an image may have."""
+    store = kernel.engine.store
+    if not store.vault.encrypts:
+        return store.free() + chunk_cache.evictable_bytes(store.root)
+    # What CRIU writes is in memory first.  Allocations are not, and swapped-out ones are in memory already.
+    memory = preflight.available_memory() + kernel.fast_path().host_memory_bytes()
+    return min(store.free(), memory, store.vault.free() + _allocated(kernel))
+
+
+def without_sockets(kernel: KernelState) -> RuntimeDirectory | None:
+    """Return why the kernel could not be reached once its connections are closed; None if it can.
+
+    CRIU saves a socket whose file was removed as one without a name.
+    """
+    pid, directory = kernel.require_capsule().host_pid, kernel.home.runtime_dir
+    connections = preflight.open_connections(pid, kernel.home.inner_dir)
+    if all((directory / Path(path).name).exists() for path in connections):
+        return None
+    return RuntimeDirectory(
+        f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore.",
+        hint="Save what you need from it to a file; a restart of the kernel makes the directory anew.",
+    )
+
+
+# -- steps
+
+
+def check(attempt: Attempt) -> None:
+    """Refuse a kernel that preflight finds unfit."""
+    kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
+    if writes:
+        kernel.engine.store.prepare()
+    preflight.require(findings(kernel, writes=writes))
+
+
+def drain(attempt: Attempt) -> None:
+    """Have the gate queue new requests and wait for those under way."""
+    kernel = attempt.kernel
+    try:
+        with answering(kernel):
+            kernel.gate.drain(kernel.settings.drain)
+    except CapsuleGone:
+        raise
+    except GpuCkptError:
+        kernel.gate.release()
+        raise
+
+
+def quiesce(attempt: Attempt) -> None:
+    """Have the agent prepare the kernel for a dump, and refuse what it reports."""
+    kernel = attempt.kernel
+    kernel.saved = Saved()
+    if not kernel.home.has_agent:
+        return
+    report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
+    attempt.traced.bytes = report.get("trimmed_bytes")
+    try:
+        preflight.require(preflight.judge_report(report, gpus=len(host_memory.device_bytes(kernel))))
+    except GpuCkptError:
+        request_agent(kernel, "thaw", {"environ": {}})
+        raise
+    kernel.saved.report = report
+
+
+def cuda_suspend(attempt: Attempt) -> None:
+    """Move all CUDA state to host memory, or to the disk."""
+    kernel, settings, saved = attempt.kernel, attempt.kernel.settings, attempt.kernel.saved
+    capsule, cuda, gpus = kernel.require_capsule(), kernel.engine.cuda, kernel.engine.gpus
+    pid = capsule.host_pid
+    if cuda.state(pid) is CudaState.NONE:
+        refuse_device_files(kernel)
+        return
+    saved.device_bytes = gpus.used_by(pid)
+    saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
+    attempt.traced.bytes = total = sum(saved.device_bytes.values())
+    saved.cuda = True
+    try:
+        cuda.lock(pid, settings.cuda)
+        deadline = kernel.deadline(total)
+        choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
+        moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
+        if not moved:
+            host_memory.end_spill(kernel)
+        # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
+        host_memory.require_memory(max(0, total - moved))
+        warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
+        if not warm:  # else the lock alone keeps the kernel from CUDA
+            driver_checkpoint(kernel, deadline)
+    except GpuCkptError as error:
+        # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
+        # needs proof of room: so the undo of this step finds out, and does what is left to do.
+        raise PartlyDone from error
+
+
+def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
+    """Have the driver suspend a locked process."""
+    capsule = kernel.require_capsule()
+    capsule.freeze_threads_in_driver()
+    kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
+    refuse_device_files(kernel)
+
+
+def refuse_device_files(kernel: KernelState) -> None:
+    """Raise `DeviceHeld` if the kernel has device files open that are not CUDA's."""
+    if held := kernel.engine.cuda.device_files(kernel.require_capsule().host_pid):
+        raise DeviceHeld("The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held)
+
+
+def sleep(attempt: Attempt) -> None:
+    """Have the gate wake the kernel at the next message that needs it."""
+    if not (attempt.unwinding and attempt.goal is State.RUNNING):
+        attempt.kernel.gate.sleep()
+    # Else a wake failed.  `Gate.fail` comes next: it answers those who wait, and sleeps.  A sleep now would wake again
+    # at once, for messages that are about to be answered with that failure.
+
+
+# -- requests to the kernel
+
+
+@contextlib.contextmanager
+def answering(kernel: KernelState) -> Iterator[None]:
+    """Have the body's wait for an answer of the kernel end when the kernel does, not at its deadline."""
+    capsule = kernel.require_capsule()
+    with capsule.watch_exit(kernel.gate.close):
+        try:
+            yield
+        except GpuCkptError as error:
+            if (status := capsule.poll()) is not None:
+                raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
+            raise
+
+
+def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Send a request to the agent and return its reply.  Raises `AgentError`."""
+    with answering(kernel):
+        reply = kernel.gate.request(f"gpu_ckpt_{verb}_request", content, kernel.settings.agent)
+    if reply.get("status") != "ok":
+        raise AgentError(
+            f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
+            traceback=reply.get("traceback", []),
+        )
+    return reply
+
+
+# -- the end of a kernel
+
+
+def take_off_gpu(kernel: KernelState) -> None:
+    """Suspend the CUDA state of a process that is to be killed, if that can be done in `_OFF_GPU` seconds.
+
+    With a newer driver than those this project is made for, the end of a living process that the driver had restored
+    hung the host, and that of a suspended one did not (cuda-checkpoint's issue 53).
+    """
+    cuda, pid = kernel.engine.cuda, kernel.require_capsule().host_pid
+
+    def suspend() -> None:
+        with contextlib.suppress(GpuCkptError):
+            if cuda.state(pid) is CudaState.RUNNING:
+                cuda.lock(pid, _OFF_GPU / 2)
+                bytes = sum(kernel.engine.gpus.used_by(pid).values())
+                fits = bytes + preflight.MARGIN < preflight.available_memory()
+                if fits and bytes < _OFF_GPU / 2 * _DRIVERS_RATE:
+                    cuda.checkpoint(pid, timeout_s=_OFF_GPU / 2)
+
+    thread = threading.Thread(target=suspend, name="gpu-ckpt-off-gpu", daemon=True)
+    thread.start()
+    thread.join(_OFF_GPU)  # a driver that does not answer keeps nobody from ending the kernel

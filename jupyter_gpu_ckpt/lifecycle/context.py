@@ -32,37 +32,18 @@ from .settings import LifecycleSettings
 
 
 class GateProtocol(Protocol):
-    """The calls of the gate (`gate.gate.Gate`) that a lifecycle makes."""
+    """The methods of `gate.gate.Gate` that a lifecycle calls."""
 
-    def open(self, timeout: float) -> None:
-        """Connect to the kernel and prove that all channels work."""
-
-    def drain(self, timeout: float) -> None:
-        """Queue new requests and wait for those under way."""
-
-    def release(self) -> None:
-        """Forward the queued requests."""
-
-    def close(self) -> None:
-        """Close the connections to the kernel."""
-
-    def sleep(self) -> None:
-        """Wake the kernel at the next message that needs it."""
-
-    def fail(self, error: GpuCkptError) -> None:
-        """Reply ``error``, of a failed wake, to the clients that wait, and sleep on."""
-
-    def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Send a request to the agent inside the kernel and return its reply."""
-
-    def prompt(self, text: str, timeout: float) -> str | None:
-        """Prompt the user whose cell waits; None without an answer."""
-
-    def cancel_prompt(self) -> None:
-        """Cancel a prompt."""
-
-    def kernel_died(self) -> None:
-        """Note that the kernel is gone."""
+    def open(self, timeout: float) -> None: ...
+    def drain(self, timeout: float) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+    def sleep(self) -> None: ...
+    def fail(self, error: GpuCkptError) -> None: ...
+    def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]: ...
+    def prompt(self, text: str, timeout: float) -> str | None: ...
+    def cancel_prompt(self) -> None: ...
+    def kernel_died(self) -> None: ...
 
 
 @dataclass

@@ -15,24 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .. import errors
 from ..capsule.capsule import Capsule
-from ..errors import (
-    AgentError,
-    CapsuleError,
-    CapsuleGone,
-    CriuError,
-    CriuKilled,
-    CudaError,
-    GateError,
-    GpuCkptError,
-    HelperGone,
-    ImageNotFound,
-    KernelLost,
-    KernelSilent,
-    PidTaken,
-    PipesExhausted,
-    StateError,
-)
+from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ImageNotFound, KernelLost, StateError
 from ..image.store import Image
 from ..trace import Trace, notify
 from . import dump, host_memory, machine, restore, resume, suspend
@@ -71,20 +56,10 @@ STEPS: Mapping[Step, Callable[[Attempt], None]] = {
 _CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
 #: What such a step raises then, by its very class.  What is not here is the same however often it is tried: files and
 #: ports, room on the GPU, in memory and on the disk, the image itself, its owner's word.  A deadline would pass again.
-_BY_CHANCE = frozenset(
-    {
-        AgentError,
-        CapsuleError,
-        CapsuleGone,
-        CriuError,
-        CriuKilled,
-        CudaError,
-        GateError,
-        HelperGone,
-        KernelSilent,
-        PidTaken,
-        PipesExhausted,
-    }
+_BY_CHANCE = frozenset[type[Exception]](
+    {errors.AgentError, errors.GateError, errors.KernelSilent, errors.CudaError, errors.HelperGone}
+    | {errors.CapsuleError, errors.CapsuleGone, errors.CriuError, errors.CriuKilled}
+    | {errors.PidTaken, errors.PipesExhausted}
 )
 _TRIED_TWICE = (
     "It was tried twice, each time in a fresh process; nothing is lost. Run a cell to try again. If it fails again, "
@@ -189,15 +164,15 @@ class Lifecycle:
 
     def suspend(self) -> None:
         """Move the CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
-        self._perform(machine.Suspend())
+        self._perform(machine.Suspend(), State.SUSPENDED)
 
     def resume(self) -> None:
         """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
-        self._perform(machine.Resume())
+        self._perform(machine.Resume(), State.RUNNING)
 
     def checkpoint(self) -> Image:
         """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before."""
-        self._perform(machine.Checkpoint())
+        self._perform(machine.Checkpoint(), State.CHECKPOINTED)
         assert self.kernel.image is not None
         return self.kernel.image
 
@@ -212,11 +187,12 @@ class Lifecycle:
             if gpu_map and self.state is not State.CHECKPOINTED:
                 message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
                 raise StateError(message, left=self._what_is_left())
-            self._perform(machine.Restore(), gpu_map=gpu_map, accept_changed_files=accept_changed_files)
+            options = {"gpu_map": gpu_map, "accept_changed_files": accept_changed_files}
+            self._perform(machine.Restore(), State.RUNNING, **options)
 
     def wake(self) -> None:
         """Resume or restore, whatever the kernel needs to run."""
-        self._perform(machine.Wake())
+        self._perform(machine.Wake(), State.RUNNING)
 
     # -- a kernel goes
 
@@ -335,9 +311,9 @@ class Lifecycle:
 
     # -- the drive
 
-    def _perform(self, event: machine.Event, **options: Any) -> None:
+    def _perform(self, event: machine.Event, goal: State, **options: Any) -> None:
         with self._lock:
-            kernel, goal = self.kernel, machine.GOALS[type(event)]
+            kernel = self.kernel
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 self._notice_death()
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import StateError
 
@@ -58,10 +59,9 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened or is wanted."""
+    """Something that happened or is requested."""
 
 
-@dataclass(frozen=True)
 class Launched(Event):
     """The kernel process was started."""
 
@@ -73,29 +73,24 @@ class Attached(Event):
     state: State
 
 
-@dataclass(frozen=True)
 class Suspend(Event):
     """Move the CUDA state to host RAM."""
 
 
-@dataclass(frozen=True)
 class Resume(Event):
     """Move the CUDA state back."""
 
 
-@dataclass(frozen=True)
 class Checkpoint(Event):
     """Write everything to an image and end the process."""
 
 
-@dataclass(frozen=True)
 class Restore(Event):
     """Bring the process back from its image."""
 
 
-@dataclass(frozen=True)
 class Wake(Event):
-    """A client needs the kernel: resume or restore, whatever it takes."""
+    """Resume or restore, whatever the kernel needs to run."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +116,10 @@ class Unwound(Event):
     failed: tuple[Step, ...] = ()
 
 
-@dataclass(frozen=True)
 class Exited(Event):
     """The kernel process ended by itself, or was killed."""
 
 
-@dataclass(frozen=True)
 class Terminated(Event):
     """The owner ended the kernel (shutdown, restart); its image is not touched."""
 
@@ -158,55 +151,33 @@ _RESUME = Plan(
     (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE, Step.THAW, Step.RELEASE),
     commit=Step.CUDA_RESUME,
 )
+_PROCESS_BACK = (Step.MATCH, Step.RESERVE, Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.UNRESERVE)
 _RESTORE = Plan(
     State.RESTORING,
     State.RUNNING,
     State.CHECKPOINTED,
-    (
-        Step.MATCH,
-        Step.RESERVE,
-        Step.CRIU_RESTORE,
-        Step.CUDA_RESUME,
-        Step.UNRESERVE,
-        Step.CONNECT,
-        Step.THAW,
-        Step.RELEASE,
-        Step.DISCARD_IMAGE,
-    ),
+    (*_PROCESS_BACK, Step.CONNECT, Step.THAW, Step.RELEASE, Step.DISCARD_IMAGE),
     commit=Step.RELEASE,
 )
-_NOTHING = None
+_CHECKPOINT = Plan(State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS)
 
-#: Every legal request.  `_NOTHING`: the kernel is there already.
+#: Every legal request.  None: the kernel is in the state already.
 PLANS: dict[tuple[State, type[Event]], Plan | None] = {
     (State.RUNNING, Suspend): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
-    (State.RUNNING, Checkpoint): Plan(
-        State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS
-    ),
-    (State.RUNNING, Resume): _NOTHING,
-    (State.RUNNING, Restore): _NOTHING,
-    (State.RUNNING, Wake): _NOTHING,
-    (State.SUSPENDED, Suspend): _NOTHING,
-    (State.SUSPENDED, Checkpoint): Plan(
-        State.DUMPING, State.CHECKPOINTED, State.SUSPENDED, _DUMP, commit=Step.END_PROCESS
-    ),
+    (State.RUNNING, Checkpoint): _CHECKPOINT,
+    (State.RUNNING, Resume): None,
+    (State.RUNNING, Restore): None,
+    (State.RUNNING, Wake): None,
+    (State.SUSPENDED, Suspend): None,
+    (State.SUSPENDED, Checkpoint): replace(_CHECKPOINT, back=State.SUSPENDED, steps=_DUMP),
     (State.SUSPENDED, Resume): _RESUME,
     (State.SUSPENDED, Wake): _RESUME,
-    (State.CHECKPOINTED, Checkpoint): _NOTHING,
+    (State.CHECKPOINTED, Checkpoint): None,
     (State.CHECKPOINTED, Restore): _RESTORE,
     (State.CHECKPOINTED, Wake): _RESTORE,
 }
 
-#: The state that each verb leads to.
-GOALS: dict[type[Event], State] = {
-    Suspend: State.SUSPENDED,
-    Resume: State.RUNNING,
-    Checkpoint: State.CHECKPOINTED,
-    Restore: State.RUNNING,
-    Wake: State.RUNNING,
-}
-
-#: How a done step is undone.  A step that is not named here leaves nothing to undo.
+#: How a done step is undone.  The others leave nothing to undo.
 UNDO: dict[Step, Step] = {
     Step.DRAIN: Step.RELEASE,
     Step.QUIESCE: Step.THAW,
@@ -221,7 +192,7 @@ UNDO: dict[Step, Step] = {
 }
 
 #: What a done step makes true of the pair (a process exists, an image exists).
-_FACTS: dict[Step, dict[str, bool]] = {
+_FACTS: dict[Step, dict[str, Any]] = {
     Step.PUBLISH: {"image": True},
     Step.END_PROCESS: {"process": False},
     Step.CRIU_RESTORE: {"process": True},
@@ -281,8 +252,7 @@ def _launched(kernel: MachineState, _: Event) -> Outcome | None:
 
 def _with(kernel: MachineState, step: Step) -> MachineState:
     """Return the kernel after ``step`` was done."""
-    facts = {"process": kernel.process, "image": kernel.image, **_FACTS.get(step, {})}
-    return replace(kernel, done=(*kernel.done, step), process=facts["process"], image=facts["image"])
+    return replace(kernel, done=(*kernel.done, step), **_FACTS.get(step, {}))
 
 
 def _attached(kernel: MachineState, event: Event) -> Outcome | None:
@@ -290,8 +260,8 @@ def _attached(kernel: MachineState, event: Event) -> Outcome | None:
     resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
     if kernel.state is not State.STARTING or event.state not in resting:
         return None
-    asleep = event.state is State.CHECKPOINTED
-    return MachineState(event.state, process=not asleep, image=asleep, history=kernel.history), ()
+    has_image = event.state is State.CHECKPOINTED
+    return MachineState(event.state, process=not has_image, image=has_image, history=kernel.history), ()
 
 
 def _step_done(kernel: MachineState, event: Event) -> Outcome | None:
@@ -327,10 +297,10 @@ def _unwound(kernel: MachineState, event: Event) -> Outcome | None:
         return None
     state = plan.back
     if Step.CUDA_RESUME in event.failed:
-        # Its device memory could not go back (no room): the state is safe in host RAM.
-        state = State.SUSPENDED
-    asleep = state is State.CHECKPOINTED
-    return replace(kernel, state=state, plan=None, done=(), unwinding=False, process=not asleep, image=asleep), ()
+        state = State.SUSPENDED  # there was no room on the GPU: the CUDA state is safe in host RAM
+    has_image = state is State.CHECKPOINTED
+    after = replace(kernel, state=state, plan=None, done=(), unwinding=False)
+    return replace(after, process=not has_image, image=has_image), ()
 
 
 def _exited(kernel: MachineState, _: Event) -> Outcome | None:
@@ -356,7 +326,7 @@ _HANDLERS = {
 
 
 def _validate(kernel: MachineState) -> None:
-    """The promise of the project: outside `DEAD` and `STARTING` there is a process or an image."""
+    """Assert the promise of the project: outside `DEAD` and `STARTING` there is a process or an image."""
     if kernel.state in (State.DEAD, State.STARTING):
         return
     if not (kernel.process or kernel.image):

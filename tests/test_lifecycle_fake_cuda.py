@@ -102,7 +102,7 @@ class Rig:
         assert (self.fake.state, self.fake.ruined) == (RUNNING, False)
         assert self.gate.serves
         assert self.lifecycle.engine.store.images() == []
-        with self.lifecycle.engine.gpus.room(dict.fromkeys(self.driver.gpus, 0), 0.1):
+        with self.lifecycle.engine.gpus.reservation(dict.fromkeys(self.driver.gpus, 0), 0.1):
             pass
 
     def sleeps(self, state: State) -> None:
@@ -314,7 +314,7 @@ def test_what_is_no_chance_is_not_tried_twice(rig, error):
 
 def test_another_restore_holds_the_gpu(rig):
     rig.lifecycle.suspend()
-    with rig.lifecycle.engine.gpus.room({A: 0}, 1.0):
+    with rig.lifecycle.engine.gpus.reservation({A: 0}, 1.0):
         assert rig.fails("resume", "GPU_FULL").details["locked"]
     rig.sleeps(State.SUSPENDED)
     rig.lifecycle.resume()
@@ -508,7 +508,7 @@ def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monke
     locked = []
 
     def restore(pid: int, pairs: list[tuple[str, str]]) -> None:
-        with pytest.raises(GpuFull), rig.lifecycle.engine.gpus.room({A: 0}, 0.0):
+        with pytest.raises(GpuFull), rig.lifecycle.engine.gpus.reservation({A: 0}, 0.0):
             pass
         locked.append(pid)
         type(rig.driver)._cuda_restore(rig.driver, pid, pairs)

@@ -1,6 +1,6 @@
-"""The caller's side of the helper process: start it, ask it, give it a deadline, replace it.
+"""The caller's side of the helper process: start it, send requests with deadlines, replace it.
 
-`cuda.Cuda` and `gpus.Gpus` speak through a `Helper`; one may be shared by both and by any number of threads.
+`driver.Cuda` and `gpus.Gpus` share a `Helper`, with any number of threads.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
 from .helper import DRAIN_S, DriverRefused
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
-_UNKNOWN = "the process's CUDA state is unknown: ask for it; a locked process can be unlocked"
+_UNKNOWN = "the process's CUDA state is unknown; a locked process can be unlocked"
 _HINTS = {
     "binding-missing": None,
     "binding-too-old": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
     "symbol-missing": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
     "nvml-missing": None,
-    "driver-missing": "Kernels without CUDA can be checkpointed all the same.",
+    "driver-missing": "Kernels without CUDA can be checkpointed.",
     "driver-too-old": "Install NVIDIA driver 580 or newer.",
-    "driver-refuses": "Look at `nvidia-smi`; after a driver update the host must be restarted.",
+    "driver-refuses": "Run `nvidia-smi` to see why; after a driver update the host must be restarted.",
 }
 
 
 class Caller(Protocol):
-    """What the facades need of a helper; `testing.fake_cuda.FakeDriver` is the other one."""
+    """The methods of a helper that the facades call; `testing.fake_cuda.FakeDriver` has them, too."""
 
     def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
         """See `Helper.call`."""
@@ -46,14 +46,14 @@ class Caller(Protocol):
 
 
 class _NotSent(Exception):
-    """The session was over before the request left: another one can be asked without doing anything twice."""
+    """The session ended before the request was sent: sending it to another one repeats nothing."""
 
 
 @dataclass
 class _Call:
     op: str
     lane: int | None
-    answer: dict[str, Any] | None = None
+    reply: dict[str, Any] | None = None
     overdue: bool = False
 
 
@@ -68,43 +68,48 @@ class _Session:
     retired: bool = False
     ended: bool = False
 
-    def ask(self, number: int, call: _Call, args: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Send one request, once its lane is free, and wait for its answer."""
+    def request(self, number: int, call: _Call, args: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Send one request, once its lane is free, and wait for its reply."""
         began = time.monotonic()
-        request = json.dumps({"id": number, "op": call.op, "args": args}) + "\n"
+        line = json.dumps({"id": number, "op": call.op, "args": args}) + "\n"
         with self.changed:
             self.wait_for_lane(call, deadline)
             if self.ended or self.retired:
                 raise _NotSent
             try:
                 stdin = _pipe(self.process.stdin)
-                stdin.write(request)
+                stdin.write(line)
                 stdin.flush()
             except (OSError, ValueError) as error:  # a broken pipe; a pipe closed by close()
                 self.retired = True
                 raise _NotSent from error
             self.pending[number] = call
-            self.changed.wait_for(lambda: call.answer is not None or self.ended, deadline - time.monotonic())
-            if call.answer is not None:
-                return call.answer
+            self.changed.wait_for(lambda: call.reply is not None or self.ended, deadline - time.monotonic())
+            if call.reply is not None:
+                return call.reply
             if self.ended:
-                raise _gone(call, self.process)
+                raise HelperGone(
+                    f"The CUDA helper ended during {call.op}.",
+                    left=_UNKNOWN,
+                    op=call.op,
+                    pid=call.lane,
+                    returncode=self.process.returncode,
+                )
             call.overdue = True
             self.retired = True
             self._kill_if_useless()
             self.changed.notify_all()
         raise CudaTimeout(
             f"The NVIDIA driver did not answer {call.op} within {time.monotonic() - began:.1f} s.",
-            hint="Ask for the process's CUDA state; unlock it if it is locked.",
             left=_UNKNOWN,
             op=call.op,
             pid=call.lane,
         )
 
     def wait_for_lane(self, call: _Call, deadline: float) -> None:
-        """Wait until no call of the same lane is under way in this process, or it takes no more.
+        """Wait until no call of the same lane is running in this process, or the process has ended.
 
-        A call that cannot even start by its deadline says nothing about the helper, which goes on.
+        A call that cannot start by its deadline says nothing about the helper, which is kept.
         """
 
         def is_free() -> bool:
@@ -113,30 +118,30 @@ class _Session:
         with self.changed:
             if call.lane is not None and not self.changed.wait_for(is_free, deadline - time.monotonic()):
                 raise CudaTimeout(
-                    "Another call for this process is still under way in the NVIDIA driver.",
+                    "Another call for this process is still running in the NVIDIA driver.",
                     left="nothing was changed by this call",
                     op=call.op,
                     pid=call.lane,
                 )
 
     def _kill_if_useless(self) -> None:
-        # A hung call can only be ended with the process, but other kernels' checkpoints may be under way in it: they
+        # A hung call can only be ended with the process, but other kernels' checkpoints may be running in it: they
         # finish first.  New calls go to a new helper meanwhile.
         if self.retired and all(call.overdue for call in self.pending.values()):
             self.process.kill()
 
-    def read_answers(self) -> None:
-        """The reader thread's life: until the process ends."""
+    def read_replies(self) -> None:
+        """Read replies until the process ends; the target of the reader thread."""
         try:
             for line in _pipe(self.process.stdout):
-                answer = json.loads(line)
+                reply = json.loads(line)
                 with self.changed:
-                    call = self.pending.pop(answer["id"])
-                    call.answer = answer
+                    call = self.pending.pop(reply["id"])
+                    call.reply = reply
                     self._kill_if_useless()
                     self.changed.notify_all()
         finally:
-            self.process.kill()  # it closed its answers: whatever it still does, nobody will hear of it
+            self.process.kill()  # its output is closed: no further reply can be received
             _pipe(self.process.stdout).close()
             self.process.wait()
             with self.changed:
@@ -145,7 +150,7 @@ class _Session:
 
 
 class Helper:
-    """The helper process, started by the first call and again after it ended.
+    """The helper process, started by the first call and again after it ended; it ends when the caller ends.
 
     Parameters
     ----------
@@ -153,8 +158,6 @@ class Helper:
         The command to run instead of the real helper (tests).
     start_timeout_s:
         Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
-
-    The process ends with the caller's: on the end of its standard input.
     """
 
     def __init__(self, command: Sequence[str] | None = None, *, start_timeout_s: float = 90.0) -> None:
@@ -167,7 +170,7 @@ class Helper:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the helper that takes calls now, if one runs."""
+        """The process id of the helper that receives calls now, if one runs."""
         with self._starting:
             current = self._current()
             return current.process.pid if current else None
@@ -180,12 +183,11 @@ class Helper:
         Raises
         ------
         DriverRefused
-            The driver said no; for the facades, which know what the number means for their verb.
+            The driver returned an error; the facades know what its number means for their verb.
         CudaUnavailable
-            This host cannot do it; ``details["reason"]`` says why.
+            This host cannot checkpoint CUDA processes; ``details["reason"]`` says why.
         CudaTimeout
-            No answer after ``timeout_s``.  The helper is ended as soon as no other call is under way in it, and
-            replaced.
+            No reply after ``timeout_s``.  The helper is replaced, and ended as soon as no other call runs in it.
         HelperGone
             The helper ended during the call; the next call starts another one.
         """
@@ -194,7 +196,7 @@ class Helper:
                 return self._call_once(op, lane, timeout_s, args)
             except _NotSent:
                 continue  # the helper ended between two calls
-        raise HelperGone("The CUDA helper ends as soon as it is started.", op=op, pid=lane)
+        raise HelperGone("The CUDA helper exits as soon as it is started.", op=op, pid=lane)
 
     def _call_once(self, op: str, lane: int | None, timeout_s: float, args: dict[str, Any]) -> Any:
         session = self._session()
@@ -204,11 +206,11 @@ class Helper:
             session.opened.add(family)
         call, deadline = _Call(op, lane), time.monotonic() + timeout_s
         for other in list(self._sessions):
-            other.wait_for_lane(call, deadline)  # also in a helper that is being replaced
+            other.wait_for_lane(call, deadline)  # a helper that is being replaced counts, too
         return self._value(session, call, args, deadline)
 
     def close(self) -> None:
-        """End the helper after the calls under way, which get `DRAIN_S` for that; a later call starts another one."""
+        """End the helper after the running calls, at most `DRAIN_S` later; a later call starts another one."""
         with self._starting:
             sessions = list(self._sessions)
             _end(self._sessions)
@@ -219,10 +221,10 @@ class Helper:
                 session.process.kill()
 
     def _value(self, session: _Session, call: _Call, args: dict[str, Any], deadline: float) -> Any:
-        answer = session.ask(next(self._numbers), call, args, deadline)
-        error = answer.get("error")
+        reply = session.request(next(self._numbers), call, args, deadline)
+        error = reply.get("error")
         if error is None:
-            return answer["value"]
+            return reply["value"]
         if error["kind"] == "refused":
             raise DriverRefused(error["number"], error["name"])
         if error["kind"] == "unavailable":
@@ -243,8 +245,7 @@ class Helper:
 
 
 def _start(command: Sequence[str]) -> _Session:
-    # Which GPUs the caller may see is no matter of the helper's: a mapping must name all of them, and cuInit fails
-    # without any.
+    # The helper must see all GPUs: a mapping must name all of them, and cuInit fails without any.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         process = subprocess.Popen(
@@ -255,35 +256,23 @@ def _start(command: Sequence[str]) -> _Session:
             text=True,
             encoding="utf-8",
             env=environment,
-            # `-m` puts the working directory first on sys.path, and a Jupyter server's is full of the user's own
-            # modules.
+            # `-m` puts the working directory first on sys.path, and a Jupyter server's has the user's own modules.
             cwd=_PACKAGE_PARENT,
-            # Out of reach of the terminal's Ctrl-C, which is for the server.
-            start_new_session=True,
+            start_new_session=True,  # the terminal's Ctrl-C is for the server
         )
     except OSError as error:
         raise HelperGone(f"The CUDA helper could not be started: {error.strerror}.") from error
     session = _Session(process)
-    threading.Thread(target=session.read_answers, name="cuda-helper-answers", daemon=True).start()
+    threading.Thread(target=session.read_replies, name="cuda-helper-replies", daemon=True).start()
     return session
 
 
 def _end(sessions: list[_Session]) -> None:
     for session in sessions:
         session.retired = True
-        with contextlib.suppress(OSError):  # it ended before its last request was read
+        with contextlib.suppress(OSError):  # the process ended before it read its last request
             _pipe(session.process.stdin).close()
     sessions.clear()
-
-
-def _gone(call: _Call, process: subprocess.Popen[str]) -> HelperGone:
-    return HelperGone(
-        f"The CUDA helper ended during {call.op}.",
-        left=_UNKNOWN,
-        op=call.op,
-        pid=call.lane,
-        returncode=process.returncode,
-    )
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:

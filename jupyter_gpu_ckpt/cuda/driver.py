@@ -1,8 +1,7 @@
-"""The CUDA driver's process checkpoint functions, with the driver's own verbs and nothing else.
+"""The CUDA driver's process checkpoint functions, by the driver's own verbs.
 
-Source of the rules below: the CUDA Driver API's chapter "CUDA Checkpointing".  The way out is ``lock -> checkpoint``,
-the way back ``restore -> unlock``; what each means for a kernel is `lifecycle`'s business.  No method tries anything
-twice.
+Source of the rules below: the CUDA Driver API's chapter "CUDA Checkpointing".  To suspend: ``lock``, ``checkpoint``; to
+resume: ``restore``, ``unlock``; `lifecycle` decides when.  No method tries anything twice.
 """
 
 from __future__ import annotations
@@ -50,31 +49,31 @@ _STATES = {0: CudaState.RUNNING, 1: CudaState.LOCKED, 2: CudaState.CHECKPOINTED,
 
 
 class Cuda:
-    """The driver's verbs for the processes of this node.  Thread-safe: calls for one process run one after the other,
-    those for different processes side by side.
+    """The driver's verbs for the processes of this node.
+
+    Thread-safe: calls for one process run one after the other, calls for different processes in parallel.
 
     Parameters
     ----------
     helper:
-        The helper process to ask, shared with a `gpus.Gpus`; its own by default, ended by `close`.
+        The helper process, shared with a `gpus.Gpus`; by default an own one, ended by `close`.
 
-    Process ids are the caller's view of them (for a kernel in a capsule: the outer one).  Every method that takes one
-    raises ``TypeError`` or ``ValueError`` for what is not a process id (a bool; a thread's id, which the driver would
-    take for its process: NVIDIA/cuda-checkpoint issue 41) and `CudaError` when there is no such process.
+    Process ids are those of the caller's pid namespace (for a kernel in a capsule: the outer one).  Every method with a
+    process id raises ``TypeError`` or ``ValueError`` for a bool or a thread's id (which the driver would accept for its
+    process: NVIDIA/cuda-checkpoint issue 41), and `CudaError` when there is no such process.
 
     The verbs raise `CudaUnavailable` as `available` does, and
 
     CudaTimeout
-        No answer before the deadline: the helper that asked is ended and replaced, and *after failure* the process's
-        state is whatever the driver had reached: ask `state`.  A process that was left ``LOCKED`` hangs in its next
-        CUDA call until `unlock`, which works from any helper.  Or another call for the process was under way all the
-        time; then nothing was done.
+        No reply before the deadline: the helper is ended and replaced, and *after failure* the process is in whatever
+        state the driver had reached (`state`).  A ``LOCKED`` process hangs in its next CUDA call until `unlock`, which
+        works from any helper.  Or another call for the process was running all the time; then nothing was done.
     HelperGone
         The helper ended during the call; *after failure* as with `CudaTimeout`.
     StateError
-        The process is not in the state the verb starts from; nothing was done.
+        The process is not in the state that the verb starts from; nothing was done.
     CudaError
-        The driver refused; its number and name are in the details as ``cuda_result`` and ``cuda_name``.
+        The driver refused; ``cuda_result`` and ``cuda_name`` in the details are the error's number and name.
     """
 
     def __init__(self, helper: Caller | None = None) -> None:
@@ -91,16 +90,16 @@ class Cuda:
         self._helper.call("cuda.open", timeout_s=QUICK_TIMEOUT_S)
 
     def uses_cuda(self, pid: int) -> bool:
-        """Whether the process may have CUDA state: it has loaded the driver's library.  Cheap; asks /proc only.
+        """Return whether the process has loaded the driver's library, and so may have CUDA state.  Reads /proc only.
 
-        Not "has ``/dev/nvidia*`` open": a suspended process has none, and one that only uses NVML has.  A process that
-        loaded the library but never initialised it is in `state` ``NONE``.  One that nobody may look into
-        (PR_SET_DUMPABLE) has none on a host without the driver.
+        Open ``/dev/nvidia*`` would not do: a suspended process has none, and a process that only uses NVML has some.  A
+        process that loaded the library but never initialised it is in `state` ``NONE``.  An unreadable process
+        (PR_SET_DUMPABLE) has no CUDA state on a host without the driver.
         """
         return not self._is_hidden(pid) and "/libcuda.so" in self._read(pid, "maps")
 
     def device_files(self, pid: int) -> list[str]:
-        """The ``/dev/nvidia*`` the process has open or mapped, sorted; must be empty before a dump.  Cheap: /proc."""
+        """Return the ``/dev/nvidia*`` that the process has open or mapped, sorted; none may be left before a dump."""
         if self._is_hidden(pid):
             return []
         files = set(re.findall(r"/dev/nvidia\S+", self._read(pid, "maps")))
@@ -111,41 +110,39 @@ class Cuda:
         return sorted(files)
 
     def state(self, pid: int) -> CudaState:
-        """The process's CUDA state.  Does not ask the driver about a process that never loaded it."""
+        """Return the process's CUDA state.  A process that never loaded the driver costs no call of it."""
         self._check_process(pid)
         if not self.uses_cuda(pid):
             return CudaState.NONE
         try:
             number = self._helper.call("cuda.state", lane=pid, timeout_s=QUICK_TIMEOUT_S, pid=pid)
         except DriverRefused as refusal:
-            # The driver has no word of its own for "no CUDA here"; a process with open device files is no such process.
+            # The driver has no error of its own for "no CUDA here"; a process with open device files has CUDA.
             if refusal.number == NOT_INITIALIZED or (refusal.number == INVALID_VALUE and not self.device_files(pid)):
                 return CudaState.NONE
-            raise _error("tell the state of", pid, refusal, left="") from refusal
+            raise _error("report the state of", pid, refusal, left="") from refusal
         if number not in _STATES:
-            raise CudaError("The CUDA driver reports a state this release does not know.", pid=pid, cuda_state=number)
+            raise CudaError("The CUDA driver reports an unknown state.", pid=pid, cuda_state=number)
         return _STATES[number]
 
     def lock(self, pid: int, timeout_s: float) -> None:
-        """``RUNNING -> LOCKED``: wait for submitted GPU work, at most ``timeout_s`` seconds, and block further CUDA
-        calls.
+        """``RUNNING -> LOCKED``: wait at most ``timeout_s`` seconds for submitted GPU work; block further CUDA calls.
 
-        *After failure* the process runs on; so it does after the `CudaTimeout` of work that did not end in time.
+        *After failure*, also the `CudaTimeout` of work that did not end in time, the process runs on.
         """
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise TypeError("timeout_s must be a number")
-        if not 0 < timeout_s < 86400:  # the driver takes 0 for "wait for ever"
+        if not 0 < timeout_s < 86400:  # 0 would mean no limit
             raise ValueError("timeout_s must be positive and less than a day")
         milliseconds = math.ceil(timeout_s * 1000)
         deadline_s = timeout_s + QUICK_TIMEOUT_S
         self._do("lock", pid, deadline_s, left="the process runs on", timeout_ms=milliseconds)
 
     def checkpoint(self, pid: int, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
-        """``LOCKED -> CHECKPOINTED``: device memory to host memory, all device files closed.  The process lives on,
-        locked.
+        """``LOCKED -> CHECKPOINTED``: move device memory to host memory and close all device files.
 
-        The process needs as much free host memory as it used on the GPU.  *After failure* it is still locked, or
-        ``FAILED``. Raises `UnsupportedCuda` for memory of a kind the driver cannot save.
+        The process lives on, locked; it needs as much free host memory as it used on the GPU.  *After failure* it is
+        still locked, or ``FAILED``.  Raises `UnsupportedCuda` for kinds of memory that the driver cannot save.
         """
         self._do("checkpoint", pid, timeout_s, left="the process is locked; unlock it to let it run on")
         state = self.state(pid)
@@ -157,11 +154,10 @@ class Cuda:
     def restore(
         self, pid: int, gpu_mapping: Mapping[str, str] | None = None, *, timeout_s: float = TRANSFER_TIMEOUT_S
     ) -> None:
-        """``CHECKPOINTED -> LOCKED``: everything back to the GPU, at the same addresses.
+        """``CHECKPOINTED -> LOCKED``: move everything back to the GPU, to the same addresses.
 
-        Call it inside `gpus.Gpus.room` only: *after failure* for want of memory the process is destroyed, and every
-        later restore fails too.  ``gpu_mapping`` from `gpus.gpu_mapping`; one that leaves out a GPU destroys it as
-        well.
+        Call it inside `gpus.Gpus.reservation` only: *after failure* for lack of memory the process is destroyed, and
+        every later restore fails, too.  A ``gpu_mapping`` (`gpus.gpu_mapping`) that omits a GPU also destroys it.
         """
         pairs = list((gpu_mapping or {}).items())
         for pair in pairs:
@@ -171,15 +167,15 @@ class Cuda:
                 if not _UUID.fullmatch(uuid):
                     raise ValueError(f"not a GPU UUID: {uuid!r}")
         if len({new for _, new in pairs}) != len(pairs):
-            raise ValueError("gpu_mapping puts two GPUs in one place")
-        self._do("restore", pid, timeout_s, left="the process may be lost; its image is as good as before", pairs=pairs)
+            raise ValueError("gpu_mapping maps two GPUs to one")
+        self._do("restore", pid, timeout_s, left="the process may be lost; its image is unchanged", pairs=pairs)
 
     def unlock(self, pid: int) -> None:
-        """``LOCKED -> RUNNING``: the process's CUDA calls go on.  *After failure* the process is still locked."""
+        """``LOCKED -> RUNNING``: let the process's CUDA calls continue.  *After failure* it is still locked."""
         self._do("unlock", pid, QUICK_TIMEOUT_S, left="the process is still locked")
 
     def close(self) -> None:
-        """End the helper process, if it is this object's own, after the calls under way."""
+        """End the helper process, if it is this object's own, after the running calls."""
         if self._owns_helper:
             self._helper.close()
 
@@ -191,7 +187,7 @@ class Cuda:
 
     @staticmethod
     def _is_hidden(pid: int) -> bool:
-        """Whether nobody may look into the process, and need not: the host has no driver that it could use."""
+        """Return whether the process is unreadable, and has no CUDA state: the host has no driver."""
         check_pid(pid)
         hidden = os.path.exists(f"/proc/{pid}") and not os.access(f"/proc/{pid}/fd", os.R_OK)
         return hidden and not os.path.exists("/dev/nvidiactl")
@@ -209,7 +205,7 @@ class Cuda:
             raise ValueError(f"{pid} is a thread of process {group}")
 
     def _read(self, pid: int, name: str) -> str:
-        """One file of /proc/``pid``; overridden by the fake."""
+        """Read a file of /proc/``pid``; overridden by the fake."""
         check_pid(pid)
         try:
             return procfs.read(f"/proc/{pid}/{name}")
@@ -218,7 +214,7 @@ class Cuda:
 
 
 def check_pid(pid: int) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what cannot be a process id."""
+    """Raise ``TypeError`` or ``ValueError`` for a value that cannot be a process id."""
     if isinstance(pid, bool) or not isinstance(pid, int):
         raise TypeError("pid must be an int")
     if pid <= 0:
@@ -229,7 +225,7 @@ def _unreadable(pid: int, error: OSError) -> CudaError:
     if isinstance(error, procfs.GONE):
         return CudaError(f"There is no process {pid}.", hint="Restart the kernel, or restore its image.", pid=pid)
     return CudaError(
-        f"Process {pid} cannot be looked into: {error.strerror}.",
+        f"Process {pid} cannot be read: {error.strerror}.",
         hint="It must be a process of the same user, and dumpable (PR_SET_DUMPABLE).",
         pid=pid,
     )
@@ -237,16 +233,17 @@ def _unreadable(pid: int, error: OSError) -> CudaError:
 
 def _error(verb: str, pid: int, refusal: DriverRefused, *, left: str) -> CudaError | StateError | UnsupportedCuda:
     facts: dict[str, Any] = {"pid": pid, "cuda_result": refusal.number, "cuda_name": refusal.name}
-    said = f"The CUDA driver refused to {verb} the process ({refusal.name})."
+    message = f"The CUDA driver refused to {verb} the process ({refusal.name})."
     if verb == "lock" and refusal.number == NOT_READY:
         return CudaTimeout("The process's GPU work did not end before the deadline.", left=left, **facts)
     if refusal.number == ILLEGAL_STATE:
-        return StateError(said, hint="Ask for the process's CUDA state first.", left="nothing was changed", **facts)
+        return StateError(message, left="nothing was changed", **facts)
     if refusal.number == NOT_SUPPORTED:
-        return UnsupportedCuda(said, left=left, **facts)
+        return UnsupportedCuda(message, left=left, **facts)
     if refusal.number == NOT_FOUND:
-        return CudaUnavailable(said, left=left, reason="driver-too-old", **facts)
+        return CudaUnavailable(message, left=left, reason="driver-too-old", **facts)
     if verb == "restore" and refusal.number == OUT_OF_MEMORY:
-        said = "There was too little GPU memory to restore the process, and it cannot be restored any more."
-        return CudaError(said, hint="Restore the image again, with room.", left="the process is lost", **facts)
-    return CudaError(said, left=left, **facts)
+        message = "There was too little GPU memory to restore the process, and it cannot be restored any more."
+        hint = "Restore the image again when more GPU memory is free."
+        return CudaError(message, hint=hint, left="the process is lost", **facts)
+    return CudaError(message, left=left, **facts)

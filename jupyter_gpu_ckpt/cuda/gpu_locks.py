@@ -2,11 +2,11 @@
 
 ``filelock`` cannot do this: it opens with ``O_RDWR | O_CREAT``, which the kernel refuses for another user's file in a
 sticky world-writable directory (``fs.protected_regular`` in proc(5)).  ``flock(2)`` needs no write access, so the file
-is opened read-only, and created, by whoever comes first, with ``O_EXCL``.
+is opened read-only, and created by its first user with ``O_EXCL``.
 
-What it cannot do: stop a program that takes GPU memory without asking; any user can hold a lock as long as he likes (a
-caller waits until its deadline, nothing more); and users with private temporary directories (systemd's ``PrivateTmp``,
-containers) share locks only if they are given a common directory.
+Limits: a program that does not use the locks can allocate GPU memory at any time; any user can keep a lock (others wait
+until their deadline, no longer); users with private temporary directories (systemd's ``PrivateTmp``, containers) share
+locks only if a common directory is configured.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @contextmanager
-def hold(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
-    """Hold the locks of these GPUs during the body; in the order of their UUIDs, so that no two callers wait for each
-    other.
+def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
+    """Lock these GPUs during the body, in the order of their UUIDs so that two callers cannot deadlock.
 
     Raises
     ------
     GpuFull
-        Somebody else held one of them for all of ``timeout_s``.
+        Another process had one of the locks for all of ``timeout_s``.
     HostError
-        The lock directory cannot be used, or something in it is not a lock file.
+        The lock directory cannot be used, or an entry in it is not a lock file.
     """
     deadline = time.monotonic() + timeout_s
-    with ExitStack() as held:
+    with ExitStack() as descriptors:
         for uuid in sorted(set(uuids)):
             if not _NAME.fullmatch(uuid):
                 raise ValueError(f"not a GPU UUID: {uuid!r}")
             descriptor = _lock(directory, uuid, deadline)
             if descriptor is None:
                 raise GpuFull(
-                    "Another kernel is being brought back to the same GPU; this one was not tried.",
+                    "Another kernel is being restored to the same GPU; this one was not tried.",
                     hint="Nothing is lost. Run a cell again in a moment.",
                     uuid=uuid,
                     locked=True,
                 )
-            held.callback(os.close, descriptor)
+            descriptors.callback(os.close, descriptor)
         yield
 
 
@@ -62,7 +61,7 @@ def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
         try:
             descriptor = _open(directory, f"{uuid}.lock")
         except OSError as error:
-            # Between another user's mkdir and chmod, or open and fchmod, there is nothing to be opened yet.
+            # Between another user's mkdir and chmod, or open and fchmod, neither can be opened yet.
             if not isinstance(error, PermissionError | FileNotFoundError) or time.monotonic() >= deadline:
                 raise HostError(
                     f"The directory of the GPU locks cannot be used: {error.strerror}.",
@@ -80,7 +79,7 @@ def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
 def _open(directory: Path, name: str) -> int:
     with suppress(FileExistsError):
         os.mkdir(directory)
-        # Not in mkdir: there the umask has its say.  World-writable and sticky, as the directory around it.
+        # Not in mkdir, which applies the umask.  World-writable and sticky, like the directory around it.
         os.chmod(directory, 0o1777)  # noqa: S103
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -102,8 +101,7 @@ def _try_lock(path: Path, descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # A cleaner of temporary files may have removed it since it was opened; then the next caller would lock another
-    # file.
+    # A cleaner of temporary files may have removed it since it was opened: then the next caller locks another file.
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The GPUs of this node, as NVML sees them, and room on them.
+"""The GPUs of this node as NVML reports them, and reservations of their memory.
 
 UUIDs are written as NVML and ``nvidia-smi`` write them (``GPU-`` and 36 characters); memory is in bytes everywhere.
 """
@@ -26,9 +26,9 @@ NVML_TIMEOUT_S = 30.0
 class Gpu:
     """One GPU at one moment.
 
-    ``mig``: multi-instance mode is on.  ``mps``: a process of the multi-process service uses it (``None``: NVML cannot
-    say; an MPS daemon without clients is not seen).  ``driver``: the version of the NVIDIA driver; ``cuda``: the CUDA
-    version it knows (empty: it does not say).
+    ``mig``: multi-instance mode is on.  ``mps``: a process of the multi-process service uses it (``None``: unknown; an
+    MPS daemon without clients is not detected).  ``driver``: version of the NVIDIA driver; ``cuda``: the CUDA version
+    that it supports (empty: unknown).
     """
 
     index: int
@@ -49,10 +49,10 @@ class Gpus:
     Parameters
     ----------
     helper:
-        The helper process to ask, shared with a `cuda.Cuda`; its own by default, ended by `close`.
+        The helper process, shared with a `driver.Cuda`; by default an own one, ended by `close`.
     lock_dir:
-        Where the locks of `room` are.  All who bring kernels back to this node's GPUs must name the same directory;
-        the default lies in the system's temporary directory.
+        Directory of the locks of `reservation`, by default in the system's temporary directory.  All servers that
+        restore kernels to this node's GPUs must use the same one.
 
     All methods raise `CudaError` (NVML refused; its number is in the details), `CudaUnavailable` (no bindings although
     there is a driver), `CudaTimeout` or `HelperGone`.
@@ -64,47 +64,47 @@ class Gpus:
         self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
 
     def list(self) -> list[Gpu]:
-        """All GPUs in NVML's order, whatever ``CUDA_VISIBLE_DEVICES`` says; none without an NVIDIA driver: no error."""
-        return [Gpu(**gpu) for gpu in self._ask("nvml.gpus")]
+        """Return all GPUs in NVML's order, whatever ``CUDA_VISIBLE_DEVICES`` says; none without an NVIDIA driver."""
+        return [Gpu(**gpu) for gpu in self._call("nvml.gpus")]
 
     def free(self, uuid: str) -> int:
-        """Free bytes on one GPU."""
-        return int(self._ask("nvml.free", uuid=uuid))
+        """Return the free bytes of one GPU."""
+        return int(self._call("nvml.free", uuid=uuid))
 
     def processes(self, uuid: str) -> dict[int, int | None]:
-        """Used bytes by process id, for each process with a context on the GPU; ``None`` where NVML does not tell.
+        """Return used bytes by process id, for each process with a context on the GPU; ``None`` where unknown.
 
-        NVML names processes by their ids in its own view, the host's; inside a container with a PID namespace these
-        may be foreign numbers, or be left out altogether.  A suspended process is not listed: it is not on the GPU.
+        The process ids are the host's: in a container with a PID namespace they differ, or are missing.  A suspended
+        process is not listed: it is not on the GPU.
         """
         found: dict[int, int | None] = {}
-        for pid, used in self._ask("nvml.processes", uuid=uuid):
+        for pid, used in self._call("nvml.processes", uuid=uuid):
             before = found.get(pid)
             # A process with a compute and a graphics context is listed twice, each time with all it uses.
             found[pid] = used if before is None else max(before, used or 0)
         return found
 
     def used_by(self, pid: int) -> dict[str, int]:
-        """Bytes by GPU a process uses now: what it needs again after a suspend.  Process ids as in `processes`."""
+        """Return the bytes by GPU that a process uses now and needs again after a suspend; ids as in `processes`."""
         used = {gpu.uuid: self.processes(gpu.uuid).get(pid, 0) for gpu in self.list()}
         unknown = [uuid for uuid, count in used.items() if count is None]
         if unknown:
-            # Taking it for nothing would bring the process back without room, which destroys it.
-            raise CudaError("NVML does not tell how much GPU memory the process uses.", pid=pid, uuids=unknown)
+            # Counted as nothing, the process would be restored without a reservation, which destroys it.
+            raise CudaError("NVML does not report how much GPU memory the process uses.", pid=pid, uuids=unknown)
         return {uuid: count for uuid, count in used.items() if count}
 
     def utilisation(self, uuid: str) -> int:
-        """Percent of the last moment (NVML: up to a second) in which anybody computed on the GPU."""
-        return int(self._ask("nvml.utilisation", uuid=uuid))
+        """Return the percentage of the last sampling period (up to a second) in which the GPU computed."""
+        return int(self._call("nvml.utilisation", uuid=uuid))
 
     def process_utilisation(self, uuid: str, since: float) -> dict[int, int] | None:
-        """The highest SM utilisation in percent by process id, over NVML's samples taken after ``since``.
+        """Return the highest SM utilisation in percent by process id, of NVML's samples taken after ``since``.
 
-        ``since`` is in seconds of `time.time`; NVML keeps some seconds of samples, so ask more often than that.  A
-        process that is not named did not compute, or too little to make one percent.  ``None`` where NVML does not
-        tell (MIG, virtual GPUs, lack of rights): then `utilisation` is all there is.  Process ids as in `processes`.
+        ``since`` is in seconds of `time.time`; NVML keeps samples for some seconds only.  A process that is not named
+        computed less than one percent.  ``None`` where NVML has no samples (MIG, virtual GPUs, missing rights): then
+        use `utilisation`.  Process ids as in `processes`.
         """
-        samples = self._ask("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))
+        samples = self._call("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))
         if samples is None:
             return None
         found: dict[int, int] = {}
@@ -113,17 +113,17 @@ class Gpus:
         return found
 
     @contextmanager
-    def room(self, needs: Mapping[str, int], timeout_s: float) -> Iterator[None]:
-        """Hold the locks of the GPUs in ``needs`` (bytes by UUID) during the body, with that much memory free on each.
+    def reservation(self, needs: Mapping[str, int], timeout_s: float) -> Iterator[None]:
+        """Lock the GPUs in ``needs`` (bytes by UUID) during the body, with that much memory free on each.
 
-        The body is `cuda.Cuda.restore`: the driver's restore into too little memory destroys the process for ever, and
-        two restores that both found the same memory free would do just that.  Programs that do not ask here can still
-        take the memory in between; the image is kept until the process runs for that reason.
+        The body is `driver.Cuda.restore`: a restore into too little memory destroys the process, and so would two
+        restores that both found the same memory free.  Programs that do not use the locks can still allocate the memory
+        in between; therefore the image is kept until the process runs.
 
         Raises
         ------
         GpuFull
-            Too little is free (``needed``, ``free`` in the details), or another restore held a lock for ``timeout_s``
+            Too little is free (``needed``, ``free`` in the details), or another restore had a lock for ``timeout_s``
             (``locked``).  The body was not run.
         HostError
             The lock directory cannot be used.
@@ -133,7 +133,7 @@ class Gpus:
                 raise TypeError("needs must be bytes by GPU UUID")
             if needed < 0:
                 raise ValueError(f"{uuid}: a need of {needed} bytes")
-        with gpu_locks.hold(self._lock_dir, needs, timeout_s):
+        with gpu_locks.locked(self._lock_dir, needs, timeout_s):
             for uuid, needed in sorted(needs.items()):
                 free = self.free(uuid)
                 if free < needed:
@@ -152,7 +152,7 @@ class Gpus:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _ask(self, op: str, **args: Any) -> Any:
+    def _call(self, op: str, **args: Any) -> Any:
         try:
             return self._helper.call(op, timeout_s=NVML_TIMEOUT_S, **args)
         except DriverRefused as refusal:
@@ -163,25 +163,24 @@ class Gpus:
 def gpu_mapping(
     saved: Sequence[str], node: Sequence[str], wanted: Mapping[str, str] | None = None
 ) -> dict[str, str] | None:
-    """The mapping `cuda.Cuda.restore` needs, or ``None`` when every GPU is its own successor.
+    """Return the mapping for `driver.Cuda.restore`, or ``None`` when every GPU is mapped to itself.
 
     Parameters
     ----------
     saved:
-        The UUIDs of all GPUs the kernel-mode driver saw at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``).
+        The UUIDs of all GPUs that the driver had at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``).
     node:
         The UUIDs of all GPUs of the node now.
     wanted:
-        Where to put which; GPUs it does not name stay where they are if they can, the others follow in order.
+        Required pairs; other GPUs are mapped to themselves where possible, the rest in order.
 
-    Each saved GPU gets a successor, no two the same: a partial mapping makes the driver refuse with INVALID_VALUE and
-    leaves the process unusable (measured, driver 580; the rule is in the documentation of cuda.core's
-    ``Process.restore``).
+    Every saved GPU is mapped, no two to the same: the driver refuses a partial mapping with INVALID_VALUE, and leaves
+    the process unusable (measured, driver 580; the rule is in the documentation of cuda.core's ``Process.restore``).
 
     Raises
     ------
     ValueError
-        ``wanted`` names a GPU that is not in ``saved`` or ``node``, or one successor twice; or a list has duplicates.
+        ``wanted`` names a GPU that is not in ``saved`` or ``node``, or maps two to one; or a list has duplicates.
     CudaError
         The node has fewer GPUs than the image knows.
     """
@@ -190,7 +189,7 @@ def gpu_mapping(
         if len(set(uuids)) != len(uuids):
             raise ValueError("a GPU is named twice")
     if not set(wanted) <= set(saved) or not set(wanted.values()) <= set(node):
-        raise ValueError("wanted names a GPU that is not there")
+        raise ValueError("wanted names an unknown GPU")
     if len(saved) > len(node):
         raise CudaError(
             f"The image knows {len(saved)} GPUs; this node has {len(node)}.",
@@ -200,11 +199,11 @@ def gpu_mapping(
             node=len(node),
         )
     mapping = dict(wanted)
-    taken = set(wanted.values())
+    used = set(wanted.values())
     for uuid in saved:
-        if uuid not in mapping and uuid in node and uuid not in taken:
+        if uuid not in mapping and uuid in node and uuid not in used:
             mapping[uuid] = uuid
-            taken.add(uuid)
-    unused = iter([uuid for uuid in node if uuid not in taken])
+            used.add(uuid)
+    unused = iter([uuid for uuid in node if uuid not in used])
     complete = {uuid: mapping[uuid] if uuid in mapping else next(unused) for uuid in saved}
     return None if all(old == new for old, new in complete.items()) else complete

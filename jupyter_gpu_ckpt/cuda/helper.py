@@ -1,23 +1,20 @@
-"""The process that talks to the CUDA driver and to NVML for everybody else.
+"""The process that calls the CUDA driver and NVML.
 
-Run as ``python -m jupyter_gpu_ckpt.cuda.helper``, by `client.Helper` and by nobody else.  It is a process
-of its own because a fresh one pays ``cuInit`` (seconds on a big node), because a hung driver call can only be ended by
-ending the process that made it, and because a Jupyter server must not hold ``/dev/nvidia*`` open.  It is long-lived
-for the first of these.
+`client.Helper` runs it as ``python -m jupyter_gpu_ckpt.cuda.helper``.  It is a process of its own because only the end
+of its process ends a hung driver call, and because a Jupyter server must not have ``/dev/nvidia*`` open; it is
+long-lived because ``cuInit`` takes seconds on a big node.
 
-Wire format, one JSON object a line.  Request: ``{"id", "op", "args"}``.  Answer: ``{"id", "value"}`` or
+Wire format, one JSON object a line.  Request: ``{"id", "op", "args"}``.  Reply: ``{"id", "value"}`` or
 ``{"id", "error": {"kind": "refused", "number", "name"}}`` (the driver's own number), ``{"kind": "unavailable",
-"reason", "message"}`` or ``{"kind": "bug", "message"}``.  Requests run side by side, since the checkpoint of 100 GB
-takes 40 s and somebody else's question about free memory must not wait for it; the client sends those for one process
-one at a time.
+"reason", "message"}`` or ``{"kind": "bug", "message"}``.  Requests run in parallel, since the checkpoint of 100 GB
+takes 40 s and a query of free memory must not wait for it; the client sends those for one process one at a time.
 
-The process ends on the end of its standard input, after the calls under way have ended (at most `DRAIN_S` later): to
-be cut off in the middle would leave a kernel half suspended.
+The process ends on the end of its standard input, after the running calls (at most `DRAIN_S` later): a call cut off in
+the middle would leave a kernel half suspended.
 
-It calls ``cuda.bindings.driver`` and not ``cuda.core.checkpoint``, which folds every refusal of the driver into the
-text of one exception class: above this file an error is a number.  The bindings release the GIL in every call since
-12.9.1 and 13.0.0 (their release notes); with older ones one checkpoint would block every other request, hence the floor
-below.
+It calls ``cuda.bindings.driver``, not ``cuda.core.checkpoint``, which reduces every error of the driver to the text of
+one exception class; above this file an error is a number.  The bindings release the GIL in every call since 12.9.1 and
+13.0.0 (their release notes); with older ones one checkpoint would block every other request, hence `check_binding`.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from .. import procfs
 
-# The CUDA driver's number for each of its versions is 1000 * major + 10 * minor; the checkpoint functions came with
-# 12.8.
+# 1000 * major + 10 * minor; the checkpoint functions came with 12.8.
 NEEDED_DRIVER = 12080
 NEEDED_SYMBOLS = (
     "cuCheckpointProcessCheckpoint",
@@ -57,7 +54,7 @@ DRAIN_S = 60.0
 
 
 class DriverRefused(Exception):
-    """The driver or NVML answered with an error number of its own."""
+    """The driver or NVML returned an error number."""
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
@@ -66,7 +63,7 @@ class DriverRefused(Exception):
 
 
 class Unavailable(Exception):
-    """This host cannot do it at all; ``reason`` is one of the stable words `cuda.Cuda.available` documents."""
+    """This host cannot checkpoint CUDA processes; ``reason`` is one of those that `driver.Cuda.available` documents."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message)
@@ -78,23 +75,20 @@ class Unavailable(Exception):
 
 
 class CudaDriver:
-    """The driver's checkpoint functions, by the driver's own numbers."""
+    """The driver's checkpoint functions, by process id; errors are `DriverRefused` with the driver's number."""
 
     def __init__(self) -> None:
         self._api: Any = None
         self._opening = threading.Lock()
 
     def open(self) -> None:
-        """Load and initialise the driver; does nothing the second time.
-
-        One thread at a time, because bindings before 12.9.8 race in their own lazy initialisation.
-        """
+        """Load and initialise the driver, once, by one thread: bindings before 12.9.8 race in their initialisation."""
         with self._opening:
             if self._api is None:
                 self._api = _load_driver()
 
     def state(self, pid: int) -> int:
-        """``CUprocessState`` as a number."""
+        """Return the ``CUprocessState`` as a number."""
         return int(self._call("cuCheckpointProcessGetState", pid)[0])
 
     def lock(self, pid: int, timeout_ms: int) -> None:
@@ -106,7 +100,7 @@ class CudaDriver:
         self._call("cuCheckpointProcessCheckpoint", pid, None)
 
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]]) -> None:
-        """``pairs`` of (old, new) GPU UUIDs in NVML's spelling; none: every GPU is its own successor."""
+        """Restore with ``pairs`` of (old, new) GPU UUIDs in NVML's spelling; none: every GPU is mapped to itself."""
         if not pairs:
             self._call("cuCheckpointProcessRestore", pid, None)
             return
@@ -134,7 +128,7 @@ class CudaDriver:
         try:
             return _checked(getattr(self._api, name)(*args))
         except RuntimeError as error:
-            # The bindings look a function up when it is first called; libcuda itself is loaded since `open`.
+            # The bindings look a function up at its first call; `open` has loaded libcuda itself.
             raise Unavailable("driver-too-old", f"The NVIDIA driver has no {name}.") from error
 
 
@@ -157,7 +151,7 @@ def _load_driver() -> Any:
         raise Unavailable("driver-missing", "This host has no NVIDIA driver (no libcuda).") from error
     if version < NEEDED_DRIVER:
         found = f"{version // 1000}.{version % 1000 // 10}"
-        raise Unavailable("driver-too-old", f"The NVIDIA driver knows CUDA {found} only; checkpoints came with 12.8.")
+        raise Unavailable("driver-too-old", f"The NVIDIA driver supports CUDA {found}; checkpoints need 12.8.")
     try:
         # `restore` needs this, or persistence mode (CUDA Driver API, cuCheckpointProcessRestore).
         _checked(api.cuInit(0))
@@ -167,9 +161,9 @@ def _load_driver() -> Any:
 
 
 def check_binding(version: str, symbols: Iterable[str]) -> None:
-    """Raise `Unavailable` unless this version of ``cuda-bindings`` can do it.
+    """Raise `Unavailable` unless this version of ``cuda-bindings`` has what is needed.
 
-    The symbols are looked at too, because some 12.9 releases had lost ``CUcheckpointRestoreArgs`` (notes of 12.9.8).
+    The symbols are checked, too, because some 12.9 releases lacked ``CUcheckpointRestoreArgs`` (notes of 12.9.8).
     """
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     floor = (12, 9, 1) if numbers < (13,) else (13, 0, 2)
@@ -185,14 +179,14 @@ def check_binding(version: str, symbols: Iterable[str]) -> None:
 
 
 class Nvml:
-    """What `gpus.Gpus` asks of NVML; numbers are ``NVML_ERROR_*``."""
+    """The calls of NVML that `gpus.Gpus` needs; error numbers are ``NVML_ERROR_*``."""
 
     def __init__(self) -> None:
         self._api: Any = None
         self._opening = threading.Lock()
 
     def open(self) -> bool:
-        """Load and initialise NVML; False when this host has no NVIDIA driver (which a later call asks again)."""
+        """Load and initialise NVML; return False when this host has no NVIDIA driver yet."""
         with self._opening:
             if self._api is not None:
                 return True
@@ -231,7 +225,7 @@ class Nvml:
         return int(self._api.nvmlDeviceGetMemoryInfo(handle).free)
 
     def processes(self, uuid: str) -> list[tuple[int, int | None]]:
-        handle = self._handle(uuid)  # first: it loads what the next line reads
+        handle = self._handle(uuid)  # first: it loads NVML
         api = self._api
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return [(process.pid, process.usedGpuMemory) for process in running]
@@ -247,11 +241,11 @@ class Nvml:
             samples = api.nvmlDeviceGetProcessUtilization(handle, since_us)
         except api.NVMLError as error:
             if error.value == api.NVML_ERROR_NOT_FOUND:
-                return []  # NVML's word for "nobody computed since then"
+                return []  # no process computed since then
             if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_NO_PERMISSION):
                 return None
             raise
-        # NVML promises nothing about entries it did not fill.
+        # NVML does not define the entries that it did not fill.
         return [(sample.pid, sample.smUtil) for sample in samples if sample.timeStamp > since_us]
 
     def _handle(self, uuid: str) -> Any:
@@ -270,7 +264,7 @@ class Nvml:
         return bool(current == api.NVML_DEVICE_MIG_ENABLE)
 
     def _mps(self, handle: Any) -> bool | None:
-        """Whether an MPS server or client uses the GPU now; an idle MPS daemon holds no GPU and cannot be seen here."""
+        """Return whether an MPS server or client uses the GPU now; an idle MPS daemon cannot be detected."""
         api = self._api
         try:
             if api.nvmlDeviceGetMPSComputeRunningProcesses(handle):
@@ -296,26 +290,29 @@ Operation = Callable[..., Any]
 
 
 class _Server:
-    """Runs requests side by side and writes their answers."""
+    """Runs requests in parallel and writes their replies."""
 
-    def __init__(self, operations: Mapping[str, Operation], answers: TextIO) -> None:
+    def __init__(self, operations: Mapping[str, Operation], replies: TextIO) -> None:
         self._operations = operations
-        self._answers = answers
+        self._replies = replies
         self._writing = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS)
-        self._under_way: set[Future[None]] = set()
+        self._running: set[Future[None]] = set()
 
     def submit(self, request: dict[str, Any]) -> None:
         done = self._pool.submit(self._run, request)
-        self._under_way.add(done)
-        done.add_done_callback(self._under_way.discard)
+        self._running.add(done)
+        done.add_done_callback(self._running.discard)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way."""
-        return not wait(list(self._under_way), timeout_s).not_done
+        """Wait for the running requests; return whether they have ended."""
+        return not wait(list(self._running), timeout_s).not_done
 
     def _run(self, request: dict[str, Any]) -> None:
-        self._answer({"id": request["id"], **self._outcome(request)})
+        line = json.dumps({"id": request["id"], **self._outcome(request)}) + "\n"
+        with self._writing, suppress(OSError):  # no reader any more: the end of standard input follows
+            self._replies.write(line)
+            self._replies.flush()
 
     def _outcome(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -330,24 +327,15 @@ class _Server:
                 return {"error": {"kind": "refused", "number": number, "name": type(error).__name__}}
             return {"error": {"kind": "bug", "message": traceback.format_exc(limit=-3)}}
 
-    def _answer(self, answer: dict[str, Any]) -> None:
-        line = json.dumps(answer) + "\n"
-        with self._writing:
-            try:
-                self._answers.write(line)
-                self._answers.flush()
-            except OSError:
-                pass  # nobody listens any more; the end of standard input follows
-
 
 def _nvml_number(error: Exception) -> int | None:
     nvml = sys.modules.get("pynvml")
     return int(error.value) if nvml is not None and isinstance(error, nvml.NVMLError) else None
 
 
-def serve(requests: Iterable[str], answers: TextIO, operations: Mapping[str, Operation]) -> bool:
-    """Answer requests until they end; False when a call was still under way `DRAIN_S` after that."""
-    server = _Server(operations, answers)
+def serve(requests: Iterable[str], replies: TextIO, operations: Mapping[str, Operation]) -> bool:
+    """Run requests until they end; return False when a call was still running `DRAIN_S` after that."""
+    server = _Server(operations, replies)
     for line in requests:
         server.submit(json.loads(line))
     return server.drain(DRAIN_S)
@@ -373,15 +361,15 @@ def real_operations() -> dict[str, Operation]:
 
 def run(operations: Mapping[str, Operation]) -> None:
     """Serve standard input on standard output, then end the process."""
-    # Both may be sent to all processes of the server's job; it is by the end of its input that this one is ended.
+    # Both may be sent to all processes of the server's job; this one is ended by the end of its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Libraries that print must not print into the answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Libraries that print must not print into the replies.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    ended_well = serve(sys.stdin, answers, operations)
-    # Not sys.exit(): it would wait for the pool's threads, one of which may hang in the driver for ever.
-    os._exit(0 if ended_well else 1)
+    drained = serve(sys.stdin, replies, operations)
+    # Not sys.exit(): it would wait for the pool's threads, one of which may hang in the driver.
+    os._exit(0 if drained else 1)
 
 
 if __name__ == "__main__":

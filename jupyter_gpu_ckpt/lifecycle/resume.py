@@ -39,7 +39,7 @@ def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
         for uuid, bytes in kernel.saved.device_bytes.items()
     }
-    return kernel.engine.gpus.room(needs, kernel.settings.reservation)
+    return kernel.engine.gpus.reservation(needs, kernel.settings.reservation)
 
 
 def _is_on_gpu(kernel: KernelState) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,23 @@ class FakeDriver:
                 raise HelperGone(f"The CUDA helper ended during {op}.", op=op, pid=lane)
             if op in self.refuse:
                 raise _refused(self.refuse[op])
-            family, _, verb = op.partition(".")
-            return getattr(self, f"_{family}_{verb}")(**args)
+            return self._operations()[op](**args)
+
+    def _operations(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "cuda.open": self._cuda_open,
+            "cuda.state": self._cuda_state,
+            "cuda.lock": self._cuda_lock,
+            "cuda.checkpoint": self._cuda_checkpoint,
+            "cuda.restore": self._cuda_restore,
+            "cuda.unlock": self._cuda_unlock,
+            "nvml.open": self._nvml_open,
+            "nvml.gpus": self._nvml_gpus,
+            "nvml.free": self._nvml_free,
+            "nvml.processes": self._nvml_processes,
+            "nvml.utilisation": self._nvml_utilisation,
+            "nvml.process_utilisation": self._nvml_process_utilisation,
+        }
 
     def close(self) -> None:
         """Nothing to end."""

@@ -138,7 +138,7 @@ class TestContract:
         assert driver.gpus.used_by(pid) == {}
         assert driver.gpus.free(uuid) >= free + MEMORY
 
-        with driver.gpus.room(needs, 1):
+        with driver.gpus.reservation(needs, 1):
             driver.cuda.restore(pid)
         assert driver.cuda.state(pid) is CudaState.LOCKED
         assert driver.gpus.used_by(pid)[uuid] >= MEMORY
@@ -212,9 +212,9 @@ class TestContract:
     @pytest.mark.alone
     def test_no_room(self, driver):
         gpu = driver.gpus.list()[0]
-        with pytest.raises(GpuFull) as caught, driver.gpus.room({gpu.uuid: gpu.total + 1}, 1):
+        with pytest.raises(GpuFull) as caught, driver.gpus.reservation({gpu.uuid: gpu.total + 1}, 1):
             pytest.fail("the body must not run")
         assert caught.value.details["needed"] == gpu.total + 1
         assert caught.value.details["free"] <= gpu.total
-        with driver.gpus.room({gpu.uuid: 1}, 1):
+        with driver.gpus.reservation({gpu.uuid: 1}, 1):
             pass

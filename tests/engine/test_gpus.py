@@ -74,28 +74,28 @@ def gpus(tmp_path):
 class TestRoom:
     def test_the_lock_is_held_during_the_body_only(self, gpus, tmp_path):
         other = FakeGpus(gpus.driver, tmp_path / "locks")
-        with gpus.room({A: GIB}, 1):
-            with pytest.raises(GpuFull) as caught, other.room({A: GIB}, 0):
+        with gpus.reservation({A: GIB}, 1):
+            with pytest.raises(GpuFull) as caught, other.reservation({A: GIB}, 0):
                 pytest.fail("the body must not run")
             assert caught.value.details == {"uuid": A, "locked": True}
-            with other.room({B: GIB}, 0):
+            with other.reservation({B: GIB}, 0):
                 pass
-        with other.room({A: GIB}, 0):
+        with other.reservation({A: GIB}, 0):
             pass
 
     def test_an_error_in_the_body_frees_the_lock(self, gpus):
-        with pytest.raises(ZeroDivisionError), gpus.room({A: GIB}, 0):
+        with pytest.raises(ZeroDivisionError), gpus.reservation({A: GIB}, 0):
             raise ZeroDivisionError
-        with gpus.room({A: GIB}, 0):
+        with gpus.reservation({A: GIB}, 0):
             pass
 
     def test_too_little_on_one_of_two(self, gpus):
         gpus.driver.start({B: 9 * GIB})
-        with pytest.raises(GpuFull) as caught, gpus.room({A: GIB, B: 2 * GIB}, 0):
+        with pytest.raises(GpuFull) as caught, gpus.reservation({A: GIB, B: 2 * GIB}, 0):
             pytest.fail("the body must not run")
         assert caught.value.details == {"uuid": B, "needed": 2 * GIB, "free": GIB}
         assert "2.00 GiB" in caught.value.message
-        with gpus.room({A: GIB, B: GIB}, 0):
+        with gpus.reservation({A: GIB, B: GIB}, 0):
             pass
 
     def test_two_who_want_both_do_not_wait_for_each_other(self, gpus):
@@ -104,7 +104,7 @@ class TestRoom:
         def take(needs):
             together.wait()
             for _ in range(20):
-                with gpus.room(needs, 20):
+                with gpus.reservation(needs, 20):
                     pass
             return True
 
@@ -116,7 +116,7 @@ class TestRoom:
 
         def restore(_):
             try:
-                with gpus.room({A: 4 * GIB}, 20):
+                with gpus.reservation({A: 4 * GIB}, 20):
                     gpus.driver.start({A: 4 * GIB})
                     return True
             except GpuFull:
@@ -127,24 +127,26 @@ class TestRoom:
 
     def test_a_process_that_ends_frees_its_lock(self, gpus, tmp_path):
         code = "import sys; from pathlib import Path; from jupyter_gpu_ckpt.cuda import gpu_locks\n"
-        code += "with gpu_locks.hold(Path(sys.argv[1]), [sys.argv[2]], 5): print('held', flush=True); sys.stdin.read()"
+        code += (
+            "with gpu_locks.locked(Path(sys.argv[1]), [sys.argv[2]], 5): print('held', flush=True); sys.stdin.read()"
+        )
         command = [sys.executable, "-c", code, str(tmp_path / "locks"), A]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
             assert holder.stdout.readline() == b"held\n"
-            with pytest.raises(GpuFull), gpus.room({A: 1}, 0.1):
+            with pytest.raises(GpuFull), gpus.reservation({A: 1}, 0.1):
                 pytest.fail("the body must not run")
             holder.kill()
             holder.wait()
-            with gpus.room({A: 1}, 5):
+            with gpus.reservation({A: 1}, 5):
                 pass
 
     @pytest.mark.parametrize(("needs", "error"), [({A: True}, TypeError), ({A: 1.5}, TypeError), ({A: -1}, ValueError)])
     def test_what_is_not_a_number_of_bytes(self, gpus, needs, error):
-        with pytest.raises(error), gpus.room(needs, 0):
+        with pytest.raises(error), gpus.reservation(needs, 0):
             pytest.fail("the body must not run")
 
     def test_no_needs(self, gpus):
-        with gpus.room({}, 0):
+        with gpus.reservation({}, 0):
             assert not gpus._lock_dir.exists()
 
 
@@ -152,7 +154,7 @@ class TestLockFiles:
     def test_modes_do_not_depend_on_the_umask(self, tmp_path):
         before = os.umask(0o077)
         try:
-            with gpu_locks.hold(tmp_path / "locks", [A], 0):
+            with gpu_locks.locked(tmp_path / "locks", [A], 0):
                 pass
         finally:
             os.umask(before)
@@ -172,7 +174,7 @@ class TestLockFiles:
                     os.setgroups([])
                     os.setresgid(65534, 65534, 65534)
                     os.setresuid(65534, 65534, 65534)
-                    with gpu_locks.hold(directory, [A], 0.1):
+                    with gpu_locks.locked(directory, [A], 0.1):
                         status = 0
                 except GpuFull:
                     status = 1
@@ -183,19 +185,19 @@ class TestLockFiles:
         with tempfile.TemporaryDirectory() as world:
             os.chmod(world, 0o1777)
             locks = Path(world, "locks")
-            with gpu_locks.hold(locks, [A], 0):
+            with gpu_locks.locked(locks, [A], 0):
                 assert as_nobody(locks) == "full"
             assert as_nobody(locks) == "held"
             (locks / f"{A}.lock").unlink()
             assert as_nobody(locks) == "held"
             assert (locks / f"{A}.lock").stat().st_uid == 65534
-            with gpu_locks.hold(locks, [A], 0):
+            with gpu_locks.locked(locks, [A], 0):
                 assert as_nobody(locks) == "full"
 
     def test_a_file_that_was_removed_is_not_locked_any_more(self, tmp_path):
-        with gpu_locks.hold(tmp_path, [A], 0):
+        with gpu_locks.locked(tmp_path, [A], 0):
             (tmp_path / f"{A}.lock").unlink()
-            with gpu_locks.hold(tmp_path, [A], 0), pytest.raises(GpuFull), gpu_locks.hold(tmp_path, [A], 0):
+            with gpu_locks.locked(tmp_path, [A], 0), pytest.raises(GpuFull), gpu_locks.locked(tmp_path, [A], 0):
                 pytest.fail("locked twice")
 
     def test_a_link_or_a_directory_is_no_lock_file(self, tmp_path):
@@ -204,16 +206,16 @@ class TestLockFiles:
         (tmp_path / f"{B}.lock").mkdir()
         os.mkfifo(tmp_path / f"{C}.lock")
         for uuid in (A, B, C):
-            with pytest.raises(HostError), gpu_locks.hold(tmp_path, [uuid], 0):
+            with pytest.raises(HostError), gpu_locks.locked(tmp_path, [uuid], 0):
                 pytest.fail("locked something else")
 
     def test_a_link_is_no_lock_directory(self, tmp_path):
         (tmp_path / "locks").symlink_to(tmp_path)
-        with pytest.raises(HostError), gpu_locks.hold(tmp_path / "locks", [A], 0):
+        with pytest.raises(HostError), gpu_locks.locked(tmp_path / "locks", [A], 0):
             pytest.fail("locked elsewhere")
 
     def test_no_name_leads_out_of_the_directory(self, tmp_path):
-        with pytest.raises(ValueError, match="not a GPU UUID"), gpu_locks.hold(tmp_path, ["../x"], 0):
+        with pytest.raises(ValueError, match="not a GPU UUID"), gpu_locks.locked(tmp_path, ["../x"], 0):
             pytest.fail("locked elsewhere")
 
 

@@ -119,7 +119,7 @@ class TestWhatSurvives:
         freed = gpus.free(uuid) - free
         assert process.pid not in gpus.processes(uuid)
         assert freed >= 512 * 2**20
-        with gpus.room(needs, 5):
+        with gpus.reservation(needs, 5):
             seconds["restore"] = timed(cuda.restore, process.pid)
         seconds["unlock"] = timed(cuda.unlock, process.pid)
         record(seconds=seconds, used=needs[uuid], freed=freed)
@@ -234,12 +234,12 @@ class TestWhatIsRefused:
         suspend(cuda, process.pid)
         hog = subject(filled(1))
         hog.run(f"hog = torch.empty({gpus.free(uuid) - GIB // 2}, dtype=torch.uint8, device='cuda')")
-        with pytest.raises(GpuFull) as caught, gpus.room(needs, 5):
+        with pytest.raises(GpuFull) as caught, gpus.reservation(needs, 5):
             pytest.fail("there is no room")
         assert caught.value.details["free"] < needs[uuid]
         assert cuda.state(process.pid) is CudaState.CHECKPOINTED
         hog.close()
-        with gpus.room(needs, 5):
+        with gpus.reservation(needs, 5):
             cuda.restore(process.pid)
         cuda.unlock(process.pid)
         assert process.run(INTACT)

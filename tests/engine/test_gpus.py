@@ -319,7 +319,7 @@ class TestUtilisation:
         assert (gpus.utilisation(A), gpus.utilisation(B)) == (80, 0)
 
     def test_the_highest_of_several_samples(self, gpus, monkeypatch):
-        monkeypatch.setattr(gpus, "_ask", lambda op, **args: [[5, 1], [5, 60], [5, 2]])
+        monkeypatch.setattr(gpus, "_call", lambda op, **args: [[5, 1], [5, 60], [5, 2]])
         assert gpus.process_utilisation(A, 0.0) == {5: 60}
 
     def test_where_nvml_does_not_tell(self, gpus):
@@ -339,7 +339,7 @@ def test_memory_that_nvml_does_not_tell_is_not_taken_for_none(tmp_path, monkeypa
 
 def test_a_process_listed_twice_counts_once(tmp_path, monkeypatch):
     gpus = FakeGpus(FakeDriver({A: GIB}), tmp_path)
-    monkeypatch.setattr(gpus, "_ask", lambda op, **args: [[5, 10], [5, 12], [6, None], [6, 4], [7, 3], [7, None]])
+    monkeypatch.setattr(gpus, "_call", lambda op, **args: [[5, 10], [5, 12], [6, None], [6, 4], [7, 3], [7, None]])
     assert gpus.processes(A) == {5: 12, 6: 4, 7: 3}
 
 

@@ -1,26 +1,25 @@
-"""The agent inside the kernel: makes it ready for a checkpoint, and mends it after a restore.
+"""The agent inside the kernel: prepares it for a checkpoint, and undoes the preparation afterwards.
 
 Loaded by launch.py as ``_jupyter_gpu_ckpt_agent`` (with this folder as its package) into whatever environment the
 kernel runs in: standard library and IPython/ipykernel only, Python >= 3.8, ipykernel >= 6.
 
-It answers three requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
+It handles three requests on the shell channel, so on the kernel's main thread and between cells.  Each reply has
 ``status``: ``ok`` with ``report``, or ``error`` with ``ename``, ``evalue`` and ``traceback``.
 
 ``gpu_ckpt_report_request``  {}
-    The report, without changing anything: for preflight.
+    Return the report of preflight; changes nothing.
 ``gpu_ckpt_quiesce_request``  {"trim": true, "files": true}
     Flush all output.  ``trim``: release the variables that ``%gpu_checkpoint --drop`` named (for good, also if the
-    kernel stays), collect garbage and free the caches of GPU libraries.  ``files``: let go of what
-    cannot be saved by CRIU, or not be restored by it: a debugger that was turned off (for good, until it is turned on
-    again), the history database, the TCP listener for children's output, shared mappings of deleted files.  An error
-    reply means that all of it has been undone.
+    checkpoint fails), collect garbage and free the caches of GPU libraries.  ``files``: close or replace what CRIU
+    cannot save or restore: a debugger that was turned off (until it is turned on again), the history database, the TCP
+    listener for children's output, shared mappings of deleted files.  An error reply means that all of it was undone.
 ``gpu_ckpt_thaw_request``  {"environ": {"NAME": "value" | null}, "notice": "text for the next cell's output"}
-    Set (null: unset) environment variables and take back what quiesce let go of.  What cannot be taken back is told in
-    ``probe_errors`` and hurts nobody: the kernel works without it.
+    Set (null: unset) environment variables and undo quiesce.  Failures to undo are listed in ``probe_errors``; the
+    kernel works without these things.
 
 Quiescing twice and thawing without having quiesced are fine.  A kernel that was quiesced but never dumped, because
-the server died in between, takes everything back by itself before it runs the next cell.  Random number generators
-are never touched.
+the server died in between, undoes quiesce by itself before it runs the next cell.  Random number generators are never
+touched.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from . import debugging, gpu_memory, mappings, probes
 from .history import History
 from .iopub import IOPub
 from .magics import GpuMagics
-from .server_channel import Outside
-from .sigterm import spare
+from .server_channel import ServerChannel
+from .sigterm import ignore_sigterm
 from .trackers import Trackers
 
 NAME = "_jupyter_gpu_ckpt_agent"
@@ -54,23 +53,27 @@ class Agent:
         self._history = History(shell)
         self._iopub = IOPub(kernel)
         self._trackers = Trackers()
-        self._healing = False
-        self.outside = Outside(kernel)
-        self.magics = GpuMagics(shell, kernel, self.outside, lambda: self._iopub.port)
-        #: Called without arguments on the main thread: the last thing before the kernel may go, the first when it is
-        #: back, or stayed.
-        self.on_leave: list[Callable[[], None]] = []
-        self.on_return: list[Callable[[], None]] = []
+        self._watches_cells = False
+        self.server = ServerChannel(kernel)
+        self.magics = GpuMagics(shell, kernel, self.server, lambda: self._iopub.port)
+        #: Called without arguments on the main thread: before anything else of a quiesce, and after a thaw.
+        self.on_quiesce: list[Callable[[], None]] = []
+        self.on_thaw: list[Callable[[], None]] = []
+        self._verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "report": self.report,
+            "quiesce": self.quiesce,
+            "thaw": self.thaw,
+        }
 
     def register(self) -> None:
         """Called from `load_ipython_extension`."""
-        for verb in ("report", "quiesce", "thaw"):
-            self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, getattr(self, verb))
-        self.outside.register()
+        for verb, act in self._verbs.items():
+            self._kernel.shell_handlers[f"gpu_ckpt_{verb}_request"] = self._handler(verb, act)
+        self.server.register()
         self.magics.register()
         probes.probe([], "trackers", self._trackers.watch, None)
         self._notices: list[str] = []
-        self._notify(os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", ""))  # what this kernel starts is not meant
+        self._notify(os.environ.pop("JUPYTER_GPU_CKPT_NOTICE", ""))  # not for the programs that this kernel starts
 
     def _notify(self, notice: str) -> None:
         """Show ``notice``, unless it is empty, in the output of the next cell."""
@@ -79,29 +82,28 @@ class Agent:
         self._notices += [notice] if notice else []
 
     def _show_notices(self, _: Any) -> None:
-        """Called from IPython before the first cell that is not silent: its output is where its user looks."""
+        """Called from IPython before the first cell that is not silent; its user sees the notices in its output."""
         self._shell.events.unregister("pre_run_cell", self._show_notices)
         print(*self._notices, sep="\n", file=sys.stderr, flush=True)
         self._notices.clear()
 
     def unregister(self) -> None:
         """Called from `unload_ipython_extension`."""
-        self._take_back([])
-        for verb in ("report", "quiesce", "thaw"):
+        self._undo_quiesce([])
+        for verb in self._verbs:
             self._kernel.shell_handlers.pop(f"gpu_ckpt_{verb}_request", None)
         self._trackers.unwatch()
         self.magics.unregister()
-        self.outside.unregister()
+        self.server.unregister()
 
     def _handler(self, verb: str, act: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
-        # Awaited by ipykernel 6 and 7; `stream` is a ZMQStream there and a socket pair to the shell thread here, all
-        # for session.send.
+        # Awaited by ipykernel 6 and 7; `stream` is a ZMQStream there and a socket pair to the shell thread here.
         async def handler(stream: Any, ident: Any, parent: dict[str, Any]) -> None:
             try:
                 if threading.current_thread() is not threading.main_thread():
-                    raise RuntimeError("to be asked on the main shell, not on a subshell")
+                    raise RuntimeError("send this request to the main shell, not to a subshell")
                 content = {"status": "ok", "report": act(parent["content"])}
-            except BaseException as error:  # also KeyboardInterrupt: the caller waits for an answer
+            except BaseException as error:  # also KeyboardInterrupt: the caller waits for a reply
                 content = {
                     "status": "error",
                     "ename": type(error).__name__,
@@ -115,7 +117,7 @@ class Agent:
     # -- the three requests -------------------------------------------------------------------------------------------
 
     def report(self, content: dict[str, Any]) -> dict[str, Any]:
-        """What stands in the way of a checkpoint; changes nothing."""
+        """Return what may prevent a checkpoint; changes nothing."""
         return probes.report(self._kernel, self._iopub.port, [])
 
     def quiesce(self, content: dict[str, Any]) -> dict[str, Any]:
@@ -125,27 +127,27 @@ class Agent:
         """
         errors: list[str] = []
         trimmed, rehomed = 0, 0
-        for tell in tuple(self.on_leave):
-            probes.probe(errors, "leave", tell, None)
+        for callback in tuple(self.on_quiesce):
+            probes.probe(errors, "on_quiesce", callback, None)
         still_deleted: list[dict[str, Any]] | None = None
         try:
             probes.probe(errors, "flush", self._flush, None)
             if content.get("trim", True):
                 probes.probe(errors, "release", self.magics.release, 0)
                 probes.probe(errors, "gc", gc.collect, None)
-                # After an error of CUDA's own nothing can be trimmed; whether it can be suspended is the driver's say.
+                # This fails after an error of CUDA; the driver may be able to suspend the process all the same.
                 trimmed = probes.probe(errors, "trim", gpu_memory.trim, 0)
             if content.get("files", True):
                 if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
                     probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
                 rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))
                 self._watch_for_cells()
-                self._history.park()
+                self._history.close()
                 self._iopub.unbind()
             report = probes.report(self._kernel, self._iopub.port, errors)
             report["tracked"] = probes.probe(errors, "trackers", self._trackers.living, [])
         except BaseException:  # also KeyboardInterrupt: SIGINT reaches handlers as it reaches cells
-            self._take_back(errors)
+            self._undo_quiesce(errors)
             raise
         report.update(trimmed_bytes=trimmed, rehomed=rehomed)
         if still_deleted is not None:
@@ -153,21 +155,23 @@ class Agent:
         return report
 
     def thaw(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Take back what quiesce let go of, refresh environment variables, and have the next cell show a notice."""
+        """Undo quiesce, set environment variables, and show a notice in the next cell's output."""
         environ = content.get("environ") or {}
         for name, value in environ.items():
             if not name or "=" in name or "\0" in name + ("" if value is None else value):
-                raise ValueError("not an environment variable")  # before any is set; the name may be a secret
+                raise ValueError(
+                    "not an environment variable"
+                )  # before any is set; not named, for the name may be a secret
         errors: list[str] = []
-        self._take_back(errors)
+        self._undo_quiesce(errors)
         for name, value in environ.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
         self._notify(content.get("notice", ""))
-        for tell in tuple(self.on_return):
-            probes.probe(errors, "return", tell, None)
+        for callback in tuple(self.on_thaw):
+            probes.probe(errors, "on_thaw", callback, None)
         return {"pid": os.getpid(), "pipe_port": self._iopub.port, "probe_errors": errors}
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -179,29 +183,29 @@ class Agent:
         loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
         for logger in loggers:
             for handler in getattr(logger, "handlers", ()):
-                # Others keep records back on purpose (MemoryHandler).
+                # Other handlers buffer records on purpose (MemoryHandler).
                 if isinstance(handler, logging.StreamHandler):
                     handler.flush()
-        self._iopub.drain()
+        self._iopub.flush()
 
-    def _take_back(self, errors: list[str]) -> None:
-        """Undo the ``files`` part of `quiesce`, in reverse; each step whether or not another one fails."""
+    def _undo_quiesce(self, errors: list[str]) -> None:
+        """Undo the ``files`` part of `quiesce`, in reverse; a step that fails does not stop the others."""
         probes.probe(errors, "pipe", self._iopub.bind, None)
-        problem = probes.probe(errors, "history", self._history.unpark, "")
+        problem = probes.probe(errors, "history", self._history.reopen, "")
         if problem:
             errors.append(problem)
-        if self._healing:
-            self._healing = False
-            probes.probe(errors, "events", lambda: self._shell.events.unregister("pre_execute", self._heal), None)
+        if self._watches_cells:
+            self._watches_cells = False
+            probes.probe(errors, "events", lambda: self._shell.events.unregister("pre_execute", self._on_cell), None)
 
     def _watch_for_cells(self) -> None:
-        if not self._healing:
-            self._shell.events.register("pre_execute", self._heal)
-            self._healing = True
+        if not self._watches_cells:
+            self._shell.events.register("pre_execute", self._on_cell)
+            self._watches_cells = True
 
-    def _heal(self) -> None:
+    def _on_cell(self) -> None:
         """Called from IPython before a cell runs; after a thaw it is not registered any more."""
-        self._take_back([])
+        self._undo_quiesce([])
 
 
 def load_ipython_extension(ip: Any) -> None:
@@ -225,13 +229,13 @@ def unload_ipython_extension(ip: Any) -> None:
 def attach() -> None:
     """Have the kernel application load the agent, after the user's own extensions and before any user code.
 
-    Called from launch.py; raises when IPython is missing or has changed beyond recognition.
+    Called from launch.py; raises when IPython is missing or incompatible.
     """
     from IPython.core.shellapp import InteractiveShellApp
 
     app: Any = InteractiveShellApp
     init_extensions = app.init_extensions
-    spare()
+    ignore_sigterm()
 
     def init_extensions_and_agent(self: Any) -> None:
         init_extensions(self)

@@ -1,7 +1,7 @@
-"""Ends what ipykernel's debugger leaves behind when it is turned off: debugpy's adapter, and pydevd in this process.
+"""End ipykernel's debugger after it was turned off: debugpy's adapter, and pydevd in this process.
 
-The adapter is a process of its own beside the kernel, and cannot be saved.  ipykernel starts it with its debugger and
-never ends it (ipykernel 7.4, debugpy 1.8); once it is ended as here, turning the debugger on starts another.
+The adapter is a process beside the kernel that cannot be saved.  ipykernel starts it with its debugger and never ends
+it (ipykernel 7.4, debugpy 1.8); after `close`, turning the debugger on starts another.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ import sys
 import time
 from typing import Any
 
-#: Seconds that the adapter is given to end by itself, as it does when its debuggee is gone; then it is told to.
-_PATIENCE = 3.0
+#: Seconds for the adapter to end by itself, as it does when its debuggee is gone; then for SIGTERM.
+_TIMEOUT = 3.0
 
 
 def close(kernel: Any) -> bool:
-    """End the debugger of a kernel where it is off and not gone; whether that was done.  On the main thread.
+    """End the debugger of a kernel if it was turned off; return whether there was one.  Called on the main thread.
 
-    The caller has found that no client is attached (`probes.debugger_in_use`).
+    The caller has checked that no client is attached (`probes.debugger_in_use`).
     """
     debugger = getattr(kernel, "debugger", None)
     server: Any = sys.modules.get("debugpy.server.api")
     if debugger is None or server is None or not getattr(debugger, "debugpy_initialized", False):
         return False
     sys.modules["pydevd"].stoptrace()  # type: ignore[attr-defined]
-    # What this thread starts would have the debugger injected still, and so would the next adapter, which hangs then.
+    # Else the debugger is injected into programs that this thread starts, and into the next adapter, which hangs then.
     monkey: Any = sys.modules["_pydev_bundle.pydev_monkey"]
     monkey._arg_patch.apply_arg_patching = False
     server.listen.called = False
     debugger.debugpy_initialized = False
-    debugger.debugpy_client.debugpy_port = -1  # another one next time: on another node this one may be taken
+    debugger.debugpy_client.debugpy_port = -1  # choose another next time: this one may be taken after a restore
     _end(list(server._adapter_process.args))
     return True
 
 
 def _end(command: list[str]) -> None:
-    """Wait until no process has this command, which holds a token of its own; end one that stays."""
-    deadline, number = time.monotonic() + _PATIENCE, 0
+    """Wait until no process has this command, which contains a unique token; then kill it."""
+    deadline, number = time.monotonic() + _TIMEOUT, 0
     while found := _running(command):
         if time.monotonic() > deadline:
-            deadline, number = time.monotonic() + _PATIENCE, signal.SIGKILL if number else signal.SIGTERM
+            deadline, number = time.monotonic() + _TIMEOUT, signal.SIGKILL if number else signal.SIGTERM
             for pid in found:
                 os.kill(pid, number)
         time.sleep(0.01)
@@ -56,5 +56,5 @@ def _running(command: list[str]) -> list[int]:
                 if file.read() == wanted:
                     found.append(int(name))
         except OSError:
-            continue  # it has just ended
+            continue  # the process has ended
     return found

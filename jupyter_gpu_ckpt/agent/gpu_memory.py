@@ -1,9 +1,8 @@
-"""What this process has on GPUs, and giving back what nobody needs.
+"""Report this process's GPU memory, and free the caches of GPU libraries.
 
-Nothing here imports a GPU library, initialises CUDA or creates a context: each would put hundreds of megabytes into a
-kernel that did not ask for them.  The driver is asked through the library that is already loaded (CUDA driver API:
-``cuDeviceGetCount`` fails with NOT_INITIALIZED before ``cuInit``; ``cuDevicePrimaryCtxGetState`` reads without
-creating).
+Nothing here imports a GPU library, initialises CUDA or creates a context: each would add hundreds of megabytes to a
+kernel that does not use a GPU.  The driver is queried through the library that is already loaded (CUDA driver API:
+``cuDeviceGetCount`` fails with NOT_INITIALIZED before ``cuInit``; ``cuDevicePrimaryCtxGetState`` creates no context).
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import sys
 import uuid
 from typing import Any
 
-#: Modules whose presence tells that a kernel works, or may work, on a GPU.
+#: Modules of kernels that use, or may use, a GPU.
 _LIBRARIES = ("torch", "cupy", "jax", "tensorflow", "numba.cuda", "pycuda", "rmm", "cudf", "cuda.core", "cuda.bindings")
 
 
 def report() -> dict[str, Any]:
-    """Loaded GPU libraries, whether CUDA is initialised, and the devices this process has a context on (bytes)."""
+    """Return the loaded GPU libraries, whether CUDA is initialised, and the devices with a context (sizes in bytes)."""
     driver = _driver()
     devices = [_device(driver, index) for index in _active_devices(driver)]
     return {
@@ -30,22 +29,21 @@ def report() -> dict[str, Any]:
 
 
 def trim() -> int:
-    """Wait for submitted work and free the caches of PyTorch and CuPy; bytes given back.
+    """Wait for submitted work and free the caches of PyTorch and CuPy; return the bytes freed.
 
-    The devices' contents that programs hold stay as they are.  Raises what the libraries raise: a sticky CUDA error,
-    for one.
+    Memory in use stays.  Raises the libraries' errors, for instance a sticky CUDA error.
     """
     return _trim_torch() + _trim_cupy()
 
 
 def nvml_initialized() -> bool:
-    """Whether pynvml is initialised: it holds device files open that cannot be saved."""
+    """Whether pynvml is initialised: it has device files open that cannot be saved."""
     pynvml = sys.modules.get("pynvml")
     return bool(getattr(pynvml, "_nvmlLib_refcount", 0))
 
 
 def _torch() -> Any:
-    """``torch.cuda`` if PyTorch is loaded and has initialised CUDA in this process, else ``None``."""
+    """Return ``torch.cuda`` if PyTorch is loaded and has initialised CUDA in this process, else None."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda if cuda is not None and cuda.is_initialized() else None
 
@@ -73,7 +71,7 @@ def _trim_cupy() -> int:
         return 0
     freed = 0
     pool = cupy.get_default_memory_pool()
-    for index in active:  # a pool speaks of the current device only
+    for index in active:  # a pool acts on the current device only
         with cupy.cuda.Device(index):
             before = pool.total_bytes()
             pool.free_all_blocks()
@@ -83,7 +81,7 @@ def _trim_cupy() -> int:
 
 
 def _driver() -> Any:
-    """The CUDA driver library if it is loaded and initialised in this process, else ``None``."""
+    """Return the CUDA driver library if it is loaded and initialised in this process, else None."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -92,7 +90,7 @@ def _driver() -> Any:
 
 
 def _active_devices(driver: Any) -> list[int]:
-    """Ordinals (after CUDA_VISIBLE_DEVICES) of the devices with a primary context of this process."""
+    """Return the ordinals (after CUDA_VISIBLE_DEVICES) of devices with a primary context of this process."""
     if driver is None:
         return []
     count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()

@@ -1,7 +1,7 @@
-"""Take IPython's history database out of the process, and put it back.
+"""Close IPython's history database before a dump, and open it again.
 
-Every kernel of a profile holds the same ``history.sqlite`` open, and it grows while this kernel is away; CRIU refuses
-to restore a process whose open file changed its size.  So no descriptor of it may be in an image.
+All kernels of a profile have the same ``history.sqlite`` open, and it grows while this kernel sleeps; CRIU refuses to
+restore a process whose open file changed its size.  So no descriptor of it may be in an image.
 
 Knows IPython 7.x to 9.x: `HistoryManager` has a connection of its own (``db``), and a `HistorySavingThread` with
 another one.
@@ -19,27 +19,27 @@ _LOCK_TIMEOUT = 5.0
 
 
 class History:
-    """The history of one shell: open, or parked without a descriptor on the file."""
+    """The history of one shell: open, or closed without a descriptor on the file."""
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._thread_class: Any = None
-        self.parked = False
+        self.closed = False
 
-    def park(self) -> bool:
-        """Write out what is cached, stop the saving thread, close both connections; ``True`` if there were any.
+    def close(self) -> bool:
+        """Write out cached lines, stop the saving thread and close both connections; return whether there were any.
 
         Session number, input and output caches stay as they are.  A database that cannot be written now (locked by
-        another kernel) loses nothing: its lines stay cached and are written after `unpark`.
+        another kernel) loses nothing: its lines stay cached and are written after `reopen`.
 
-        After failure: call `unpark`.
+        After failure: call `reopen`.
         """
         manager = getattr(self._shell, "history_manager", None)
-        if self.parked or manager is None or not manager.enabled or str(manager.hist_file) == ":memory:":
+        if self.closed or manager is None or not manager.enabled or str(manager.hist_file) == ":memory:":
             return False
         from IPython.core.history import DummyDB
 
-        self.parked = True  # from here on unpark has something to do
+        self.closed = True  # first, so that `reopen` works after a failure here
         thread = getattr(manager, "save_thread", None)
         if thread is not None:
             self._thread_class = type(thread)
@@ -53,20 +53,19 @@ class History:
         except Exception:
             manager.db_input_cache, manager.db_output_cache = cached
         self._close(manager)
-        # Not left closed: on any error of sqlite IPython takes the database for corrupt and renames the user's file.
+        # Not the closed connection: after an error of sqlite IPython renames the user's file.
         manager.db = DummyDB()
         return True
 
-    def unpark(self) -> str:
-        """Open the database again and go on in the same session; returns what could not be done, or ``""``."""
-        if not self.parked:
+    def reopen(self) -> str:
+        """Open the database again and continue the session; return the problem, or ``""``."""
+        if not self.closed:
             return ""
-        self.parked = False
+        self.closed = False
         manager = self._shell.history_manager
         problem = _unreadable(manager)
         if problem:
-            # `init_db` would rename the user's file away; history goes on in memory as IPython does when it has no
-            # file.
+            # `init_db` would rename the user's file; history continues in memory, as IPython does without a file.
             manager.hist_file = ":memory:"
         manager.init_db()
         if self._thread_class is not None and not problem:
@@ -79,8 +78,7 @@ class History:
 
     @staticmethod
     def _close(manager: Any) -> None:
-        # IPython >= 9 keeps every connection it ever opened in a finalizer; calling it closes the connection and
-        # forgets it.
+        # IPython >= 9 keeps every connection it ever opened in a finalizer, which closes and drops it.
         finalizer = getattr(manager, "_finalizer", None)
         if finalizer is not None:
             finalizer()
@@ -88,7 +86,7 @@ class History:
 
 
 def _unreadable(manager: Any) -> str:
-    """Why the database file cannot be used, or ``""``; a file that does not exist yet is usable."""
+    """Return why the database file cannot be used, or ``""``; a file that does not exist yet is usable."""
     import sqlite3
 
     path = str(manager.hist_file)

@@ -1,8 +1,8 @@
-"""ipykernel's IOPub thread: wait until it has sent everything, and take its TCP listener away and back.
+"""ipykernel's IOPub thread: flush its messages, and close and reopen its TCP listener.
 
 ipykernel listens on ``tcp://127.0.0.1:<random>`` for the output of forked children (``IOPubThread._setup_pipe_in``),
-whatever the transport of the kernel is.  On another node, or later on this one, that port may be taken, and then the
-restore fails.
+for every transport of the kernel.  At a restore that port may be taken, on this node or another, and the restore would
+fail.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from . import probes
 
-#: Seconds for one errand on the IOPub thread; it only ever does short non-blocking work.
+#: Seconds for a call on the IOPub thread, which only does short non-blocking work.
 _DEADLINE = 10.0
 
 
 class IOPub:
     """The IOPub thread of one kernel.
 
-    zmq sockets belong to the thread that polls them, so everything is done there, by its own ``schedule``.
+    zmq sockets belong to the thread that polls them, so all calls run there, by its own ``schedule``.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -38,26 +38,26 @@ class IOPub:
         port = getattr(self._thread, "_pipe_port", None)
         return port if isinstance(port, int) and getattr(self._thread, "_pipe_in", None) is not None else None
 
-    def drain(self) -> None:
-        """Return when everything handed to the thread before has been given to zmq."""
+    def flush(self) -> None:
+        """Wait until zmq has all messages that were passed to the thread."""
         if self._thread is not None:
-            self._errand(lambda: None)
+            self._call(lambda: None)
 
     def unbind(self) -> bool:
-        """Close the listener and wait until it is gone; ``True`` if that was done.
+        """Close the listener and wait for its end; return whether it was closed.
 
-        The socket object stays, with its handler and the key that authenticates the children's messages.  While a
-        living child holds the listener, too (every forked one does), it stays: it could not be bound again, and the
-        child's output would go nowhere.
+        The socket object stays, with its handler and the key that authenticates the children's messages.  The listener
+        stays open while a living child has it open, too (every forked one): it could not be bound again, and the
+        child's output would be lost.
 
         After failure: call `bind`.
         """
         port = self.port
         if port is None or any(_listener(str(child["pid"]), port) for child in probes.children()):
             return False
-        self._errand(lambda: self._thread._pipe_in.socket.unbind(f"tcp://127.0.0.1:{port}"))
+        self._call(lambda: self._thread._pipe_in.socket.unbind(f"tcp://127.0.0.1:{port}"))
         self._unbound_port = port
-        # libzmq's own I/O thread closes the descriptor, some time after unbind has returned.
+        # libzmq's I/O thread closes the descriptor some time after unbind has returned.
         deadline = time.monotonic() + _DEADLINE
         while _listener("self", port):
             if time.monotonic() > deadline:
@@ -66,7 +66,7 @@ class IOPub:
         return True
 
     def bind(self) -> None:
-        """Listen again: on the same port where possible (children know it), on a new one otherwise."""
+        """Listen again: on the same port if possible (children know it), else on a new one."""
         port = self._unbound_port
         if port is None:
             return
@@ -81,11 +81,11 @@ class IOPub:
                 socket.bind("tcp://127.0.0.1:*")
             return int(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2].rstrip("\0"))
 
-        self._thread._pipe_port = self._errand(rebind)
+        self._thread._pipe_port = self._call(rebind)
         self._unbound_port = None
 
-    def _errand(self, work: Callable[[], Any]) -> Any:
-        """Do ``work`` on the IOPub thread and hand back what it returned or raised."""
+    def _call(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on the IOPub thread; return its result or raise its error."""
         done = threading.Event()
         outcome: dict[str, Any] = {}
 
@@ -106,14 +106,14 @@ class IOPub:
 
 
 def _listener(pid: str, port: int) -> bool:
-    """Whether a process has a socket open that listens on ``port`` (proc_pid_net(5): state 0A is LISTEN)."""
+    """Whether a process has a listening socket on ``port`` (proc_pid_net(5): state 0A is LISTEN)."""
     try:
         with open(f"/proc/{pid}/net/tcp", encoding="ascii") as table:
             rows = [row.split() for row in table.readlines()[1:]]
         listening = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
         names = os.listdir(f"/proc/{pid}/fd") if listening else []
     except OSError:
-        return False  # it ended meanwhile
+        return False  # the process has ended
     for name in names:
         with contextlib.suppress(OSError):  # a descriptor that was closed meanwhile
             if os.readlink(f"/proc/{pid}/fd/{name}") in listening:

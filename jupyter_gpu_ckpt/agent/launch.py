@@ -1,19 +1,17 @@
 """Start a kernel as ``python -m MODULE`` would, with the agent loaded into it.
 
 Called from the provisioner, which rewrites a kernelspec's ``python -m ipykernel_launcher -f F`` into ``python <this
-file> ipykernel_launcher -f F`` (`jupyter_gpu_ckpt.kernel.agent_injection`).  Runs in the kernel's own environment,
-which may
-be another conda environment with an older Python and without this package: standard library only, Python >= 3.8.
+file> ipykernel_launcher -f F`` (`jupyter_gpu_ckpt.kernel.agent_injection`).  Runs in the kernel's own environment, perhaps
+a conda environment with an older Python and without this package: standard library only, Python >= 3.8.
 
-What the kernel sees is what ``-m`` shows it: ``sys.path[0]`` is the working directory (or nothing, under ``-I``,
-``-P`` and ``PYTHONSAFEPATH``), ``sys.argv`` and ``sys.orig_argv`` name the module, and ``__main__`` is filled by
-`runpy`, which is also what the interpreter itself calls for ``-m``.  Only ``/proc/PID/cmdline`` and tracebacks that
-reach the bottom of the stack differ.
+The kernel sees the same as under ``-m``: ``sys.path[0]`` is the working directory (or nothing, under ``-I``, ``-P`` and
+``PYTHONSAFEPATH``), ``sys.argv`` and ``sys.orig_argv`` name the module, and `runpy` fills ``__main__``, as the
+interpreter does for ``-m``.  Only ``/proc/PID/cmdline`` and the bottom of tracebacks differ.
 
 The agent is loaded by wrapping ``InteractiveShellApp.init_extensions`` rather than by appending ``--ext=...``: an
 argument on the command line replaces ``extra_extensions`` of the user's configuration files, stays visible in
-``sys.argv``, and stops the kernel where the option is unknown.  This way a failure costs one line on stderr and the
-kernel starts plain.
+``sys.argv``, and stops the kernel where the option is unknown.  This way a failure costs a line on stderr and the
+kernel starts without the agent.
 """
 
 
@@ -48,9 +46,8 @@ def _run() -> None:
     """Become ``python -m MODULE``; returns when the module does."""
     import sys
 
-    # Before any further import: for a script, sys.path[0] is the script's folder, whose file names must shadow
-    # nobody's modules. Without it the agent is imported as `ipykernel_launcher` imports ipykernel, not from the
-    # working directory.
+    # Before any further import: for a script, sys.path[0] is the script's folder, whose file names must not shadow
+    # other modules.
     bare = sys.flags.isolated or getattr(sys.flags, "safe_path", False)
     if not bare:
         del sys.path[0]
@@ -72,8 +69,7 @@ def _run() -> None:
     namespace = globals()
     for leftover in ("_attach_agent", "_run"):
         del namespace[leftover]
-    # What the interpreter itself calls for -m; run_module() would put a temporary __main__ in place and take it away
-    # again.
+    # As the interpreter does for -m; run_module() would replace __main__ only for a while.
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """``%gpu_checkpoint`` and ``%gpu_memory``, in every kernel that the agent is loaded into.
 
-A magic runs inside the cell that asks, so nothing is done before that cell has ended; what can be known beforehand (is
-it possible, how large, how long) is asked at once and told in the cell.
+A magic runs inside a cell, so a checkpoint begins when that cell has ended; whether it is possible, and its size and
+duration, are printed at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 
 from . import gpu_memory, probes, tensors
-from .server_channel import Outside, RequestRefused
+from .server_channel import RequestRefused, ServerChannel
 from .text import columns, moment, status_text
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 class Parser(argparse.ArgumentParser):
-    """One magic's options; what is wrong with them becomes IPython's one-line `UsageError`."""
+    """The options of one magic; errors become IPython's one-line `UsageError`."""
 
     def __init__(self, magic: str, description: str) -> None:
         super().__init__(
@@ -40,15 +40,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} ({self.prog} --help)")
 
     def parse(self, line: str) -> argparse.Namespace:
-        """Raises `UsageError`."""
+        """Parse the rest of a line.  Raises `UsageError`."""
         try:
             return self.parse_args(shlex.split(line))
-        except ValueError as error:  # a quotation that does not end
+        except ValueError as error:  # an unclosed quotation
             self.error(str(error))
 
     @property
     def options(self) -> list[str]:
-        """For completion."""
+        """All options, for completion."""
         return [option for action in self._actions for option in action.option_strings]
 
 
@@ -56,7 +56,7 @@ def _checkpoint_parser() -> Parser:
     parser = Parser(
         "gpu_checkpoint",
         "Take this kernel off the GPU once this cell has ended. Everything is saved to disk and the process ends; the\n"
-        "next cell that you run brings all of it back. When it cannot be done, the kernel runs on, and says why.",
+        "next cell that you run brings all of it back. If it fails, the kernel runs on, and the next cell says why.",
     )
     parser.add_argument("--suspend", action="store_true", help="only off the GPU: the process stays, in host memory")
     parser.add_argument("--status", action="store_true", help="state, device memory, what a checkpoint would cost")
@@ -75,64 +75,67 @@ def _memory_parser() -> Parser:
     return parser
 
 
-#: By magic; `GpuMagics` has a method of each name.
 PARSERS = {"gpu_checkpoint": _checkpoint_parser(), "gpu_memory": _memory_parser()}
 
 
 class GpuMagics:
     """The magics of one kernel."""
 
-    def __init__(self, shell: Any, kernel: Any, outside: Outside, pipe_port: Callable[[], int | None]) -> None:
+    def __init__(self, shell: Any, kernel: Any, server: ServerChannel, pipe_port: Callable[[], int | None]) -> None:
         self.shell = shell
-        self._kernel, self._outside, self._pipe_port = kernel, outside, pipe_port
-        #: Variables to release when the kernel leaves next; lapses with the next cell.
-        self.leaving: list[str] = []
-        self._told: RequestRefused | None = None
+        self._kernel, self._server, self._pipe_port = kernel, server, pipe_port
+        #: Variables to release at the next suspend or checkpoint; cleared by the next cell.
+        self._to_release: list[str] = []
+        self._shown_failure: RequestRefused | None = None
+        self._magics: dict[str, Callable[[str], None]] = {
+            "gpu_checkpoint": self.gpu_checkpoint,
+            "gpu_memory": self.gpu_memory,
+        }
 
     def register(self) -> None:
         """Called from the agent when it is loaded."""
-        for name in PARSERS:
-            self.shell.register_magic_function(getattr(self, name), "line", name)
+        for name, magic in self._magics.items():
+            self.shell.register_magic_function(magic, "line", name)
             self.shell.set_hook("complete_command", self._complete, str_key=f"%{name}")
-        self.shell.events.register("pre_run_cell", self._cell_begins)
+        self.shell.events.register("pre_run_cell", self._on_cell)
 
     def unregister(self) -> None:
         """Called from the agent when it is unloaded."""
-        for name in PARSERS:
+        for name in self._magics:
             self.shell.magics_manager.magics["line"].pop(name, None)
-        self.shell.events.unregister("pre_run_cell", self._cell_begins)
+        self.shell.events.unregister("pre_run_cell", self._on_cell)
 
     # -- the magics ---------------------------------------------------------------------------------------------------
 
     def gpu_checkpoint(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
-        asked = PARSERS["gpu_checkpoint"].parse(line)
-        chosen = [name for name in ("help", "status", "list", "protect") if getattr(asked, name)]
-        if len(chosen) > 1 or (chosen and (asked.suspend or asked.keep or asked.drop)):
-            raise UsageError("--help, --status, --list and --protect go alone.")
-        if asked.help:
+        options = PARSERS["gpu_checkpoint"].parse(line)
+        chosen = [name for name in ("help", "status", "list", "protect") if getattr(options, name)]
+        if len(chosen) > 1 or (chosen and (options.suspend or options.keep or options.drop)):
+            raise UsageError("Use --help, --status, --list and --protect alone.")
+        if options.help:
             print(PARSERS["gpu_checkpoint"].format_help().strip())
-        elif asked.status:
+        elif options.status:
             self._print_status()
-        elif asked.list:
+        elif options.list:
             self._list()
-        elif asked.protect:
-            self._protect(asked.protect)
+        elif options.protect:
+            self._protect(options.protect)
         else:
-            self._leave("suspend" if asked.suspend else "checkpoint", asked.keep, asked.drop)
+            self._schedule("suspend" if options.suspend else "checkpoint", options.keep, options.drop)
 
     def gpu_memory(self, line: str) -> None:
         """Called from IPython with the rest of the line."""
-        asked = PARSERS["gpu_memory"].parse(line)
-        if asked.limit < 0:
+        options = PARSERS["gpu_memory"].parse(line)
+        if options.limit < 0:
             raise UsageError("--limit is a number of rows, 0 for all.")
-        if asked.help:
+        if options.help:
             print(PARSERS["gpu_memory"].format_help().strip())
             return
         found = tensors.tensors(self.shell.user_ns)
-        shown = found[: asked.limit or None]
+        shown = found[: options.limit or None]
         if not found:
-            print("No variable holds device memory.")
+            print("No variable has device memory.")
         else:
             print(columns(("variable", "type", "dtype", "shape", "device", "bytes"), [_row(each) for each in shown]))
             together = tensors.human(sum(tensor.bytes for tensor in found))
@@ -144,19 +147,19 @@ class GpuMagics:
                 f"{tensors.human(device['reserved'] - device['allocated'])} cached, freed by a checkpoint."
             )
 
-    # -- what they do -------------------------------------------------------------------------------------------------
+    # -- their parts -------------------------------------------------------------------------------------------------
 
-    def _leave(self, verb: str, keep: list[str] | None, drop: list[str] | None) -> None:
+    def _schedule(self, verb: str, keep: list[str] | None, drop: list[str] | None) -> None:
         status = self.status()
         for finding in status["findings"]:
             if finding["blocks"]:
                 raise RequestRefused(finding["text"], finding["code"], finding["hint"], "the kernel runs on")
         names = self._chosen(keep, drop)
-        held = tensors.by_variable(self.shell.user_ns)
+        found = tensors.by_variable(self.shell.user_ns)
         for name in names:
-            print(f"Released, not saved: {name}, {tensors.describe(self.shell.user_ns[name], held[name])}.")
-        self.leaving = names
-        self._outside.request(verb)
+            print(f"Released, not saved: {name}, {tensors.describe(self.shell.user_ns[name], found[name])}.")
+        self._to_release = names
+        self._server.schedule(verb)
         for finding in status["findings"]:
             print(f"Note: {finding['text']}")
         seconds = status["seconds"]
@@ -170,33 +173,33 @@ class GpuMagics:
             )
 
     def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
-        """The variables to release.  Raises `UsageError` for a name that is no variable with device memory."""
+        """Return the variables to release.  Raises `UsageError` for a name that is no variable with device memory."""
         if keep and drop:
-            raise UsageError("Say --keep or --drop, not both.")
+            raise UsageError("Use --keep or --drop, not both.")
         if not keep and not drop:
             return []
-        held = tensors.by_variable(self.shell.user_ns)
-        held.pop("Out", None)
+        found = tensors.by_variable(self.shell.user_ns)
+        found.pop("Out", None)
         named = [name for word in keep or drop or [] for name in word.split(",") if name]
         for name in named:
             if name not in self.shell.user_ns:
                 raise UsageError(f"There is no variable {name!r}.")
-            if name not in held:
-                raise UsageError(f"The variable {name!r} holds no device memory; %gpu_memory shows those that do.")
+            if name not in found:
+                raise UsageError(f"The variable {name!r} has no device memory; %gpu_memory shows those that have.")
         if drop:
             return list(dict.fromkeys(named))
-        saved = {memory for name in named for memory in held[name]}
-        return [name for name, memories in held.items() if name not in named and not saved.issuperset(memories)]
+        saved = {memory for name in named for memory in found[name]}
+        return [name for name, memories in found.items() if name not in named and not saved.issuperset(memories)]
 
     def _print_status(self) -> None:
         found = tensors.tensors(self.shell.user_ns)
         released = [name for name, value in self.shell.user_ns.items() if isinstance(value, tensors.Released)]
-        print(status_text(self.status(), [_row(each) for each in found[:5]], released, self._outside.failure))
+        print(status_text(self.status(), [_row(each) for each in found[:5]], released, self._server.failure))
 
     def status(self) -> dict[str, Any]:
-        """What the server and preflight say of this kernel now; sizes in bytes.  Raises `RequestRefused`."""
+        """Return the server's status of this kernel with preflight's findings, in bytes.  Raises `RequestRefused`."""
         report = probes.report(self._kernel, self._pipe_port(), [])
-        return self._outside.ask("status", report=report)
+        return self._server.request("status", report=report)
 
     def _list(self) -> None:
         rows = [
@@ -206,32 +209,32 @@ class GpuMagics:
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(image["created"])),
                 tensors.human(image["bytes"]),
                 tensors.human(image["device_bytes"]),
-                "this kernel" if image["kernel_id"] == self._outside.kernel_id else "",
+                "this kernel" if image["kernel_id"] == self._server.kernel_id else "",
             )
-            for image in self._outside.ask("list")["images"]
+            for image in self._server.request("list")["images"]
         ]
         print(columns(("image", "kernel", "made", "size", "of it GPU", ""), rows) if rows else "There are no images.")
 
     def _protect(self, text: str) -> None:
-        until = self._outside.ask("protect", seconds=seconds_in(text))["protected_until"]
+        until = self._server.request("protect", seconds=seconds_in(text))["protected_until"]
         if until is None:
             print("Idle policies apply to this kernel again.")
         else:
             print(f"No idle policy takes this kernel off the GPU before {moment(until)}.")
 
-    # -- what the agent and IPython call ------------------------------------------------------------------------------
+    # -- called from the agent and IPython ----------------------------------------------------------------------------
 
     def release(self) -> int:
-        """Called from the agent's quiesce: let go of what was named; bytes."""
-        names, self.leaving = self.leaving, []
+        """Release the chosen variables and return their bytes.  Called from the agent's quiesce."""
+        names, self._to_release = self._to_release, []
         return sum(tensors.release(self.shell, names).values()) if names else 0
 
-    def _cell_begins(self, info: Any = None) -> None:
-        self.leaving = []  # it did not leave, or is back
-        failure = self._outside.failure
-        if failure is not None and failure is not self._told:
-            self._told = failure
-            print("This kernel could not leave the GPU.", *failure.lines(), sep="\n", file=sys.stderr)
+    def _on_cell(self, info: Any = None) -> None:
+        self._to_release = []  # the kernel was not taken off the GPU, or is back
+        failure = self._server.failure
+        if failure is not None and failure is not self._shown_failure:
+            self._shown_failure = failure
+            print("This kernel could not be taken off the GPU.", *failure.lines(), sep="\n", file=sys.stderr)
 
     def _complete(self, shell: Any, event: Any) -> list[str]:
         """Called from IPython's completer for a line that begins with one of the magics."""
@@ -251,21 +254,15 @@ for _name, _parser in PARSERS.items():
 
 
 def seconds_in(text: str) -> int:
-    """``1h30m`` in seconds; 0 for ``off`` and ``0``.  Raises `UsageError`."""
+    """Parse ``1h30m`` to seconds; 0 for ``off`` and ``0``.  Raises `UsageError`."""
     parts = re.findall(r"(\d+)([dhms])", text)
     if text in ("off", "0"):
         return 0
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise UsageError(f"{text!r} is no time: say 30m, 2h, 1h30m, 1d, or off.")
+        raise UsageError(f"{text!r} is not a duration: use 30m, 2h, 1h30m, 1d, or off.")
     return sum(int(number) * _UNITS[unit] for number, unit in parts)
 
 
 def _row(tensor: tensors.Tensor) -> tuple[str, ...]:
-    return (
-        tensor.name,
-        tensor.kind,
-        tensor.dtype,
-        str(list(tensor.shape)),
-        tensor.device,
-        tensors.human(tensor.bytes),
-    )
+    size = tensors.human(tensor.bytes)
+    return tensor.name, tensor.kind, tensor.dtype, str(list(tensor.shape)), tensor.device, size

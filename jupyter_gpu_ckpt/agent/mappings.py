@@ -1,15 +1,14 @@
-"""Mappings of deleted files: find them, and re-home the shared ones into anonymous memory.
+"""Find mappings of deleted files, and re-home the shared ones: move them to anonymous memory.
 
 CRIU without root cannot open a mapping whose file was deleted ("Can't open mapped ... (deleted)").  The common case
 is a POSIX semaphore: `multiprocessing.Lock`, and so every tqdm bar, unlinks ``/dev/shm/sem.*`` as soon as it is
-mapped.  Its content is plain memory, so an anonymous shared mapping with the same bytes at the same address serves as
-well.
+mapped.  An anonymous shared mapping with the same bytes at the same address does the same.
 
 Why re-homing is safe
 ---------------------
-- *Sharing.*  A mapping is left alone when another living process maps the same file (their common lock would fall
-  apart), when this process has the file open as a descriptor (it may hand it to a child, or read what is written
-  through the mapping), or maps the same part of it twice.
+- *Sharing.*  A mapping is left alone when another living process maps the same file (their common lock would
+  break), when this process has the file open as a descriptor (it may pass it to a child, or read data written through
+  the mapping), or maps the same part of it twice.
 - *Atomicity.*  The new pages are put in place by one mremap(2): another thread that touches the address meanwhile
   waits in its page fault and then sees the new page.  There is no moment without a mapping.
 - *Writers.*  libc is called through `ctypes.PyDLL`, which keeps the GIL, so no Python code uses the semaphore in
@@ -18,15 +17,15 @@ Why re-homing is safe
   mapping is put back and all is tried again, a few times. What remains is a write to the old page before *and*
   another to the new page after the exchange, within the same few microseconds; between cells, on semaphores that only
   Python code uses, neither happens.
-- *Waiters.*  A thread blocked in ``sem_wait`` sleeps on the old page (a futex of a shared mapping is known by its
-  file), where nobody would wake it any more.  So each is woken there with ``sem_post`` on the second address; it
-  looks at the semaphore again, at its own address, which is the new page now, and sleeps on - on the new one.  Other
-  kinds of locks in shared memory (process-shared pthread mutexes) are not woken; libraries that use them keep a
-  descriptor or a second process, and are left alone.
+- *Waiters.*  A thread blocked in ``sem_wait`` sleeps on the old page (a futex of a shared mapping is identified by its
+  file), where no post would wake it any more.  So each is woken there with ``sem_post`` on the second address; it then
+  reads the semaphore again at its own address, which is the new page now, and sleeps on that.  Other kinds of
+  locks in shared memory (process-shared pthread mutexes) are not woken; libraries that use them keep a descriptor or a
+  second process, and are left alone.
 
-Private mappings (a library that pip replaced while it was loaded) are only reported.  Their read-only parts could be
-copied the same way, but their writable data cannot be compared after the exchange: private pages have no second
-address, and native threads may write there at any time.  Restarting the kernel is the cure.
+Private mappings (a library that pip replaced while it was loaded) are only reported.  Their writable data could not be
+compared after the exchange: private pages have no second address, and native threads may write there at any time.  The
+user has to restart the kernel.
 
 Linux, 64 bit.  Sources: proc_pid_maps(5), mremap(2) (``old_size`` 0 duplicates a shared mapping), futex(2), glibc's
 sem_wait.
@@ -39,8 +38,7 @@ import mmap
 import os
 from typing import Any, NamedTuple
 
-#: Bytes that may be copied in one quiesce (three times as many are needed for a moment).  Larger files are reported
-#: instead.
+#: Bytes copied in one quiesce at most (three times as many are needed for a moment); larger files are reported.
 COPY_LIMIT = 256 << 20
 
 _ATTEMPTS = 3
@@ -48,7 +46,7 @@ _WRITTEN = "written to while it was copied"
 _SEMAPHORE = "/dev/shm/sem."  # noqa: S108 - where glibc keeps named semaphores
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
-# Named like deleted files by the kernel, but memory without a file, which CRIU saves by itself.
+# Linux shows them as deleted files, but they are memory without a file, which CRIU saves by itself.
 _NOT_FILES = ("/dev/zero", "/memfd:", "/[aio]", "/anon_hugepage")
 
 
@@ -72,7 +70,7 @@ class Mapping(NamedTuple):
         return self.end - self.start
 
     def overlaps(self, other: Mapping) -> bool:
-        """Whether both show a common part of the same file."""
+        """Whether both map a common part of the same file."""
         return (
             self.file == other.file
             and self.offset < other.offset + other.size
@@ -81,7 +79,7 @@ class Mapping(NamedTuple):
 
 
 def read(pid: str = "self") -> list[Mapping]:
-    """All file mappings of a process."""
+    """Return all file mappings of a process."""
     found = []
     with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -90,7 +88,7 @@ def read(pid: str = "self") -> list[Mapping]:
                 continue
             start, end = (int(word, 16) for word in fields[0].split("-"))
             path, suffix = fields[5], " (deleted)"
-            # A living file may be named so, too.
+            # An existing file may have such a name, too.
             deleted = path.endswith(suffix) and not os.path.exists(path)
             if deleted:
                 path = path[: -len(suffix)]
@@ -99,12 +97,12 @@ def read(pid: str = "self") -> list[Mapping]:
 
 
 def deleted(mappings: list[Mapping]) -> list[Mapping]:
-    """Those of files that are gone, without the kernel's own unnamed memory."""
-    return [one for one in mappings if one.deleted and not one.path.startswith(_NOT_FILES)]
+    """Return those of deleted files, without Linux's own unnamed memory."""
+    return [mapping for mapping in mappings if mapping.deleted and not mapping.path.startswith(_NOT_FILES)]
 
 
 def rehome() -> tuple[int, list[dict[str, Any]]]:
-    """Re-home every shared mapping of a deleted file that may be.
+    """Re-home every shared mapping of a deleted file that may be moved.
 
     Returns
     -------
@@ -112,63 +110,62 @@ def rehome() -> tuple[int, list[dict[str, Any]]]:
     ``size`` in bytes and the ``reason`` why they stay.
     """
     everything = read()
-    shared = [one for one in deleted(everything) if one.shared]
+    shared = [mapping for mapping in deleted(everything) if mapping.shared]
     reasons: dict[str, str] = {}
     done, copied = 0, 0
-    if shared:
-        elsewhere, opened = _mapped_elsewhere({one.file for one in shared}), _open_files()
-        for one in shared:
-            reason = ""
-            if one.path.startswith("/SYSV") or (one.path.startswith("/dev/") and not one.path.startswith("/dev/shm/")):  # noqa: S108
-                reason = "not a file's memory"
-            elif one.file in elsewhere:
-                reason = "another process maps it"
-            elif one.file in opened:
-                reason = "open as a descriptor"
-            elif any(one.overlaps(other) for other in everything if other is not one):
-                reason = "mapped twice"
-            elif copied + one.size > COPY_LIMIT:
-                reason = "too large"
-            else:
-                reason = _exchange(one)
-            if reason:
-                reasons[one.path] = reason
-            else:
-                done, copied = done + 1, copied + one.size
+    elsewhere, opened = (_mapped_elsewhere({mapping.file for mapping in shared}), _open_files()) if shared else ((), ())
+    for mapping in shared:
+        path = mapping.path
+        if path.startswith("/SYSV") or (path.startswith("/dev/") and not path.startswith("/dev/shm/")):  # noqa: S108
+            reason = "not a file's memory"
+        elif mapping.file in elsewhere:
+            reason = "another process maps it"
+        elif mapping.file in opened:
+            reason = "open as a descriptor"
+        elif any(mapping.overlaps(other) for other in everything if other is not mapping):
+            reason = "mapped twice"
+        elif copied + mapping.size > COPY_LIMIT:
+            reason = "too large"
+        else:
+            reason = _exchange(mapping)
+        if reason:
+            reasons[path] = reason
+        else:
+            done, copied = done + 1, copied + mapping.size
     return done, still_deleted(reasons)
 
 
 def still_deleted(reasons: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """The deleted files this process maps now, one entry a file."""
+    """Return the deleted files that this process maps now, an entry for each file."""
     files: dict[str, dict[str, Any]] = {}
-    for one in deleted(read()):
-        kind = "shared" if one.shared else "private"
-        entry = files.setdefault(one.path, {"path": one.path, "kind": kind, "size": 0, "reason": ""})
-        entry["size"] += one.size
-        entry["reason"] = (reasons or {}).get(one.path, "not tried" if one.shared else "private")
+    for mapping in deleted(read()):
+        kind = "shared" if mapping.shared else "private"
+        entry = files.setdefault(mapping.path, {"path": mapping.path, "kind": kind, "size": 0, "reason": ""})
+        entry["size"] += mapping.size
+        entry["reason"] = (reasons or {}).get(mapping.path, "not tried" if mapping.shared else "private")
     return list(files.values())
 
 
 def living_shared_memory() -> list[str]:
-    """Files of /dev/shm that are mapped and not deleted: they must exist, unchanged, where the kernel is restored."""
-    return sorted({one.path for one in read() if one.path.startswith("/dev/shm/") and not one.deleted})  # noqa: S108
+    """Return the mapped, existing files of /dev/shm, which must be there, unchanged, at the restore."""
+    return sorted({found.path for found in read() if found.path.startswith("/dev/shm/") and not found.deleted})  # noqa: S108
 
 
 def _mapped_elsewhere(files: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Which of these files another process maps; those of other users cannot be looked at, and cannot share."""
+    """Return which of these files another process maps; those of other users are unreadable, and cannot share."""
     own = os.readlink("/proc/self")  # not getpid(): /proc may be that of an outer PID namespace
     found = set()
     for pid in os.listdir("/proc"):
         if pid.isdigit() and pid != own:
             try:
-                found |= files & {one.file for one in read(pid)}
+                found |= files & {mapping.file for mapping in read(pid)}
             except OSError:
                 continue
     return found
 
 
 def _open_files() -> set[tuple[str, int]]:
-    """Device (as /proc/self/maps writes it) and inode of every descriptor of this process."""
+    """Return device (as /proc/self/maps writes it) and inode of every descriptor of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -180,7 +177,7 @@ def _open_files() -> set[tuple[str, int]]:
 
 
 def _libc() -> Any:
-    libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: the GIL stays held
+    libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL: calls keep the GIL
     address, size, flag = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name, result, arguments in (
         ("mmap", address, [address, size, flag, flag, flag, ctypes.c_long]),
@@ -197,8 +194,8 @@ def _libc() -> Any:
     return libc
 
 
-def _exchange(one: Mapping) -> str:
-    """Put anonymous shared memory with the same content under ``one``; the reason why not, or ``""``."""
+def _exchange(mapping: Mapping) -> str:
+    """Replace ``mapping`` by anonymous shared memory with the same content; return the reason why not, or ``""``."""
     reason = ""
     # /proc/self/mem, because pages behind the end of the file give a short read there, and SIGBUS by their address.
     try:
@@ -207,7 +204,7 @@ def _exchange(one: Mapping) -> str:
         return f"/proc/self/mem: {error.strerror}"
     try:
         for _ in range(_ATTEMPTS):
-            reason = _exchange_once(_libc(), memory, one)
+            reason = _exchange_once(_libc(), memory, mapping)
             if reason != _WRITTEN:
                 break
     finally:
@@ -215,10 +212,10 @@ def _exchange(one: Mapping) -> str:
     return reason
 
 
-def _exchange_once(libc: Any, memory: int, one: Mapping) -> str:
-    size, move = one.size, _MREMAP_MAYMOVE | _MREMAP_FIXED
-    protection = sum(bit for bit, letter in ((1, "r"), (2, "w"), (4, "x")) if letter in one.perms)
-    owned = []  # addresses of our own, given back at the end
+def _exchange_once(libc: Any, memory: int, mapping: Mapping) -> str:
+    size, move = mapping.size, _MREMAP_MAYMOVE | _MREMAP_FIXED
+    protection = sum(bit for bit, letter in ((1, "r"), (2, "w"), (4, "x")) if letter in mapping.perms)
+    owned = []  # our addresses, unmapped at the end
 
     def anonymous(flags: int) -> int:
         address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | mmap.MAP_ANONYMOUS, -1, 0)
@@ -229,25 +226,25 @@ def _exchange_once(libc: Any, memory: int, one: Mapping) -> str:
 
     try:
         fresh, kept, again = anonymous(mmap.MAP_SHARED), anonymous(mmap.MAP_PRIVATE), anonymous(mmap.MAP_PRIVATE)
-        old = libc.mremap(one.start, 0, size, _MREMAP_MAYMOVE, None)
+        old = libc.mremap(mapping.start, 0, size, _MREMAP_MAYMOVE, None)
         if old == _MAP_FAILED:
-            return _why("mremap")
+            return _failed("mremap")
         owned.append(old)
         length = libc.pread(memory, kept, size, old)
         if length < 0:
-            return _why("read")
+            return _failed("read")
         libc.memcpy(fresh, kept, length)
         if libc.mprotect(fresh, size, protection):
-            return _why("mprotect")
-        if libc.mremap(fresh, size, size, move, one.start) == _MAP_FAILED:
-            return _why("mremap")
+            return _failed("mprotect")
+        if libc.mremap(fresh, size, size, move, mapping.start) == _MAP_FAILED:
+            return _failed("mremap")
         owned.remove(fresh)
         if libc.pread(memory, again, size, old) != length or libc.memcmp(kept, again, length):
-            if libc.mremap(old, size, size, move, one.start) == _MAP_FAILED:
-                return _why("mremap")
+            if libc.mremap(old, size, size, move, mapping.start) == _MAP_FAILED:
+                return _failed("mremap")
             owned.remove(old)
             return _WRITTEN
-        if one.path.startswith(_SEMAPHORE) and "w" in one.perms:
+        if mapping.path.startswith(_SEMAPHORE) and "w" in mapping.perms:
             for _ in os.listdir("/proc/self/task"):  # no more threads than these can be waiting
                 libc.sem_post(old)
         return ""
@@ -258,5 +255,5 @@ def _exchange_once(libc: Any, memory: int, one: Mapping) -> str:
             libc.munmap(address, size)
 
 
-def _why(call: str) -> str:
+def _failed(call: str) -> str:
     return f"{call}: {os.strerror(ctypes.get_errno())}"

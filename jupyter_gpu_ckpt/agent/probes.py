@@ -1,7 +1,7 @@
-"""What of this process stands in the way of a checkpoint, or will be different after it.
+"""Find what prevents a checkpoint of this process, or will be different after it.
 
-Every probe is on its own: one that fails leaves its default in the report and a line in ``probe_errors``.  No probe
-changes anything, imports a library that was not loaded, or reads what the user computed.
+A probe that fails leaves its default in the report and a line in ``probe_errors``.  No probe changes anything, imports
+a library that was not loaded, or reads the user's data.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 
 from . import gpu_memory, mappings
 
-# Helpers of multiprocessing and loky that only clean up behind dead processes: they hold no user state.
+# Helpers of multiprocessing and loky that only clean up after dead processes and have no user state.
 _BENIGN = re.compile(rb"(multiprocessing|loky\.backend)\.(resource_tracker|semaphore_tracker)")
 
 _SO_PEERCRED = getattr(socket, "SO_PEERCRED", 17)
 
 
-def probe(errors: list[str], name: str, look: Callable[[], Any], default: Any) -> Any:
-    """``look()``, or ``default`` and a line in ``errors``."""
+def probe(errors: list[str], name: str, call: Callable[[], Any], default: Any) -> Any:
+    """Return ``call()``; if it raises, ``default``, with a line in ``errors``."""
     try:
-        return look()
+        return call()
     except Exception as error:
         errors.append(f"{name}: {type(error).__name__}: {error}"[:200])
         return default
 
 
 def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, Any]:
-    """The report of a preflight or a quiesce, JSON-serialisable; sizes in bytes."""
-    looks: list[tuple[str, Callable[[], Any], Any]] = [
+    """Return the report of a preflight or a quiesce, JSON-serialisable; sizes in bytes."""
+    checks: list[tuple[str, Callable[[], Any], Any]] = [
         ("python", platform.python_version, ""),
         ("ipykernel", lambda: _version("ipykernel"), ""),
         ("ipython", lambda: _version("IPython"), ""),
@@ -54,7 +54,7 @@ def report(kernel: Any, pipe_port: int | None, errors: list[str]) -> dict[str, A
         ("shm_files", mappings.living_shared_memory, []),
         ("open_files", open_files, []),
     ]
-    found = {name: probe(errors, name, look, default) for name, look, default in looks}
+    found = {name: probe(errors, name, check, default) for name, check, default in checks}
     return {**found, "rehomed": 0, "trimmed_bytes": 0, "probe_errors": errors}
 
 
@@ -66,16 +66,15 @@ def debugger_in_use(kernel: Any) -> bool:
     """Whether ipykernel's debugger was started, or a client is connected to debugpy."""
     if getattr(getattr(kernel, "debugger", None), "is_started", False):
         return True
-    # The public function of debugpy imports its server, and with it pydevd, on first use: not asked unless that has
-    # happened.
+    # The public function of debugpy imports its server, and with it pydevd, on first use: not called before that.
     server = sys.modules.get("debugpy.server.api")
     return bool(server is not None and server.is_client_connected())
 
 
 def jax_preallocates() -> bool:
-    """Whether JAX is loaded and takes most of each GPU as one block (its documentation, "GPU memory allocation").
+    """Whether JAX is loaded and allocates most of each GPU at once (its documentation, "GPU memory allocation").
 
-    The NVIDIA driver 580.159 does not restore such blocks of two GPUs (CUDA_ERROR_INVALID_VALUE; seen with JAX 0.11.2).
+    The NVIDIA driver 580.159 does not restore these on two GPUs (CUDA_ERROR_INVALID_VALUE; seen with JAX 0.11.2).
     """
     settings = {name: os.environ.get(f"XLA_PYTHON_CLIENT_{name}", "").lower() for name in ("PREALLOCATE", "ALLOCATOR")}
     return (
@@ -86,7 +85,7 @@ def jax_preallocates() -> bool:
 
 
 def children() -> list[dict[str, Any]]:
-    """All living and dead descendants: ``pid``, ``cmd`` (the program's name, never its arguments) and ``benign``."""
+    """Return all descendants, zombies included: ``pid``, ``cmd`` (the program's name without arguments), ``benign``."""
     parents: dict[int, int] = {}
     states: dict[int, tuple[str, str]] = {}
     for name in os.listdir("/proc"):
@@ -112,7 +111,7 @@ def children() -> list[dict[str, Any]]:
 
 def _benign(pid: int, state: str) -> bool:
     if state == "Z":
-        return True  # dead, only not waited for yet
+        return True  # a zombie
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return _BENIGN.search(file.read()) is not None
@@ -121,9 +120,9 @@ def _benign(pid: int, state: str) -> bool:
 
 
 def open_files() -> list[dict[str, Any]]:
-    """Regular files open for writing: ``path``, ``mode`` (``w``, ``rw``, ``a``, ``ra``) and ``size``.
+    """Return regular files open for writing: ``path``, ``mode`` (``w``, ``rw``, ``a``, ``ra``) and ``size``.
 
-    CRIU refuses the restore when one of them has another size by then.
+    CRIU refuses the restore when one of them has another size then.
     """
     found = []
     for name in sorted(os.listdir("/proc/self/fd"), key=int):
@@ -132,7 +131,7 @@ def open_files() -> list[dict[str, Any]]:
             path = os.readlink(f"/proc/self/fd/{name}")
             flags = fcntl.fcntl(int(name), fcntl.F_GETFL)
         except OSError:
-            continue  # closed meanwhile: the listing's own descriptor, for one
+            continue  # closed meanwhile, as the listing's own descriptor is
         access = flags & os.O_ACCMODE
         if stat.S_ISREG(status.st_mode) and access != os.O_RDONLY:
             mode = ("r" if access == os.O_RDWR else "") + ("a" if flags & os.O_APPEND else "w")
@@ -144,7 +143,7 @@ def open_files() -> list[dict[str, Any]]:
 
 
 def own_endpoints(kernel: Any, pipe_port: int | None) -> tuple[set[int], set[str]]:
-    """TCP ports and unix socket paths of the kernel's own channels."""
+    """Return TCP ports and unix socket paths of the kernel's own channels."""
     app = getattr(kernel, "parent", None)
     names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
     numbers = {port for port in (getattr(app, name, 0) for name in names) if port}
@@ -154,10 +153,10 @@ def own_endpoints(kernel: Any, pipe_port: int | None) -> tuple[set[int], set[str
 
 
 def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
-    """Sockets to somewhere outside this process, and listeners: ``kind``, ``local`` and ``remote``.
+    """Return sockets connected to other processes, and listeners: ``kind``, ``local`` and ``remote``.
 
-    Left out: the kernel's own channels, socket pairs within the process, and listening unix sockets, which come back
-    whole. Reads /proc/self/net (proc(5)); makes no socket objects, whose construction may switch a user's socket to
+    Left out: the kernel's own channels, socket pairs within the process, and listening unix sockets, which are
+    restored.  Reads /proc/self/net (proc(5)); makes no socket objects, whose construction may switch a user's socket to
     non-blocking.
     """
     ports, paths = own
@@ -196,11 +195,11 @@ def _table(kind: str) -> list[list[str]]:
         with open(f"/proc/self/net/{kind}", encoding="utf-8", errors="replace") as file:
             return [line.split() for line in file.readlines()[1:]]
     except OSError:
-        return []  # a kernel without this family
+        return []  # a Linux without this family
 
 
 def _address(text: str) -> str:
-    """``0100007F:1F90`` as ``127.0.0.1:8080``; ``""`` for no peer.  Addresses are words of the host's byte order."""
+    """Format ``0100007F:1F90`` as ``127.0.0.1:8080``, no peer as ``""``.  Words are in the host's byte order."""
     number, port = text.split(":")
     if int(port, 16) == 0 and int(number, 16) == 0:
         return ""
@@ -211,7 +210,7 @@ def _address(text: str) -> str:
 
 
 def _peer_pid(descriptor: int) -> int:
-    """The process at the other end of a unix socket when it was connected (unix(7)); ours for pairs and listeners."""
+    """Return the pid at the other end of a unix socket at its connect (unix(7)); our own for pairs and listeners."""
     credentials, length = (ctypes.c_int * 3)(), ctypes.c_uint(12)
     libc = ctypes.CDLL(None)
     if libc.getsockopt(descriptor, socket.SOL_SOCKET, _SO_PEERCRED, credentials, ctypes.byref(length)) != 0:
@@ -229,5 +228,5 @@ def _peer_path(descriptor: int) -> str:
 
 
 def _text(path: str) -> str:
-    """Without the surrogates that stand for undecodable bytes: they cannot be sent as JSON."""
+    """Replace the surrogates of undecodable bytes, which cannot be sent as JSON."""
     return path.encode("utf-8", "replace").decode()

@@ -1,12 +1,11 @@
-"""A polite signal to everybody is not meant for the kernel.
+"""Ignore SIGTERM in the kernel.
 
-Whoever ends a server by its group of processes - Slurm when a job is cancelled or its time is up, systemd when a unit
-stops - sends SIGTERM to each of them at once.  The server then wants to save its kernels, and a kernel that has already
-obeyed the same signal is lost.  So a kernel leaves it to its server: that one asks it to shut down by a message, and
-ends it by SIGKILL if need be.
+Slurm (a job is cancelled or its time is up) and systemd (a unit stops) send SIGTERM to every process of a server at
+once.  The server then saves its kernels; a kernel that had obeyed the same signal would be lost.  The server itself
+ends a kernel by a shutdown message and by SIGKILL.
 
-A handler and not SIG_IGN: what the kernel starts by ``exec`` gets the default back by itself, and what it forks here.
-A program that sets a handler of its own is not interfered with.
+A handler and not SIG_IGN: programs that the kernel starts by ``exec`` get the default back, and so do forked children
+here.  A program that sets a handler of its own is left alone.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from typing import Any
 _thread = threading.local()
 
 
-def spare() -> None:
-    """Do nothing at SIGTERM, in this process alone.  Called on the main thread before any user code."""
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM in this process alone.  Called on the main thread before any user code."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave_it)
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_give_back)
+        signal.signal(signal.SIGTERM, _ignore)
+        os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_restore_default)
 
 
-def _leave_it(number: int, frame: Any) -> None:
-    """The server's business."""
+def _ignore(number: int, frame: Any) -> None:
+    pass
 
 
-def _hold() -> None:
-    # A child that is ended as soon as it is there must not meet our handler: the signal waits until that is gone.
+def _block() -> None:
+    # A SIGTERM to a child just forked must meet the default action: it is blocked until our handler is gone there.
     _thread.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _release() -> None:
+def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _thread.before)
 
 
-def _give_back() -> None:
-    if signal.getsignal(signal.SIGTERM) is _leave_it and threading.current_thread() is threading.main_thread():
+def _restore_default() -> None:
+    if signal.getsignal(signal.SIGTERM) is _ignore and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _release()
+    _unblock()

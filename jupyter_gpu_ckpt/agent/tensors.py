@@ -1,8 +1,8 @@
-"""Which variables hold device memory, and letting go of some of them.
+"""Find the variables with device memory, and release some of them.
 
-Looks without changing anything: no GPU library is imported that is not loaded, no property of a user's own class is
-read, no value is copied.  What only a C extension, a closure, a generator or a module can reach is not found: the
-difference to what the libraries say they have allocated.
+The search changes nothing: it imports no GPU library that is not loaded, reads no property of a user's own class and
+copies no value.  Memory that only a C extension, a closure, a generator or a module reaches is not found; it is the
+difference to the libraries' own figures.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Bounds of a look: more than a person has variables, less than a second.
+# Bounds of a search: more than a notebook has variables, less than a second.
 _DEPTH, _ELEMENTS, _OBJECTS = 8, 10_000, 200_000
 
-#: Device types of torch whose memory is the host's, or none.
+#: Device types of torch without device memory.
 _HOST = ("cpu", "meta")
 
-#: Names that IPython gives to results: they keep a tensor alive, and are nobody's variables.
+#: Names that IPython gives to results: they keep a tensor alive, but are not the user's variables.
 _RESULTS = re.compile(r"_+|_\d+|_i+\d*|_dh|_oh|_ih|_exit_code")
 
-#: Packages whose objects lead to the kernel itself, and so to every variable from every other.
+#: Packages whose objects refer to the kernel itself, and so to every variable.
 _MACHINERY = frozenset({"IPython", "ipykernel", "traitlets"})
 
 _ATOMS = (
@@ -36,7 +36,7 @@ _ATOMS = (
 
 
 class Tensor(NamedTuple):
-    """One array on a device.  ``name`` is Python that reaches it; tensors with the same ``memory`` share it."""
+    """One array on a device.  ``name``: an expression for it; tensors with the same ``memory`` share that."""
 
     name: str
     kind: str
@@ -53,9 +53,9 @@ class Tensor(NamedTuple):
 
 
 def tensors(namespace: Mapping[str, Any]) -> list[Tensor]:
-    """Every device tensor that can be reached from ``namespace``, one entry for each memory, the largest first.
+    """Return every device tensor reachable from ``namespace``, the largest first.
 
-    A memory that several variables reach has the shortest of its names.
+    Tensors that share memory are one entry, with the shortest of their names.
     """
     found: dict[tuple[str, int], Tensor] = {}
     for variable, value in user_variables(namespace):
@@ -67,7 +67,7 @@ def tensors(namespace: Mapping[str, Any]) -> list[Tensor]:
 
 
 def user_variables(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values, IPython's own left out but for its cache of results, which comes last."""
+    """Yield names and values, without IPython's own but for its cache of results, which comes last."""
     for name, value in list(namespace.items()):
         if not _RESULTS.fullmatch(name) and name not in ("In", "Out"):
             yield name, value
@@ -76,7 +76,7 @@ def user_variables(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def by_variable(namespace: Mapping[str, Any]) -> dict[str, dict[tuple[str, int], Tensor]]:
-    """The memories each variable reaches; variables that reach none are left out."""
+    """Return the device memory that each variable reaches; variables that reach none are left out."""
     found = {}
     for variable, value in user_variables(namespace):
         memories = {tensor.memory: tensor for tensor in reachable(variable, value)}
@@ -86,7 +86,7 @@ def by_variable(namespace: Mapping[str, Any]) -> dict[str, dict[tuple[str, int],
 
 
 def reachable(name: str, value: Any) -> Iterator[Tensor]:
-    """The device tensors that ``value`` reaches, each once, named as seen from ``name``."""
+    """Yield the device tensors that ``value`` reaches, each once, named as seen from ``name``."""
     seen: set[int] = set()
     waiting = deque([(name, value, 0)])
     while waiting and len(seen) < _OBJECTS:
@@ -95,7 +95,7 @@ def reachable(name: str, value: Any) -> Iterator[Tensor]:
         if issubclass(kind, _ATOMS) or id(value) in seen or str(kind.__module__).partition(".")[0] in _MACHINERY:
             continue
         seen.add(id(value))
-        with contextlib.suppress(Exception):  # a library in a state nobody foresaw: its array is not in the table
+        with contextlib.suppress(Exception):  # a library in an unexpected state: its array is not in the table
             tensor = _tensor(name, value)
             if tensor is not None:
                 yield tensor
@@ -154,7 +154,7 @@ def _is(value: Any, module: str, name: str) -> bool:
         return False
 
 
-# -- what holds them --------------------------------------------------------------------------------------------------
+# -- references -------------------------------------------------------------------------------------------------------
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -174,12 +174,12 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         for child in list(base.__iter__(value)):
             yield "[...]", child
     if _is(value, "torch", "Tensor"):
-        # Of others, torch warns when it is read.
+        # Reading it of a non-leaf makes torch warn.
         if value.is_leaf and value.grad is not None:
             yield ".grad", value.grad
         return
     attributes = _attributes(value)
-    for part in ("_parameters", "_buffers", "_modules"):  # of a torch.nn.Module: it finds these by their plain names
+    for part in ("_parameters", "_buffers", "_modules"):  # a torch.nn.Module resolves these by their plain names
         if isinstance(attributes.get(part), dict):
             for key, child in list(attributes.pop(part).items()):
                 yield (f".{key}" if str(key).isidentifier() else f"[{key}]"), child
@@ -214,40 +214,40 @@ def _key(key: Any) -> str:
     return repr(key)[:40] if type(key) in (str, int, bool, float) else "..."
 
 
-# -- letting go -------------------------------------------------------------------------------------------------------
+# -- release ----------------------------------------------------------------------------------------------------------
 
 
 class ReleasedError(RuntimeError):
-    """A variable was used that had been released with a checkpoint."""
+    """Raised on use of a variable that was released with a checkpoint."""
 
 
 class Released:
-    """Stands for a variable that was released; every use of it raises `ReleasedError`."""
+    """Placeholder for a released variable; every use of it raises `ReleasedError`."""
 
     def __init__(self, name: str, what: str) -> None:
         self.__dict__.update(_name=name, _what=what, _at=time.strftime("%H:%M:%S"))
 
     def __repr__(self) -> str:
-        return f"<{self._name}: released at {self._at}, was {self._what}; make it anew>"
+        return f"<{self._name}: released at {self._at}, was {self._what}; create it again>"
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # what protocols probe for must find nothing, not an error
+        if attribute.startswith("_"):  # protocols that probe for methods must find none, not an error
             raise AttributeError(attribute)
         raise ReleasedError(self._why())
 
     def _why(self) -> str:
         return (
             f"`{self._name}` was released by %gpu_checkpoint at {self._at} instead of being saved. "
-            f"It was {self._what}. Make it anew."
+            f"It was {self._what}. Create it again."
         )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        """Called from torch's functions that are given one of these."""
+        """Called from torch's functions when one of these is an argument."""
         for argument in [*arguments, *(options or {}).values()]:
             if isinstance(argument, cls):
                 raise ReleasedError(argument._why())
-        raise ReleasedError("A variable that was released by %gpu_checkpoint was used. Make it anew.")
+        raise ReleasedError("A variable that was released by %gpu_checkpoint was used. Create it again.")
 
 
 def _raising(self: Any, *_: Any, **__: Any) -> Any:
@@ -268,19 +268,19 @@ for _operator in (
 
 
 def release(shell: Any, names: list[str]) -> dict[str, int]:
-    """Put a `Released` in the place of each variable, and drop IPython's own references to its memory.
+    """Replace each variable by a `Released`, and drop IPython's own references to its memory.
 
-    Returns bytes by variable.  A memory that another variable reaches, too, stays where it is and is not counted.
+    Returns bytes by variable.  Memory that another variable reaches, too, stays and is not counted.
     """
     namespace = shell.user_ns
-    held = by_variable(namespace)
-    kept = {memory for variable, memories in held.items() if variable not in (*names, "Out") for memory in memories}
+    found = by_variable(namespace)
+    kept = {memory for variable, memories in found.items() if variable not in (*names, "Out") for memory in memories}
     doomed: set[tuple[str, int]] = set()
     freed = {}
     for name in names:
-        if name not in held:
+        if name not in found:
             continue  # deleted since, or released before
-        memories = held[name]
+        memories = found[name]
         freed[name] = sum(tensor.bytes for memory, tensor in memories.items() if memory not in {*kept, *doomed})
         doomed.update(memory for memory in memories if memory not in kept)
         namespace[name] = Released(name, describe(namespace[name], memories))
@@ -289,7 +289,7 @@ def release(shell: Any, names: list[str]) -> dict[str, int]:
 
 
 def describe(value: Any, memories: Mapping[tuple[str, int], Tensor]) -> str:
-    """What a variable was, for the one who has to make it anew."""
+    """Describe a variable for the user, who may have to create it again."""
     together = human(sum(tensor.bytes for tensor in memories.values()))
     only = next(iter(memories.values()))
     if len(memories) == 1 and "." not in only.name and "[" not in only.name:
@@ -298,29 +298,29 @@ def describe(value: Any, memories: Mapping[tuple[str, int], Tensor]) -> str:
 
 
 def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
-    """IPython keeps results as ``Out[n]``, ``_n`` and ``_``, the latter two also among its hidden names, and more."""
+    """Drop results: IPython keeps them as ``Out[n]``, ``_n`` and ``_``, the latter two also among its hidden names."""
 
-    def holds(value: Any) -> bool:
+    def refers(value: Any) -> bool:
         return any(tensor.memory in doomed for tensor in reachable("", value))
 
     hook = shell.displayhook
     for name in ("_", "__", "___"):
-        if holds(getattr(hook, name, None)):
+        if refers(getattr(hook, name, None)):
             setattr(hook, name, "")
-        if holds(shell.user_ns.get(name)):
+        if refers(shell.user_ns.get(name)):
             shell.user_ns[name] = ""
-    hidden = getattr(shell, "user_ns_hidden", {})  # what was pushed with interactive=False, as results are
+    hidden = getattr(shell, "user_ns_hidden", {})  # variables pushed with interactive=False, as results are
     for space in (shell.user_ns, hidden, shell.user_ns.get("Out", {})):
         for key, value in list(space.items()):
-            if (isinstance(key, int) or _RESULTS.fullmatch(key)) and key not in ("_oh", "_ih", "_dh") and holds(value):
+            if (isinstance(key, int) or _RESULTS.fullmatch(key)) and key not in ("_oh", "_ih", "_dh") and refers(value):
                 del space[key]
     last = getattr(shell, "last_execution_result", None)
-    if last is not None and holds(last.result):
+    if last is not None and refers(last.result):
         last.result = None
 
 
 def human(count: float) -> str:
-    """Bytes in binary units, as `jupyter_gpu_ckpt.units.size` writes them, which kernels cannot import everywhere."""
+    """Format bytes as `jupyter_gpu_ckpt.units.size` does, which not every kernel can import."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             break

@@ -1,4 +1,4 @@
-"""Text for people who read a cell's output: tables, and the answer to ``%gpu_checkpoint --status``."""
+"""Text for a cell's output: tables, and the output of ``%gpu_checkpoint --status``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .tensors import human
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a last column named ``bytes`` is set to the right."""
+    """Format a table; a last column named ``bytes`` is aligned to the right."""
     table = [list(heads), *map(list, rows)]
     widths = [max(len(row[at]) for row in table) for at in range(len(heads))]
     right = heads[-1] == "bytes"
@@ -25,21 +25,21 @@ def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def moment(at: float) -> str:
-    """A moment (seconds since the epoch) as people here write it: the time, and the date where that is not today's."""
-    there = time.localtime(at)
-    return time.strftime("%H:%M" if there[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", there)
+    """Format a moment (seconds since the epoch) in local time, with the date where that is not today's."""
+    local = time.localtime(at)
+    return time.strftime("%H:%M" if local[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", local)
 
 
 def status_text(
     status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: RequestRefused | None
 ) -> str:
-    """The server's answer, what the kernel knows of its tensors, and what went wrong last."""
+    """Format the server's reply, the kernel's largest tensors and its last failure."""
     seconds, device = status["seconds"], status["device_bytes"]
     lines = [("state", status["state"])]
     for gpu in status["gpus"]:
         if gpu["uuid"] in device:
-            room = f"{human(gpu['free'])} of {human(gpu['total'])} free"
-            lines.append(("GPU memory", f"{human(device[gpu['uuid']])} on {gpu['name']} ({room})"))
+            free = f"{human(gpu['free'])} of {human(gpu['total'])} free"
+            lines.append(("GPU memory", f"{human(device[gpu['uuid']])} on {gpu['name']} ({free})"))
     if not device:
         lines.append(("GPU memory", "none"))
     if largest:

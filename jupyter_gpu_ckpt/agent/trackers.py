@@ -1,9 +1,9 @@
-"""What resource trackers would remove when this kernel ends: shared memory, semaphores, files of joblib.
+"""Record the resources that Python's resource trackers would remove when this kernel ends.
 
-A program that makes such a thing registers it with a tracker, a process of its own (`multiprocessing.resource_tracker`,
-and loky's, which is a subclass), which removes what is left when the program has ended.  The tracker of a kernel that
-sleeps is in the image, so whoever drops that image has to do its work, and must know what it is.  The tracker tells
-nobody; so what this process tells the tracker is noted on the way.
+Shared memory, semaphores and joblib's files are registered with a tracker, a process of its own
+(`multiprocessing.resource_tracker`, and loky's subclass of it), which removes leftovers when the program has ended.  A
+sleeping kernel's tracker is in the image, so the code that deletes the image must remove these resources itself.  The
+tracker cannot be queried; so this process records its own registrations.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ _FILES = {
 
 
 class Trackers:
-    """What this process has registered and not taken back, from `watch` on."""
+    """The registrations of this process since `watch`."""
 
     def __init__(self) -> None:
-        #: How often, by the kind and name of a thing: loky counts its users.
+        #: Count by kind and name: loky counts the users of a resource.
         self._registered: dict[tuple[str, str], int] = {}
         self._unwatched: Any = None
 
     def watch(self) -> None:
-        """Note what is registered from now on."""
+        """Record registrations from now on."""
         from multiprocessing.resource_tracker import ResourceTracker
 
         send = self._unwatched = ResourceTracker._send  # type: ignore[attr-defined]
 
-        def send_and_note(tracker: Any, command: str, name: str, kind: str, *more: Any) -> Any:
+        def send_and_record(tracker: Any, command: str, name: str, kind: str, *more: Any) -> Any:
             sent = send(tracker, command, name, kind, *more)
-            self._note(command, name, kind)
+            self._record(command, name, kind)
             return sent
 
-        ResourceTracker._send = send_and_note  # type: ignore[attr-defined]
+        ResourceTracker._send = send_and_record  # type: ignore[attr-defined]
 
     def unwatch(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         if self._unwatched is not None:
             from multiprocessing.resource_tracker import ResourceTracker
 
             ResourceTracker._send = self._unwatched  # type: ignore[attr-defined]
             self._unwatched = None
 
-    def _note(self, command: str, name: str, kind: str) -> None:
+    def _record(self, command: str, name: str, kind: str) -> None:
         key = (kind, name)
         if command == "REGISTER":
             self._registered[key] = self._registered.get(key, 0) + 1
@@ -58,7 +58,7 @@ class Trackers:
             self._registered[key] -= 1
 
     def living(self) -> list[dict[str, Any]]:
-        """The files of what is registered: ``path``, ``device`` and ``inode``; those that exist, and are the user's."""
+        """Return ``path``, ``device`` and ``inode`` of registered resources that exist and belong to the user."""
         found = []
         for kind, name in sorted(self._registered):
             path = _FILES.get(kind, "").format(name.lstrip("/") if kind in ("shared_memory", "semaphore") else name)

@@ -6,8 +6,8 @@ Runs in the kernel, so this package and ipywidgets must be installed in its envi
     from jupyter_gpu_ckpt import CheckpointPanel
     CheckpointPanel()
 
-A panel outlives the checkpoints of its own kernel.  While the kernel is away the browser's half of it is kept up to
-date by the server (`kernel.panel`), and a press on *Wake* is a message that wakes.
+A panel outlives the checkpoints of its own kernel.  While the kernel sleeps, the server updates the browser's half of
+it (`kernel.panel`), and a press on *Wake* is a message that wakes the kernel.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AGENT = "_jupyter_gpu_ckpt_agent"
 # Variables with a bar of their own.
 _ROWS = 5
 
-# The server keeps one panel up to date, so there is one: a new one takes the place of that before.
+# The server updates one panel only: a new one replaces the earlier one.
 _shown: list[CheckpointPanel] = []
 
 
 class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
     """State, memory bars, progress, and buttons that suspend, checkpoint and wake.
 
-    Raises `HostError` in a kernel that has no agent: one that was not started by our provisioner.
+    Raises `HostError` in a kernel without an agent, which our provisioner did not start.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -49,39 +49,43 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         self.memory = ipywidgets.VBox()
         self.progress = ipywidgets.FloatProgress(min=0.0, max=1.0)
         self.message = ipywidgets.HTML()
-        self.suspend = self._button("Suspend", "off the GPU, into host memory", lambda: self._leave("suspend"))
-        self.checkpoint = self._button("Checkpoint", "to disk, no process left", lambda: self._leave("checkpoint"))
-        self.wake = self._button("Wake", "back to the GPU", self.refresh)  # the message itself wakes
-        self.renew = self._button("Refresh", "look again at the memory", self.refresh)
-        buttons = ipywidgets.HBox([self.suspend, self.checkpoint, self.wake, self.renew])
+        self.suspend = self._button(
+            "Suspend", "Move device memory to host memory; the process stays", lambda: self._schedule("suspend")
+        )
+        self.checkpoint = self._button(
+            "Checkpoint", "Save everything to disk; the process ends", lambda: self._schedule("checkpoint")
+        )
+        self.wake = self._button("Wake", "Bring the kernel back to the GPU", self.refresh)  # the message itself wakes
+        self.reload = self._button("Refresh", "Measure memory again", self.refresh)
+        buttons = ipywidgets.HBox([self.suspend, self.checkpoint, self.wake, self.reload])
         super().__init__([self.state, self.memory, self.progress, buttons, self.message], **options)
         for earlier in _shown:
             earlier.close()
         _shown[:] = [self]
-        self._agent.on_leave.append(self._leaving)
-        self._agent.on_return.append(self._returned)
-        self._agent.outside.on_failure.append(self._failed)
+        self._callbacks: tuple[tuple[list[Any], Callable[[], None]], ...] = (
+            (agent.on_quiesce, self._on_quiesce),
+            (agent.on_thaw, self._on_thaw),
+            (agent.server.on_failure, self._on_failure),
+        )
+        for callbacks, callback in self._callbacks:
+            callbacks.append(callback)
         self.refresh()
         self._watch()
 
     def close(self) -> None:
-        """Take the panel away; the kernel keeps no trace of it."""
-        for calls, call in (
-            (self._agent.on_leave, self._leaving),
-            (self._agent.on_return, self._returned),
-            (self._agent.outside.on_failure, self._failed),
-        ):
-            if call in calls:
-                calls.remove(call)
+        """Remove the panel, and its callbacks from the agent."""
+        for callbacks, callback in self._callbacks:
+            if callback in callbacks:
+                callbacks.remove(callback)
         super().close()
 
     def refresh(self) -> None:
-        """Look again: state and sizes as they are now."""
+        """Show the present state and sizes."""
         self.message.value = ""
         try:
             status = self._agent.magics.status()
         except self._refused as error:
-            self._complain(error)
+            self._show_error(error)
             return
         self._show("running")
         self.progress.value, self.progress.description = 0.0, ""
@@ -93,67 +97,64 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
 
     def _gpu_bars(self, status: dict[str, Any]) -> list[Any]:
         own = status["device_bytes"]
-        return [
-            _bar(gpu["name"], own[gpu["uuid"]], gpu["total"], f"of {self._tensors.human(gpu['total'])}", self._tensors)
-            for gpu in status["gpus"]
-            if gpu["uuid"] in own
-        ]
+        gpus = [gpu for gpu in status["gpus"] if gpu["uuid"] in own]
+        return [self._bar(gpu["name"], own[gpu["uuid"]], gpu["total"], show_total=True) for gpu in gpus]
 
     def _variable_bars(self) -> list[Any]:
         found = self._tensors.tensors(get_ipython().user_ns)
         together = sum(tensor.bytes for tensor in found)
-        return [_bar(tensor.name, tensor.bytes, together, "", self._tensors) for tensor in found[:_ROWS]]
+        return [self._bar(tensor.name, tensor.bytes, together) for tensor in found[:_ROWS]]
 
-    # -- what is pressed and what happens -----------------------------------------------------------------------------
+    # -- buttons and callbacks -----------------------------------------------------------------------------
 
     def _button(self, text: str, tooltip: str, press: Callable[[], None]) -> Any:
         button = ipywidgets.Button(description=text, tooltip=tooltip)
         button.on_click(lambda _: press())
         return button
 
-    def _leave(self, verb: str) -> None:
-        self.message.value = ""
-        self._agent.outside.request(verb)
-        self._show("asked to leave")
+    def _bar(self, name: str, count: int, whole: int, *, show_total: bool = False) -> Any:
+        bar = ipywidgets.FloatProgress(value=count / whole if whole else 0.0, min=0.0, max=1.0)
+        human = self._tensors.human
+        label = ipywidgets.HTML(html.escape(f"{human(count)} of {human(whole)}" if show_total else human(count)))
+        return ipywidgets.HBox([ipywidgets.HTML(f"<code>{html.escape(name)}</code>"), bar, label])
 
-    def _leaving(self) -> None:
-        """Called from the agent: from here on the server speaks to the browser's half."""
+    def _schedule(self, verb: str) -> None:
+        self.message.value = ""
+        self._agent.server.schedule(verb)
+        self._show("waiting until no cell runs")
+
+    def _on_quiesce(self) -> None:
+        """Called from the agent; from here on the server updates the browser's half."""
         self._show("leaving the GPU")
 
-    def _returned(self) -> None:
-        """Called from the agent.  What the server told the browser meanwhile, this half never heard: say all again."""
+    def _on_thaw(self) -> None:
+        """Called from the agent.  Sends all state again: this half missed the server's updates of the browser's."""
         self._show("running")
         self.progress.value, self.progress.description = 0.0, ""
         self.state.send_state()
         self.progress.send_state()
-        # Asking waits for the server, which waits for this call to end: on a thread of its own.
+        # The server replies only after this callback has ended: on a thread of its own.
         threading.Thread(target=self._watch, name="gpu-ckpt-panel", daemon=True).start()
 
-    def _failed(self) -> None:
+    def _on_failure(self) -> None:
         """Called from the agent, on the control thread."""
-        self._complain(self._agent.outside.failure)
+        self._show_error(self._agent.server.failure)
         self._show("running")
         self.state.send_state()
 
     def _watch(self) -> None:
-        """Tell the server which widgets to keep up to date; a new one, after a restart of its own, does not know."""
+        """Send the server the ids of the widgets to update; a restarted server does not know them."""
         models = {"state": self.state.model_id, "progress": self.progress.model_id}
         try:
-            self._agent.outside.ask("watch", models=models)
+            self._agent.server.request("watch", models=models)
         except self._refused as error:
-            self._complain(error)
+            self._show_error(error)
 
     def _show(self, text: str) -> None:
         self.state.value = html.escape(text)
 
-    def _complain(self, error: Any) -> None:
+    def _show_error(self, error: Any) -> None:
         self.message.value = "".join(map(_paragraph, error.lines()))
-
-
-def _bar(name: str, count: int, whole: int, note: str, tensors: Any) -> Any:
-    bar = ipywidgets.FloatProgress(value=count / whole if whole else 0.0, min=0.0, max=1.0)
-    label = ipywidgets.HTML(html.escape(f"{tensors.human(count)} {note}".strip()))
-    return ipywidgets.HBox([ipywidgets.HTML(f"<code>{html.escape(name)}</code>"), bar, label])
 
 
 def _paragraph(text: str) -> str:

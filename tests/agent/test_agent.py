@@ -99,7 +99,7 @@ def test_a_taken_port_is_replaced(start: Callable[..., Any]) -> None:
     assert kernel.report("thaw")["pipe_port"] == report["pipe_port"]
 
 
-@pytest.mark.parametrize("step", ["_history.park", "_iopub.unbind"])
+@pytest.mark.parametrize("step", ["_history.close", "_iopub.unbind"])
 def test_a_failed_quiesce_is_undone(start: Callable[..., Any], step: str) -> None:
     kernel = start()
     port = kernel.tcp_sockets()

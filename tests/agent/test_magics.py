@@ -116,7 +116,7 @@ async def test_what_fails_after_the_cell_is_told_in_the_next_one_once(kernel):
     while not complained and time.monotonic() < deadline:
         printed, complained, reply = await said(kernel, "print(x)")
     assert (printed, reply["status"]) == ("1\n", "ok")
-    assert complained.startswith("This kernel could not leave the GPU.\nINTERNAL: OSError: as asked\n")
+    assert complained.startswith("This kernel could not be taken off the GPU.\nINTERNAL: OSError: as asked\n")
     assert "the kernel runs on" in complained
     assert (await said(kernel, "print(x)"))[1] == ""
     assert "last failure INTERNAL" in await kernel.run("%gpu_checkpoint --status")
@@ -130,7 +130,7 @@ async def test_dropped_variables_are_released_and_the_rest_is_saved(kernel):
     )
     await kernel.settled("checkpointed")
     assert await kernel.run("print(weights.address, other)") == "1 7"
-    with pytest.raises(CellFailed, match=r"`scratch` was released by %gpu_checkpoint at .* Make it anew"):
+    with pytest.raises(CellFailed, match=r"`scratch` was released by %gpu_checkpoint at .* Create it again"):
         await kernel.run("scratch.address")
     assert "released     scratch" in await kernel.run("%gpu_checkpoint --status")
     await kernel.run("scratch = Array(3)")
@@ -167,10 +167,10 @@ async def test_nothing_is_released_when_the_kernel_stays(kernel):
     [
         ("--bogus", "unrecognized arguments: --bogus"),
         ("--drop nothere", "There is no variable 'nothere'"),
-        ("--drop number", "'number' holds no device memory"),
+        ("--drop number", "'number' has no device memory"),
         ("--keep a --drop a", "--keep or --drop, not both"),
-        ("--status --suspend", "go alone"),
-        ("--protect soon", "'soon' is no time"),
+        ("--status --suspend", "--protect alone"),
+        ("--protect soon", "'soon' is not a duration"),
         ("--drop 'a", "No closing quotation"),
     ],
 )
@@ -212,7 +212,7 @@ async def test_the_list_shows_the_images_of_others(tmp_path, runtime_base, criu_
 
 
 async def test_gpu_memory_is_a_table_by_variable(kernel):
-    assert await kernel.run("%gpu_memory") == "No variable holds device memory."
+    assert await kernel.run("%gpu_memory") == "No variable has device memory."
     await kernel.run(ARRAY + "small, large = Array(1, 10), {'inner': Array(2)}")
     head, first, second, _, total = (await kernel.run("%gpu_memory")).splitlines()
     assert head.split() == ["variable", "type", "dtype", "shape", "device", "bytes"]
@@ -261,7 +261,7 @@ def test_a_kernel_without_a_server_of_ours_says_so_before_it_waits_for_ever(star
         "try:\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nexcept Exception as e:\n    print(e.code)"
     )
     assert told == "KERNEL_SILENT"
-    assert kernel.run("%gpu_memory") == "No variable holds device memory."
+    assert kernel.run("%gpu_memory") == "No variable has device memory."
 
 
 def test_magics_go_with_the_agent(start: Callable[..., Any]) -> None:
@@ -295,5 +295,5 @@ async def test_where_the_host_cannot_the_magics_say_why(tmp_path, runtime_base, 
             _, _, reply = await said(kernel, f"%gpu_checkpoint {option}")
             assert reply["traceback"][0] == "CRIU_MISSING: No CRIU of a version that works was found."
             assert "install-criu" in reply["traceback"][-1]
-        assert await kernel.run("%gpu_memory") == "No variable holds device memory."
+        assert await kernel.run("%gpu_memory") == "No variable has device memory."
         assert await kernel.run("import os; print([n for n in os.environ if 'GPU_CKPT_PLAIN' in n])") == "[]"

@@ -130,8 +130,8 @@ async def test_a_refusal_is_shown_with_its_hint(browser):
 async def test_there_is_one_panel_and_closing_it_leaves_nothing(browser):
     await browser.run("first = panel\n" + PANEL)
     agent = "get_ipython()._jupyter_gpu_ckpt_agent"
-    await browser.run(f"assert len({agent}.on_leave) == len({agent}.on_return) == 1 and first.comm is None")
-    await browser.run(f"panel.close(); assert not {agent}.on_leave and not {agent}.outside.on_failure")
+    await browser.run(f"assert len({agent}.on_quiesce) == len({agent}.on_thaw) == 1 and first.comm is None")
+    await browser.run(f"panel.close(); assert not {agent}.on_quiesce and not {agent}.server.on_failure")
     await browser.kernel.provisioner.checkpoint()
     await browser.run("assert panel.comm is None")
 

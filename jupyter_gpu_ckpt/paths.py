@@ -1,6 +1,6 @@
 """The user's own data directory of this package, below that of Jupyter.
 
-Standard library only where nothing else is installed: ``scripts/install-criu`` comes here before pip does.
+Works without other packages: ``scripts/install-criu`` imports it before pip has installed any.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 def data_directory(*names: str) -> Path:
     """Return ``gpu-ckpt/NAMES...`` below Jupyter's data directory: images, keys, an unpacked CRIU, sessions and others.
 
-    Nothing is made there.
+    Creates nothing.
     """
     return _jupyter_data_directory().joinpath("gpu-ckpt", *names)
 
@@ -26,7 +26,7 @@ def _jupyter_data_directory() -> Path:
 
 
 def _before_jupyter_is_installed() -> Path:
-    """The directory that ``jupyter_core.paths.jupyter_data_dir`` will name on Linux."""
+    """Return the same directory as ``jupyter_core.paths.jupyter_data_dir`` on Linux."""
     if named := os.environ.get("JUPYTER_DATA_DIR"):
         return Path(named)
     if xdg := os.environ.get("XDG_DATA_HOME"):

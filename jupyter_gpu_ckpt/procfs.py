@@ -1,13 +1,11 @@
-"""Typed readers of ``/proc`` (proc(5)): one for each thing that several modules read.
+"""Typed readers of ``/proc`` (proc(5)), shared by several modules.
 
-A process may end while it is read.  Linux then answers `FileNotFoundError` where a file is opened and
-`ProcessLookupError` where it is read: readers of one process raise one of these (`GONE`), unless they say otherwise,
-and `PermissionError` where the caller may not look into it.  A zombie has ``stat`` and ``status``; its mappings and
-arguments are empty.
+A process may end while it is read: opening a file then raises `FileNotFoundError`, reading it `ProcessLookupError`.
+Readers of one process raise one of these (`GONE`), unless they say otherwise, and `PermissionError` without the rights.
+A zombie has ``stat`` and ``status``; its mappings and arguments are empty.
 
-Standard library only: a capsule's init, which has no site-packages (``python -I -S``), imports this module; that is why
-psutil does not stand here.  The agent in a kernel (`inside`) has readers of its own: its Python may be older than this
-package supports, and need not have the package.
+Standard library only, without psutil: a capsule's init, which has no site-packages (``python -I -S``), imports this
+module.  The agent in a kernel has readers of its own: its environment may have an older Python and lack this package.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-#: What the end of a process raises while it is read.
+#: Raised by readers when the process has ended.
 GONE = (FileNotFoundError, ProcessLookupError)
 
 Pid = int | Literal["self"]
@@ -46,17 +44,17 @@ class Stat:
     cpu_ticks: int
     #: When it was started, in clock ticks since the boot.
     started: int
-    #: As waitpid(2) gives it; 0 where the caller may not know.
+    #: As from waitpid(2); 0 where the caller lacks the rights.
     exit_code: int
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is a zombie, or about to vanish."""
+        """Whether it is a zombie, or dead."""
         return self.state in "ZX"
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has ended or is on its way: even its own user may not look into it any more then."""
+        """Whether it has ended or is ending: even its own user cannot read its memory and descriptors any more."""
         return self.has_ended or bool(self.flags & _PF_EXITING)
 
 
@@ -70,7 +68,7 @@ class MemoryMapping(NamedTuple):
     name: str
 
     def holds(self, address: int) -> bool:
-        """Whether ``address`` lies in it."""
+        """Whether ``address`` lies in the mapping."""
         return self.start <= address < self.end
 
 
@@ -81,28 +79,28 @@ class Mount:
     number: str
     parent: str
     device: str
-    #: What of the file system is mounted, and where.
+    #: The directory of the file system that is mounted, and the mount point.
     root: str
     point: str
     filesystem: str
-    #: Of the file system, not of this mount.
+    #: Options of the file system, not of this mount.
     options: tuple[str, ...]
     arrived: bool
 
 
 def read(path: str) -> str:
-    """The whole of a file; bytes that are no UTF-8 as surrogates."""
+    """Return the content of a file; invalid UTF-8 as surrogates."""
     with open(path, "rb", buffering=0) as file:
         return file.readall().decode(errors="surrogateescape")
 
 
 def lines(text: str) -> list[str]:
-    """The lines that are not empty.  Not by ``str.splitlines``: a name may have characters that end a line for that."""
+    """Return the non-empty lines.  Not ``str.splitlines``, which also splits at characters that names may contain."""
     return [line for line in text.split("\n") if line]
 
 
 def fields(text: str) -> dict[str, str]:
-    """Lines of ``NAME: VALUE`` by name; of a name that comes several times, the last."""
+    """Parse lines of ``NAME: VALUE``; of a repeated name, the last."""
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines(text))}
 
 
@@ -114,7 +112,7 @@ def _directory(pid: Pid, tid: int | None) -> str:
 
 
 def stat(pid: Pid, tid: int | None = None) -> Stat:
-    """State, parent and times of a process, or of one thread of it."""
+    """Return state, parent and times of a process, or of one thread of it."""
     head, _, tail = read(f"{_directory(pid, tid)}/stat").rpartition(")")
     words = tail.split()
     return Stat(
@@ -131,7 +129,7 @@ def stat(pid: Pid, tid: int | None = None) -> Stat:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process is on its way out, or gone."""
+    """Whether the process is ending, or gone."""
     try:
         return stat(pid).is_ending
     except GONE:
@@ -139,18 +137,18 @@ def is_ending(pid: int) -> bool:
 
 
 def status(pid: Pid = "self", tid: int | None = None) -> dict[str, str]:
-    """The fields of proc_pid_status(5) of a process, or of one thread of it."""
+    """Return the fields of proc_pid_status(5) of a process, or of one thread of it."""
     return fields(read(f"{_directory(pid, tid)}/status"))
 
 
 def arguments(pid: int) -> tuple[str, ...]:
-    """The command line; empty for a zombie and for a thread of the kernel."""
+    """Return the command line; empty for a zombie and for a kernel thread."""
     line = os.fsencode(read(f"/proc/{pid}/cmdline")).decode(errors="replace")
     return tuple(line.rstrip("\0").split("\0")) if line else ()
 
 
 def maps(pid: int) -> list[MemoryMapping]:
-    """The mappings in ascending order."""
+    """Return the mappings in ascending order."""
     found = []
     for line in lines(read(f"/proc/{pid}/maps")):
         words = line.split(None, 5)
@@ -160,12 +158,12 @@ def maps(pid: int) -> list[MemoryMapping]:
 
 
 def threads(pid: int) -> list[int]:
-    """The ids of the threads, sorted."""
+    """Return the ids of the threads, sorted."""
     return sorted(map(int, os.listdir(f"/proc/{pid}/task")))
 
 
 def children(pid: int) -> list[int]:
-    """Child processes of all threads, zombies included; empty once the process is gone.  Never raises `GONE`."""
+    """Return the children of all threads, zombies included; empty once the process is gone.  Never raises `GONE`."""
     found: list[int] = []
     with contextlib.suppress(*GONE):
         for tid in threads(pid):
@@ -175,19 +173,19 @@ def children(pid: int) -> list[int]:
 
 
 def descriptors(pid: int) -> list[int]:
-    """The open descriptors, sorted.  An ordinary user may not list those of a zombie."""
+    """Return the open descriptors, sorted.  An ordinary user cannot list those of a zombie."""
     return sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
 
 
 def links(pid: int) -> Iterator[tuple[int, str]]:
-    """The open descriptors and what each is open on (``socket:[7]``, a path); what is closed meanwhile is left out."""
+    """Yield open descriptors and their targets (``socket:[7]``, a path), without those closed meanwhile."""
     for number in descriptors(pid):
         with contextlib.suppress(*GONE):
             yield number, os.readlink(f"/proc/{pid}/fd/{number}")
 
 
 def fdinfo(pid: Pid, number: int) -> dict[str, str]:
-    """The fields of proc_pid_fdinfo(5) of one descriptor."""
+    """Return the fields of proc_pid_fdinfo(5) of one descriptor."""
     return fields(read(f"/proc/{pid}/fdinfo/{number}"))
 
 
@@ -195,12 +193,12 @@ def fdinfo(pid: Pid, number: int) -> dict[str, str]:
 
 
 def mounts(pid: Pid = "self") -> list[Mount]:
-    """What is mounted in the mount namespace of a process, in the order of mounting."""
+    """Return the mounts in the mount namespace of a process, in the order of mounting."""
     return parse_mounts(read(f"/proc/{pid}/mountinfo"))
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The mounts in the text of a ``mountinfo`` file."""
+    """Parse the text of a ``mountinfo`` file."""
     found = []
     for line in lines(text):
         head, _, tail = line.partition(" - ")
@@ -222,14 +220,14 @@ def parse_mounts(text: str) -> list[Mount]:
 
 
 def _unescaped(path: str) -> str:
-    r"""A path as it is: ``mountinfo`` writes a blank as \040, byte by byte."""
+    r"""Undo the escapes of ``mountinfo``, which writes a blank as \040, byte by byte."""
     return _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), path)
 
 
 def sockets(table: str, pid: Pid = "self") -> list[list[str]]:
-    """The rows of ``/proc/PID/net/TABLE`` (``tcp``, ``udp6``, ``unix`` ...), split at blanks, without the heads.
+    """Rows of ``/proc/PID/net/TABLE`` (``tcp``, ``udp6``, ``unix`` ...), split at blanks, without the header.
 
-    The path of a unix socket is one word, whatever is in it.  Empty on a Linux without this family, or once the process
+    The path of a unix socket is one word, also with blanks.  Empty on a Linux without this family, or once the process
     is gone.
     """
     with contextlib.suppress(OSError):
@@ -242,12 +240,12 @@ def sockets(table: str, pid: Pid = "self") -> list[list[str]]:
 
 
 def pids() -> list[int]:
-    """The processes that this ``/proc`` shows, sorted."""
+    """Return the processes that this ``/proc`` shows, sorted."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
 def sysctl(name: str) -> str | None:
-    """A kernel setting by its dotted name; None where this Linux has no such setting or does not show it."""
+    """Return a kernel setting by its dotted name; None where this Linux lacks it or does not show it."""
     try:
         return read(f"/proc/sys/{name.replace('.', '/')}").strip()
     except OSError:
@@ -255,5 +253,5 @@ def sysctl(name: str) -> str | None:
 
 
 def boot_id() -> str:
-    """What names this boot of the machine."""
+    """Return the id of this boot of the machine."""
     return read("/proc/sys/kernel/random/boot_id").strip()

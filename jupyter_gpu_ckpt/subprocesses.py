@@ -1,8 +1,8 @@
-"""The one way this package runs a short-lived program of the host: with a deadline, and to its real end.
+"""Run short-lived programs of the host with a deadline that holds.
 
-``subprocess.run(timeout=...)`` ends only the program itself and then waits for everybody who still holds its output
-pipe: one stuck download helper of ``apt-get`` would hang the caller for ever.  Here the program leads a session of its
-own, and at the deadline the whole session is ended.
+``subprocess.run(timeout=...)`` ends only the program itself and then waits for every process with its output pipe: a
+stuck download helper of ``apt-get`` would hang the caller for ever.  Here the program leads a session of its own, which
+is killed as a whole at the deadline.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ CLEAN_ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:
 
 @dataclass(frozen=True)
 class Completed:
-    """How a program ended: exit status (negative: the signal), and what it wrote."""
+    """The exit status (negative: the signal) and the output of a program that has ended."""
 
     status: int
     out: str
     err: str
 
     def tail(self, lines: int = 4) -> str:
-        """The last words, for an error message: standard error if there was any, else standard output."""
-        said = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
-        return "; ".join(said[-lines:]) or f"exit status {self.status}, no output"
+        """Return the last lines for an error message: of standard error if there was any, else of standard output."""
+        output = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
+        return "; ".join(output[-lines:]) or f"exit status {self.status}, no output"
 
 
 def run(
@@ -62,14 +62,14 @@ def run(
     except subprocess.TimeoutExpired:
         _end(process)
         raise TimeoutError(f"{Path(words[0]).name} did not end within {timeout_s:g} s") from None
-    except BaseException:  # an interrupt of the user must not leave a download running
+    except BaseException:  # an interrupt must not leave a download running
         _end(process)
         raise
     return Completed(process.returncode, out, err)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the session and reap its leader; the pipes are closed unread, since a descendant that left may hold them."""
+    """Kill the session, reap its leader and close the pipes, which a process that left the session may keep open."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

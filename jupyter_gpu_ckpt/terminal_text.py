@@ -1,16 +1,14 @@
-"""Text that others chose, such as names of files and arguments of processes, made fit for a terminal and a log."""
+"""Make foreign text, such as file names and process arguments, safe for a terminal and a log."""
 
 from __future__ import annotations
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """Return ``text`` on one line, with escapes for whatever is not a plain character, of at most ``most`` characters.
+    """Return ``text`` on one line of at most ``most`` characters, with escapes for all that is not printable.
 
-    Nothing in it moves the cursor, starts a control sequence, hides, or turns the direction of what follows: control
-    characters (C0, C1), line and paragraph separators, marks of direction and lone surrogates become ``\\x1b`` and the
-    like (`str.isprintable`).
+    Control characters (C0, C1), line and paragraph separators, direction marks and lone surrogates become ``\\x1b`` and
+    the like (`str.isprintable`): nothing moves the cursor, starts a control sequence, hides or reorders text.
     """
-    shown = "".join(
-        one if one.isprintable() else ascii(one)[1:-1] for one in (text if most is None else text[: most + 1])
-    )
+    cut = text if most is None else text[: most + 1]
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)
     return shown if most is None or len(shown) <= most else f"{shown[: most - 3]}..."

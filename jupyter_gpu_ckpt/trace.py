@@ -1,11 +1,10 @@
-"""One stream of ``started`` / ``completed`` / ``failed`` for every step of every verb.
+"""One stream of ``started`` / ``completed`` / ``failed`` events for every step of every verb.
 
-The log, the server's events, progress bars and the figures in a manifest all listen to this stream; there is no second
-one.  A sink is a callable that takes one `StepEvent`.  What a sink raises is logged and goes no further: whoever only
-listens must not be able to stop a kernel half-way.
+The log, the server's events, progress bars and the figures in a manifest all read this stream.  A sink is a callable
+that takes one `StepEvent`.  An error of a sink is logged and not raised: a listener must not stop a kernel half-way.
 
-`Trace.faults` are for tests: they are called with the same events before the sinks, and what one of them raises makes
-the step fail.  So a test makes any step fail without touching the code under test.
+`Trace.faults` are for tests: they are called with the same events before the sinks, and their errors make the step
+fail.  So a test makes any step fail without changing the code under test.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def notify(listeners: Iterable[Callable[[T], object]], news: T) -> None:
-    """Call each of ``listeners`` with ``news``.  What one of them raises is logged; the others are called all the same.
+def notify(listeners: Iterable[Callable[[T], object]], value: T) -> None:
+    """Call each of ``listeners`` with ``value``.  The error of one is logged, and the others are called all the same.
 
     Listeners may be added and removed meanwhile.
     """
     for listener in tuple(listeners):
         try:
-            listener(news)
+            listener(value)
         except Exception as error:
             _log.error("A listener failed: %s", type(error).__name__, exc_info=True)
 
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One edge of one step; or, from those who watch a long one, a moment of it (``running``).
+    """The start or end of a step, or a moment in between (``running``, emitted by the server's monitor).
 
-    ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` what it moved where that is
-    known, both so far while it is ``running``; ``code`` the error's stable code on ``failed``.  Carries no path, token
-    or user content.
+    ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` the bytes it moved if known, both
+    up to now while it is ``running``; ``code`` the error's stable code on ``failed``.  Contains no path, token or user
+    content.
     """
 
     kind: Literal["started", "running", "completed", "failed"]
@@ -59,7 +58,7 @@ Sink = Callable[[StepEvent], None]
 
 @dataclass
 class TracedStep:
-    """The step being run; the runner may set ``bytes`` before it ends."""
+    """The step under way; its code may set ``bytes`` before it ends."""
 
     name: str
     bytes: int | None = None
@@ -67,7 +66,7 @@ class TracedStep:
 
 @dataclass
 class Trace:
-    """Runs named steps and notifies every sink of them, in order, on the caller's thread."""
+    """Runs named steps and notifies every sink, in order, on the caller's thread."""
 
     kernel_id: str
     sinks: list[Sink] = field(default_factory=list)
@@ -82,7 +81,7 @@ class Trace:
 
     @contextmanager
     def step(self, name: str) -> Iterator[TracedStep]:
-        """Run the body as step ``name``.  Errors pass through after ``failed`` was told."""
+        """Run the body as step ``name``.  Errors are raised again after ``failed`` was emitted."""
         step = TracedStep(name)
         began = time.monotonic()
         try:
@@ -99,7 +98,7 @@ class Trace:
 
 @dataclass
 class Recorder:
-    """A sink that keeps what it was told: the table of a demo, the timings of a manifest, a test's evidence."""
+    """A sink that records events: for the table of a demo, the timings of a manifest, tests."""
 
     events: list[StepEvent] = field(default_factory=list)
 
@@ -107,11 +106,11 @@ class Recorder:
         self.events.append(event)
 
     def completed(self) -> list[StepEvent]:
-        """The completed steps in order."""
+        """Return the completed steps in order."""
         return [event for event in self.events if event.kind == "completed"]
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by step; a step that ran twice counts both times."""
+        """Return seconds by step; a step that ran twice counts both times."""
         total: dict[str, float] = {}
         for event in self.completed():
             total[event.step] = total.get(event.step, 0.0) + (event.seconds or 0.0)

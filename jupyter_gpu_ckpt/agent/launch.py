@@ -1,8 +1,8 @@
 """Start a kernel as ``python -m MODULE`` would, with the agent loaded into it.
 
 Called from the provisioner, which rewrites a kernelspec's ``python -m ipykernel_launcher -f F`` into ``python <this
-file> ipykernel_launcher -f F`` (`jupyter_gpu_ckpt.kernel.agent_injection`).  Runs in the kernel's own environment, perhaps
-a conda environment with an older Python and without this package: standard library only, Python >= 3.8.
+file> ipykernel_launcher -f F`` (`jupyter_gpu_ckpt.kernel.agent_injection`).  Runs in the kernel's own environment,
+perhaps one with an older Python and without this package: standard library only, Python >= 3.8.
 
 The kernel sees the same as under ``-m``: ``sys.path[0]`` is the working directory (or nothing, under ``-I``, ``-P`` and
 ``PYTHONSAFEPATH``), ``sys.argv`` and ``sys.orig_argv`` name the module, and `runpy` fills ``__main__``, as the

@@ -115,7 +115,7 @@ class PushCommand(ImageCommand):
             _require_unowned(image)
         count, began = image.manifest.bytes, time.monotonic()
         with progress(count, "Sending", quiet=self.as_json) as advance:
-            sent = _remote(url).push(image, take_from=None if self.keep else store, progress=advance)
+            sent = _remote(url).push(image, remove_from=None if self.keep else store, progress=advance)
         seconds = time.monotonic() - began
         return {"id": image.id, "bytes": count, "sent": sent, "moved": not self.keep, "seconds": seconds}, 0
 

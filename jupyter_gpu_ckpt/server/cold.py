@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from ..errors import GpuCkptError, ImageBusy, ImageNotFound
 from ..image.keys import Keyring
 from ..image.store import Store
-from ..transfer.archive import archive_old, due, remnants, sweep
+from ..transfer.archive import archive_old, due, removed, sweep
 from ..transfer.remote import Remote
 from .periodic_task import PeriodicTask
 
@@ -88,7 +88,7 @@ class ColdTier:
 
 
 def _needed(store: Store, after: float) -> bool:
-    return bool(due(store, after) or remnants(store))
+    return bool(due(store, after) or removed(store))
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
-"""Images elsewhere: a shared directory, an object store, a server one can log in to; whatever fsspec has a name for.
+"""Images elsewhere: in a shared directory, an object store, on an SSH server, or wherever fsspec can write.
 
-An image lies there as ``<url>/<id>/``: its files in pieces of `PIECE` bytes (``0007-000012``: file 7 in the order of
-the names, piece 12), pieces of zeros left out, then the seal, and the manifest last.  So a transfer that broke off
-leaves what no listing shows, and the next one goes on from the pieces that are there.  What arrives is believed only
-after the whole proof that a restore asks for (`verify.verify`), the seal first: a foreign manifest is not even read.
+An image lies there as ``<url>/<id>/``: its files in parts (``0007-000012``: file 7 in the order of the names, part 12),
+then the seal, and the manifest last.  So a transfer that broke off leaves nothing that a listing shows, and the next
+one continues with the parts that are there.  A pulled image is trusted after the checks that a restore makes
+(`verify`), the seal first: a foreign manifest is not even read.
 
-A kernel must not live twice.  So an image is *moved*: `push` gives the local one up once all of it is there, and `pull`
-takes the one there, first by a claim that only one host can make, and removes it once it has all of it.  Who asks for a
-copy gets one that no pull takes without being told to.
+A kernel must not live twice.  So an image is *moved*: `Remote.push` removes the local image once all of it is there,
+and `Remote.pull` claims the remote one, as only one host can, and removes it once all of it is here.  A copy is made
+only on request.
 
-Credentials are fsspec's business (its configuration files and environment); a URL with a password in it works and is
-never written anywhere.
+fsspec finds the credentials (its configuration files and environment); a URL with a password in it works and is never
+written anywhere.
 """
 
 from __future__ import annotations
@@ -18,29 +18,40 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from blake3 import blake3
+from filelock import FileLock, Timeout
+
 from .. import procfs
-from ..errors import GpuCkptError, ImageBusy, ImageFormat, ImageNotFound, NoSpace, RemoteFailed, RemoteUnsupported
+from ..errors import (
+    GpuCkptError,
+    ImageBusy,
+    ImageDamaged,
+    ImageFormat,
+    ImageNotFound,
+    NoSpace,
+    RemoteFailed,
+    RemoteUnsupported,
+)
 from ..files.atomic import flush, write_atomically
-from ..image import verify
+from ..image import layout, verify
 from ..image.image import Image
-from ..image.layout import CLAIM, MANIFEST, SEAL
+from ..image.layout import CLAIM, INCOMING, MANIFEST, SEAL
 from ..image.manifest import MOST_BYTES, Manifest, safe_name
 from ..image.store import Store
-from .arrival import Arrival
-from .incoming import Files, staged
-from .parts import Journal, Piece, pieces, zeros
-from .shared_directory import SharedDirectory
+from . import parts as sizes
+from .parts import Part, parts, zeros
+from .remote_hashes import RemoteHashes
 
 __all__ = ["Progress", "Remote"]
 
-#: Told the bytes that are done now, from any thread; those of an earlier try count at once.
+#: Called with the bytes that are done now, from any thread; those of an earlier try count at once.
 Progress = Callable[[int], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -49,9 +60,8 @@ Result = TypeVar("Result")
 class Remote:
     """The images below one URL.
 
-    Every method raises `RemoteFailed` with what the other side said, and `RemoteUnsupported` when the package for that
-    kind of URL is not installed.  After failure of a transfer the image is where it was; what was sent is used by the
-    next try.
+    Every method raises `RemoteFailed` with what the other side said.  After failure of a transfer the image is where it
+    was, and the next try uses what was sent.  Raises `RemoteUnsupported` when the package for the URL is not installed.
     """
 
     def __init__(self, url: str, *, workers: int = 8, **options: Any) -> None:
@@ -60,7 +70,7 @@ class Remote:
             import fsspec
         except ImportError as error:
             raise RemoteUnsupported("The package fsspec is not installed.") from error
-        with _told():
+        with _mapped_errors():
             try:
                 protocol = fsspec.utils.get_protocol(url)
                 if protocol in ("sftp", "ssh"):
@@ -73,11 +83,11 @@ class Remote:
                 raise RemoteUnsupported(f"What {protocol}: URLs need is not installed.") from error
         self._local = protocol in ("file", "local")
 
-    # -- what is there
+    # -- listing and removal
 
     def images(self) -> list[Manifest]:
-        """The manifests of the images there, oldest first.  They are not proved; `pull` proves what it takes."""
-        with _told():
+        """Return the manifests of the images there, oldest first.  They are not verified; `pull` does that."""
+        with _mapped_errors():
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
                 return []
@@ -89,11 +99,11 @@ class Remote:
         return found
 
     def manifest(self, id: str) -> Manifest:
-        """What the manifest of an image there says; not proved.  Raises `ImageNotFound`, `ImageFormat`."""
+        """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
         return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
 
     def has(self, id: str) -> bool:
-        """Whether there is an image of that name, and not only pieces of one."""
+        """Return whether there is an image of that name, and not only parts of one."""
         try:
             self._small(id, MANIFEST, MOST_BYTES)
         except ImageNotFound:
@@ -101,161 +111,137 @@ class Remote:
         return True
 
     def claimed(self, id: str) -> str:
-        """The host that is pulling the image, or holds a kernel from it; empty when it is free."""
-        claim = self._claim_there(id)
+        """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""
+        claim = self._read_claim(id)
         return str(claim.get("hostname", "?")) if claim is not None else ""
 
     def remove(self, id: str) -> None:
         """Delete an image there, the manifest first: half an image is none."""
-        place = self._place(id)
-        with _told():
+        with _mapped_errors():
             for name in (MANIFEST, SEAL):
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{place}/{name}")
-            if self._fs.exists(place):
-                self._fs.rm(place, recursive=True)
+                    self._fs.rm_file(self._path(id, name))
+            if self._fs.exists(self._path(id)):
+                self._fs.rm(self._path(id), recursive=True)
 
     def discard(self, id: str, token: str) -> None:
-        """Delete what `send` sent with ``token``; what is somebody else's by now stays.
+        """Delete what `send` sent with ``token``, unless another owns it by now.
 
-        Pieces without a claim are of a sender that ended before it could make one.
+        Parts without a claim are of a sender that ended before it could make one.
         """
-        claim = self._claim_there(id)
+        claim = self._read_claim(id)
         if claim.get("token") == token if claim is not None else not self.has(id):
             self.remove(id)
 
-    # -- to there
+    # -- push
 
-    def push(self, image: Image, *, take_from: Store | None = None, progress: Progress | None = None) -> int:
-        """Send an image; the bytes that had to be sent now.
+    def push(self, image: Image, *, remove_from: Store | None = None, progress: Progress | None = None) -> int:
+        """Send an image; return the bytes that had to be sent now.
 
-        ``take_from``: its store, from which it is removed when all of it is there; else it is only copied.  Raises
-        `ImageBusy` when a restore is using it or its kernel lives.
+        ``remove_from``: its store, from which it is removed when all of it is there; else it is copied.  Raises
+        `ImageBusy` when a restore uses it or its kernel lives.
         """
         with image.lease():
             sent = self.send(image, progress)
             self.complete(image)
-            if take_from is not None:
-                take_from.remove(image, leased=True, moved=True)
+            if remove_from is not None:
+                remove_from.remove(image, leased=True, moved=True)
         return sent
 
     def send(self, image: Image, progress: Progress | None = None, token: str = "") -> int:
-        """A copy of an image's content, which no listing shows before `complete`; the bytes that had to be sent now.
+        """Send an image's content, which no listing shows before `complete`; return the bytes that had to be sent now.
 
-        Every piece there was compared by its hash when this returns (`arrival`), also those of an earlier try.
-        ``token``: whose pieces they are (`discard`).
+        Every part there was compared by its hash on return, also those of an earlier try.  ``token``: names the owner
+        of the parts (`discard`).
         """
-        place, shared = self._place(image.id), self._shared(image.id)
-        arrival = Arrival(self._fs, place)
-        fresh: dict[str, str] = {}
-        wrong: list[str] = []
-        with _told():
-            self._make_private(image.id)
+        hashes = RemoteHashes(self._fs, self._path(image.id), local=self._local)
+        sent: dict[str, str] = {}
+        with _mapped_errors():
+            self._make_directory(image.id)
             if token:
-                self._put_claim(place, token)
-            there = self._sizes(place)
-            if there:
-                arrival.ask(sum(there.values()))
+                self._put_claim(image.id, token)
+            present = self._sizes(image.id)
+            if present:
+                hashes.query(sum(present.values()))
 
-            def send(piece: Piece) -> int:
-                if shared is not None:
-                    size = shared.send(piece, image.path, there.get(piece.name))
-                    if size is None:
-                        wrong.append(piece.name)
+            def send(part: Part) -> int:
+                data, count = part.read(image.path), 0
+                if data == zeros(len(data)):
+                    if part.name in present:
+                        self._fs.rm_file(self._path(image.id, part.name))  # a pull would take it for the content
                 else:
-                    size = self._send(piece, image.path, place, there, arrival, fresh)
+                    digest = hashes.digest(data)
+                    if present.get(part.name) != len(data) or not hashes.matches(part.name, digest):
+                        self._put(image.id, part.name, data)
+                        sent[part.name], count = digest, len(data)
                 if progress is not None:
-                    progress(piece.length)
-                return size or 0
+                    progress(part.length)
+                return count
 
-            sent = sum(self._each(send, pieces(image.manifest)))
-            arrival.ask(sent)
-            arrived = zip(fresh, self._each(lambda name: arrival.has(name, fresh[name]), fresh), strict=True)
-            wrong += [name for name, whole in arrived if not whole]
+            total = sum(self._map(send, parts(image.manifest)))
+            if hashes.trusts_writes():
+                return total
+            hashes.query(total)
+            arrived = self._map(lambda name: hashes.matches(name, sent[name]), sent)
+            wrong = [name for name, same in zip(sent, arrived, strict=True) if not same]
             for name in wrong:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{place}/{name}")
+                    self._fs.rm_file(self._path(image.id, name))
         if wrong:
-            raise RemoteFailed(f"What was sent did not arrive whole: {len(wrong)} pieces.", pieces=wrong[:20])
-        return sent
-
-    def _send(
-        self,
-        piece: Piece,
-        root: Path,
-        place: str,
-        there: Mapping[str, int],
-        arrival: Arrival,
-        fresh: dict[str, str],
-    ) -> int:
-        """One piece; those that are put are noted in ``fresh`` with their hash.  The bytes that had to be sent."""
-        data = piece.read(root)
-        if data == zeros(len(data)):
-            if piece.name in there:
-                self._fs.rm_file(f"{place}/{piece.name}")  # a pull would take it for the content
-            return 0
-        digest = arrival.digest(data)
-        if there.get(piece.name) == len(data) and arrival.has(piece.name, digest):
-            return 0
-        self._put(place, piece.name, data)
-        fresh[piece.name] = digest
-        return len(data)
+            raise RemoteFailed(f"What was sent did not arrive: {len(wrong)} parts differ.", parts=wrong[:20])
+        return total
 
     def complete(self, image: Image, token: str = "") -> None:
-        """What was sent is an image from now on; with the ``token`` of `send` one that nobody else takes (`pull`)."""
-        place, shared = self._place(image.id), self._shared(image.id)
-        with _told():
-            # Read first: of an image that has gone nothing is said there.
+        """Make what was sent an image; with the ``token`` of `send` one that no other host can pull."""
+        with _mapped_errors():
+            # Read before anything is written: the image may have gone.
             last = {name: (image.path / name).read_bytes() for name in (SEAL, MANIFEST)}
-            if shared is not None:
-                shared.flush()  # the pieces before what makes them an image
+            if self._local:  # once for all parts: a flush after each takes a tenth more time (measured)
+                directory = Path(self._path(image.id))
+                for path in (*directory.iterdir(), directory):
+                    flush(path)
             if token:
-                self._put_claim(place, token)
+                self._put_claim(image.id, token)
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(f"{place}/{CLAIM}")
-            for name, text in last.items():
-                self._put(place, name, text)
-            if shared is not None:
-                flush(shared.path)
+                    self._fs.rm_file(self._path(image.id, CLAIM))
+            for name, content in last.items():
+                self._put(image.id, name, content, durable=True)
 
-    def _put_claim(self, place: str, token: str) -> None:
-        self._put(place, CLAIM, json.dumps({**_claimant(), "token": token}).encode())
+    def _put_claim(self, id: str, token: str) -> None:
+        self._put(id, CLAIM, json.dumps({**_claimant(), "token": token}).encode(), durable=True)
 
-    def _put(self, place: str, name: str, data: bytes) -> None:
-        """Whole or not at all: an object store does so by itself, elsewhere it is sent under another name."""
-        path = f"{place}/{name}"
+    def _put(self, id: str, name: str, data: bytes, *, durable: bool = False) -> None:
+        """Write a file there, atomically.  ``durable`` is for a local directory; elsewhere the server decides."""
+        path = self._path(id, name)
         if self._local:
-            SharedDirectory(Path(place)).put(name, data)
-        elif self._atomic:
+            write_atomically(Path(path), data, durable=durable)
+        elif self._is_object_store:
             self._fs.pipe_file(path, data)
         else:
             self._fs.pipe_file(path + ".part", data)
             self._fs.mv(path + ".part", path)
 
     @property
-    def _atomic(self) -> bool:
+    def _is_object_store(self) -> bool:
         return not self._local and not hasattr(self._fs, "client")
 
-    def _make_private(self, id: str) -> None:
-        """Where there are directories, others may not enter this one; elsewhere the bucket's rules decide."""
-        shared = self._shared(id)
-        if shared is not None:
-            shared.prepare()
-        elif not self._atomic:
-            self._fs.makedirs(self._place(id), exist_ok=True, permissions=0o700)
+    def _make_directory(self, id: str) -> None:
+        """Make the directory so that others may not enter it; in an object store the bucket's rules decide."""
+        if self._local:
+            Path(self._path(id)).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            Path(self._path(id)).mkdir(exist_ok=True, mode=0o700)
+        elif not self._is_object_store:
+            self._fs.makedirs(self._path(id), exist_ok=True, permissions=0o700)
 
-    def _shared(self, id: str) -> SharedDirectory | None:
-        return SharedDirectory(Path(self._place(id))) if self._local else None
-
-    # -- from there
+    # -- pull
 
     def pull(self, id: str, store: Store, *, keep: bool = False, progress: Progress | None = None) -> Image:
-        """Fetch an image into ``store``, where it is visible once it is proved.
+        """Fetch an image into ``store``, where it appears once it is verified.
 
-        The one there is claimed first and removed afterwards.  ``keep``: it is only copied, and whoever brings the copy
-        to life answers for there being no other.  Raises what `Store.check` raises, `ImageBusy` when another host has
-        claimed it or another process here is at it, `ImageNotFound`, `NoSpace`.
+        The remote image is claimed first and removed afterwards.  ``keep``: it is only copied, and the caller answers
+        for restoring one of the two.  Raises what `Store.check` raises, `ImageBusy` when another host has claimed it or
+        another process here pulls it, `ImageNotFound`, `NoSpace`.
         """
         store.prepare()
         with self.fetched(id, store, keep=keep, progress=progress) as fetched:
@@ -268,20 +254,32 @@ class Remote:
             self.remove(id)
         return store.get(id)
 
-    def fetched(
-        self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None
-    ) -> AbstractContextManager[Path]:
-        """An image's directory, proved and on disk, beside the images of ``store``, for the body to take what it needs.
+    @contextlib.contextmanager
+    def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
+        """Fetch an image into a directory beside the images, verified and on disk, for the body to move files from.
 
-        Raises as `pull`.
+        Raises as `pull`.  After failure the next try continues with the files that are there.
         """
-        return staged(store, self._named(id), lambda at, done: self._fetch(id, at, store, keep, done, progress))
+        directory = Path(store.root, INCOMING, self._checked(id))  # of the image's name, as `verify` requires
+        directory.parent.mkdir(mode=0o700, exist_ok=True)
+        lock = FileLock(layout.mark(directory, layout.LOCK), timeout=0, mode=0o600)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ImageBusy(f"Image {id} is being pulled by another process.", image=id) from error
+        try:
+            self._fetch(id, directory, store, keep, progress)
+            yield directory
+            shutil.rmtree(directory, ignore_errors=True)
+            Path(lock.lock_file).unlink(missing_ok=True)
+        finally:
+            lock.release()
 
-    def _fetch(self, id: str, at: Path, store: Store, keep: bool, done: Journal, progress: Progress | None) -> None:
-        at.mkdir(mode=0o700, exist_ok=True)
+    def _fetch(self, id: str, directory: Path, store: Store, keep: bool, progress: Progress | None) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
         for name, most in ((MANIFEST, MOST_BYTES), (SEAL, 4096)):
-            write_atomically(at / name, self._small(id, name, most), durable=True)
-        manifest = verify.require_sealed(at, store.keys)
+            write_atomically(directory / name, self._small(id, name, most), durable=True)
+        manifest = verify.require_sealed(directory, store.keys)
         store.generations.require_current(manifest)
         if not keep:
             self._claim(id)
@@ -291,30 +289,61 @@ class Remote:
                 left=f"the image {id} is whole where it is, and was not fetched",
                 needed=manifest.bytes,
             )
-        with _told():
-            place, shared = self._place(id), self._shared(id)
+        with _mapped_errors():
+            wrong = self._receive(directory, manifest, progress)
+        try:
+            if wrong:
+                message = f"What arrived is damaged: {', '.join(wrong[:3])}."
+                raise ImageDamaged(message, image=id, files=wrong[:100])
+            verify.require_tree(directory, manifest)
+        except ImageDamaged:
+            shutil.rmtree(directory, ignore_errors=True)  # else the next try would continue with it
+            raise
+        for path in (*sorted(directory.rglob("*"), reverse=True), directory):
+            flush(path)
 
-            def read(piece: Piece, into: memoryview) -> memoryview:
-                if shared is not None:
-                    return shared.fetch(piece, into)
-                data = memoryview(self._fs.cat_file(f"{place}/{piece.name}"))
-                if len(data) == piece.length:
-                    into[: len(data)] = data
-                return data
+    def _receive(self, directory: Path, manifest: Manifest, progress: Progress | None) -> list[str]:
+        """Receive every part that is missing; return the files with a wrong hash.
 
-            files = Files(at, manifest, self._sizes(place), done)
-            files.receive(read, self._each, self._workers, progress)
-        files.require_whole()
+        Files grow in order, so the length of a file says which of its parts are there.  After a crash of the machine it
+        may say too much; then the hash is wrong.
+        """
+        present = self._sizes(manifest.id)
+        complete = {file: _complete(directory / file, entry.bytes) for file, entry in manifest.files.items()}
+        hashers = {file: blake3(max_threads=blake3.AUTO) for file in manifest.files}
+
+        def read(part: Part) -> bytes:
+            if part.end <= complete[part.file]:
+                return part.read(directory)
+            data = self._get(manifest.id, part.name) if part.name in present else zeros(part.length)
+            if len(data) != part.length:
+                raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
+            return data
+
+        for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
+            hashers[part.file].update(data)
+            if part.end > complete[part.file]:
+                with open(directory / part.file, "ab") as file:
+                    if part.name in present:
+                        file.write(data)
+                    else:
+                        file.truncate(part.end)
+            if progress is not None:
+                progress(part.length)
+        return [file for file, entry in manifest.files.items() if hashers[file].hexdigest() != entry.blake3]
+
+    def _get(self, id: str, name: str) -> bytes:
+        return bytes(self._fs.cat_file(self._path(id, name)))
 
     def _claim(self, id: str) -> None:
-        """From now on the image there is ours to take.  Raises `ImageBusy`."""
+        """Claim the remote image for this host.  Raises `ImageBusy`."""
         mine = _claimant()
         try:
-            with _told(), self._fs.open(f"{self._place(id)}/{CLAIM}", "xb") as file:
+            with _mapped_errors(), self._fs.open(self._path(id, CLAIM), "xb") as file:
                 file.write(json.dumps(mine).encode())
         except RemoteFailed:
-            # Not every server says that it failed because there is one.
-            claim = self._claim_there(id)
+            # Not every server says that it failed because there is a claim.
+            claim = self._read_claim(id)
             if claim == mine:
                 return  # an earlier try of this host, which broke off
             if claim is None:
@@ -327,26 +356,27 @@ class Remote:
                 hostname=host,
             ) from None
 
-    # -- both ways
+    # -- both
 
-    def _each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """``work`` for each, so many side by side, no more begun than will be needed if one fails."""
+    def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """Yield the results in order, ``workers`` calls at a time; begin no more than is needed if one fails."""
         with ThreadPoolExecutor(self._workers, thread_name_prefix="image-transfer") as pool:
-            waiting: list[Future[Result]] = []
+            pending: list[Future[Result]] = []
             rest = iter(items)
             try:
                 while True:
-                    more = itertools.islice(rest, self._workers - len(waiting))
-                    waiting += [pool.submit(work, item) for item in more]
-                    if not waiting:
+                    pending += [
+                        pool.submit(work, item) for item in itertools.islice(rest, self._workers - len(pending))
+                    ]
+                    if not pending:
                         return
-                    yield waiting.pop(0).result()
+                    yield pending.pop(0).result()
             finally:
-                for future in waiting:
+                for future in pending:
                     future.cancel()
 
-    def _claim_there(self, id: str) -> dict[str, Any] | None:
-        """The claim of the image there; None without one, an empty one for what is none of ours."""
+    def _read_claim(self, id: str) -> dict[str, Any] | None:
+        """Return the claim of the image there; None without one, an empty one for a foreign file."""
         try:
             claim = json.loads(self._small(id, CLAIM, 4096))
         except ImageNotFound:
@@ -355,32 +385,43 @@ class Remote:
             return {}
         return claim if isinstance(claim, dict) else {}
 
-    def _sizes(self, place: str) -> dict[str, int]:
+    def _sizes(self, id: str) -> dict[str, int]:
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(place, detail=True)
+            found = self._fs.ls(self._path(id), detail=True)
         except FileNotFoundError:
             return {}
         return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in found}
 
     def _small(self, id: str, name: str, most: int) -> bytes:
-        path = f"{self._place(id)}/{name}"
-        with _told():
+        with _mapped_errors():
             try:
-                if int(self._fs.info(path)["size"]) > most:
+                if int(self._fs.info(self._path(id, name))["size"]) > most:
                     raise ImageFormat(f"The {name} of {id!r} is too large to be one.", image=id)
-                return bytes(self._fs.cat_file(path))
+                return self._get(id, name)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ImageNotFound(f"There is no image {id!r} there.", image=id) from error
 
-    def _place(self, id: str) -> str:
-        return f"{self._root}/{self._named(id)}"
+    def _path(self, id: str, name: str = "") -> str:
+        return f"{self._root}/{self._checked(id)}" + (f"/{name}" if name else "")
 
     @staticmethod
-    def _named(id: str) -> str:
+    def _checked(id: str) -> str:
         if not safe_name(id) or "/" in id:
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
         return id
+
+
+def _complete(path: Path, size: int) -> int:
+    """Make the file if it is missing, and cut it after its last whole part; return the bytes that are left."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(0o600)
+    length = path.stat().st_size
+    if length != size:
+        length = min(length, size) // sizes.PART * sizes.PART
+        with open(path, "r+b") as file:
+            file.truncate(length)
+    return length
 
 
 def _claimant() -> dict[str, str]:
@@ -388,8 +429,8 @@ def _claimant() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What fsspec and what is below it raises becomes ours; foreign texts may hold URLs, so only kinds are told."""
+def _mapped_errors() -> Iterator[None]:
+    """Map foreign errors to `RemoteFailed`.  Their texts may contain URLs, so only the reason is kept."""
     try:
         yield
     except GpuCkptError:

@@ -15,7 +15,6 @@ from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
-from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
 
 @pytest.fixture
@@ -60,10 +59,10 @@ def test_only_old_images_go_and_each_once(store, remote):
 def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     image = publish(store)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SharedDirectory, "_write", fail)
+    monkeypatch.setattr(Remote, "_put", fail)
     with pytest.raises(RemoteFailed):
         archive.archive(image, store, remote)
     store.check(image)
@@ -224,7 +223,7 @@ def test_a_server_of_another_host_that_was_faster_keeps_what_it_sent(store, remo
 def test_an_image_that_was_moved_to_the_same_place_meanwhile_stays_there(store, remote, interrupted, tmp_path):
     image = publish(store)
     other = Remote(remote._fs.unstrip_protocol(remote._root))
-    interrupted(remote, "send", lambda: other.push(image, take_from=store))
+    interrupted(remote, "send", lambda: other.push(image, remove_from=store))
     with pytest.raises(ImageBusy):
         archive.archive(image, store, remote)
     elsewhere = Store(tmp_path / "elsewhere", store.keys)
@@ -279,16 +278,17 @@ def test_a_crash_while_the_content_is_set_aside_loses_nothing(store, remote, mon
 def broken_off(store, remote, monkeypatch):
     """An image whose sender was killed after its first piece."""
     image = publish(store)
-    real, sent = SharedDirectory.send, []
+    real, sent = Remote._put, []
 
-    def die(*args):
-        if sent:
-            raise KeyboardInterrupt
-        sent.append(real(*args))
-        return sent[0]
+    def die(self, id, name, data, **options):
+        if "-" in name:
+            if sent:
+                raise KeyboardInterrupt
+            sent.append(name)
+        real(self, id, name, data, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SharedDirectory, "send", die)
+        patched.setattr(Remote, "_put", die)
         with pytest.raises(KeyboardInterrupt):
             archive.archive(image, store, Remote(remote._fs.unstrip_protocol(remote._root), workers=1))
     assert there(remote, image)
@@ -367,7 +367,7 @@ def test_what_another_host_has_there_by_now_stays(store, remote, broken_off, tmp
 
 
 def test_what_was_sent_of_an_image_that_was_moved_is_its_new_owners(store, remote, broken_off, tmp_path):
-    Remote(f"file://{tmp_path}/other").push(broken_off, take_from=store)
+    Remote(f"file://{tmp_path}/other").push(broken_off, remove_from=store)
     assert list(archive.sweep(store, remote)) == []
     assert there(remote, broken_off)
 

@@ -14,7 +14,7 @@ from places import s3_server, sftp_server
 from jupyter_gpu_ckpt.errors import RemoteFailed
 from jupyter_gpu_ckpt.transfer import parts
 from jupyter_gpu_ckpt.transfer.remote import Remote
-from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
+from jupyter_gpu_ckpt.transfer.remote_hashes import RemoteHashes
 
 #: A server that runs commands, one that is made for files alone, one that runs commands of its own, and the others.
 KINDS = ("directory", "sftp", "sftp only", "sftp chatty", "s3")
@@ -29,8 +29,8 @@ FORCED = {
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(parts, "PIECE", 1000)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART", 1000)
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def servers(tmp_path_factory):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every directory is one on a network, whatever the tests run on."""
-    monkeypatch.setattr(SharedDirectory, "_on_disk_here", lambda _: False)
+    monkeypatch.setattr(RemoteHashes, "trusts_writes", lambda _: False)
 
 
 @pytest.fixture(params=KINDS)
@@ -75,39 +75,30 @@ def remote(request, servers, tmp_path) -> Remote:
 
 def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote, store, monkeypatch):
     image = publish(store)
-    put, write, spoiled = remote._put, SharedDirectory._write, []
+    put, spoiled = remote._put, []
 
-    def spoil(place: str, name: str, data: bytes) -> None:
+    def spoil(id: str, name: str, data: bytes, **options: bool) -> None:
         if not spoiled and name.endswith("000002"):
             spoiled.append(name)
             data = bytes([data[0] ^ 1]) + data[1:]
-        put(place, name, data)
-
-    def spoil_write(self, piece: parts.Piece, mine: memoryview) -> None:
-        write(self, piece, mine)
-        if not spoiled and piece.name.endswith("000002"):
-            spoiled.append(piece.name)
-            there = self.path / piece.name
-            data = there.read_bytes()
-            there.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        put(id, name, data, **options)
 
     monkeypatch.setattr(remote, "_put", spoil)
-    monkeypatch.setattr(SharedDirectory, "_write", spoil_write)
-    with pytest.raises(RemoteFailed, match="1 pieces") as caught:
-        remote.push(image, take_from=store)
-    assert caught.value.details["pieces"] == spoiled
+    with pytest.raises(RemoteFailed, match="1 parts") as caught:
+        remote.push(image, remove_from=store)
+    assert caught.value.details["parts"] == spoiled
     assert remote.images() == []
     store.check(image)
-    assert remote.push(image, take_from=store) == 1000, "the others are there"
+    assert remote.push(image, remove_from=store) == 1000, "the others are there"
     remote.pull(image.id, store)
     store.check(image)
 
 
 def test_what_lies_there_of_the_right_size_is_not_believed(remote, store):
     image = publish(store)
-    remote._make_private(image.id)
-    remote._put(remote._place(image.id), "0001-000001", b"q" * 1000)
-    remote.push(image, take_from=store)
+    remote._make_directory(image.id)
+    remote._put(image.id, "0001-000001", b"q" * 1000)
+    remote.push(image, remove_from=store)
     store.check(remote.pull(image.id, store))
 
 
@@ -127,13 +118,15 @@ def test_only_a_directory_on_a_disk_of_this_machine_is_not_read_back(store, tmp_
     image = publish(store)
     read_back: list[str] = []
 
-    def has(self, piece: parts.Piece, mine: memoryview) -> bool:
-        read_back.append(piece.name)
-        return True
+    real = RemoteHashes._read_back
 
-    monkeypatch.setattr(SharedDirectory, "_has", has)
+    def record(self, name: str) -> bytes:
+        read_back.append(name)
+        return real(self, name)
+
+    monkeypatch.setattr(RemoteHashes, "_read_back", record)
     with monkeypatch.context() as on_disk:
-        on_disk.setattr(SharedDirectory, "_on_disk_here", lambda _: True)
+        on_disk.setattr(RemoteHashes, "trusts_writes", lambda _: True)
         Remote(f"file://{tmp_path}/disk").push(image)
         assert read_back == []
         Remote(f"file://{tmp_path}/disk").push(image)

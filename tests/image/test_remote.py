@@ -33,11 +33,9 @@ from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import parts
 from jupyter_gpu_ckpt.transfer import remote as remote_module
-from jupyter_gpu_ckpt.transfer.parts import Piece
 from jupyter_gpu_ckpt.transfer.remote import Remote
-from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
 
-PIECE = 1 << 16
+PART = 1 << 16
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +76,8 @@ def place(request, tmp_path) -> Place:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(parts, "PIECE", PIECE)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(parts, "PART", PART)
 
 
 @pytest.fixture
@@ -95,8 +93,8 @@ def far(tmp_path, near) -> Store:
 
 def publish(store: Store, kernel_id: str = "0123456789ab", generation: int = 1) -> Image:
     draft = store.begin(kernel_id)
-    pages = random.Random(7).randbytes(5 * PIECE + 7)
-    (draft.criu_directory / "pages-1.img").write_bytes(pages[: 2 * PIECE] + bytes(3 * PIECE) + pages)
+    pages = random.Random(7).randbytes(5 * PART + 7)
+    (draft.criu_directory / "pages-1.img").write_bytes(pages[: 2 * PART] + bytes(3 * PART) + pages)
     (draft.criu_directory / "core-1.img").write_bytes(b"core")
     (draft.criu_directory / "empty.img").write_bytes(b"")
     return draft.publish(replace(FACTS, kernel_id=kernel_id, generation=generation))
@@ -111,7 +109,7 @@ def test_there_and_back_again(place, near, far):
     before, told = content(image), []
     remote = place.remote()
     assert remote.images() == []
-    remote.push(image, take_from=near, progress=told.append)
+    remote.push(image, remove_from=near, progress=told.append)
     assert sum(told) == image.manifest.bytes
     assert near.images() == [], "an image is in one place"
     assert remote.images() == [image.manifest]
@@ -128,7 +126,7 @@ def test_there_and_back_again(place, near, far):
 
 def test_zeros_are_not_sent_and_not_stored(place, near, far):
     image = publish(near)
-    zeros = 3 * PIECE
+    zeros = 3 * PART
     sent = place.remote().push(image)
     assert sent == image.manifest.bytes - zeros
     arrived = place.remote().pull(image.id, far)
@@ -138,21 +136,18 @@ def test_zeros_are_not_sent_and_not_stored(place, near, far):
 
 @contextlib.contextmanager
 def failing(remote: Remote, sending: bool, after: int) -> Iterator[list[str]]:
-    """The ``after``-th transfer of a piece fails, and so does every later one, as when a network goes; those tried."""
-    owner, verb = (remote, "_put") if sending else (remote._fs, "cat_file")
-    if remote._local:
-        owner, verb = SharedDirectory, "_write" if sending else "fetch"
-    real, tried = getattr(owner, verb), []
+    """The ``after``-th transfer of a part fails, and so does every later one, as when a network goes; those tried."""
+    verb = "_put" if sending else "_get"
+    real, tried = getattr(remote, verb), []
 
-    def fail(*args):
-        name = next((one.name for one in args if isinstance(one, Piece)), None) or str(args[-2 if sending else -1])
-        if re.search(r"\d{4}-\d{6}$", name):
+    def fail(id, name, *args, **options):
+        if re.fullmatch(r"\d{4}-\d{6}", name):
             tried.append(name)
             if len(tried) > after:
                 raise OSError(104, "Connection reset by peer")
-        return real(*args)
+        return real(id, name, *args, **options)
 
-    with mock.patch.object(owner, verb, fail):
+    with mock.patch.object(remote, verb, fail):
         yield tried
 
 
@@ -160,19 +155,19 @@ def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, 
     image = publish(near)
     broken = place.remote()
     with failing(broken, True, 4), pytest.raises(RemoteFailed):
-        broken.push(image, take_from=near)
+        broken.push(image, remove_from=near)
     assert near.images() == [image]
     assert place.remote().images() == []
     with pytest.raises(ImageNotFound):
         place.remote().pull(image.id, far)
-    sent = place.remote().push(image, take_from=near)
-    assert 0 < sent <= image.manifest.bytes - 3 * PIECE - 3 * PIECE
+    sent = place.remote().push(image, remove_from=near)
+    assert 0 < sent <= image.manifest.bytes - 3 * PART - 3 * PART
     far.check(place.remote().pull(image.id, far))
 
 
 def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far):
     image = publish(near)
-    place.remote().push(image, take_from=near)
+    place.remote().push(image, remove_from=near)
     broken = place.remote()
     with failing(broken, False, 4), pytest.raises(RemoteFailed):
         broken.pull(image.id, far)
@@ -189,7 +184,7 @@ def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, 
 def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
     """One gets it, however the other came by the idea; also while the first one is at it, and after it broke off."""
     image = publish(near)
-    place.remote().push(image, take_from=near)
+    place.remote().push(image, remove_from=near)
     first = place.remote()
     with failing(first, False, 2), pytest.raises(RemoteFailed):
         first.pull(image.id, far)
@@ -224,9 +219,9 @@ def test_what_was_sent_with_a_token_is_given_up_with_it_alone(place, near, far):
     with failing(broken, True, 4), pytest.raises(RemoteFailed):
         broken.send(image, token="mine")
     place.remote().discard(image.id, "another")
-    assert place.remote().claimed(image.id), "another's pieces stay"
+    assert place.remote().claimed(image.id), "another's parts stay"
     place.remote().discard(image.id, "mine")
-    assert place.remote()._sizes(place.remote()._place(image.id)) == {}
+    assert place.remote()._sizes(image.id) == {}
     place.remote().discard(image.id, "mine")
 
     place.remote().send(image, token="mine")
@@ -250,27 +245,27 @@ def directory_with(near: Store, tmp_path: Path) -> tuple[Image, Path, Remote]:
 
 def test_a_flipped_bit_is_noticed_and_the_next_try_starts_afresh(near, far, tmp_path):
     image, there, remote = directory_with(near, tmp_path)
-    piece = max(there.iterdir(), key=lambda path: path.stat().st_size)
-    good = piece.read_bytes()
-    piece.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    part = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    good = part.read_bytes()
+    part.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     with pytest.raises(ImageDamaged):
         remote.pull(image.id, far)
     assert far.images() == []
-    piece.write_bytes(good)
+    part.write_bytes(good)
     far.check(remote.pull(image.id, far))
 
 
 @pytest.mark.parametrize("change", [b"", b"x"])
-def test_a_piece_of_another_size(near, far, tmp_path, change):
+def test_a_part_of_another_size(near, far, tmp_path, change):
     image, there, remote = directory_with(near, tmp_path)
-    piece = max(there.iterdir(), key=lambda path: path.stat().st_size)
-    piece.write_bytes(change)
+    part = max(there.iterdir(), key=lambda path: path.stat().st_size)
+    part.write_bytes(change)
     with pytest.raises(RemoteFailed):
         remote.pull(image.id, far)
     assert far.images() == []
 
 
-def test_a_piece_that_is_gone_is_not_taken_for_zeros(near, far, tmp_path):
+def test_a_part_that_is_gone_is_not_taken_for_zeros(near, far, tmp_path):
     image, there, remote = directory_with(near, tmp_path)
     max(there.iterdir(), key=lambda path: path.stat().st_size).unlink()
     with pytest.raises(ImageDamaged):
@@ -319,7 +314,7 @@ def test_too_little_room_is_told_before_anything_is_fetched(near, far, tmp_path,
 def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):
     image = publish(near)
     with image.lease(), pytest.raises(ImageBusy):
-        Remote(f"file://{tmp_path}/shared").push(image, take_from=near)
+        Remote(f"file://{tmp_path}/shared").push(image, remove_from=near)
     assert near.images() == [image]
 
 

@@ -186,7 +186,7 @@ def test_from_the_cold_tier(fast_kernel, tmp_path):
 def test_pushed_and_pulled(kernel, tmp_path):
     image = kernel.lifecycle.checkpoint()
     remote = Remote(f"file://{tmp_path}/there")
-    remote.push(image, take_from=kernel.store)
+    remote.push(image, remove_from=kernel.store)
     assert not image.path.exists()
     pulled = remote.pull(image.id, kernel.store)
     assert [path.name for path in chunks(pulled)] == [f"{number:06d}.img" for number in range(len(chunks(pulled)))]

@@ -18,24 +18,26 @@ from jupyter_gpu_ckpt.transfer import parts
 from jupyter_gpu_ckpt.transfer.archive import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
-PIECE = 1 << 14
-#: The content comes piece by piece, as the test lets it.
+PART = 1 << 14
+#: The content comes part by part, as the test lets it.
 SLOW = f"""
 import itertools, pathlib, time
-from jupyter_gpu_ckpt.transfer import parts as pieces
-from jupyter_gpu_ckpt.transfer.shared_directory import SharedDirectory
+from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
-pieces.PIECE = {PIECE}
-home, numbers, fetch = pathlib.Path(__file__).parents[1], itertools.count(), SharedDirectory.fetch
+parts.PART = {PART}
+home, numbers, get = pathlib.Path(__file__).parents[1], itertools.count(), Remote._get
 
-def slowly(self, piece, into):
+def slowly(self, id, name):
+    if "-" not in name:
+        return get(self, id, name)
     number = next(numbers)
     (home / "fetching").touch()
     while not (home / "go").exists() or int((home / "go").read_text() or 0) < number:
         time.sleep(0.005)
-    return fetch(self, piece, into)
+    return get(self, id, name)
 
-SharedDirectory.fetch = slowly
+Remote._get = slowly
 """
 
 
@@ -76,7 +78,7 @@ class Asleep:
 
 @pytest.fixture
 def asleep(home, runtime_base, criu_binary, monkeypatch) -> Asleep:
-    monkeypatch.setattr(parts, "PIECE", PIECE)
+    monkeypatch.setattr(parts, "PART", PART)
     with server(home, runtime_base) as first:
         kernel_id = first.start_kernel()
         first.run(kernel_id, "x = 41")
@@ -85,7 +87,7 @@ def asleep(home, runtime_base, criu_binary, monkeypatch) -> Asleep:
 
 @contextmanager
 def waking(asleep: Asleep, runtime_base: Path) -> Iterator[Server]:
-    """A server in which a cell waits for the kernel, whose first pieces are on their way."""
+    """A server in which a cell waits for the kernel, whose first parts are on their way."""
     with server(asleep.home, runtime_base, config=asleep.config + SLOW) as second:
         until(lambda: second.get("api/kernels"))
         with second.client(asleep.kernel_id) as client:
@@ -98,7 +100,7 @@ def wakes_on_the_next_server(asleep: Asleep, runtime_base: Path) -> None:
     with server(
         asleep.home,
         runtime_base,
-        config=f"{asleep.config}from jupyter_gpu_ckpt.transfer import parts as pieces\npieces.PIECE = {PIECE}\n",
+        config=f"{asleep.config}from jupyter_gpu_ckpt.transfer import parts\nparts.PART = {PART}\n",
     ) as third:
         until(lambda: third.get("api/kernels"))
         assert third.run(asleep.kernel_id, "print(x)") == "41"

@@ -518,17 +518,17 @@ class StoreUnsuitable(ImageError):
 
 
 class HubError(GpuCkptError):
-    """A hub or a service of it could not have a user's server parked; what could not be saved was not stopped by us."""
+    """A hub or a service of it could not have a user's server drained; kernels that could not be saved still run."""
 
     code = "HUB_FAILED"
 
 
 class ServerSilent(HubError):
-    """The user's server, or the proxy before it, does not answer, or parking took longer than its deadline."""
+    """The user's server, or the proxy before it, does not answer, or the drain took longer than its deadline."""
 
     code = "SERVER_SILENT"
     exit_status = 75
-    default_hint = "Look into the server's log; parking that was begun goes on there, and is joined by the next try."
+    default_hint = "Look into the server's log; a drain that has begun continues there, and the next try joins it."
 
 
 class ServerRefused(HubError):

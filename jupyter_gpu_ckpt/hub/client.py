@@ -1,6 +1,6 @@
-"""Asks one user's server to park, from a hub or one of its services: over HTTP, with a deadline of its own.
+"""Drain one user's server over HTTP, from a hub or one of its services, with a deadline.
 
-Needs tornado alone, which the hub and its culler have anyhow.
+Needs only tornado, which the hub and its culler have.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..errors import ServerRefused, ServerSilent
 from ..terminal_text import printable
 from ..units import size
 
-#: Seconds between two looks at the job: at first, and once it has shown to be a long one.
-_FIRST_LOOK, _LATER_LOOKS = 0.1, 2.0
+#: Seconds between two polls, at first and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
-#: Seconds that parking may take at most, whatever a server says.
-_LONGEST = 24 * 3600.0
+#: Seconds that a drain may take at most, whatever a server estimates.
+_LONGEST_DRAIN = 24 * 3600.0
 
-#: Seconds for one request; the verbs themselves are jobs, which are asked for.
+#: Seconds for one request; a drain itself is a job, which is polled.
 _REQUEST = 20.0
 
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """What became of one kernel: an image and its bytes, or an error's code and hint."""
+    """The verified image of one kernel and its bytes, or an error's code and hint."""
 
     kernel_id: str
     image: str | None
@@ -40,42 +40,42 @@ class KernelOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a server answered: every one of its kernels, and whether it can be stopped without a loss."""
+    """The result of a drain: all kernels of the server, and whether it can be stopped without loss."""
 
-    parked: bool
+    drained: bool
     kernels: tuple[KernelOutcome, ...]
 
     def __str__(self) -> str:
-        """For a log or the spawn page: codes and hints, nothing of the user's."""
-        if self.parked:
+        """Return a text for a log or the spawn page: codes and hints, nothing that the user wrote."""
+        if self.drained:
             return f"{len(self.kernels)} kernels asleep, {size(sum(kernel.bytes for kernel in self.kernels))}"
-        kept = (kernel for kernel in self.kernels if kernel.code is not None)
-        return "; ".join(f"kernel {one.kernel_id}: {one.code} ({one.hint})" for one in kept)
+        failed = (kernel for kernel in self.kernels if kernel.code is not None)
+        return "; ".join(f"kernel {kernel.kernel_id}: {kernel.code} ({kernel.hint})" for kernel in failed)
 
 
 def _outcome(result: Any) -> Outcome:
-    """Believed in form only: a server runs its user's code, and this comes into logs and onto pages."""
+    """Parse a result.  It is not trusted: a server runs its user's code, and this is logged and shown on pages."""
     try:
         return Outcome(
             result["drained"] is True,
             tuple(
                 KernelOutcome(
-                    kernel_id=printable(str(told["kernel_id"]), 80),
-                    image=None if told["image"] is None else printable(str(told["image"]), 80),
-                    bytes=int(told["bytes"]),
-                    code=None if told["code"] is None else printable(str(told["code"]), 40),
-                    hint=printable(str(told["hint"]), 300),
+                    kernel_id=printable(str(kernel["kernel_id"]), 80),
+                    image=None if kernel["image"] is None else printable(str(kernel["image"]), 80),
+                    bytes=int(kernel["bytes"]),
+                    code=None if kernel["code"] is None else printable(str(kernel["code"]), 40),
+                    hint=printable(str(kernel["hint"]), 300),
                 )
-                for told in result["kernels"]
+                for kernel in result["kernels"]
             ),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ServerRefused("The server's word on parking cannot be understood.") from error
+        raise ServerRefused("The server's reply to the drain cannot be understood.") from error
 
 
 @dataclass(frozen=True)
 class DrainEstimate:
-    """What parking would need: kernels that are awake, bytes, seconds at most by the host's measured rates."""
+    """Kernels that are awake, bytes to write, and the seconds that a drain takes at most, by measured rates."""
 
     kernels: int
     bytes: int
@@ -88,13 +88,13 @@ class ServerClient:
     Parameters
     ----------
     url:
-        The server's address with its base URL: through the hub's proxy, or, from the hub itself, its own.
+        The server's address with its base URL: through the hub's proxy, or from the hub itself directly.
     token:
-        One with the scope ``access:servers`` for this server.
+        A token with the scope ``access:servers`` for this server.
     ssl_options:
-        The hub's certificates, where it talks to its servers by TLS.
+        The hub's certificates, if it talks to its servers by TLS.
     slack:
-        Seconds beyond what the server says parking takes, for the way there and a proxy that restarts meanwhile.
+        Seconds beyond the server's estimate, for the network and a proxy that restarts meanwhile.
     """
 
     def __init__(self, url: str, token: str, *, ssl_options: Any = None, slack: float = 30.0) -> None:
@@ -103,49 +103,46 @@ class ServerClient:
         self._headers = {"Authorization": f"token {token}"}
         self._ssl = ssl_options
 
-    async def need(self) -> DrainEstimate:
-        """What parking would need now.  Raises `ServerRefused`, `ServerSilent`."""
-        told = await self._until_answered("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
+    async def estimate(self) -> DrainEstimate:
+        """Request an estimate of a drain.  Raises `ServerRefused`, `ServerSilent`."""
+        reply = await self._request("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
         try:
-            return DrainEstimate(
-                int(told["kernels"]), int(told["bytes"]), min(_LONGEST, max(0.0, float(told["seconds"])))
-            )
+            seconds = min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
+            return DrainEstimate(int(reply["kernels"]), int(reply["bytes"]), seconds)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ServerRefused("The server did not say what parking needs.") from error
+            raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
-    async def idle_since(self) -> str:
-        """When the server says that it was last used (ISO 8601); neither this question nor `park` counts as use.
+    async def last_activity(self) -> str:
+        """Request the time (ISO 8601) of the server's last use; requests of this class do not count as use.
 
         Raises `ServerRefused`, `ServerSilent`.
         """
-        told = await self._until_answered("GET", "api/status", time.monotonic() + self.slack)
-        return str(told["last_activity"])
+        reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
+        return str(reply["last_activity"])
 
-    async def park(self, need: DrainEstimate | None = None) -> Outcome:
-        """Have every kernel sleep in a proved image.  Asked twice, the second joins the first.
+    async def drain(self, estimate: DrainEstimate | None = None) -> Outcome:
+        """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.
 
-        ``need`` as `need` told it; without it, it is asked first.
-
-        Raises `ServerRefused`, `ServerSilent`; what was begun goes on then, and nothing is lost.
+        Raises `ServerRefused`, `ServerSilent`; the drain continues on the server then, and nothing is lost.
         """
-        need = need or await self.need()
-        deadline = time.monotonic() + need.seconds + self.slack
-        job = await self._until_answered("POST", "gpu-ckpt/drain", deadline)
-        pause = _FIRST_LOOK
+        estimate = estimate or await self.estimate()
+        deadline = time.monotonic() + estimate.seconds + self.slack
+        job = await self._request("POST", "gpu-ckpt/drain", deadline)
+        pause = _FIRST_PAUSE
         while job["status"] == "running":
             if time.monotonic() + pause > deadline:
-                raise ServerSilent(f"The server was not parked within {need.seconds + self.slack:.0f} s.")
+                raise ServerSilent(f"The server was not drained within {estimate.seconds + self.slack:.0f} s.")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LATER_LOOKS)
-            job = await self._until_answered("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            job = await self._request("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)
         if job["result"] is None:
             error = job["error"] or {}
-            raise ServerRefused(f"Parking failed: {error.get('code')}.", hint=error.get("hint"))
+            raise ServerRefused(f"The drain failed: {error.get('code')}.", hint=error.get("hint"))
         return _outcome(job["result"])
 
-    async def _until_answered(self, method: str, path: str, deadline: float) -> Any:
-        """The document.  A server or a proxy that is away for a moment is asked again until ``deadline``."""
-        pause = _FIRST_LOOK
+    async def _request(self, method: str, path: str, deadline: float) -> Any:
+        """Return the JSON document; if the server or the proxy is unavailable, retry until ``deadline``."""
+        pause = _FIRST_PAUSE
         while True:
             try:
                 return json.loads((await self._fetch(method, path, deadline)).body)
@@ -158,17 +155,17 @@ class ServerClient:
             if time.monotonic() + pause > deadline:
                 raise ServerSilent(f"The server does not answer ({code}).")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LATER_LOOKS)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _fetch(self, method: str, path: str, deadline: float) -> HTTPResponse:
-        patience = max(0.1, min(_REQUEST, deadline - time.monotonic()))
+        timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
         request = HTTPRequest(
             f"{self.url}/{path}",
             method=method,
             headers=self._headers,
             body="" if method == "POST" else None,
-            connect_timeout=patience,
-            request_timeout=patience,
+            connect_timeout=timeout,
+            request_timeout=timeout,
             follow_redirects=False,
             ssl_options=self._ssl,
         )

@@ -1,8 +1,8 @@
-"""Requirements in Kubernetes' words: node affinity over the labels that are on nodes in practice.
+"""Requirements as Kubernetes has them: node affinity over the labels that are common on nodes.
 
-``kubernetes.io/arch`` is the kubelet's; ``nvidia.com/*`` are GPU feature discovery's, which comes with NVIDIA's device
-plugin and its GPU operator; ``feature.node.kubernetes.io/*`` are node feature discovery's.  The C library has no label:
-it is the container image's, and the image is the same everywhere.
+The kubelet sets ``kubernetes.io/arch``; GPU feature discovery (part of NVIDIA's device plugin and GPU operator) sets
+``nvidia.com/*``; node feature discovery sets ``feature.node.kubernetes.io/*``.  The C library has no label: it is in
+the container image, which is the same on every node.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAJOR = "feature.node.kubernetes.io/kernel-version.major"
 MINOR = "feature.node.kubernetes.io/kernel-version.minor"
 _CPUID = "feature.node.kubernetes.io/cpu-cpuid."
 
-#: What is asked for in a container's resources.
+#: The resource to request for a container.
 GPU_RESOURCE = "nvidia.com/gpu"
 
-#: Linux' names of CPU features whose labels are spelled otherwise.  The ones that node feature discovery leaves out by
-#: default (BMI, SSE, POPCNT and their kin: every node with AVX has them) are not asked for.
+#: Linux' names of CPU features whose labels are spelled differently.  Features that node feature discovery omits by
+#: default (BMI, SSE, POPCNT and the like: every node with AVX has them) are not required.
 _SPELLED = {"aes": "AESNI", "fma": "FMA3", "fma4": "FMA4", "sha_ni": "SHA", "movbe": "MOVBE", "adx": "ADX"}
 _AS_THEY_ARE = re.compile(r"avx\w*|amx_\w+|vaes|gfni|vpclmulqdq")
 
@@ -36,24 +36,23 @@ Labels = Mapping[str, str]
 
 
 def expressions(requirements: Requirements, known: Iterable[str] | None = None) -> list[list[Expression]]:
-    """Match expressions: a node must meet all of one list; several lists are alternatives.
+    """Return match expressions: a node must meet all of one list; several lists are alternatives.
 
-    ``known``: the labels that are on some node; others are not asked for, since no node could have them.  None: nobody
-    knows, and all are.
+    ``known``: labels of the nodes; others are not required, since no node could match.  None: unknown, require all.
     """
-    asked: list[Expression] = []
+    wanted: list[Expression] = []
     if requirements.architecture in _ARCHITECTURES:
-        asked.append(_in(ARCH, _ARCHITECTURES[requirements.architecture]))
+        wanted.append(_in(ARCH, _ARCHITECTURES[requirements.architecture]))
     for model in sorted({gpu.model for gpu in requirements.gpus}):
-        asked.append(_in(PRODUCT, product(model)))
+        wanted.append(_in(PRODUCT, product(model)))
     if requirements.gpus:
         # The label is the smallest GPU's, in whole MiB.
-        asked.append(_above(GPU_MEMORY, (min(gpu.total for gpu in requirements.gpus) >> 20) - 1))
+        wanted.append(_above(GPU_MEMORY, (min(gpu.total for gpu in requirements.gpus) >> 20) - 1))
     if requirements.driver:
-        asked.append(_in(DRIVER, requirements.driver))
-    asked += [_in(_CPUID + name, "true") for name in sorted(filter(None, map(_cpuid, requirements.cpu)))]
+        wanted.append(_in(DRIVER, requirements.driver))
+    wanted += [_in(_CPUID + name, "true") for name in sorted(filter(None, map(_cpuid, requirements.cpu)))]
     labels = None if known is None else set(known)
-    common = [one for one in asked if labels is None or one["key"] in labels]
+    common = [one for one in wanted if labels is None or one["key"] in labels]
     if not any(requirements.linux) or (labels is not None and not {MAJOR, MINOR} <= labels):
         return [common]
     major, minor = requirements.linux
@@ -61,7 +60,7 @@ def expressions(requirements: Requirements, known: Iterable[str] | None = None) 
 
 
 def product(model: str) -> str:
-    """A GPU's model as GPU feature discovery labels it: ``NVIDIA H200`` is ``NVIDIA-H200``."""
+    """Return a GPU's model as GPU feature discovery labels it: ``NVIDIA H200`` is ``NVIDIA-H200``."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", model).strip("-_.")
 
 
@@ -80,7 +79,7 @@ def _above(key: str, number: int) -> Expression:
 
 
 def fits(alternatives: Sequence[Sequence[Expression]], labels: Labels) -> bool:
-    """Whether a node with these labels meets one of the lists that `expressions` makes."""
+    """Return whether a node with these labels meets one of the lists from `expressions`."""
     return any(all(_met(one, labels) for one in every) for every in alternatives)
 
 
@@ -94,42 +93,37 @@ def _met(expression: Expression, labels: Labels) -> bool:
 
 
 def required(alternatives: Sequence[Sequence[Expression]], configured: Any) -> list[dict[str, Any]]:
-    """``KubeSpawner.node_affinity_required`` with ours in addition to what is configured there.
+    """Return ``KubeSpawner.node_affinity_required`` with ours in addition to the configured terms.
 
-    Its terms are alternatives of each other, so each of theirs is combined with each of ours.
+    Terms are alternatives, so each configured one is combined with each of ours.
     """
-    theirs = _terms(configured) or [{}]
     combined = []
-    for term, ours in itertools.product(theirs, alternatives):
+    for term, ours in itertools.product(_terms(configured) or [{}], alternatives):
         key = "match_expressions" if "match_expressions" in term else "matchExpressions"
         combined.append({**term, key: [*term.get(key, []), *ours]})
     return [term for term in combined if any(term.values())]
 
 
 def preferred(alternatives: Sequence[Sequence[Expression]], configured: Any) -> list[dict[str, Any]]:
-    """``KubeSpawner.node_affinity_preferred`` with ours, which weigh as much as anything may."""
+    """Return ``KubeSpawner.node_affinity_preferred`` with ours in addition, at the greatest weight."""
     ours = [{"weight": 100, "preference": {"matchExpressions": list(one)}} for one in alternatives if one]
     return [*_terms(configured), *ours]
 
 
 def _terms(configured: Any) -> list[dict[str, Any]]:
-    """KubeSpawner takes a list, or a dictionary whose values it sorts by their keys."""
+    """Return a list of terms; KubeSpawner also accepts a dictionary, whose values it sorts by their keys."""
     return [configured[name] for name in sorted(configured)] if isinstance(configured, Mapping) else list(configured)
 
 
 async def node_labels(api: Any) -> list[Labels]:
-    """The labels of every node that takes new pods.  ``api``: KubeSpawner's own client (`CoreV1Api`).
+    """Return the labels of every node that accepts new pods.  ``api``: KubeSpawner's own client (`CoreV1Api`).
 
-    The hub's service account needs a ClusterRole for it, ``list`` of ``nodes``, which the Helm chart does not make.
+    The hub's service account needs a ClusterRole with ``list`` of ``nodes``, which the Helm chart does not create.
     """
     listed = await api.list_node()
     return [
         dict(node.metadata.labels or {})
         for node in listed.items
         if not node.spec.unschedulable
-        and any(one.type == "Ready" and one.status == "True" for one in _conditions(node))
+        and any(one.type == "Ready" and one.status == "True" for one in node.status.conditions or ())
     ]
-
-
-def _conditions(node: Any) -> Sequence[Any]:
-    return node.status.conditions or ()

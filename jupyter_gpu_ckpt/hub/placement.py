@@ -6,18 +6,18 @@ In jupyterhub_config.py::
 
     c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
 
-and, so that a spawn page that is open before the hook runs shows what it tells, `progress.ToldMixin` before the
-spawner's class: ``class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner)``.  The hook reads what the user's last
-server published of its sleeping kernels (`node.requirements`), and asks Slurm (batchspawner) or Kubernetes
-(KubeSpawner) for a node that has it.  Where there is none the user gets any node, and is told so: the images stay, and
-their kernels wake on a node like theirs.
+and, so that a spawn page that is open before the hook runs shows its messages, `spawn_messages.SpawnMessagesMixin`
+before the spawner's class: ``class Spawner(CheckpointMixin, SpawnMessagesMixin, SlurmSpawner)``.  The hook reads what
+the user's last server published about its sleeping kernels (`node.requirements`), and requests a node that has it from
+Slurm (batchspawner) or Kubernetes (KubeSpawner).  If there is none, the user gets any node and a message: the images
+stay, and their kernels wake on a node like theirs.
 
-**Who may read what.**  The images are their owner's alone.  A hub that read the manifests itself would have to be root
-on the shared store, or in a group that may read every secret of every kernel.  So the user's own server publishes the
-little that a scheduler needs - model and number of GPUs, driver, CPU features, versions of Linux and of the C library,
-bytes - in a directory of its own that the hub may read: no path, no name, no identifier of a kernel or an image is in
-it.  What a user writes there can only send that user's own server to another node, and is held to a form in which a
-scheduler sees neither options nor operators.
+**Permissions.**  Only their owner can read images.  A hub that read the manifests itself would have to be root on the
+shared store, or in a group that can read every secret of every kernel.  So the user's own server publishes the little
+that a scheduler needs - model and number of GPUs, driver, CPU features, versions of Linux and of the C library, bytes -
+in a directory that the hub can read, without any path, name, or identifier of a kernel or an image.  A user who writes
+something else there can only send the own server to another node; the checked form allows a scheduler neither options
+nor operators.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError, ImageFormat
 from ..node.requirements import FILE, MOST_BYTES, VARIABLE, NodeChoice, parse, plan
-from . import kubernetes, slurm
-from .spawn_messages import forget, listen, tell
+from . import kubernetes, slurm, spawn_messages
 
 _STAYS = "They stay saved, nothing is lost, and they wake on a node like that."
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What to set on the spawner, by trait; empty: the node is left to the scheduler.  ``message``: for the user."""
+    """Traits to set on the spawner; none: the scheduler chooses freely.  ``message``: for the user."""
 
     traits: Mapping[str, Any]
     message: str
@@ -74,7 +73,7 @@ class Placement(LoggingConfigurable):
     feature_names = Dict(
         per_key_traits={kind: Unicode() for kind in slurm.NAMES},
         help="Slurm: how the features are named in slurm.conf, by kind (architecture, linux, glibc, driver, cpu, gpu); "
-        "{} is the value. Empty: this kind is not asked for.",
+        "{} is the value. Empty: this kind is not choice for.",
     ).tag(config=True)
     sinfo = List(Unicode(), list(slurm.SINFO), help="Slurm: the command that lists the nodes.").tag(config=True)
     list_nodes = Bool(
@@ -86,69 +85,70 @@ class Placement(LoggingConfigurable):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # A spawner may be used for one spawn after the other: each starts from what the spawner was configured for.
+        # A spawner may be used for several spawns: each starts from the configured traits.
         self._configured: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     async def __call__(self, spawner: Any) -> None:
-        """Called from JupyterHub before each start.  Never keeps a server from starting: at worst any node is asked."""
-        listen(spawner)
-        forget(spawner)
+        """Called from JupyterHub before each start.  Never prevents a start: at worst the server gets any node."""
+        spawn_messages.install(spawner)
+        spawn_messages.clear(spawner)
         for name, value in self._configured.pop(spawner, {}).items():
             setattr(spawner, name, value)
         name = _name(spawner)
         if not self.published or name in (".", ".."):
             return
         directory = self.published.replace("{username}", name)
-        seen_there = (self.publish_to or self.published).replace("{username}", name)
-        spawner.environment = {**spawner.environment, VARIABLE: seen_there}
+        of_server = (self.publish_to or self.published).replace("{username}", name)
+        spawner.environment = {**spawner.environment, VARIABLE: of_server}
         try:
             text = await asyncio.wait_for(asyncio.to_thread(read, Path(directory)), self.timeout)
             kernels = parse(text) if text is not None else []
             changes = await asyncio.wait_for(self.changes(spawner, plan(kernels)), self.timeout)
         except Exception as error:
             what = error.code if isinstance(error, GpuCkptError) else type(error).__name__
-            self.log.warning("%s: the node could not be chosen: %s", spawner._log_name, what)
-            self.log.debug("It could not be chosen because:", exc_info=error)
-            tell(spawner, f"It could not be told which node your sleeping kernels need ({what}): you get any. {_STAYS}")
+            self.log.warning("%s: no node could be chosen: %s", spawner._log_name, what)
+            self.log.debug("No node could be chosen because:", exc_info=error)
+            message = f"The node that your sleeping kernels need could not be found out ({what}): you get any. {_STAYS}"
+            spawn_messages.add(spawner, message)
             return
         self._configured[spawner] = {name: getattr(spawner, name) for name in changes.traits}
         for name, value in changes.traits.items():
             setattr(spawner, name, value)
         if changes.message:
-            tell(spawner, changes.message)
+            spawn_messages.add(spawner, changes.message)
 
-    async def changes(self, spawner: Any, asked: NodeChoice) -> Changes:
-        """What the plan means for this spawner.  Raises whatever a scheduler that does not answer makes it raise."""
-        if not asked.requirements.gpus and self.without_gpu and not _asks_for_gpu(spawner, self.gpu_option):
+    async def changes(self, spawner: Any, choice: NodeChoice) -> Changes:
+        """Return the traits that a choice of node sets on this spawner.  Raises the errors of a failing scheduler."""
+        if not choice.requirements.gpus and self.without_gpu and not _asks_for_gpu(spawner, self.gpu_option):
             made = Changes(dict(self.without_gpu), "Nothing of yours is on a GPU: you get a node without one.")
-            if asked.together:
-                on_top = await self._scheduled(spawner, asked, made.traits)
+            if choice.together:
+                on_top = await self._scheduled(spawner, choice, made.traits)
                 made = Changes({**made.traits, **on_top.traits}, f"{made.message} {on_top.message}")
             return made
-        return await self._scheduled(spawner, asked, {}) if asked.together else Changes({}, "")
+        return await self._scheduled(spawner, choice, {}) if choice.together else Changes({}, "")
 
-    async def _scheduled(self, spawner: Any, asked: NodeChoice, before: Mapping[str, Any]) -> Changes:
-        for trait, dialect in _DIALECTS.items():
+    async def _scheduled(self, spawner: Any, choice: NodeChoice, before: Mapping[str, Any]) -> Changes:
+        for trait, schedule in _SCHEDULERS.items():
             if spawner.has_trait(trait):
-                made = await dialect(self, spawner, asked, lambda name: before.get(name, getattr(spawner, name)))
-                return Changes(made.traits, f"{made.message}{_others(asked)}")
+                made = await schedule(self, spawner, choice, lambda name: before.get(name, getattr(spawner, name)))
+                return Changes(made.traits, f"{made.message}{_others(choice)}")
         return Changes({}, "")
 
-    async def _slurm(self, spawner: Any, asked: NodeChoice, now: Callable[[str], Any]) -> Changes:
+    async def _slurm(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
         process = await asyncio.create_subprocess_exec(
             *self.sinfo, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
         try:
-            said, _ = await process.communicate()
+            output, _ = await process.communicate()
         except asyncio.CancelledError:
             process.kill()
             raise
         if process.returncode != 0:
             raise OSError(f"{self.sinfo[0]} ended with status {process.returncode}")
-        cluster = slurm.nodes(said.decode(), now("req_partition"))
-        request = slurm.ask(asked.requirements, cluster, {**slurm.NAMES, **self.feature_names})
+        cluster = slurm.nodes(output.decode(), now("req_partition"))
+        request = slurm.sbatch_options(choice.requirements, cluster, {**slurm.NAMES, **self.feature_names})
         if not request.nodes:
-            return _nowhere(asked)
+            return _nowhere(choice)
         traits: dict[str, Any] = {}
         if request.constraint and spawner.has_trait("req_constraint"):
             traits["req_constraint"] = slurm.both(now("req_constraint"), request.constraint)
@@ -156,38 +156,37 @@ class Placement(LoggingConfigurable):
             traits["req_options"] = slurm.with_constraint(now("req_options"), request.constraint)
         if request.gres:
             traits["req_gres"] = slurm.with_gpus(now("req_gres"), request.gres)
-        return Changes(traits, f"{_needs(asked)}: {_one_of(request.nodes)} will do.")
+        return Changes(traits, f"{_needs(choice)}: {_one_of(request.nodes)} will do.")
 
-    async def _kubernetes(self, spawner: Any, asked: NodeChoice, now: Callable[[str], Any]) -> Changes:
+    async def _kubernetes(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
         traits: dict[str, Any] = {}
-        if asked.requirements.gpus:
-            gpus = {kubernetes.GPU_RESOURCE: str(len(asked.requirements.gpus))}
+        if choice.requirements.gpus:
+            gpus = {kubernetes.GPU_RESOURCE: str(len(choice.requirements.gpus))}
             traits["extra_resource_limits"] = {**now("extra_resource_limits"), **gpus}
-        needs = _needs(asked)
+        needs = _needs(choice)
         if not self.list_nodes:
-            alternatives = kubernetes.expressions(asked.requirements)
+            alternatives = kubernetes.expressions(choice.requirements)
             name = "node_affinity_preferred"
             traits[name] = kubernetes.preferred(alternatives, now(name))
             return Changes(traits, f"{needs}: a node like that is preferred. On another one they stay saved.")
         nodes = await kubernetes.node_labels(spawner.api)
-        alternatives = kubernetes.expressions(asked.requirements, {label for node in nodes for label in node})
+        alternatives = kubernetes.expressions(choice.requirements, {label for node in nodes for label in node})
         if not any(kubernetes.fits(alternatives, node) for node in nodes):
-            return _nowhere(asked)
+            return _nowhere(choice)
         name = "node_affinity_required"
         traits[name] = kubernetes.required(alternatives, now(name))
         return Changes(traits, f"{needs}: you get a node like that.")
 
 
-_Dialect = Callable[[Placement, Any, NodeChoice, Callable[[str], Any]], Awaitable[Changes]]
-#: By a trait that only spawners for that scheduler have.
-_DIALECTS: dict[str, _Dialect] = {"req_gres": Placement._slurm, "node_affinity_required": Placement._kubernetes}
+_Scheduler = Callable[[Placement, Any, NodeChoice, Callable[[str], Any]], Awaitable[Changes]]
+#: Schedulers by a trait that only their spawners have.
+_SCHEDULERS: dict[str, _Scheduler] = {"req_gres": Placement._slurm, "node_affinity_required": Placement._kubernetes}
 
 
 def read(directory: Path) -> bytes | None:
-    """What is published there, None where nothing is.  Raises `OSError`, `ImageFormat`.
+    """Return the published text, None if there is none.  Raises `OSError`, `ImageFormat`.
 
-    The directory is the user's: what lies in it may be a link to a file of the hub's, a pipe that nobody writes to, or
-    endless.
+    The user can write to the directory: the file may be a link to one of the hub's, a pipe without writer, or endless.
     """
     try:
         handle = os.open(directory / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -195,12 +194,12 @@ def read(directory: Path) -> bytes | None:
         return None
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ImageFormat("What is published of the sleeping kernels is not a plain file.")
+            raise ImageFormat("The published needs of the sleeping kernels are not in a plain file.")
         return file.read(MOST_BYTES + 1)
 
 
 def _name(spawner: Any) -> str:
-    """The user's name as a directory's: where the spawner has volumes by user, as in their paths."""
+    """Return the user's name as a directory's name, as the spawner has it in paths of volumes."""
     if (expand := getattr(spawner, "_expand_user_properties", None)) is not None:
         return str(expand("{username}"))
     return quote(spawner.user.name, safe="@")
@@ -210,13 +209,13 @@ def _asks_for_gpu(spawner: Any, option: str) -> bool:
     return bool((spawner.user_options or {}).get(option))
 
 
-def _needs(asked: NodeChoice) -> str:
-    whose = "Your sleeping kernel needs" if asked.together == 1 else f"Your {asked.together} sleeping kernels need"
-    return f"{whose} {asked.requirements}"
+def _needs(choice: NodeChoice) -> str:
+    whose = "Your sleeping kernel needs" if choice.together == 1 else f"Your {choice.together} sleeping kernels need"
+    return f"{whose} {choice.requirements}"
 
 
-def _nowhere(asked: NodeChoice) -> Changes:
-    return Changes({}, f"{_needs(asked)}. No node like that is in service: you get any. {_STAYS}")
+def _nowhere(choice: NodeChoice) -> Changes:
+    return Changes({}, f"{_needs(choice)}. No node like that is in service: you get any. {_STAYS}")
 
 
 def _one_of(nodes: Iterable[str]) -> str:
@@ -224,9 +223,9 @@ def _one_of(nodes: Iterable[str]) -> str:
     return ", ".join(shown[:5]) + (f" or one of {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
-def _others(asked: NodeChoice) -> str:
-    """The kernels that need another node than the one that is asked for."""
-    if not asked.others:
+def _others(choice: NodeChoice) -> str:
+    """Return the message about kernels that need another kind of node than the requested one."""
+    if not choice.others:
         return ""
-    wanted = "; ".join(sorted({str(one) for one in asked.others}))
-    return f" Another kind of node is needed by {len(asked.others)} more ({wanted}), which stay saved."
+    wanted = "; ".join(sorted({str(one) for one in choice.others}))
+    return f" Another kind of node is needed by {len(choice.others)} more ({wanted}), which stay saved."

@@ -1,9 +1,9 @@
-"""Requirements in Slurm's words: features for ``--constraint``, and generic resources for ``--gres``.
+"""Requirements as Slurm has them: features for ``--constraint``, and generic resources for ``--gres``.
 
-Slurm knows of a node what slurm.conf says: nothing about CPUs' instructions, drivers or C libraries, unless the
+Slurm knows about a node what slurm.conf contains: nothing about CPU instructions, drivers or C libraries, unless the
 administrator names them as features.  `features` makes those names, ``jupyter gpu-ckpt node-features`` prints them for
-a node, and `ask` requires them.  A kind of feature that no node has is not required: the wake itself asks the node
-again (`node.match`), and refuses without harm.
+a node, and `sbatch_options` requires them.  A kind of feature that no node has is not required: the wake itself checks
+the node again (`node.match`), and refuses without harm.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ NAMES = {
     "gpu": "gpu-{}",
 }
 
-#: What `nodes` reads: name, state, features, generic resources, memory in MiB, partition (the default one with a star).
+#: The command whose output `nodes` parses: name, state, features, generic resources, memory in MiB, partition (the
+#: default one with a star).
 SINFO = ("sinfo", "--noheader", "--Node", "--format=%N|%T|%f|%G|%m|%P")
 
-#: States of nodes that get no new job before somebody does something (sinfo(1), node state codes).
+#: States of nodes that get no new jobs (sinfo(1), node state codes).
 _OUT = re.compile(r"(down|drain|fail|unk|inval|maint|future|power_down|perfctrs|reserved|block)")
 _NOT_RESPONDING = "*"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node as `sinfo` tells it.  ``gpus``: how many by type, ``""`` where they have none; ``memory`` in bytes."""
+    """A node as `sinfo` reports it.  ``gpus``: their number by type (``""``: untyped); ``memory`` in bytes."""
 
     name: str
     in_service: bool
@@ -46,7 +47,7 @@ class Node:
 
 @dataclass(frozen=True)
 class SbatchOptions:
-    """Options for sbatch; an empty one is left out.  ``nodes`` in service have all of it."""
+    """Options for sbatch, some of them empty, and the ``nodes`` in service that satisfy all of them."""
 
     constraint: str
     gres: str
@@ -54,10 +55,9 @@ class SbatchOptions:
 
 
 def nodes(text: str, partitions: str = "") -> list[Node]:
-    """The nodes that `SINFO` told, of the ``partitions`` (names with commas between; none: the default one).
+    """Parse the output of `SINFO`: the nodes of the ``partitions`` (comma-separated names; empty: the default one).
 
-    A node in several partitions is told once for each.  Slurm refuses a job that asks one partition for what only
-    another one has.
+    Only these count: Slurm refuses a job that requests from one partition what only another one has.
     """
     lines = [line.split("|") for line in filter(None, map(str.strip, text.splitlines()))]
     chosen = set(filter(None, partitions.split(","))) or {line[5] for line in lines if line[5].endswith("*")}
@@ -76,7 +76,7 @@ def nodes(text: str, partitions: str = "") -> list[Node]:
 
 
 def _gpus(gres: str) -> dict[str, int]:
-    """``gpu:h200:4(S:0-1),shard:8`` as ``{"h200": 4}``."""
+    """Parse ``gpu:h200:4(S:0-1),shard:8`` to ``{"h200": 4}``."""
     found: dict[str, int] = {}
     for one in re.sub(r"\([^)]*\)", "", gres).split(","):
         match = re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one)
@@ -87,13 +87,13 @@ def _gpus(gres: str) -> dict[str, int]:
 
 
 def features(requirements: Requirements, names: Mapping[str, str] = NAMES) -> list[str]:
-    """The features of a node that has exactly this, for slurm.conf."""
+    """Return the features of a node that has exactly these properties, for slurm.conf."""
     release = f"{requirements.linux[0]}.{requirements.linux[1]}" if any(requirements.linux) else ""
     return [*_exact(requirements, names), *_named(names, "linux", [release])]
 
 
 def _exact(requirements: Requirements, names: Mapping[str, str]) -> list[str]:
-    """The features that are there or not; a newer Linux will do as well, and is no part of this."""
+    """Return all features except that of Linux, for which a newer release is as good."""
     values = {
         "architecture": [requirements.architecture],
         "glibc": [requirements.glibc],
@@ -110,21 +110,23 @@ def _named(names: Mapping[str, str], kind: str, values: Iterable[str]) -> list[s
 
 
 def _kinds(known: Iterable[str], names: Mapping[str, str]) -> set[str]:
-    """The kinds of features that some node has."""
+    """Return the kinds of features that some node has."""
     prefixes = {kind: names.get(kind, NAMES[kind]).partition("{}")[0] for kind in NAMES}
     return {kind for kind, prefix in prefixes.items() if prefix and any(one.startswith(prefix) for one in known)}
 
 
 def word(model: str) -> str:
-    """A GPU's model as Slurm compares it with the types in gres.conf: ``NVIDIA H200`` is ``nvidia_h200``."""
+    """Return a GPU's model as Slurm compares it with the types in gres.conf: ``NVIDIA H200`` is ``nvidia_h200``."""
     return re.sub(r"[^a-z0-9.]+", "_", model.lower()).strip("_")
 
 
-def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str, str] = NAMES) -> SbatchOptions:
-    """What to ask Slurm for; no ``nodes`` in it: there is none in service that has all of this."""
+def sbatch_options(
+    requirements: Requirements, cluster: Sequence[Node], names: Mapping[str, str] = NAMES
+) -> SbatchOptions:
+    """Return the options that request a fitting node; with empty ``nodes`` if none in service fits."""
     known = {feature for node in cluster for feature in node.features}
-    told = _kinds(known, names)
-    chosen = {kind: names.get(kind, NAMES[kind]) if kind in told else "" for kind in NAMES}
+    present = _kinds(known, names)
+    chosen = {kind: names.get(kind, NAMES[kind]) if kind in present else "" for kind in NAMES}
     needed = _exact(requirements, chosen)
     releases = _releases(requirements.linux, known, chosen["linux"])
     kinds = sorted({kind for node in cluster for kind in node.gpus})
@@ -150,7 +152,7 @@ def ask(requirements: Requirements, cluster: Sequence[Node], names: Mapping[str,
 
 
 def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> list[str]:
-    """The features that say a Linux of at least this release."""
+    """Return the features of Linux releases from ``floor`` on."""
     before, _, after = template.partition("{}")
     form = re.compile(rf"{re.escape(before)}(\d+)\.(\d+){re.escape(after)}")
     found = [(match, one) for one in known if template and any(floor) and (match := form.fullmatch(one))]
@@ -158,9 +160,9 @@ def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> li
 
 
 def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] | None:
-    """Type and number of the GPUs; the type is the part of the model's name that gres.conf has.
+    """Return type and number of the GPUs; gres.conf has a part of the model's name as the type.
 
-    None where the cluster names types, and none of them is this.
+    None if the cluster names types, and none of them fits.
     """
     count = len(requirements.gpus)
     if not count:
@@ -173,9 +175,9 @@ def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] |
 
 
 def with_constraint(options: str, constraint: str) -> str:
-    """sbatch's ``options`` with ``constraint`` in addition to what they ask already.
+    """Return sbatch's ``options`` with ``constraint`` in addition to those in them.
 
-    They are words on a ``#SBATCH`` line of a batch script, which Slurm splits as a shell would.
+    Slurm splits the words on a ``#SBATCH`` line of a batch script as a shell would.
     """
     kept, theirs, words = [], [], iter(shlex.split(options))
     for one in words:
@@ -189,12 +191,12 @@ def with_constraint(options: str, constraint: str) -> str:
 
 
 def both(*constraints: str) -> str:
-    """Constraints joined; one with an "or" in it stays one term."""
+    """Join constraints; a constraint with an "or" stays one term."""
     wanted = [one for one in constraints if one]
     return "&".join(f"({one})" if "|" in one and len(wanted) > 1 and one[0] != "(" else one for one in wanted)
 
 
 def with_gpus(gres: str, gpus: str) -> str:
-    """The generic resources ``gres`` with other GPUs in them."""
+    """Return the generic resources ``gres`` with ``gpus`` instead of their GPUs."""
     kept = [one for one in gres.split(",") if one and not re.match(r"(gres[:/])?gpu(:|$)", one)]
     return ",".join([gpus, *kept])

@@ -6,7 +6,7 @@ from pathlib import Path
 from batchspawner import SlurmSpawner
 
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
+from jupyter_gpu_ckpt.hub.spawn_messages import SpawnMessagesMixin
 from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
 
 bin_directory = Path(os.environ["TEST_BIN"])
@@ -28,8 +28,8 @@ c.JupyterHub.load_roles = [
 ]
 
 
-class Spawner(CheckpointMixin, ToldMixin, SlurmSpawner):
-    """Slurm's, whose servers are parked before their jobs end, with what the placement has to say."""
+class Spawner(CheckpointMixin, SpawnMessagesMixin, SlurmSpawner):
+    """Slurm's, whose servers are drained before their jobs end, with what the placement has to say."""
 
 
 c.JupyterHub.spawner_class = Spawner

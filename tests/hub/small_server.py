@@ -1,4 +1,4 @@
-"""A user's server as a hub sees it: it answers as one that can be parked, is busy, or says nothing would."""
+"""A user's server as a hub sees it: it answers as one that can be drained, is busy, or says nothing would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from tornado import httpserver, testing, web
 
-PARKED = {"drained": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
+DRAINED = {"drained": True, "kernels": [{"kernel_id": "k", "image": "i", "bytes": 1, "code": None, "hint": ""}]}
 BUSY = {
     "drained": False,
     "kernels": [{"kernel_id": "k", "image": None, "bytes": 0, "code": "KERNEL_BUSY", "hint": "Wait."}],
@@ -18,7 +18,7 @@ class Double:
     """A user's server: what it answers, and what it was asked."""
 
     def __init__(self, certificates: ssl.SSLContext | None = None) -> None:
-        self.result: dict | None = PARKED
+        self.result: dict | None = DRAINED
         self.status = 200
         self.seconds = 30.0
         self.last_activity = datetime.now(timezone.utc) - timedelta(hours=2)

@@ -1,4 +1,4 @@
-"""The arbiter alone, against a small server that answers as a parked, a busy or a silent one would."""
+"""The arbiter alone, against a small server that answers as a drained, a busy or a silent one would."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 from harness import until
-from small_server import BUSY, PARKED, Double
+from small_server import BUSY, DRAINED, Double
 
 from jupyter_gpu_ckpt.errors import ServerRefused, ServerSilent
 from jupyter_gpu_ckpt.hub.client import ServerClient
@@ -34,29 +34,29 @@ async def test_a_server_in_use_is_not_even_asked(double):
     assert double.asked == []
 
 
-async def test_an_idle_one_is_culled_once_it_is_parked(double):
+async def test_an_idle_one_is_culled_once_it_is_drained(double):
     arbiter = Arbiter(double.url, "t")
     assert await ask(arbiter, HOUR)
     assert double.posts() == 1
-    assert arbiter.kept == {}
+    assert arbiter.refusals == {}
 
 
 async def test_a_kernel_that_stays_keeps_the_server_and_says_why(double):
     double.result = BUSY
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    assert arbiter.kept == {"/user/ann/": "kernel k: KERNEL_BUSY (Wait.)"}
+    assert arbiter.refusals == {"/user/ann/": "kernel k: KERNEL_BUSY (Wait.)"}
 
 
 async def test_a_slow_one_is_kept_for_now_and_the_next_round_joins(double):
     double.result = None
     arbiter = Arbiter(double.url, "t", wait=0.01)
     assert not await ask(arbiter, HOUR)
-    assert "still leaving" in arbiter.kept["/user/ann/"]
+    assert "being checkpointed" in arbiter.refusals["/user/ann/"]
     assert not await ask(arbiter, 0), "the proxy took our question for activity, which must not matter"
     assert double.posts() == 1, "it was joined"
     assert "GET api/status" in double.asked
-    double.result = PARKED
+    double.result = DRAINED
     arbiter.wait = 30.0
     assert await ask(arbiter, 0)
 
@@ -66,8 +66,8 @@ async def test_what_was_found_between_two_rounds_counts_in_the_next(double):
     double.result = None
     arbiter = Arbiter(double.url, "t", wait=0.01)
     assert not await ask(arbiter, HOUR)
-    double.result = PARKED
-    await until(lambda: all(task.done() for task in arbiter._parking.values()))
+    double.result = DRAINED
+    await until(lambda: all(task.done() for task in arbiter._drains.values()))
     assert await ask(arbiter, 0)
     assert double.posts() == 1
 
@@ -76,10 +76,10 @@ async def test_what_was_found_before_somebody_used_it_does_not_count(double):
     double.result = None
     arbiter = Arbiter(double.url, "t", wait=0.01)
     assert not await ask(arbiter, HOUR)
-    double.result = PARKED
-    await until(lambda: all(task.done() for task in arbiter._parking.values()))
-    arbiter._asked["/user/ann/"].ended -= 2 * HOUR  # all that was long ago
-    arbiter._asked["/user/ann/"].began -= 2 * HOUR
+    double.result = DRAINED
+    await until(lambda: all(task.done() for task in arbiter._drains.values()))
+    arbiter._requests["/user/ann/"].ended -= 2 * HOUR  # all that was long ago
+    arbiter._requests["/user/ann/"].began -= 2 * HOUR
     double.result = BUSY
     arbiter.wait = 30.0
     assert not await ask(arbiter, HOUR)
@@ -90,7 +90,7 @@ async def test_our_own_question_does_not_make_a_server_look_used(double):
     double.result = BUSY
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    double.result = PARKED
+    double.result = DRAINED
     assert await ask(arbiter, 0), "the server itself says that nobody used it for two hours"
 
 
@@ -98,7 +98,7 @@ async def test_use_at_the_time_of_our_question_is_use_all_the_same(double):
     double.result = BUSY
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    double.result, double.last_activity = PARKED, datetime.now(timezone.utc)
+    double.result, double.last_activity = DRAINED, datetime.now(timezone.utc)
     assert not await ask(arbiter, 0)
     assert double.posts() == 1
 
@@ -108,29 +108,29 @@ async def test_a_server_that_refuses_is_kept_and_the_reason_names_the_cure(doubl
     double.status = status
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    assert "SERVER_REFUSED" in arbiter.kept["/user/ann/"]
-    assert hint in arbiter.kept["/user/ann/"]
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
+    assert hint in arbiter.refusals["/user/ann/"]
 
 
 async def test_a_proxy_that_is_away_for_a_moment_is_asked_again(double):
     double.status = 503
     client = ServerClient(double.url + "/user/ann/", "t")
-    task = asyncio.create_task(client.park())
+    task = asyncio.create_task(client.drain())
     await until(lambda: len(double.asked) >= 2)
     double.status = 200
-    assert (await task).parked
+    assert (await task).drained
 
 
 async def test_a_deadline_is_kept(double):
     double.status = 503
     with pytest.raises(ServerSilent):
-        await ServerClient(double.url + "/user/ann/", "t", slack=0.3).park()
+        await ServerClient(double.url + "/user/ann/", "t", slack=0.3).drain()
 
 
 async def test_a_refusal_has_a_code(double):
     double.status = 404
     with pytest.raises(ServerRefused):
-        await ServerClient(double.url + "/user/ann/", "t").need()
+        await ServerClient(double.url + "/user/ann/", "t").estimate()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ async def test_an_answer_of_another_form_is_a_refusal(double, result):
     double.result = result
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    assert "SERVER_REFUSED" in arbiter.kept["/user/ann/"]
+    assert "SERVER_REFUSED" in arbiter.refusals["/user/ann/"]
 
 
 async def test_what_a_server_says_forges_no_line_of_a_log(double):
@@ -149,12 +149,12 @@ async def test_what_a_server_says_forges_no_line_of_a_log(double):
     double.result = {"drained": False, "kernels": [forged]}
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)
-    assert arbiter.kept["/user/ann/"].isprintable()
-    assert len(arbiter.kept["/user/ann/"]) < 500
+    assert arbiter.refusals["/user/ann/"].isprintable()
+    assert len(arbiter.refusals["/user/ann/"]) < 500
 
 
 async def test_no_server_can_ask_for_ever(double):
     double.seconds = float("inf")
-    assert (await ServerClient(double.url + "/user/ann/", "t").need()).seconds <= 24 * HOUR
+    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()).seconds <= 24 * HOUR
     double.seconds = float("nan")
-    assert (await ServerClient(double.url + "/user/ann/", "t").need()).seconds <= 24 * HOUR
+    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()).seconds <= 24 * HOUR

@@ -52,11 +52,11 @@ def told(desk: Desk) -> list[dict]:
     return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
 
 
-def test_a_hub_that_takes_its_servers_along_has_them_parked(hub, ann, bob):
+def test_a_hub_that_takes_its_servers_along_has_them_drained(hub, ann, bob):
     kernels = [at_work(ann), at_work(bob)]
     hub.stop("hub")
-    parked = re.findall(r"Server (\S+) is parked: 1 kernels asleep", hub.log("hub"))
-    assert sorted(parked) == sorted([ann.person.name, bob.person.name])
+    drained = re.findall(r"Server (\S+) is drained: 1 kernels asleep", hub.log("hub"))
+    assert sorted(drained) == sorted([ann.person.name, bob.person.name])
     waiting.until(lambda: not processes(ann.person.uid) + processes(bob.person.uid), timeout=PATIENCE)
     hub.start_hub()
     for desk, kernel_id in zip((ann, bob), kernels, strict=True):
@@ -75,7 +75,7 @@ def test_a_start_that_fails_is_over_soon_and_loses_nothing(hub, ann):
     waiting.until(lambda: not ann.there() and not processes(ann.person.uid), timeout=PATIENCE)
     log = hub.log("hub")[before:]
     assert "never showed up" in log
-    assert "without being parked" not in log and "could not be parked" not in log
+    assert "without being drained" not in log and "could not be drained" not in log
     assert len(ann.images()) == 1
 
     (ann.person.home / "hang").unlink()

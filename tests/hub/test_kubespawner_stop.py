@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpu_ckpt.errors import ServerSilent
-from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
+from jupyter_gpu_ckpt.hub.spawn_messages import SpawnMessagesMixin
 from jupyter_gpu_ckpt.hub.spawner import CheckpointMixin
 
 kubespawner = pytest.importorskip("kubespawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
 
 
-class Spawner(CheckpointMixin, ToldMixin, kubespawner.KubeSpawner):
+class Spawner(CheckpointMixin, SpawnMessagesMixin, kubespawner.KubeSpawner):
     """As docs/admin/k8s/values.yaml has it."""
 
     silent = False
 
-    async def _park(self) -> float:
+    async def _drain(self) -> float:
         """What `test_spawner` tests, with the answers of a server."""
         if self.silent:
             raise ServerSilent("It does not answer.")
@@ -68,12 +68,12 @@ async def test_a_manifest_with_more_keeps_it(kube, configured, expected):
     assert (await spawner.get_pod_manifest()).spec.termination_grace_period_seconds == expected
 
 
-async def test_a_pod_of_servers_that_are_not_parked_is_as_configured(kube):
-    spawner, _ = kube(park_before_stop=False)
+async def test_a_pod_of_servers_that_are_not_drained_is_as_configured(kube):
+    spawner, _ = kube(checkpoint_before_stop=False)
     assert (await spawner.get_pod_manifest()).spec.termination_grace_period_seconds is None
 
 
-async def test_a_parked_server_has_seconds_for_its_end(kube):
+async def test_a_drained_server_has_seconds_for_its_end(kube):
     spawner, cluster = kube()
     assert spawner.delete_grace_period == 1, "KubeSpawner's own"
     await spawner.stop()
@@ -81,7 +81,7 @@ async def test_a_parked_server_has_seconds_for_its_end(kube):
     assert spawner.delete_grace_period == 1
 
 
-async def test_one_that_could_not_be_parked_has_its_grace_and_is_waited_for(kube):
+async def test_one_that_could_not_be_drained_has_its_grace_and_is_waited_for(kube):
     """KubeSpawner waits for ``start_timeout``, and kills the pod that it finds at the next start."""
     spawner, cluster = kube(start_timeout=60)
     spawner.silent = True

@@ -14,7 +14,7 @@ import pytest
 from jupyter_gpu_ckpt.errors import ImageFormat
 from jupyter_gpu_ckpt.hub import placement
 from jupyter_gpu_ckpt.hub.placement import Placement
-from jupyter_gpu_ckpt.hub.spawn_messages import ToldMixin
+from jupyter_gpu_ckpt.hub.spawn_messages import SpawnMessagesMixin
 from jupyter_gpu_ckpt.node.requirements import FILE, MOST_BYTES, VARIABLE, GpuModel, Requirements, to_json
 
 batchspawner = pytest.importorskip("batchspawner", reason="pip install 'jupyter_gpu_ckpt[hub-test]'")
@@ -291,7 +291,7 @@ async def test_kubernetes_requires_none_that_is_not(published, kube):
 # -- the page
 
 
-class Slow(ToldMixin):
+class Slow(SpawnMessagesMixin):
     """A spawner that says something, and then nothing for long."""
 
     _log_name = "slow"
@@ -308,7 +308,7 @@ async def test_a_page_that_was_open_before_shows_it_too():
     assert (await anext(page))["message"] == "theirs"
     following = asyncio.ensure_future(anext(page))
     await asyncio.sleep(0)
-    placement.tell(spawner, "ours")
+    placement.spawn_messages.add(spawner, "ours")
     assert (await asyncio.wait_for(following, 60))["message"] == "ours"
     await page.aclose()
 
@@ -316,7 +316,7 @@ async def test_a_page_that_was_open_before_shows_it_too():
 async def test_what_is_told_last_is_shown_after_a_spawner_that_has_said_all():
     class Quick(Slow):
         async def progress(self):
-            placement.tell(self, "ours")
+            placement.spawn_messages.add(self, "ours")
             yield {"progress": 100, "message": "theirs"}
 
     assert [event["message"] async for event in Quick().progress()] == ["theirs", "ours"]

@@ -105,7 +105,7 @@ def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     assert site.run(kernel, "print(socket.gethostname())") == "n1"
 
     site.stop()
-    assert "is parked: 1 kernels asleep" in site.log.read_text(), "before its job was cancelled"
+    assert "is drained: 1 kernels asleep" in site.log.read_text(), "before its job was cancelled"
     assert not cluster.machines["n1"].processes(user), "nothing of the user's is left on the node"
     cluster.drain("n1")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpu_ckpt.hub import slurm
-from jupyter_gpu_ckpt.hub.slurm import NAMES, SbatchOptions, ask, nodes
+from jupyter_gpu_ckpt.hub.slurm import NAMES, SbatchOptions, nodes, sbatch_options
 from jupyter_gpu_ckpt.node.requirements import GpuModel, Requirements
 
 H200 = GpuModel("NVIDIA H200", 143_771 << 20)
@@ -55,57 +55,57 @@ def test_nodes_that_take_none(state):
 
 def test_all_that_is_named_is_asked_for():
     wanted = Requirements(cpu=frozenset({"avx2"}), linux=(6, 1), glibc="2.36", driver="580.1", gpus=(H200, H200))
-    assert ask(wanted, CLUSTER) == SbatchOptions(
+    assert sbatch_options(wanted, CLUSTER) == SbatchOptions(
         "glibc-2.36&driver-580.1&cpu-avx2&linux-6.18", "gpu:h200:2", ("n1", "n2")
     )
 
 
 def test_a_newer_linux_will_do():
-    assert ask(Requirements(linux=(5, 10)), CLUSTER).constraint == "(linux-5.15|linux-6.18)"
-    assert ask(Requirements(linux=(5, 16)), CLUSTER).constraint == "linux-6.18"
-    assert ask(Requirements(linux=(6, 19)), CLUSTER).nodes == ()
+    assert sbatch_options(Requirements(linux=(5, 10)), CLUSTER).constraint == "(linux-5.15|linux-6.18)"
+    assert sbatch_options(Requirements(linux=(5, 16)), CLUSTER).constraint == "linux-6.18"
+    assert sbatch_options(Requirements(linux=(6, 19)), CLUSTER).nodes == ()
 
 
 def test_more_gpus_than_a_node_has():
-    assert ask(Requirements(gpus=(H200,) * 4), CLUSTER).nodes == ("n1",)
-    assert ask(Requirements(gpus=(H200,) * 5), CLUSTER).nodes == ()
+    assert sbatch_options(Requirements(gpus=(H200,) * 4), CLUSTER).nodes == ("n1",)
+    assert sbatch_options(Requirements(gpus=(H200,) * 5), CLUSTER).nodes == ()
 
 
 def test_a_model_that_the_cluster_has_not():
-    assert ask(Requirements(gpus=(GpuModel("NVIDIA B200", 1),)), CLUSTER) == SbatchOptions("", "", ())
+    assert sbatch_options(Requirements(gpus=(GpuModel("NVIDIA B200", 1),)), CLUSTER) == SbatchOptions("", "", ())
 
 
 def test_the_longest_type_that_is_in_the_models_name():
     both = nodes("a|idle|x|gpu:nvidia:1|1|p\nb|idle|x|gpu:nvidia_h200:1|1|p")
-    assert ask(Requirements(gpus=(H200,)), both) == SbatchOptions("", "gpu:nvidia_h200:1", ("b",))
+    assert sbatch_options(Requirements(gpus=(H200,)), both) == SbatchOptions("", "gpu:nvidia_h200:1", ("b",))
 
 
 def test_gpus_without_a_type_are_told_apart_by_a_feature():
     untyped = nodes("a|idle|gpu-nvidia_a100|gpu:2|1|p\nb|idle|gpu-nvidia_h200|gpu:2|1|p")
-    assert ask(Requirements(gpus=(H200,)), untyped) == SbatchOptions("gpu-nvidia_h200", "gpu:1", ("b",))
+    assert sbatch_options(Requirements(gpus=(H200,)), untyped) == SbatchOptions("gpu-nvidia_h200", "gpu:1", ("b",))
 
 
 def test_memory():
-    assert ask(Requirements(memory=300_000 << 20), CLUSTER).nodes == ("n1", "n3")
+    assert sbatch_options(Requirements(memory=300_000 << 20), CLUSTER).nodes == ("n1", "n3")
 
 
 def test_what_no_node_is_said_to_have_or_not_is_not_asked():
     plain = nodes("a|idle|intel,bigmem|(null)|1000|p")
     wanted = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "")
-    assert ask(wanted, plain) == SbatchOptions("", "", ("a",))
+    assert sbatch_options(wanted, plain) == SbatchOptions("", "", ("a",))
 
 
 def test_the_names_are_the_sites_own():
     site = nodes("a|idle|os_6.18,libc2.36|(null)|1000|p")
     names = {**NAMES, "linux": "os_{}", "glibc": "libc{}", "cpu": ""}
     wanted = Requirements(cpu=frozenset({"avx"}), linux=(6, 1), glibc="2.36")
-    assert ask(wanted, site, names) == SbatchOptions("libc2.36&os_6.18", "", ("a",))
+    assert sbatch_options(wanted, site, names) == SbatchOptions("libc2.36&os_6.18", "", ("a",))
 
 
 def test_a_nodes_own_features_fit_it():
     wanted = Requirements("x86_64", frozenset({"avx"}), (6, 18), "2.36", "580.1", (H200,), 5)
     own = ",".join(slurm.features(wanted))
-    assert ask(wanted, nodes(f"a|idle|{own}|gpu:h200:1|1000|p")).nodes == ("a",)
+    assert sbatch_options(wanted, nodes(f"a|idle|{own}|gpu:h200:1|1000|p")).nodes == ("a",)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import until
-from small_server import BUSY, PARKED, Double
+from small_server import BUSY, DRAINED, Double
 from traitlets import Integer
 
 from jupyter_gpu_ckpt.hub import spawner as module
@@ -98,7 +98,7 @@ def without_pauses(monkeypatch):
 # -- patience
 
 
-async def test_a_server_is_parked_and_the_token_for_it_is_gone(ann, double):
+async def test_a_server_is_drained_and_the_token_for_it_is_gone(ann, double):
     made = spawner(ann, double)
     await made.stop()
     assert double.posts() == 1
@@ -109,7 +109,7 @@ async def test_a_server_is_parked_and_the_token_for_it_is_gone(ann, double):
 
 async def test_without_patience_there_is_one_try(ann, double):
     double.result = BUSY
-    made = spawner(ann, double, park_patience=0.0, stop_grace=77.0)
+    made = spawner(ann, double, checkpoint_timeout=0.0, stop_grace=77.0)
     await made.stop()
     assert double.posts() == 1
     assert made.left == 77, "its own stop is to checkpoint then"
@@ -118,10 +118,10 @@ async def test_without_patience_there_is_one_try(ann, double):
 
 async def test_patience_waits_for_a_cell_to_end(ann, double):
     double.result = BUSY
-    made = spawner(ann, double, park_patience=math.inf)
+    made = spawner(ann, double, checkpoint_timeout=math.inf)
     stopping = asyncio.create_task(made.stop())
     await until(lambda: double.posts() >= 3)
-    double.result = PARKED
+    double.result = DRAINED
     await stopping
     assert made.left == module._EMPTY
     assert tokens(ann) == []
@@ -129,7 +129,7 @@ async def test_patience_waits_for_a_cell_to_end(ann, double):
 
 async def test_a_limit_ends_even_endless_patience(ann, double):
     double.result = BUSY
-    made = spawner(ann, double, park_patience=math.inf, stop_limit=0.3)
+    made = spawner(ann, double, checkpoint_timeout=math.inf, stop_limit=0.3)
     await made.stop()
     assert not made.running
     assert tokens(ann) == []
@@ -137,14 +137,14 @@ async def test_a_limit_ends_even_endless_patience(ann, double):
 
 async def test_a_limit_holds_for_what_a_server_says_that_it_needs(ann, double):
     double.result, double.seconds = BUSY, 1e6
-    made = spawner(ann, double, park_patience=0.0, stop_limit=300.0)
+    made = spawner(ann, double, checkpoint_timeout=0.0, stop_limit=300.0)
     await made.stop()
     assert made.left == 300
 
 
 async def test_more_bytes_mean_more_grace(ann, double):
     double.result, double.seconds = BUSY, 500.0
-    made = spawner(ann, double, park_patience=0.0)
+    made = spawner(ann, double, checkpoint_timeout=0.0)
     await made.stop()
     assert made.left == 500
     assert made.interrupt_timeout == 10, "for one stop, and not for the next"
@@ -156,9 +156,9 @@ async def test_what_is_configured_is_never_lowered(ann, double):
     assert made.left == 900
 
 
-@pytest.mark.parametrize(("park_before_stop", "now"), [(True, True), (False, False)])
-async def test_a_stop_at_once_and_one_without_parking_ask_nobody(ann, double, park_before_stop, now):
-    made = spawner(ann, double, park_before_stop=park_before_stop)
+@pytest.mark.parametrize(("checkpoint_before_stop", "now"), [(True, True), (False, False)])
+async def test_a_stop_at_once_and_one_without_a_drain_ask_nobody(ann, double, checkpoint_before_stop, now):
+    made = spawner(ann, double, checkpoint_before_stop=checkpoint_before_stop)
     await made.stop(now=now)
     assert (double.asked, made.left) == ([], 10)
 
@@ -277,7 +277,7 @@ async def test_the_hubs_certificates_open_a_server_that_asks_for_them(ann, close
 
 async def test_without_them_nothing_is_asked(ann, closed, authorities, monkeypatch):
     monkeypatch.setattr(module.ServerClient, "__init__", _impatient)
-    made = spawner(ann, closed, park_patience=0.0)
+    made = spawner(ann, closed, checkpoint_timeout=0.0)
     await made.stop()
     assert closed.asked == []
     assert "SERVER_SILENT" in made.stop_notes[0]

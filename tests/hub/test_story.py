@@ -85,11 +85,11 @@ def test_a_restored_kernel_has_the_new_servers_token(ann):
     ann.stop()
 
 
-def test_a_stop_by_the_user_parks_and_the_spawn_page_says_so(hub, ann):
+def test_a_stop_by_the_user_drains_and_the_spawn_page_says_so(hub, ann):
     ann.start()
     kernel_id = work(ann, "stop.ipynb")["kernel"]["id"]
     ann.stop()
-    assert re.search(rf"Server {ann.person.name}\S* is parked: 1 kernels asleep", hub.log("hub"))
+    assert re.search(rf"Server {ann.person.name}\S* is drained: 1 kernels asleep", hub.log("hub"))
     reply = hub.ask("POST", f"users/{ann.person.name}/server", token=ann.token)
     assert reply.status_code in (201, 202)
     stream = hub.ask("GET", f"users/{ann.person.name}/server/progress", token=ann.token).text
@@ -100,7 +100,7 @@ def test_a_stop_by_the_user_parks_and_the_spawn_page_says_so(hub, ann):
     ann.stop()
 
 
-def test_a_stop_by_an_administrator_parks(hub, ann):
+def test_a_stop_by_an_administrator_drains(hub, ann):
     ann.start()
     kernel_id = work(ann, "admin.ipynb")["kernel"]["id"]
     ann.stop(token=hub.admin_token)
@@ -110,7 +110,7 @@ def test_a_stop_by_an_administrator_parks(hub, ann):
     ann.stop()
 
 
-def test_a_named_server_parks_and_comes_back(hub, bob):
+def test_a_named_server_drains_and_comes_back(hub, bob):
     named = Desk(hub, bob.person, "second")
     named.start()
     kernel_id = work(named, "named.ipynb")["kernel"]["id"]

@@ -94,7 +94,7 @@ def test_the_next_owner_finds_it_suspended(kernel):
     kernel.lifecycle.suspend()
     kernel.lifecycle.detach()
     last = kernel.lifecycle
-    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.settings, trace=last.trace)
+    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.kernel.settings, trace=last.trace)
     kernel.lifecycle.attach(capsule=Capsule.attach(last.home.runtime_dir))
     assert (kernel.lifecycle.state, kernel.fake.state) == (State.SUSPENDED, LOCKED)
     kernel.lifecycle.wake()

@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.errors import (
     UnsupportedCuda,
 )
 from jupyter_gpu_ckpt.lifecycle import preflight
-from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN, judge_report, look, read_process, require
+from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN, inspect, judge_report, read_process, require
 
 PLENTY = 1 << 50
 
@@ -47,7 +47,7 @@ def process():
 
 def codes(**options) -> list[str]:
     facts = {"kernel_pid": os.getpid(), "companions": [], "device_bytes": {}, "disk_free": PLENTY, **options}
-    return [finding.code for finding in look(**facts)]
+    return [finding.code for finding in inspect(**facts)]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_nothing_stands_in_the_way_of_a_plain_kernel():
 
 def test_living_children_are_named_and_the_error_has_their_pids(process):
     pids = [process(f"worker-{n}") for n in range(5)]
-    (finding,) = look(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
+    (finding,) = inspect(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
     assert finding.blocks
     assert isinstance(finding.error, ChildProcesses)
     assert finding.error.details["pids"] == pids
@@ -127,7 +127,7 @@ def test_workers_of_a_pool_are_shown_to_where_they_differ(process):
         process("/opt/a/long/way/to/the/environment/lib/python3.11/site-packages/x.py", *start, f"--pipe={n}")
         for n in (7, 8)
     ]
-    (finding,) = look(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
+    (finding,) = inspect(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
     for number, pid in zip((7, 8), pids, strict=True):
         assert f"--process-name LokyProcess --pipe={number} (pid {pid})" in finding.text
     assert "/opt/a" not in finding.text
@@ -136,7 +136,7 @@ def test_workers_of_a_pool_are_shown_to_where_they_differ(process):
 
 
 def test_the_debuggers_adapter_is_the_debugger_and_not_a_child_to_be_ended(process):
-    found = look(
+    found = inspect(
         kernel_pid=os.getpid(),
         companions=[process("/env/lib/debugpy/adapter", "--for-server", "4000")],
         device_bytes={},
@@ -159,7 +159,7 @@ def test_host_memory_must_take_what_is_on_the_gpu(monkeypatch):
     monkeypatch.setattr(preflight, "available_memory", lambda: 4 << 30)
     assert codes(device_bytes={"GPU-a": 3 << 30}) == []
     assert codes(device_bytes={"GPU-a": 3 << 30, "GPU-b": 1 << 30}) == ["NO_MEMORY"]
-    (finding,) = look(kernel_pid=os.getpid(), companions=[], device_bytes={"GPU-a": 5 << 30}, disk_free=None)
+    (finding,) = inspect(kernel_pid=os.getpid(), companions=[], device_bytes={"GPU-a": 5 << 30}, disk_free=None)
     assert isinstance(finding.error, NoMemory)
     assert finding.error.details == {"needed": (5 << 30) + MARGIN, "free": 4 << 30}
 
@@ -172,7 +172,7 @@ def test_the_disk_must_take_the_memory_of_process_and_gpu(monkeypatch):
     assert codes(disk_free=MARGIN) == ["NO_SPACE"]
     assert codes(device_bytes={"GPU-a": 8 << 30}, disk_free=8 << 30) == ["NO_SPACE"]
     assert codes(device_bytes={"GPU-a": 8 << 30}, disk_free=None) == [], "a suspend writes no image"
-    (finding,) = look(kernel_pid=os.getpid(), companions=[], device_bytes={}, disk_free=7)
+    (finding,) = inspect(kernel_pid=os.getpid(), companions=[], device_bytes={}, disk_free=7)
     assert isinstance(finding.error, NoSpace)
     assert finding.error.details["free"] == 7
 
@@ -185,10 +185,10 @@ def test_a_quota_is_asked_about_what_an_image_may_need_and_not_for_a_suspend():
         return QuotaExceeded("No.")
 
     everything = {"kernel_pid": os.getpid(), "companions": [], "device_bytes": {}, "over_quota": over_quota}
-    (finding,) = look(**everything, disk_free=PLENTY)
+    (finding,) = inspect(**everything, disk_free=PLENTY)
     assert isinstance(finding.error, QuotaExceeded)
     assert asked[0] > read_process(os.getpid()).rss // 2 + MARGIN
-    assert look(**everything, disk_free=None) == []
+    assert inspect(**everything, disk_free=None) == []
 
 
 def test_memory_that_can_be_had_is_read_from_the_host():

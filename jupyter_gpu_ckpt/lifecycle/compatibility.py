@@ -1,4 +1,4 @@
-"""Whether an image fits this node: the engine's answers put together for `node.match`."""
+"""Whether an image fits this node: the facts of both, for `node.match`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .preflight import available_memory
 
 
 class EngineProtocol(Protocol):
-    """What is asked of a node (`context.Engine`)."""
+    """What is needed of a node (`context.Engine`)."""
 
     criu_version: str
     gpus: Gpus
     store: Store
 
 
-def taken(
+def dump_fingerprint(
     directory: Path,
     node: EngineProtocol,
     *,
@@ -35,10 +35,10 @@ def taken(
     swapped_bytes: int,
     sockets: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The fingerprint for the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
+    """Return the fingerprint of the dump in ``directory``, just made on this node.  Raises `ImageFormat`, `CudaError`.
 
     ``swapped_bytes``: device memory that a restore puts into the capsule's own memory.  ``sockets``: unix sockets that
-    it makes again, by ``path``, ``inode`` and ``mtime``.
+    a restore creates again, by ``path``, ``inode`` and ``mtime``.
     """
     return fingerprint(
         files=map(vars, images.regular_files(directory)),
@@ -54,15 +54,14 @@ def taken(
 
 
 def require_restorable(directory: Path) -> None:
-    """Raise `UnsupportedFile` if the kernel of the dump in ``directory`` holds a file that no restore could open."""
+    """Raise `UnsupportedFile` if the dump in ``directory`` has an open file that no restore could open."""
     if found := images.unrestorable(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
-        raise UnsupportedFile(
+        message = (
             f"The kernel holds {found[0]}{more}, which belongs to one of its threads or is its working directory: it "
-            "could not be opened again.",
-            culprit=found[0],
-            files=found,
+            "could not be opened again."
         )
+        raise UnsupportedFile(message, culprit=found[0], files=found)
 
 
 def mismatches(
@@ -71,18 +70,16 @@ def mismatches(
     *,
     accept_changed_files: bool = False,
     gpu_map: Mapping[str, str] | None = None,
-    go_on: Callable[[], bool] = lambda: True,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Mismatch]:
-    """What this node lacks of the one the image was made on.  The GPUs are asked only for an image that needs them.
+    """Return what this node lacks of the node that made the image.  GPUs are inspected only if the image needs them.
 
-    Files whose identity has changed are read, which takes its time; where ``go_on`` says no, nothing that is returned
-    means anything.
-
-    Raises `CudaError`; `ValueError` for a ``gpu_map`` that names what is not there.
+    Files whose identity has changed are read, which may take long; after ``cancelled`` the result means nothing.
+    Raises `CudaError`; `ValueError` for a ``gpu_map`` with an unknown GPU.
     """
     wanted, free = manifest.fingerprint, node.store.free()
-    in_the_clear = manifest.encryption is None and not node.store.vault.encrypts
-    if in_the_clear and free >= manifest.swapped_bytes:  # where host memory is too small for it, the disk takes that
+    unencrypted = manifest.encryption is None and not node.store.vault.encrypts
+    if unencrypted and free >= manifest.swapped_bytes:  # the disk takes what host memory is too small for
         wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.swapped_bytes)}
     gpus = _gpus(node) if manifest.cuda else []
     here = look(
@@ -92,7 +89,7 @@ def mismatches(
         memory=available_memory(),
         disk=free,
         hashes=node.store.hashes,
-        go_on=go_on,
+        go_on=lambda: not cancelled(),
     )
     node.store.hashes.begin()  # to save what had to be read
     mapping: Mapping[str, str] | None = None

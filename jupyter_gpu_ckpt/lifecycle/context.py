@@ -221,7 +221,7 @@ class Attempt:
     #: What CRIU forgets of each process and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
-    device_image_bytes: int = 0
+    swapped_bytes: int = 0
 
     # of a restore
     lease: Lease | None = None

@@ -9,25 +9,16 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import errors
 from ..criu import tasks
 from ..cuda.driver import CudaState
-from ..errors import (
-    CapsuleError,
-    CapsuleGone,
-    CriuError,
-    CudaError,
-    GateError,
-    GpuCkptError,
-    NoSpace,
-    PipesExhausted,
-    UnsupportedSocket,
-)
+from ..errors import GpuCkptError
 from ..image import chunk_cache, device_memory
+from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
@@ -56,7 +47,7 @@ def disconnect(attempt: Attempt) -> None:
     # stranger's.
     while any(count >= before[path] for path, count in preflight.open_connections(pid, directory).items()):
         if time.monotonic() > deadline:
-            raise GateError("The kernel does not close its connections to the gate.")
+            raise errors.GateError("The kernel does not close its connections to the gate.")
         time.sleep(0.002)
 
 
@@ -71,7 +62,7 @@ def dump(attempt: Attempt) -> None:
     _make_space(kernel, needed)
     try:
         attempt.traced.bytes = _write_patiently(attempt, needed, deadline)
-    except NoSpace:  # checkpoints side by side saw the same space
+    except errors.NoSpace:  # checkpoints side by side saw the same space
         if not chunk_cache.evictable_bytes(store.root):
             raise
         host_memory.discard_chunks(kernel, wait=True)
@@ -83,7 +74,7 @@ def _suspend_warm(kernel: KernelState) -> None:
     """Suspend what a warm kernel still has on the GPU: CRIU cannot dump a CUDA context."""
     state = kernel.engine.cuda.state(kernel.require_capsule().host_pid)
     if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one repairs
-        raise CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
+        raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
     if state is CudaState.LOCKED:
         driver_checkpoint(kernel, kernel.deadline(sum(kernel.saved.device_bytes.values())))
 
@@ -107,7 +98,7 @@ def _write_patiently(attempt: Attempt, needed: int, deadline: float) -> int:
     while True:
         try:
             return _write_image(attempt, needed, deadline)
-        except PipesExhausted:
+        except errors.PipesExhausted:
             if time.monotonic() + pause > over:
                 raise
             message = "Kernel %s: too many pipes (fs.pipe-user-pages-soft); the dump is tried again in %.1f s"
@@ -146,7 +137,7 @@ def _write_image(attempt: Attempt, needed: int, deadline: float) -> int:
     except BaseException:
         attempt.draft = None
         draft.discard()
-        with contextlib.suppress(CapsuleError, CapsuleGone):  # it ended
+        with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
         raise
 
@@ -162,9 +153,9 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
         _log.warning("This host forbids %s: what they report of a kernel was not inspected.", ", ".join(unasked))
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
-        raise CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
+        raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
     if tasks.has_external_peer(directory):
-        raise UnsupportedSocket(
+        raise errors.UnsupportedSocket(
             "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
         )
     notes: dict[str, Any] = state["notes"]
@@ -178,42 +169,45 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
     """Write device memory that CRIU does not see beside what the body does; all of it is written after the body."""
-    kernel, cancellation = attempt.kernel, attempt.kernel.cancellation
-    capsule, fast_path = kernel.require_capsule(), kernel.fast_path()
-    attempt.device_image_bytes, allocations = 0, fast_path.open_extents() if kernel.saved.cuda else None
-    if allocations is None:
+    kernel, fast_path = attempt.kernel, attempt.kernel.fast_path()
+    extents = fast_path.open_extents() if kernel.saved.cuda else None
+    if extents is None:
+        attempt.swapped_bytes = 0
         yield
         return
-    claim = kernel.chunks.claim if kernel.chunks is not None else None
-    body_failed = threading.Event()
 
-    def check_cancelled() -> None:
-        cancellation.check()
-        if body_failed.is_set():
-            raise CancelledError
+    def write(check_task: Callable[[], None]) -> None:
+        def check_cancelled() -> None:
+            kernel.cancellation.check()
+            check_task()
 
-    def cancel_criu(done: Future[None]) -> None:
-        if done.exception() is not None:
-            capsule.cancel_criu()
+        try:
+            draft.write_device(extents, kernel.chunks.claim if kernel.chunks is not None else None, check_cancelled)
+        except BaseException:
+            kernel.require_capsule().cancel_criu()
+            raise
 
     try:
-        cancellation.check()
-        attempt.device_image_bytes = found = device_memory.size(allocations)
-        if found != (away := fast_path.amounts().swapped_out):
-            raise CapsuleError(f"Of {away} bytes of device memory {found} are there.")
-        with ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-device") as thread:
-            written = thread.submit(draft.write_device, allocations, claim, check_cancelled)
-            written.add_done_callback(cancel_criu)
+        kernel.cancellation.check()
+        attempt.swapped_bytes = found = device_memory.size(extents)
+        if found != (swapped_out := fast_path.amounts().swapped_out):
+            raise errors.CapsuleError(f"Of {swapped_out} bytes of device memory {found} are there.")
+        task = BackgroundTask("gpu-ckpt-device", write)
+        try:
+            yield
+        except BaseException as error:
+            task.cancel()
             try:
-                yield
-            except BaseException as error:
-                body_failed.set()
-                if isinstance(error, GpuCkptError) and isinstance(failure := written.exception(), GpuCkptError):
-                    raise failure from error  # which made the body fail
-                raise
-            written.result()
+                task.wait()
+            except GpuCkptError as cause:
+                if isinstance(error, GpuCkptError):
+                    raise cause from error
+            except Exception:
+                _log.exception("Device memory could not be written")
+            raise
+        task.wait()
     finally:
-        os.close(allocations)
+        os.close(extents)
 
 
 def write_ahead(kernel: KernelState) -> None:
@@ -236,14 +230,14 @@ def write_ahead(kernel: KernelState) -> None:
         return store.free() >= 2 * fresh and store.over_quota(kernel_id, bytes) is None
 
     try:
-        allocations = kernel.fast_path().open_extents()
-        if allocations is None:
+        extents = kernel.fast_path().open_extents()
+        if extents is None:
             return
         try:
             kernel.chunks = kernel.chunks or ChunkCache(store.root)
-            kernel.chunks.write_ahead(allocations, permitted)
+            kernel.chunks.write_ahead(extents, permitted)
         finally:
-            os.close(allocations)
+            os.close(extents)
     except (GpuCkptError, OSError, RuntimeError) as error:
         _log.info("Device memory is not written ahead: %s", error)
 
@@ -272,16 +266,16 @@ def publish(attempt: Attempt) -> None:
         report=saved.report,
         steps=dict(attempt.seconds),
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
-        fingerprint=compatibility.taken(
+        fingerprint=compatibility.dump_fingerprint(
             draft.criu_directory,
             engine,
             cuda=saved.cuda,
             device_bytes=saved.device_bytes,
-            swapped_bytes=attempt.device_image_bytes,
+            swapped_bytes=attempt.swapped_bytes,
             sockets=_bound_sockets(attempt),
         ),
         notes=attempt.notes,
-        swapped_bytes=attempt.device_image_bytes,
+        swapped_bytes=attempt.swapped_bytes,
     )
     if home.write_session is not None:
         home.write_session(draft.path)

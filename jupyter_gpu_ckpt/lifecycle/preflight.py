@@ -1,6 +1,6 @@
 """Whether a kernel can be checkpointed now, and if not, why, in a notebook user's words.
 
-`look` inspects the kernel from outside, without disturbing it; `judge_report` the agent's report from inside.  A
+`inspect` looks at the kernel from outside, without disturbing it; `judge_report` the agent's report from inside.  A
 `PreflightFinding` that blocks has the error that is raised for it; the others are warnings for the user.
 """
 
@@ -15,21 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import procfs
-from ..errors import (
-    ChildProcesses,
-    DebuggerAttached,
-    DeletedMapping,
-    GpuCkptError,
-    KernelBusy,
-    NoMemory,
-    NoSpace,
-    UnprovenState,
-    UnsupportedCuda,
-    UnsupportedFile,
-    UnsupportedSocket,
-    UnsupportedTerminal,
-)
+from .. import errors, procfs
+from ..errors import GpuCkptError
 from ..process import terminals
 from ..units import size
 
@@ -49,7 +36,7 @@ _SHOWN = 100
 #: The debugger's adapter: debugpy starts it as a process of its own, which is no child of the kernel.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
 #: The error for what is not proven to be restored, by its kind.
-_UNPROVEN = {"file": UnsupportedFile, "socket": UnsupportedSocket, "state": UnprovenState}
+_UNPROVEN = {"file": errors.UnsupportedFile, "socket": errors.UnsupportedSocket, "state": errors.UnprovenState}
 
 
 @dataclass(frozen=True)
@@ -128,14 +115,14 @@ def image_bytes(on_device: int, processes: Iterable[Process]) -> int:
     return on_device + MARGIN + sum(process.rss for process in processes)
 
 
-def look(
+def inspect(
     *,
     kernel_pid: int,
     companions: Iterable[int],
     device_bytes: Mapping[str, int],
     disk_free: int | None,
     has_agent: bool = False,
-    away: int = 0,
+    swapped_out: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
 ) -> list[PreflightFinding]:
@@ -143,40 +130,40 @@ def look(
 
     ``companions``: every other process of the kernel's capsule, also daemons.  ``device_bytes``: device memory of the
     kernel by GPU UUID.  ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``:
-    whether an agent ends a debugger that was turned off.  ``away``: bytes of device memory that are in host memory
-    already, and in no process.  ``spillable``: called where host memory is too small, returns the bytes of device
+    whether an agent ends a debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and
+    in no process.  ``spillable``: called where host memory is too small, returns the bytes of device
     memory that can go to the disk.  ``over_quota``: returns why an image of so many bytes is refused, if it is.
     """
-    errors: list[GpuCkptError] = []
+    refusals: list[GpuCkptError] = []
     kernel = read_process(kernel_pid)
     others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
     adapters = [process for process in others if _DEBUGGER.search(process.command)]
     if any(not has_agent or _is_used(adapter) for adapter in adapters):
         hint = None if has_agent else "Its adapter ends only with the kernel: restart the kernel."
-        errors.append(DebuggerAttached("The kernel's debugger is in use.", hint=hint))
+        refusals.append(errors.DebuggerAttached("The kernel's debugger is in use.", hint=hint))
     children = [process for process in others if process not in adapters and not process.cleans_up_for(kernel_pid)]
     if children:
         names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in children[:3])
         more = f" and {len(children) - 3} more" if len(children) > 3 else ""
         message = f"The kernel has {len(children)} living child process(es): {names}{more}."
-        errors.append(ChildProcesses(message, pids=[process.pid for process in children]))
+        refusals.append(errors.ChildProcesses(message, pids=[process.pid for process in children]))
     if disk_free is not None and (obstacle := terminals.obstacle(kernel_pid)):
-        errors.append(UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
+        refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
     to_host = on_device = sum(device_bytes.values())
     if on_device and (available := available_memory()) < to_host + MARGIN:
         to_host -= spillable()
         available = available_memory()  # the kernel's library may have been freeing some, after a resume
     if on_device and available < to_host + MARGIN:
         message = f"The kernel holds {size(on_device, 2)} on the GPU; {size(available, 2)} of host memory are free."
-        errors.append(NoMemory(message, needed=to_host + MARGIN, free=available))
+        refusals.append(errors.NoMemory(message, needed=to_host + MARGIN, free=available))
     if disk_free is not None:
-        needed = image_bytes(on_device + away, [*others, *([kernel] if kernel else [])])
+        needed = image_bytes(on_device + swapped_out, [*others, *([kernel] if kernel else [])])
         if disk_free < needed:
             message = f"The image may need {size(needed, 2)}; {size(disk_free, 2)} are free."
-            errors.append(NoSpace(message, needed=needed, free=disk_free))
+            refusals.append(errors.NoSpace(message, needed=needed, free=disk_free))
         if (refused := over_quota(needed)) is not None:
-            errors.append(refused)
-    return [blocking(error) for error in errors]
+            refusals.append(refused)
+    return [blocking(error) for error in refusals]
 
 
 def undumpable(pid: int) -> PreflightFinding | None:
@@ -184,7 +171,7 @@ def undumpable(pid: int) -> PreflightFinding | None:
     if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
     return blocking(
-        UnprovenState(
+        errors.UnprovenState(
             "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it.",
             hint="In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again.",
         )
@@ -221,7 +208,7 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
     if cells:
         behind = f", and {cells - 1} more wait behind it" if cells > 1 else ""
         hint = "Try again when the cell has finished, or interrupt the cell first."
-        busy = KernelBusy(f"A cell is running{behind}.", hint=hint, left="the kernel runs on", cells=cells)
+        busy = errors.KernelBusy(f"A cell is running{behind}.", hint=hint, left="the kernel runs on", cells=cells)
         findings.append(blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))
@@ -237,14 +224,14 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightF
     if gpus > 1 and report.get("jax_preallocates"):
         message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
         hint = "Start the kernel with XLA_PYTHON_CLIENT_PREALLOCATE=false, or show it one GPU (CUDA_VISIBLE_DEVICES)."
-        findings.append(blocking(UnsupportedCuda(message, hint=hint)))
+        findings.append(blocking(errors.UnsupportedCuda(message, hint=hint)))
     if report.get("debugger"):
-        findings.append(blocking(DebuggerAttached("The kernel's debugger is in use.")))
+        findings.append(blocking(errors.DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
     deleted = [each for each in report.get("deleted_mappings") or () if each.get("reason") != NOT_TRIED]
     if deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
-        findings.append(blocking(DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
+        findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     if outside := report.get("sockets"):
         text = f"{len(outside)} open connection(s) to the outside will come back closed."
         findings.append(PreflightFinding("CONNECTIONS", text))

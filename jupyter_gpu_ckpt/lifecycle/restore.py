@@ -111,7 +111,7 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
             kernel.engine,
             accept_changed_files=accept,
             gpu_map=attempt.gpu_map,
-            go_on=lambda: cancellation.reason < Reason.DETACH,
+            cancelled=lambda: cancellation.reason >= Reason.DETACH,
         )
     except ValueError as error:
         raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
@@ -190,10 +190,10 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
     directory = (
         host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed) if not files.encrypted else None
     )
-    allocations = kernel.fast_path(capsule).create_extents(directory)
+    extents = kernel.fast_path(capsule).create_extents(directory)
     try:
         attempt.device_read = reading = device_memory.begin_read(
-            allocations, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
+            extents, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
         )
         try:
             if kernel.cancellation.reason >= Reason.DETACH:  # requested before there was something to stop
@@ -203,7 +203,7 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
             attempt.device_read = None
             reading.cancel(wait_for_end=True)
     finally:
-        os.close(allocations)
+        os.close(extents)
 
 
 @contextlib.contextmanager

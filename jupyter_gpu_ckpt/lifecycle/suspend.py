@@ -9,16 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import errors
 from ..cuda.driver import CudaState
-from ..errors import (
-    AgentError,
-    CapsuleGone,
-    CudaError,
-    DeviceHeld,
-    GpuCkptError,
-    ProtocolVersion,
-    RuntimeDirectory,
-)
+from ..errors import GpuCkptError
 from ..image import chunk_cache
 from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
@@ -35,12 +28,12 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
     device_bytes = host_memory.device_bytes(kernel)
-    found = preflight.look(
+    found = preflight.inspect(
         kernel_pid=capsule.host_pid,
         companions=capsule.other_processes(),
         device_bytes=device_bytes,
         has_agent=kernel.home.has_agent,
-        away=kernel.fast_path().host_memory_bytes(),
+        swapped_out=kernel.fast_path().host_memory_bytes(),
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
@@ -66,7 +59,7 @@ def _allocated(kernel: KernelState) -> int:
     """Return the bytes of device memory that the fast path moves."""
     try:
         return kernel.fast_path().amounts().bytes
-    except (CudaError, ProtocolVersion):  # its library is busy, or of another release
+    except (errors.CudaError, errors.ProtocolVersion):  # its library is busy, or of another release
         return 0
 
 
@@ -80,7 +73,7 @@ def _space_for_image(kernel: KernelState) -> int:
     return min(store.free(), memory, store.vault.free() + _allocated(kernel))
 
 
-def without_sockets(kernel: KernelState) -> RuntimeDirectory | None:
+def without_sockets(kernel: KernelState) -> errors.RuntimeDirectory | None:
     """Return why the kernel could not be reached once its connections are closed; None if it can.
 
     CRIU saves a socket whose file was removed as one without a name.
@@ -89,7 +82,7 @@ def without_sockets(kernel: KernelState) -> RuntimeDirectory | None:
     connections = preflight.open_connections(pid, kernel.home.inner_dir)
     if all((directory / Path(path).name).exists() for path in connections):
         return None
-    return RuntimeDirectory(
+    return errors.RuntimeDirectory(
         f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore.",
         hint="Save what you need from it to a file; a restart of the kernel makes the directory anew.",
     )
@@ -112,7 +105,7 @@ def drain(attempt: Attempt) -> None:
     try:
         with answering(kernel):
             kernel.gate.drain(kernel.settings.drain)
-    except CapsuleGone:
+    except errors.CapsuleGone:
         raise
     except GpuCkptError:
         kernel.gate.release()
@@ -176,7 +169,9 @@ def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
 def refuse_device_files(kernel: KernelState) -> None:
     """Raise `DeviceHeld` if the kernel has device files open that are not CUDA's."""
     if held := kernel.engine.cuda.device_files(kernel.require_capsule().host_pid):
-        raise DeviceHeld("The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held)
+        raise errors.DeviceHeld(
+            "The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held
+        )
 
 
 def sleep(attempt: Attempt) -> None:
@@ -199,7 +194,7 @@ def answering(kernel: KernelState) -> Iterator[None]:
             yield
         except GpuCkptError as error:
             if (status := capsule.poll()) is not None:
-                raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
+                raise errors.CapsuleGone(f"The kernel's process ended (status {status}).", status=status) from error
             raise
 
 
@@ -208,7 +203,7 @@ def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> di
     with answering(kernel):
         reply = kernel.gate.request(f"gpu_ckpt_{verb}_request", content, kernel.settings.agent)
     if reply.get("status") != "ok":
-        raise AgentError(
+        raise errors.AgentError(
             f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
             traceback=reply.get("traceback", []),
         )

@@ -9,10 +9,9 @@ import pytest
 
 from jupyter_gpu_ckpt.errors import StateError
 from jupyter_gpu_ckpt.lifecycle import machine
-from jupyter_gpu_ckpt.lifecycle.machine import MachineState, State, Step, advance
+from jupyter_gpu_ckpt.lifecycle.machine import MachineState, Move, State, Step, advance
 
-VERBS = (machine.Suspend(), machine.Resume(), machine.Checkpoint(), machine.Restore(), machine.Wake())
-RUNNING = advance(MachineState(), machine.Launched())[0]
+RUNNING = advance(MachineState(), machine.ProcessEvent.LAUNCHED)[0]
 
 
 def run(
@@ -35,28 +34,28 @@ def at(state: State) -> MachineState:
     """A kernel that came to ``state`` on the straight way."""
     return {
         State.RUNNING: RUNNING,
-        State.SUSPENDED: run(RUNNING, machine.Suspend()),
-        State.CHECKPOINTED: run(RUNNING, machine.Checkpoint()),
+        State.SUSPENDED: run(RUNNING, Move.SUSPEND),
+        State.CHECKPOINTED: run(RUNNING, Move.CHECKPOINT),
     }[state]
 
 
 @pytest.mark.parametrize(
     ("start", "verb", "goal"),
     [
-        (State.RUNNING, machine.Suspend(), State.SUSPENDED),
-        (State.RUNNING, machine.Checkpoint(), State.CHECKPOINTED),
-        (State.SUSPENDED, machine.Checkpoint(), State.CHECKPOINTED),
-        (State.SUSPENDED, machine.Resume(), State.RUNNING),
-        (State.SUSPENDED, machine.Wake(), State.RUNNING),
-        (State.CHECKPOINTED, machine.Restore(), State.RUNNING),
-        (State.CHECKPOINTED, machine.Wake(), State.RUNNING),
+        (State.RUNNING, Move.SUSPEND, State.SUSPENDED),
+        (State.RUNNING, Move.CHECKPOINT, State.CHECKPOINTED),
+        (State.SUSPENDED, Move.CHECKPOINT, State.CHECKPOINTED),
+        (State.SUSPENDED, Move.RESUME, State.RUNNING),
+        (State.SUSPENDED, Move.WAKE, State.RUNNING),
+        (State.CHECKPOINTED, Move.RESTORE, State.RUNNING),
+        (State.CHECKPOINTED, Move.WAKE, State.RUNNING),
     ],
 )
 def test_every_verb_reaches_its_state(start, verb, goal):
     assert run(at(start), verb).state is goal
 
 
-@pytest.mark.parametrize(("start", "verb"), [(key[0], key[1]()) for key, plan in machine.PLANS.items() if plan is None])
+@pytest.mark.parametrize(("start", "verb"), [key for key, plan in machine.PLANS.items() if plan is None])
 def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
     kernel, steps = advance(at(start), verb)
     assert (kernel.state, steps) == (start, ())
@@ -64,12 +63,12 @@ def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
 
 @pytest.mark.parametrize(
     ("start", "verb", "step"),
-    [(start, verb(), step) for (start, verb), plan in machine.PLANS.items() if plan for step in plan.steps],
+    [(start, verb, step) for (start, verb), plan in machine.PLANS.items() if plan for step in plan.steps],
 )
 def test_whatever_step_fails_the_kernel_ends_in_a_named_state_with_process_or_image(start, verb, step):
     before = at(start)
     after = run(before, verb, fail_at=step)
-    plan = machine.PLANS[(start, type(verb))]
+    plan = machine.PLANS[(start, verb)]
     committed = plan.commit is not None and plan.steps.index(step) > plan.steps.index(plan.commit)
     assert after.state is (plan.to if committed else plan.back)
     assert after.plan is None
@@ -79,7 +78,7 @@ def test_whatever_step_fails_the_kernel_ends_in_a_named_state_with_process_or_im
 
 
 def test_undo_runs_backwards_over_what_was_done():
-    kernel, steps = advance(RUNNING, machine.Checkpoint())
+    kernel, steps = advance(RUNNING, Move.CHECKPOINT)
     while steps[0] is not Step.PUBLISH:
         kernel, steps = advance(kernel, machine.StepDone(steps[0]))
     kernel, undo = advance(kernel, machine.StepFailed(Step.PUBLISH, "NO_SPACE"))
@@ -87,41 +86,41 @@ def test_undo_runs_backwards_over_what_was_done():
 
 
 def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
-    after = run(RUNNING, machine.Checkpoint(), fail_at=Step.DUMP, undo_fails=(Step.CUDA_RESUME,))
+    after = run(RUNNING, Move.CHECKPOINT, fail_at=Step.DUMP, undo_fails=(Step.CUDA_RESUME,))
     assert (after.state, after.process) == (State.SUSPENDED, True)
-    assert run(after, machine.Wake()).state is State.RUNNING
+    assert run(after, Move.WAKE).state is State.RUNNING
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", Move)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
 def test_illegal_requests_raise_with_the_whole_history(state, verb):
-    kernel = MachineState() if state is State.STARTING else advance(RUNNING, machine.Exited())[0]
+    kernel = MachineState() if state is State.STARTING else advance(RUNNING, machine.ProcessEvent.EXITED)[0]
     with pytest.raises(StateError) as caught:
         advance(kernel, verb)
-    assert type(verb).__name__ in caught.value.details["history"][-1]
+    assert str(verb) in caught.value.details["history"][-1]
     assert caught.value.details["state"] == state.value
 
 
 def test_steps_out_of_order_are_illegal():
-    kernel, _ = advance(RUNNING, machine.Checkpoint())
+    kernel, _ = advance(RUNNING, Move.CHECKPOINT)
     with pytest.raises(StateError):
         advance(kernel, machine.StepDone(Step.DUMP))
     with pytest.raises(StateError):
         advance(kernel, machine.Unwound())
     with pytest.raises(StateError):
-        advance(kernel, machine.Suspend())
+        advance(kernel, Move.SUSPEND)
 
 
 def test_a_checkpointed_kernel_has_no_process_that_could_exit():
     with pytest.raises(StateError):
-        advance(at(State.CHECKPOINTED), machine.Exited())
+        advance(at(State.CHECKPOINTED), machine.ProcessEvent.EXITED)
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDED, State.CHECKPOINTED])
 def test_an_owner_may_end_a_kernel_in_every_resting_state_and_start_it_again(state):
-    dead, _ = advance(at(state), machine.Terminated())
+    dead, _ = advance(at(state), machine.ProcessEvent.TERMINATED)
     assert dead.state is State.DEAD
-    assert advance(dead, machine.Launched())[0].state is State.RUNNING
+    assert advance(dead, machine.ProcessEvent.LAUNCHED)[0].state is State.RUNNING
 
 
 def test_every_step_that_a_plan_can_undo_has_an_undo_that_is_no_step_of_its_own_undo():
@@ -137,8 +136,8 @@ def test_random_walks_keep_the_promise(seed):
     chance = random.Random(seed)
     kernel = RUNNING
     for _ in range(60):
-        verb = chance.choice(VERBS)
-        if (kernel.state, type(verb)) not in machine.PLANS:
+        verb = chance.choice([*Move])
+        if (kernel.state, verb) not in machine.PLANS:
             with pytest.raises(StateError):
                 advance(kernel, verb)
             continue

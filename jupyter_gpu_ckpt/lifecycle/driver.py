@@ -22,7 +22,7 @@ from ..image.store import Image
 from ..trace import Trace, notify
 from . import dump, host_memory, machine, restore, resume, suspend
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, PartlyDone, Reason, Saved
-from .machine import State, Step
+from .machine import Move, State, Step
 from .preflight import PreflightFinding
 from .settings import LifecycleSettings
 
@@ -139,7 +139,7 @@ class Lifecycle:
             self.kernel.exit_status = None
             self.kernel.saved = Saved()
             self.kernel.restored_on_gpu = False
-            self._advance(machine.Launched())
+            self._advance(machine.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
         """Become the owner of a kernel in ``capsule``, or of a checkpointed one with ``image``; its last owner is gone.
@@ -164,15 +164,15 @@ class Lifecycle:
 
     def suspend(self) -> None:
         """Move the CUDA state to host RAM; the process lives.  After failure the kernel runs on."""
-        self._perform(machine.Suspend(), State.SUSPENDED)
+        self._perform(Move.SUSPEND, State.SUSPENDED)
 
     def resume(self) -> None:
         """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
-        self._perform(machine.Resume(), State.RUNNING)
+        self._perform(Move.RESUME, State.RUNNING)
 
     def checkpoint(self) -> Image:
         """Write everything to an image; no process, no GPU memory.  After failure the kernel is as it was before."""
-        self._perform(machine.Checkpoint(), State.CHECKPOINTED)
+        self._perform(Move.CHECKPOINT, State.CHECKPOINTED)
         assert self.kernel.image is not None
         return self.kernel.image
 
@@ -188,11 +188,11 @@ class Lifecycle:
                 message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
                 raise StateError(message, left=self._what_is_left())
             options = {"gpu_map": gpu_map, "accept_changed_files": accept_changed_files}
-            self._perform(machine.Restore(), State.RUNNING, **options)
+            self._perform(Move.RESTORE, State.RUNNING, **options)
 
     def wake(self) -> None:
         """Resume or restore, whatever the kernel needs to run."""
-        self._perform(machine.Wake(), State.RUNNING)
+        self._perform(Move.WAKE, State.RUNNING)
 
     # -- a kernel goes
 
@@ -231,7 +231,7 @@ class Lifecycle:
                 kernel.capsule = None
             host_memory.end_spill(kernel)
             if self.state not in (State.DEAD, State.STARTING):
-                self._advance(machine.Terminated())
+                self._advance(machine.ProcessEvent.TERMINATED)
             kernel.exit_status = -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
             host_memory.discard_chunks(kernel)
             with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
@@ -311,13 +311,13 @@ class Lifecycle:
 
     # -- the drive
 
-    def _perform(self, event: machine.Event, goal: State, **options: Any) -> None:
+    def _perform(self, verb: Move, goal: State, **options: Any) -> None:
         with self._lock:
             kernel = self.kernel
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 self._notice_death()
             try:
-                steps = self._advance(event)
+                steps = self._advance(verb)
             except StateError as error:
                 error.left = self._what_is_left()
                 raise
@@ -325,7 +325,7 @@ class Lifecycle:
                 kernel.chunks.stop(outdated=goal is State.RUNNING)
             failure, again = self._attempt(Attempt(kernel, goal, **options), steps, retry=True)
             if again:
-                failure, _ = self._attempt(Attempt(kernel, goal, **options), self._advance(event))
+                failure, _ = self._attempt(Attempt(kernel, goal, **options), self._advance(verb))
             if kernel.chunks is not None:
                 kernel.chunks.in_use = False
             if self.state is State.SUSPENDED and steps:
@@ -492,5 +492,5 @@ class Lifecycle:
         host_memory.end_spill(kernel)
         kernel.kept_image = restore.retire_image(kernel) or kernel.kept_image
         host_memory.discard_chunks(kernel)
-        self._advance(machine.Exited())
+        self._advance(machine.ProcessEvent.EXITED)
         self.gate.kernel_died()

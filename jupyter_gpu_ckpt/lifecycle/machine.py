@@ -1,6 +1,6 @@
 """The states of a kernel: ``(kernel, event) -> (kernel, steps)``, one literal table, no I/O.
 
-A verb (`Suspend`, `Resume`, `Checkpoint`, `Restore`, `Wake`) is a plan: a row of steps.  `driver` runs the steps that
+A `Move` has a plan, a row of steps.  `driver` runs the steps that
 `advance` returns one by one and reports `StepDone` or `StepFailed`.  When a step fails, the machine returns the undo of
 every step that was done, in reverse, and the kernel ends in the plan's ``back`` state.  So every transition ends in a
 named state in which either the kernel runs (or is suspended) or a verified image is kept.
@@ -57,51 +57,47 @@ class Step(enum.Enum):
 # -- events
 
 
+class Move(enum.Enum):
+    """A verb: a request to move the kernel between GPU, host memory and disk."""
+
+    #: Move the CUDA state to host RAM.
+    SUSPEND = "suspend"
+    #: Move the CUDA state back.
+    RESUME = "resume"
+    #: Write everything to an image and end the process.
+    CHECKPOINT = "checkpoint"
+    #: Bring the process back from its image.
+    RESTORE = "restore"
+    #: Resume or restore, whatever the kernel needs to run.
+    WAKE = "wake"
+
+
+class ProcessEvent(enum.Enum):
+    """What became of the kernel's process."""
+
+    LAUNCHED = "launched"
+    #: The process ended by itself, or was killed.
+    EXITED = "exited"
+    #: The owner ended the kernel (shutdown, restart); its image is not touched.
+    TERMINATED = "terminated"
+
+
 @dataclass(frozen=True)
-class Event:
-    """Something that happened or is requested."""
-
-
-class Launched(Event):
-    """The kernel process was started."""
-
-
-@dataclass(frozen=True)
-class Attached(Event):
+class Attached:
     """A kernel whose owner has ended was found: running, suspended, or checkpointed."""
 
     state: State
 
 
-class Suspend(Event):
-    """Move the CUDA state to host RAM."""
-
-
-class Resume(Event):
-    """Move the CUDA state back."""
-
-
-class Checkpoint(Event):
-    """Write everything to an image and end the process."""
-
-
-class Restore(Event):
-    """Bring the process back from its image."""
-
-
-class Wake(Event):
-    """Resume or restore, whatever the kernel needs to run."""
-
-
 @dataclass(frozen=True)
-class StepDone(Event):
+class StepDone:
     """The last step was done."""
 
     step: Step
 
 
 @dataclass(frozen=True)
-class StepFailed(Event):
+class StepFailed:
     """The last step failed and left everything as it was before, unless ``done``: some of its work was done."""
 
     step: Step
@@ -110,18 +106,13 @@ class StepFailed(Event):
 
 
 @dataclass(frozen=True)
-class Unwound(Event):
+class Unwound:
     """The undo steps were run; ``failed`` are those that failed."""
 
     failed: tuple[Step, ...] = ()
 
 
-class Exited(Event):
-    """The kernel process ended by itself, or was killed."""
-
-
-class Terminated(Event):
-    """The owner ended the kernel (shutdown, restart); its image is not touched."""
+Event = Move | ProcessEvent | Attached | StepDone | StepFailed | Unwound
 
 
 # -- plans
@@ -129,7 +120,7 @@ class Terminated(Event):
 
 @dataclass(frozen=True)
 class Plan:
-    """A verb: through ``via`` to ``to``; after a failure back to ``back``.
+    """The plan of a verb: through ``via`` to ``to``; after a failure back to ``back``.
 
     Once the step ``commit`` is done nothing is undone: the steps after it only tidy up, and the failure of one of them
     does not stop the next.
@@ -162,19 +153,19 @@ _RESTORE = Plan(
 _CHECKPOINT = Plan(State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS)
 
 #: Every legal request.  None: the kernel is in the state already.
-PLANS: dict[tuple[State, type[Event]], Plan | None] = {
-    (State.RUNNING, Suspend): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
-    (State.RUNNING, Checkpoint): _CHECKPOINT,
-    (State.RUNNING, Resume): None,
-    (State.RUNNING, Restore): None,
-    (State.RUNNING, Wake): None,
-    (State.SUSPENDED, Suspend): None,
-    (State.SUSPENDED, Checkpoint): replace(_CHECKPOINT, back=State.SUSPENDED, steps=_DUMP),
-    (State.SUSPENDED, Resume): _RESUME,
-    (State.SUSPENDED, Wake): _RESUME,
-    (State.CHECKPOINTED, Checkpoint): None,
-    (State.CHECKPOINTED, Restore): _RESTORE,
-    (State.CHECKPOINTED, Wake): _RESTORE,
+PLANS: dict[tuple[State, Move], Plan | None] = {
+    (State.RUNNING, Move.SUSPEND): Plan(State.SUSPENDING, State.SUSPENDED, State.RUNNING, (*_SUSPEND, Step.SLEEP)),
+    (State.RUNNING, Move.CHECKPOINT): _CHECKPOINT,
+    (State.RUNNING, Move.RESUME): None,
+    (State.RUNNING, Move.RESTORE): None,
+    (State.RUNNING, Move.WAKE): None,
+    (State.SUSPENDED, Move.SUSPEND): None,
+    (State.SUSPENDED, Move.CHECKPOINT): replace(_CHECKPOINT, back=State.SUSPENDED, steps=_DUMP),
+    (State.SUSPENDED, Move.RESUME): _RESUME,
+    (State.SUSPENDED, Move.WAKE): _RESUME,
+    (State.CHECKPOINTED, Move.CHECKPOINT): None,
+    (State.CHECKPOINTED, Move.RESTORE): _RESTORE,
+    (State.CHECKPOINTED, Move.WAKE): _RESTORE,
 }
 
 #: How a done step is undone.  The others leave nothing to undo.
@@ -226,110 +217,60 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
     Raises `StateError` with the whole history when ``event`` is not legal in this state.
     """
     kernel = kernel.with_event(event)
-    key = (kernel.state, type(event))
-    if key in PLANS and kernel.plan is None:
-        plan = PLANS[key]
-        if plan is None:
-            return kernel, ()
-        return replace(kernel, state=plan.via, plan=plan, done=()), plan.steps[:1]
-    handler = _HANDLERS.get(type(event))
-    outcome = handler(kernel, event) if handler else None
+    outcome = _advance(kernel, event)
     if outcome is None:
-        raise StateError(
-            f"A kernel that is {kernel.state.value} cannot take {type(event).__name__}.",
-            state=kernel.state.value,
-            history=list(kernel.history),
-        )
+        name = event.value if isinstance(event, Move | ProcessEvent) else type(event).__name__
+        message = f"A kernel that is {kernel.state.value} cannot take {name!r}."
+        raise StateError(message, state=kernel.state.value, history=list(kernel.history))
     _validate(outcome[0])
     return outcome
 
 
-def _launched(kernel: MachineState, _: Event) -> Outcome | None:
-    if kernel.state not in (State.STARTING, State.DEAD):
-        return None
-    return MachineState(State.RUNNING, process=True, history=kernel.history), ()
+def _advance(kernel: MachineState, event: Event) -> Outcome | None:
+    plan, at_rest = kernel.plan, kernel.plan is None
+    match event:
+        case Move() if at_rest and (kernel.state, event) in PLANS:
+            plan = PLANS[kernel.state, event]
+            return (replace(kernel, state=plan.via, plan=plan, done=()), plan.steps[:1]) if plan else (kernel, ())
+        case ProcessEvent.LAUNCHED if kernel.state in (State.STARTING, State.DEAD):
+            return MachineState(State.RUNNING, process=True, history=kernel.history), ()
+        case Attached(State.RUNNING | State.SUSPENDED | State.CHECKPOINTED as state) if kernel.state is State.STARTING:
+            return _at_rest(kernel, state), ()
+        case StepDone(step) if plan and not kernel.unwinding and plan.steps[len(kernel.done)] is step:
+            kernel = _with_done(kernel, step)
+            if left := plan.steps[len(kernel.done) :]:
+                return kernel, left[:1]
+            return replace(kernel, state=plan.to, plan=None, done=()), ()
+        case StepFailed(step, done=done) if plan and not kernel.unwinding:
+            if plan.commit in kernel.done or (done and step is plan.commit):
+                return _advance(kernel, StepDone(step))
+            kernel = _with_done(kernel, step) if done else kernel
+            undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
+            if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
+                undo = (*undo, Step.SLEEP)
+            return replace(kernel, unwinding=True), undo
+        case Unwound(failed) if plan and kernel.unwinding:
+            # Without room on the GPU the CUDA state is safe in host RAM.
+            return _at_rest(kernel, State.SUSPENDED if Step.CUDA_RESUME in failed else plan.back), ()
+        case ProcessEvent.EXITED if at_rest and kernel.state not in (State.CHECKPOINTED, State.STARTING):
+            return replace(kernel, state=State.DEAD, process=False), ()
+        case ProcessEvent.TERMINATED:
+            # Also out of a plan that nobody runs any more: an owner can always end a kernel.
+            return replace(kernel, state=State.DEAD, plan=None, done=(), unwinding=False, process=False), ()
+    return None
 
 
-def _with(kernel: MachineState, step: Step) -> MachineState:
-    """Return the kernel after ``step`` was done."""
-    return replace(kernel, done=(*kernel.done, step), **_FACTS.get(step, {}))
-
-
-def _attached(kernel: MachineState, event: Event) -> Outcome | None:
-    assert isinstance(event, Attached)
-    resting = (State.RUNNING, State.SUSPENDED, State.CHECKPOINTED)
-    if kernel.state is not State.STARTING or event.state not in resting:
-        return None
-    has_image = event.state is State.CHECKPOINTED
-    return MachineState(event.state, process=not has_image, image=has_image, history=kernel.history), ()
-
-
-def _step_done(kernel: MachineState, event: Event) -> Outcome | None:
-    assert isinstance(event, StepDone)
-    plan = kernel.plan
-    if plan is None or kernel.unwinding or plan.steps[len(kernel.done)] is not event.step:
-        return None
-    kernel = _with(kernel, event.step)
-    if len(kernel.done) < len(plan.steps):
-        return kernel, (plan.steps[len(kernel.done)],)
-    return replace(kernel, state=plan.to, plan=None, done=()), ()
-
-
-def _step_failed(kernel: MachineState, event: Event) -> Outcome | None:
-    assert isinstance(event, StepFailed)
-    plan = kernel.plan
-    if plan is None or kernel.unwinding:
-        return None
-    if plan.commit in kernel.done or (event.done and event.step is plan.commit):
-        return _step_done(kernel, StepDone(event.step))
-    if event.done:
-        kernel = _with(kernel, event.step)
-    undo = tuple(UNDO[step] for step in reversed(kernel.done) if step in UNDO)
-    if plan.back is State.SUSPENDED and plan.to is State.CHECKPOINTED:
-        undo = (*undo, Step.SLEEP)
-    return replace(kernel, unwinding=True), undo
-
-
-def _unwound(kernel: MachineState, event: Event) -> Outcome | None:
-    assert isinstance(event, Unwound)
-    plan = kernel.plan
-    if plan is None or not kernel.unwinding:
-        return None
-    state = plan.back
-    if Step.CUDA_RESUME in event.failed:
-        state = State.SUSPENDED  # there was no room on the GPU: the CUDA state is safe in host RAM
+def _at_rest(kernel: MachineState, state: State) -> MachineState:
     has_image = state is State.CHECKPOINTED
-    after = replace(kernel, state=state, plan=None, done=(), unwinding=False)
-    return replace(after, process=not has_image, image=has_image), ()
+    return MachineState(state, process=not has_image, image=has_image, history=kernel.history)
 
 
-def _exited(kernel: MachineState, _: Event) -> Outcome | None:
-    if kernel.plan is not None or kernel.state in (State.CHECKPOINTED, State.STARTING):
-        return None
-    return replace(kernel, state=State.DEAD, process=False), ()
-
-
-def _terminated(kernel: MachineState, _: Event) -> Outcome:
-    # From every state, and also out of a plan that nobody runs any more: an owner can always get rid of a kernel.
-    return replace(kernel, state=State.DEAD, plan=None, done=(), unwinding=False, process=False), ()
-
-
-_HANDLERS = {
-    Launched: _launched,
-    Attached: _attached,
-    StepDone: _step_done,
-    StepFailed: _step_failed,
-    Unwound: _unwound,
-    Exited: _exited,
-    Terminated: _terminated,
-}
+def _with_done(kernel: MachineState, step: Step) -> MachineState:
+    return replace(kernel, done=(*kernel.done, step), **_FACTS.get(step, {}))
 
 
 def _validate(kernel: MachineState) -> None:
     """Assert the promise of the project: outside `DEAD` and `STARTING` there is a process or an image."""
-    if kernel.state in (State.DEAD, State.STARTING):
-        return
-    if not (kernel.process or kernel.image):
-        raise AssertionError(f"a kernel without process and image: {kernel}")
-    if kernel.plan is None:
-        assert kernel.process == (kernel.state is not State.CHECKPOINTED), kernel
+    if kernel.state not in (State.DEAD, State.STARTING):
+        assert kernel.process or kernel.image, f"a kernel without process and image: {kernel}"
+        assert kernel.plan or kernel.process == (kernel.state is not State.CHECKPOINTED), kernel

@@ -36,8 +36,8 @@ from jupyter_gpu_ckpt.testing.fake_host import FakeHost, holding, install
 
 VICTIM = Path(__file__).with_name("victim.py")
 PLANS = {
-    "checkpoint": machine.PLANS[State.RUNNING, machine.Checkpoint],
-    "restore": machine.PLANS[State.CHECKPOINTED, machine.Restore],
+    "checkpoint": machine.PLANS[State.RUNNING, machine.Move.CHECKPOINT],
+    "restore": machine.PLANS[State.CHECKPOINTED, machine.Move.RESTORE],
 }
 POINTS = [
     (verb, step.value, edge) for verb, plan in PLANS.items() for step in plan.steps for edge in ("started", "completed")

@@ -15,7 +15,7 @@ from jupyter_events import EventLogger
 from live import until as until_true
 from tornado.ioloop import IOLoop
 
-from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Checkpoint, Restore, State, Step
+from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Move, State, Step
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import monitor as monitor_module
 from jupyter_gpu_ckpt.server import progress
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_told_step_by_step(live, kernel_id):
     assert states == ["dumping", "checkpointed"]
     assert events[-1]["image"] and events[-1]["previous"] == "dumping"
     steps = [event for event in events if event["schema_id"] == STEP]
-    plan = PLANS[State.RUNNING, Checkpoint]
+    plan = PLANS[State.RUNNING, Move.CHECKPOINT]
     assert [step["step"] for step in steps if step["status"] == "completed"] == [step.value for step in plan.steps]
     assert {step["verb"] for step in steps} == {"checkpoint"}
     fractions = [step["fraction"] for step in steps]
@@ -210,7 +210,7 @@ def test_a_listener_that_fails_does_not_silence_the_others(caplog):
 
 
 def test_the_fraction_is_of_expected_time_and_counts_only_the_plan():
-    plan = PLANS[State.CHECKPOINTED, Restore]
+    plan = PLANS[State.CHECKPOINTED, Move.RESTORE]
     progress = Progress(plan, Sizes(device={"GPU-a": 8 * GIB}, image=10 * GIB))
     assert progress.fraction == 0.0
     progress.done(Step.MATCH)
@@ -227,7 +227,7 @@ def test_the_fraction_is_of_expected_time_and_counts_only_the_plan():
 
 
 def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_the_end():
-    plan = PLANS[State.RUNNING, Checkpoint]
+    plan = PLANS[State.RUNNING, Move.CHECKPOINT]
     by_bytes, by_seconds = (Progress(plan, Sizes(host=10 * GIB)) for _ in range(2))
     expected = by_bytes.seconds[Step.DUMP]
     share = expected / sum(by_bytes.seconds.values())

@@ -53,21 +53,30 @@ def disconnect(attempt: Attempt) -> None:
 
 def dump(attempt: Attempt) -> None:
     """Write everything of an image but its manifest; the processes stay stopped."""
-    kernel, store = attempt.kernel, attempt.kernel.engine.store
-    capsule = kernel.require_capsule()
+    kernel, root = attempt.kernel, attempt.kernel.engine.store.root
     _suspend_warm(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
-    attempt.clocks = capsule.clocks()
-    needed, deadline = bytes + preflight.MARGIN, kernel.deadline(bytes)
-    _make_space(kernel, needed)
-    try:
-        attempt.traced.bytes = _write_patiently(attempt, needed, deadline)
-    except errors.NoSpace:  # checkpoints side by side saw the same space
-        if not chunk_cache.evictable_bytes(store.root):
-            raise
-        host_memory.discard_chunks(kernel, wait=True)
-        chunk_cache.evict(store.root)
-        attempt.traced.bytes = _write_patiently(attempt, needed, deadline)
+    attempt.clocks = kernel.require_capsule().clocks()
+    _make_space(kernel, bytes + preflight.MARGIN)
+    over, pause = time.monotonic() + kernel.settings.pipes, 0.1
+    while True:
+        try:
+            attempt.traced.bytes = _write_image(attempt, bytes)
+            return
+        except errors.NoSpace:  # checkpoints side by side saw the same space
+            if not chunk_cache.evictable_bytes(root):
+                raise
+            host_memory.discard_chunks(kernel, wait=True)
+            chunk_cache.evict(root)
+        except errors.PipesExhausted:  # other processes of this user have them
+            if time.monotonic() + pause > over:
+                raise
+            message = "Kernel %s: too many pipes (fs.pipe-user-pages-soft); the dump is tried again in %.1f s"
+            _log.warning(message, kernel.home.kernel_id, pause)
+            jitter = random.uniform(0.5, 1.5)  # noqa: S311 - so that not all come back at once
+            kernel.cancellation.wait(pause * jitter, Reason.DETACH)
+            kernel.cancellation.check()
+            pause = min(2 * pause, 3.0)
 
 
 def _suspend_warm(kernel: KernelState) -> None:
@@ -91,24 +100,6 @@ def _make_space(kernel: KernelState, needed: int) -> None:
             host_memory.discard_chunks(kernel, wait=True)
 
 
-def _write_patiently(attempt: Attempt, needed: int, deadline: float) -> int:
-    """Run `_write_image`, again and again while other processes of this user have the pipes that CRIU needs."""
-    kernel = attempt.kernel
-    over, pause = time.monotonic() + kernel.settings.pipes, 0.1
-    while True:
-        try:
-            return _write_image(attempt, needed, deadline)
-        except errors.PipesExhausted:
-            if time.monotonic() + pause > over:
-                raise
-            message = "Kernel %s: too many pipes (fs.pipe-user-pages-soft); the dump is tried again in %.1f s"
-            _log.warning(message, kernel.home.kernel_id, pause)
-        jitter = random.uniform(0.5, 1.5)  # noqa: S311 - so that not all come back at once
-        kernel.cancellation.wait(pause * jitter, Reason.DETACH)
-        kernel.cancellation.check()
-        pause = min(2 * pause, 3.0)
-
-
 @contextlib.contextmanager
 def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
     """Wait to be one of the few dumps of this process that run at once."""
@@ -120,17 +111,15 @@ def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
         _TURNS.release()
 
 
-def _write_image(attempt: Attempt, needed: int, deadline: float) -> int:
+def _write_image(attempt: Attempt, bytes: int) -> int:
     """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
-    promised = needed + host_memory.spilled_bytes(kernel)
-    # From here on `Lifecycle.written` counts.
-    attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, promised)
+    needed = bytes + preflight.MARGIN + host_memory.spilled_bytes(kernel)
+    attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, needed)  # `Lifecycle.written` counts it
     try:
         with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
-            kernel.engine.criu.dump(
-                capsule, draft.criu_directory, timeout=deadline, freeze=kernel.saved.cuda, work=work
-            )
+            deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
+            kernel.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, freeze=freeze, work=work)
         compatibility.require_restorable(draft.criu_directory)
         attempt.notes = _require_proven(kernel, draft.criu_directory)
         return draft.size()

@@ -1,8 +1,8 @@
-"""How large an image will be and how long leaving and coming back will take, before it is tried.
+"""Estimates of how large an image will be and how long a checkpoint and a restore will take.
 
-The figures of a host are those of the last kernels that left and came back on it (`RATES` listens to every trace);
-until there are any, those of docs/measurements.md.  An estimate is for people who decide whether to wait; deadlines are
-computed from `LifecycleSettings`, which assumes far slower hosts.
+The rates of a host are those of its last checkpoints and restores (`RATES` listens to every trace); until there are
+any, those of docs/measurements.md.  An estimate is for people who decide whether to wait; deadlines are computed from
+`LifecycleSettings`, which assumes far slower hosts.
 """
 
 from __future__ import annotations
@@ -12,19 +12,12 @@ from dataclasses import dataclass
 
 from ..trace import StepEvent
 
-# Smaller steps tell of their fixed cost, not of the rate.
-_TELLING = 64 << 20
+#: Steps of fewer bytes show their fixed cost, not the rate.
+_LEAST = 64 << 20
+#: Bytes per second until there are measured ones: H200, PCIe 5, local NVMe (docs/measurements.md).
+_FIRST_RATES = {"cuda_suspend": 2.6e9, "dump": 2.6e9, "publish": 2.8e9, "criu_restore": 1.8e9, "cuda_resume": 6.5e9}
 
-#: Bytes per second until this host has shown its own: H200, PCIe 5, local NVMe (docs/measurements.md).
-_FIRST_RATES = {
-    "cuda_suspend": 2.6e9,
-    "dump": 2.6e9,
-    "publish": 2.8e9,
-    "criu_restore": 1.8e9,
-    "cuda_resume": 6.5e9,
-}
-
-# Seconds whatever the size: gate, agent and CRIU; and the driver's, of a process that has a context.
+#: Seconds whatever the size: gate, agent and CRIU; and the driver's, of a process that has a context.
 _PROCESS, _CONTEXT = 0.1, 0.35
 
 
@@ -42,22 +35,21 @@ class Estimate:
 
 
 class Rates:
-    """Bytes per second by step, learnt from the traces it is a sink of."""
+    """Bytes per second by step, measured by traces, of which this is a sink."""
 
     def __init__(self) -> None:
         self._measured: dict[str, float] = {}
 
     def __call__(self, event: StepEvent) -> None:
-        """Called from the trace."""
-        if event.kind == "completed" and event.seconds and (event.bytes or 0) >= _TELLING:
+        if event.kind == "completed" and event.seconds and (event.bytes or 0) >= _LEAST:
             self._measured[event.step] = (event.bytes or 0) / event.seconds
 
     def seconds(self, steps: Iterable[str], bytes: int) -> float:
-        """How long ``steps`` take together for ``bytes`` each."""
+        """Return how long ``steps`` take together for ``bytes`` each."""
         return sum(bytes / self._measured.get(step, _FIRST_RATES[step]) for step in steps)
 
     def estimate(self, process_bytes: int, device_bytes: int) -> Estimate:
-        """For a kernel with that much resident host memory and device memory."""
+        """Return the estimate for a kernel with so much resident host memory and device memory."""
         driver = _CONTEXT if device_bytes else 0.0
         image = process_bytes + device_bytes
         gpu_free = driver + self.seconds(["cuda_suspend"], device_bytes)
@@ -66,5 +58,5 @@ class Rates:
         return Estimate(image, gpu_free, saved, back)
 
 
-#: This process's.
+#: The rates of this process.
 RATES = Rates()

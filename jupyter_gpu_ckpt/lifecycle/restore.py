@@ -61,11 +61,6 @@ def _end_lease(attempt: Attempt) -> None:
     lease.release()
 
 
-def unlease(attempt: Attempt) -> None:
-    """End the lease of the image and its verification."""
-    attempt.resources.close()
-
-
 def _fetch_content(kernel: KernelState, image: Image) -> None:
     url, cancellation = kernel.settings.archive_url, kernel.cancellation
     if not url:
@@ -222,20 +217,16 @@ def _require_read(attempt: Attempt) -> None:
     assert attempt.verification is not None
     complete = True
     if attempt.device_read is not None:
-        with mapped_errors(kernel.engine.store.root) if kernel.spill_directory is not None else _memory_mapped():
-            complete = attempt.device_read.wait()
+        spills = kernel.spill_directory is not None
+        try:
+            with mapped_errors(kernel.engine.store.root) if spills else contextlib.nullcontext():
+                complete = attempt.device_read.wait()
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise NoMemory("The kernel's device memory does not fit into host memory.") from error
+            raise
     if not (complete and attempt.verification.wait()):
         kernel.cancellation.check(Reason.NONE)
-
-
-@contextlib.contextmanager
-def _memory_mapped() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise NoMemory("The kernel's device memory does not fit into host memory.") from error
-        raise
 
 
 def discard_image(attempt: Attempt) -> None:

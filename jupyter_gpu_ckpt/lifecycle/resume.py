@@ -48,11 +48,6 @@ def _is_on_gpu(kernel: KernelState) -> bool:
     return on_gpu and not kernel.fast_path().swapped_out()
 
 
-def unreserve(attempt: Attempt) -> None:
-    """End the reservation of GPU memory."""
-    attempt.reservation.close()
-
-
 def cuda_resume(attempt: Attempt) -> None:
     """Move the CUDA state back to the GPU."""
     kernel = attempt.kernel

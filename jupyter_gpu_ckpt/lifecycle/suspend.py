@@ -82,10 +82,9 @@ def without_sockets(kernel: KernelState) -> errors.RuntimeDirectory | None:
     connections = preflight.open_connections(pid, kernel.home.inner_dir)
     if all((directory / Path(path).name).exists() for path in connections):
         return None
-    return errors.RuntimeDirectory(
-        f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore.",
-        hint="Save what you need from it to a file; a restart of the kernel makes the directory anew.",
-    )
+    message = f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore."
+    hint = "Save what you need from it to a file; a restart of the kernel makes the directory anew."
+    return errors.RuntimeDirectory(message, hint=hint)
 
 
 # -- steps
@@ -169,9 +168,8 @@ def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
 def refuse_device_files(kernel: KernelState) -> None:
     """Raise `DeviceHeld` if the kernel has device files open that are not CUDA's."""
     if held := kernel.engine.cuda.device_files(kernel.require_capsule().host_pid):
-        raise errors.DeviceHeld(
-            "The kernel holds GPU device files open that are not CUDA's (NVML, graphics).", files=held
-        )
+        message = "The kernel holds GPU device files open that are not CUDA's (NVML, graphics)."
+        raise errors.DeviceHeld(message, files=held)
 
 
 def sleep(attempt: Attempt) -> None:
@@ -203,10 +201,8 @@ def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> di
     with answering(kernel):
         reply = kernel.gate.request(f"gpu_ckpt_{verb}_request", content, kernel.settings.agent)
     if reply.get("status") != "ok":
-        raise errors.AgentError(
-            f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}",
-            traceback=reply.get("traceback", []),
-        )
+        message = f"The agent could not {verb} the kernel: {reply.get('ename')}: {reply.get('evalue')}"
+        raise errors.AgentError(message, traceback=reply.get("traceback", []))
     return reply
 
 

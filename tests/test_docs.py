@@ -33,6 +33,17 @@ def test_every_test_that_the_threat_model_names_exists():
         assert f"def {name}" in (ROOT / file).read_text(), (file, name)
 
 
+@pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening"])
+def test_every_file_that_a_page_names_exists(page):
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    files = ["/" + name for name in listed.splitlines() if (ROOT / name).exists()]
+    named = re.findall(r"`([\w/-]+\.(?:py|c|h))\b", (ROOT / "docs" / f"{page}.md").read_text())
+    assert page == "performance" or named
+    missing = {name for name in named if not any(file.endswith("/" + name) for file in files)}
+    assert not missing
+
+
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"`?make ((?:[\w-]+ ?)+)", (ROOT / "README.md").read_text())

@@ -1,6 +1,6 @@
-"""What the steps of one kernel work on: its state, the attempt to move it, and what cancels that.
+"""State of one kernel, of one attempt to move it, and the cancellation of that attempt.
 
-The steps are functions of one `Attempt`, in `suspend`, `dump`, `restore` and `resume`; `machine` says their order and
+The steps are functions of one `Attempt`, in `suspend`, `dump`, `restore` and `resume`; `machine` has their order and
 their undo, `driver` runs them.  A step that fails leaves everything as it was before, or raises `PartlyDone`.
 """
 
@@ -48,7 +48,7 @@ class GateProtocol(Protocol):
 
 @dataclass
 class Engine:
-    """The facades of what is outside the package; tests replace each by a fake."""
+    """Facades of CRIU, the CUDA driver, the GPUs and the image directory; tests replace each by a fake."""
 
     criu: Criu
     criu_version: str
@@ -71,7 +71,7 @@ class Home:
     renew: Callable[[], object] = lambda: None
     #: Whether the kernel outlives this process.
     outlive: bool = False
-    #: Writes what a later server needs to serve this kernel into a directory of an image.
+    #: Writes the session of the kernel, for a later server, into the directory of an image.
     write_session: Callable[[Path], None] | None = None
     stdout: Any = None
     stderr: Any = None
@@ -83,10 +83,10 @@ class Home:
 
 
 class Reason(enum.IntEnum):
-    """Why a verb is to stop; a higher reason includes the lower ones."""
+    """Reason to stop a verb; a higher one includes the lower ones."""
 
     NONE = 0
-    #: The server will detach: a checkpoint may still be made, but nobody waits for the cold tier or for ports.
+    #: The server will detach: a checkpoint may still begin, but a wake does not wait for the cold tier or ports.
     DETACH_SOON = 1
     #: The server detaches: an image that is being written or read is given up.
     DETACH = 2
@@ -95,7 +95,7 @@ class Reason(enum.IntEnum):
 
 
 class Cancellation:
-    """The reason why the verb under way is to stop, if there is one; from any thread.
+    """The reason to stop the verb under way, if there is one; from any thread.
 
     `request` only raises it.  `reset` lowers it: called with the kernel's lock, while no verb runs.
     """
@@ -116,7 +116,7 @@ class Cancellation:
             self.reason = reason
 
     def wait(self, seconds: float, reason: Reason) -> bool:
-        """Wait until ``reason`` is requested; whether it is."""
+        """Wait until ``reason`` is requested; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: self.reason >= reason, seconds)
 
@@ -129,14 +129,14 @@ class Cancellation:
 
 
 class PartlyDone(Exception):
-    """Raised by a step from the error it failed with, where some of its work was done: its undo is needed as well."""
+    """Raised by a step from its error when some of its work was done: the step must be undone."""
 
 
 @dataclass
 class Saved:
-    """What a suspend found out about the kernel, for its image and its resume."""
+    """Facts of a kernel from its suspend, for its image and its resume."""
 
-    #: The agent's.
+    #: The agent's report.
     report: dict[str, Any] = field(default_factory=dict)
     #: Device memory by GPU UUID.
     device_bytes: dict[str, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Saved:
 
 @dataclass
 class KernelState:
-    """What is known of a kernel as long as its kernel id; from one verb to the next.
+    """State of a kernel from one verb to the next, as long as its kernel id.
 
     `saved` is here, not in `Attempt`, on purpose: a suspend fills it, and a later checkpoint or resume needs it; and so
     are `chunks` and `spill_directory`, which a suspended kernel has on the disk.
@@ -181,17 +181,17 @@ class KernelState:
     supersedes_images: bool = False
 
     def require_capsule(self) -> Capsule:
-        """The capsule; raises `CapsuleGone` if there is none."""
+        """Return the capsule.  Raises `CapsuleGone` if there is none."""
         if self.capsule is None:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
 
     def fast_path(self, capsule: Capsule | None = None) -> FastPath:
-        """The fast path of the kernel in ``capsule``, by default its own."""
+        """Return the fast path of the kernel in ``capsule``, by default its own."""
         return FastPath(capsule or self.require_capsule(), self.engine.cuda)
 
     def deadline(self, bytes: int) -> float:
-        """Seconds that CRIU or the CUDA driver may take for so many bytes."""
+        """Return the seconds that CRIU or the CUDA driver may take for so many bytes."""
         return self.settings.base + bytes / self.settings.slowest_rate
 
 
@@ -218,7 +218,7 @@ class Attempt:
     # of a dump
     draft: Draft | None = None
     clocks: Clocks | None = None
-    #: What CRIU forgets of each process and a restore puts back (`process.inventory`).
+    #: Settings of each process that CRIU forgets and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
@@ -233,5 +233,5 @@ class Attempt:
     #: The capsule that is being filled; `KernelState.capsule` once the kernel is in it.
     restoring: Capsule | None = None
     device_read: BackgroundTask | None = None
-    #: Settings of the kernel that could not be put back, in words; shown in its next cell.
+    #: Settings that could not be put back, in words; shown in the kernel's next cell.
     changed_settings: list[str] = field(default_factory=list)

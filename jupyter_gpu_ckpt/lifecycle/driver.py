@@ -28,7 +28,7 @@ from .settings import LifecycleSettings
 
 _log = logging.getLogger(__name__)
 
-#: What carries out each step; an undo step looks at `Attempt.unwinding` where it differs.
+#: The function of each step; one that differs as an undo step looks at `Attempt.unwinding`.
 STEPS: Mapping[Step, Callable[[Attempt], None]] = {
     Step.PREFLIGHT: suspend.check,
     Step.DRAIN: suspend.drain,
@@ -54,8 +54,8 @@ STEPS: Mapping[Step, Callable[[Attempt], None]] = {
 
 #: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
 _CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
-#: What such a step raises then, by its very class.  What is not here is the same however often it is tried: files and
-#: ports, room on the GPU, in memory and on the disk, the image itself, its owner's word.  A deadline would pass again.
+#: The classes, without subclasses, of the errors of such a step.  Other errors are the same however often it is tried:
+#: files, ports, space on the GPU, in memory and on the disk, the image, a cancellation.  A deadline would pass again.
 _BY_CHANCE = frozenset[type[Exception]](
     {errors.AgentError, errors.GateError, errors.KernelSilent, errors.CudaError, errors.HelperGone}
     | {errors.CapsuleError, errors.CapsuleGone, errors.CriuError, errors.CriuKilled}
@@ -80,7 +80,7 @@ class Lifecycle:
     ) -> None:
         self.home, self.engine, self.gate, self.trace = home, engine, gate, trace
         self.kernel = KernelState(home, engine, gate, settings, trace)
-        #: Called with each new state; what one of them raises is logged (`trace.notify`).
+        #: Called with each new state; their errors are logged (`trace.notify`).
         self.on_state: list[Callable[[State], None]] = []
         self._lock = threading.RLock()
 
@@ -113,7 +113,7 @@ class Lifecycle:
         return host_memory.resident(self.kernel)
 
     def written(self) -> int:
-        """Return the bytes of the image that is being made; 0 while none is.  From any thread; asks the disk."""
+        """Return the bytes on the disk of the image that is being made; 0 while none is.  From any thread."""
         attempt = self.kernel.attempt
         draft = attempt.draft if attempt is not None else None
         return draft.size() if draft is not None else 0
@@ -144,7 +144,7 @@ class Lifecycle:
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
         """Become the owner of a kernel in ``capsule``, or of a checkpointed one with ``image``; its last owner is gone.
 
-        What that owner left half done is repaired: stopped processes continue, a CUDA lock is released.
+        A verb that this owner did not finish is undone: stopped processes continue, a CUDA lock is released.
         """
         with self._lock:
             kernel = self.kernel
@@ -201,7 +201,7 @@ class Lifecycle:
         self.kernel.cancellation.request(Reason.DETACH_SOON)
 
     def detach(self) -> None:
-        """Give up a kernel that another server is to attach; a living one runs on without an owner.
+        """Give up a kernel for another server to attach; a living one runs on without an owner.
 
         CRIU is cancelled: a dump is undone, a restore keeps its image.  The driver's part of a verb cannot be
         cancelled, and is waited for.
@@ -219,7 +219,7 @@ class Lifecycle:
             host_memory.discard_chunks(kernel)
 
     def terminate(self) -> None:
-        """End the kernel, now, whatever it is doing.  Its image, if there is one, stays until `discard_image`."""
+        """End the kernel now, also during a verb.  Its image, if there is one, stays until `discard_image`."""
         self._end_gently()
         # Outside the lock: a verb under way then fails in its current step, unwinds, and releases the lock.
         self._cancel(Reason.END)
@@ -238,7 +238,7 @@ class Lifecycle:
                 self.gate.kernel_died()
 
     def _cancel(self, reason: Reason) -> None:
-        """Have the verb under way stop: first the request, then whatever it waits for."""
+        """Have the verb under way stop: request it first, then end what the verb waits for."""
         self.kernel.cancellation.request(reason)
         attempt, ends = self.kernel.attempt, reason is Reason.END
         if ends:
@@ -253,7 +253,7 @@ class Lifecycle:
                 capsule.close() if ends else capsule.cancel_criu()
 
     def _end_gently(self) -> None:
-        """End a kernel that no verb is moving, and that has no image, as a kernel ends that nobody checkpoints."""
+        """End a kernel that no verb is moving and that has no image as a stock kernel ends."""
         # A verb that has done its steps releases the lock in a moment; one that has not is cancelled after this.
         if not self._lock.acquire(timeout=0.0 if self.kernel.machine.plan is not None else 1.0):
             return
@@ -362,7 +362,7 @@ class Lifecycle:
             self.kernel.attempt = None
 
     def _drive(self, attempt: Attempt, steps: tuple[Step, ...]) -> tuple[Step | None, Exception | None]:
-        """Run a plan from its first ``steps`` to its end or, after a failure, back; the first failure and its step."""
+        """Run a plan to its end or, after a failure, back; return the first failure and its step."""
         failed_at: Step | None = None
         failure: Exception | None = None
         while steps or self.kernel.machine.unwinding:
@@ -418,7 +418,7 @@ class Lifecycle:
         return tuple(failed)
 
     def _may_succeed_again(self, failed_at: Step | None, failure: Exception | None) -> bool:
-        """Whether a wake that failed is worth one more try, at once, in a fresh capsule: see `_BY_CHANCE`."""
+        """Whether a wake that failed is tried once more, at once, in a fresh capsule: see `_BY_CHANCE`."""
         wanted = self.state is State.CHECKPOINTED and self.kernel.cancellation.reason is Reason.NONE
         return wanted and failed_at in _CHANCY and type(failure) in _BY_CHANCE
 
@@ -436,7 +436,7 @@ class Lifecycle:
                     self.gate.release()
 
     def _advance(self, event: machine.Event) -> tuple[Step, ...]:
-        """Have the machine take ``event``; return the steps to run."""
+        """Advance the machine by ``event`` and return the steps to run."""
         before = self.state
         self.kernel.machine, steps = machine.advance(self.kernel.machine, event)
         if self.state is not before:
@@ -465,7 +465,7 @@ class Lifecycle:
             status = self.kernel.exit_status
             error = KernelLost(f"The kernel's process ended (status {status}).", status=status, **cause)
         elif self.kernel.cancellation.reason is Reason.END:
-            # `terminate` closed the capsule during the step: what that step says of it would mislead.
+            # `terminate` closed the capsule during the step: that step's own error would mislead.
             error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
         error.left = self._what_is_left()
         if isinstance(error, KernelLost) and (self.kernel.image or self.kernel.kept_image):

@@ -80,7 +80,7 @@ def dump(attempt: Attempt) -> None:
 
 
 def _suspend_warm(kernel: KernelState) -> None:
-    """Suspend what a warm kernel still has on the GPU: CRIU cannot dump a CUDA context."""
+    """Suspend the CUDA context that a warm kernel still has on the GPU: CRIU cannot dump it."""
     state = kernel.engine.cuda.state(kernel.require_capsule().host_pid)
     if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one repairs
         raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
@@ -89,7 +89,7 @@ def _suspend_warm(kernel: KernelState) -> None:
 
 
 def _make_space(kernel: KernelState, needed: int) -> None:
-    """Discard what is written ahead where an image needs the space: of other kernels first, then this one's."""
+    """Discard cached chunks where an image needs the space: of other kernels first, then this one's."""
     store, own = kernel.engine.store, 0
     if kernel.chunks is not None:
         kernel.chunks.in_use = True
@@ -132,14 +132,16 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
 
 
 def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
-    """Compare the stopped processes with their fresh dump and return what CRIU forgets of them.
+    """Compare the stopped processes with their fresh dump and return their settings that CRIU forgets.
 
-    Raises the error of what is not proven to be restored, and `CriuError` for what the dump lacks.
+    Raises the error for state that is not proven to be restored, and `CriuError` for state that the dump lacks.
     """
     state = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
     preflight.require(preflight.judge_state(state["refusals"]))
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
-        _log.warning("This host forbids %s: what they report of a kernel was not inspected.", ", ".join(unasked))
+        _log.warning(
+            "This host forbids %s: the state of a kernel that they report was not inspected.", ", ".join(unasked)
+        )
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
@@ -157,7 +159,7 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def device_memory_written(attempt: Attempt, draft: Draft) -> Iterator[None]:
-    """Write device memory that CRIU does not see beside what the body does; all of it is written after the body."""
+    """Write device memory that CRIU does not see, while the body runs; all of it is written after the body."""
     kernel, fast_path = attempt.kernel, attempt.kernel.fast_path()
     extents = fast_path.open_extents() if kernel.saved.cuda else None
     if extents is None:

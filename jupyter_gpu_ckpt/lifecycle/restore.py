@@ -1,4 +1,4 @@
-"""The steps by which a kernel's processes come back from its image, and what becomes of the image then."""
+"""The steps by which a kernel's processes are restored from its image, and the end of that image."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _require_read(attempt: Attempt) -> None:
 
 
 def discard_image(attempt: Attempt) -> None:
-    """Delete the image of a kernel that answers; of one that has died since it is all that is left, and stays."""
+    """Delete the image of a kernel that answers; if the kernel has died since, the image is all that is left of it."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if (status := capsule.poll()) is not None:
         raise CapsuleGone(f"The kernel's process ended (status {status}).", status=status)
@@ -256,7 +256,7 @@ def remove_image(kernel: KernelState) -> int:
 
 
 def retire_image(kernel: KernelState) -> Image | None:
-    """Keep the image, but for no server to restore by itself: the kernel has changed since.  Returns it."""
+    """Keep the image, but let no server restore it by itself: the kernel has changed since.  Return it."""
     image, kernel.image = kernel.image, None
     if image is not None:
         with contextlib.suppress(OSError):
@@ -265,7 +265,7 @@ def retire_image(kernel: KernelState) -> Image | None:
 
 
 def _keep_chunks(kernel: KernelState, doomed: Path) -> None:
-    """Keep the device memory of a doomed image for the next one, which needs what has not changed until then."""
+    """Keep the device memory of an image that is being deleted: the next one needs the chunks that do not change."""
     assert kernel.image is not None
     manifest, store = kernel.image.manifest, kernel.engine.store
     host_memory.discard_chunks(kernel)

@@ -1,4 +1,4 @@
-"""The steps by which a kernel's CUDA state comes back to the GPU and its clients reach it; the repair of an orphan."""
+"""The steps by which CUDA state is moved back to the GPU and clients reach the kernel; the repair of an orphan."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def connect(attempt: Attempt) -> None:
 
 
 def thaw(attempt: Attempt) -> None:
-    """Have the agent undo what it did in a quiesce, refresh the environment, and show what could not be put back."""
+    """Have the agent undo a quiesce, refresh the environment, and show the settings that could not be put back."""
     kernel = attempt.kernel
     if kernel.home.has_agent:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}

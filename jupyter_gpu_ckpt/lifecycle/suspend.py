@@ -1,4 +1,4 @@
-"""The steps by which a kernel's CUDA state leaves the GPU, and what can be said before they are tried."""
+"""The steps by which a kernel's CUDA state is moved off the GPU, and the findings before they are tried."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
 
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
-    """Return what preflight says now, from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
+    """Return the findings of preflight from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
     capsule = kernel.require_capsule()
     if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
@@ -112,7 +112,7 @@ def drain(attempt: Attempt) -> None:
 
 
 def quiesce(attempt: Attempt) -> None:
-    """Have the agent prepare the kernel for a dump, and refuse what it reports."""
+    """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel = attempt.kernel
     kernel.saved = Saved()
     if not kernel.home.has_agent:
@@ -153,7 +153,7 @@ def cuda_suspend(attempt: Attempt) -> None:
             driver_checkpoint(kernel, deadline)
     except GpuCkptError as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
-        # needs proof of room: so the undo of this step finds out, and does what is left to do.
+        # needs proof of room: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone from error
 
 

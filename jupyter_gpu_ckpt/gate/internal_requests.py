@@ -1,7 +1,7 @@
 """The gate's own requests to the kernel: probes of a fresh connection, the agent's verbs, fences.
 
 Their answers come among those of the clients, on the same sockets; the session id in their headers tells them apart.
-Pure bookkeeping: who sends and what time it is, the caller knows.
+Pure bookkeeping: the caller sends, and passes the time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from jupyter_client.session import Session, new_id
 
 from .wire import DELIMITER
 
-# The reply is sent before the idle, but on another socket; who has seen the idle and waits longer waits for a reply
-# that was never sent: a kernel has an idle for a message type that it does not know, and no reply.
+# Seconds from the idle to the reply, which is sent before, but on another socket.  Later none comes: a kernel sends an
+# idle for a message type that it does not know, and no reply.
 _REPLY_GRACE = 2.0
 
-#: A question that every kernel answers and that changes nothing in it: the comms of a target nobody has.
+#: A request that every kernel answers and that changes nothing in it: the comms of a target that does not exist.
 PROBE: tuple[str, dict[str, Any]] = ("comm_info_request", {"target_name": "gpu_ckpt_probe"})
 
 
 @dataclass
 class InternalRequest:
-    """One request of the gate under way; done when reply and idle came.
+    """A request of the gate; ``done`` is called with the reply when that and the idle came, else ``failed``.
 
-    ``deadline`` and ``resend_at`` are monotonic seconds.  ``resend_every`` sends it again under a new id until done: a
-    subscription that is not yet live loses the idle of the first ones.
+    ``deadline`` and ``resend_at`` are monotonic seconds.  ``resend_every``: seconds after which it is sent again under
+    a new id, until done: a subscription that is not yet live loses the idle of the first ones.
     """
 
     channel: str
@@ -45,7 +45,7 @@ class InternalRequest:
 
 
 class InternalRequests:
-    """The gate's requests under way, by msg_id."""
+    """The gate's pending requests, by msg_id."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -54,14 +54,14 @@ class InternalRequests:
         self._by_id: dict[str, InternalRequest] = {}
 
     def owns(self, frame: bytes) -> bool:
-        """Whether ``frame``, a parent header, is that of a request of the gate, be it forgotten since."""
+        """Whether ``frame``, a parent header, is that of a request of the gate, pending or dropped."""
         return self._tag in frame
 
     def __iter__(self) -> Iterator[InternalRequest]:
         return iter({id(request): request for request in self._by_id.values()}.values())
 
     def frames(self, request: InternalRequest, now: float) -> list[bytes]:
-        """The frames of ``request`` under a new id; from here its answer is awaited."""
+        """Return the frames of ``request`` under a new id; it is pending from here on."""
         header = self._session.msg_header(request.msg_type)
         header["msg_id"], header["session"] = f"{self._name}_{new_id()}", self._name
         if request.subshell_id is not None:
@@ -74,23 +74,23 @@ class InternalRequests:
         return frames
 
     def replied(self, message: dict[str, Any]) -> None:
-        """The kernel's reply to a request of the gate came."""
+        """Note the kernel's reply to a request of the gate."""
         request = self._by_id.get(message["parent_header"].get("msg_id", ""))
         if request is not None and request.reply is None:
             request.reply = message
             self._settle(request)
 
     def idled(self, msg_id: str, now: float) -> None:
-        """The kernel's idle for a request of the gate came."""
+        """Note the kernel's idle for a request of the gate."""
         request = self._by_id.get(msg_id)
         if request is not None and not request.idle:
             request.idle = True
             request.deadline = min(request.deadline, now + _REPLY_GRACE)
             self._settle(request)
 
-    def due(self, now: float) -> list[InternalRequest]:
-        """Drop what is over its deadline; return what is to be sent again."""
-        if not self._by_id:  # nearly always: this is asked with every message
+    def expire(self, now: float) -> list[InternalRequest]:
+        """Fail the requests whose deadline has passed; return those to be sent again."""
+        if not self._by_id:  # nearly always, and this is called with every message
             return []
         for request in list(self):
             # The failure of one may have dropped others.
@@ -100,7 +100,7 @@ class InternalRequests:
         return [request for request in self if request.resend_at is not None and now >= request.resend_at]
 
     def next_time(self) -> float | None:
-        """When `due` has something to do next, monotonic seconds."""
+        """When `expire` has something to do next, monotonic seconds."""
         if not self._by_id:
             return None
         times = [request.deadline for request in self]
@@ -108,7 +108,7 @@ class InternalRequests:
         return min(times, default=None)
 
     def drop(self, request: InternalRequest) -> None:
-        """Await ``request`` no more; answers that still come stay the gate's own and are swallowed."""
+        """Wait for ``request`` no more; answers that still come are the gate's own, and are not forwarded."""
         for msg_id in request.ids:
             self._by_id.pop(msg_id, None)
 

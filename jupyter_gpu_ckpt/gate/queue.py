@@ -1,4 +1,4 @@
-"""The messages that wait for the kernel, in the order in which they came."""
+"""The requests that wait for the kernel, in the order in which they came."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from .wake_rules import wakes
 from .wire import Request
 
-#: Beyond either, requests that do not wake are refused rather than kept: a browser tab that asks for ever must not fill
-#: the server's memory while the kernel sleeps for a week.
+#: Beyond either, requests that do not wake are refused: a browser tab that polls must not fill the server's memory
+#: while the kernel sleeps for a week.
 MAX_MESSAGES = 10_000
 MAX_BYTES = 64 * 1024 * 1024
-#: What a user asked for is kept up to this: it wakes the kernel, so it waits for a wake, and not for a week.
+#: Limit for requests that wake the kernel: they wait for a wake, and not for a week.
 MAX_WAKE_BYTES = 256 * 1024 * 1024
 
-# What a kept request takes beside its frames: they are parsed, and Python's objects are not small.
+# Bytes of a queued request beside its frames: those are parsed, and Python's objects are not small.
 _OVERHEAD = 2048
 
 
@@ -25,17 +25,17 @@ class RequestQueue:
     def __init__(self) -> None:
         self._requests: deque[Request] = deque()
         self._bytes = 0
-        self._shut = False
+        self._full = False
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def append(self, request: Request) -> bool:
-        """Keep ``request``; False if there is no room for it."""
+        """Append ``request``; False if the queue is full."""
         if wakes(request):
-            # Once one had to be refused, so are those behind it: a small cell must not be run where the large one
-            # before it was not.
-            self._shut = full = self._shut or self._bytes >= MAX_WAKE_BYTES
+            # After a refusal all later ones are refused, too: a small cell must not run where the large one before it
+            # did not.
+            self._full = full = self._full or self._bytes >= MAX_WAKE_BYTES
         else:
             full = len(self._requests) >= MAX_MESSAGES or self._bytes >= MAX_BYTES
         if not full:
@@ -44,10 +44,10 @@ class RequestQueue:
         return not full
 
     def first(self, wanted: Callable[[Request], bool]) -> Request | None:
-        """The oldest request that is ``wanted``; it stays."""
+        """Return the oldest request that is ``wanted``; it stays in the queue."""
         return next(filter(wanted, self._requests), None)
 
-    def take(self, wanted: Callable[[Request], bool] = lambda _: True) -> list[Request]:
+    def remove(self, wanted: Callable[[Request], bool] = lambda _: True) -> list[Request]:
         """Remove and return the requests that are ``wanted``, oldest first."""
         taken: list[Request] = []
         left: deque[Request] = deque()
@@ -55,7 +55,7 @@ class RequestQueue:
             (taken if wanted(request) else left).append(request)
         self._requests = left
         self._bytes = sum(map(_cost, left))
-        self._shut = self._shut and not taken
+        self._full = self._full and not taken
         return taken
 
 

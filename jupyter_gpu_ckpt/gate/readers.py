@@ -1,14 +1,14 @@
-"""Who reads a kernel's outputs, how far behind each reader is, and what is done about one that does not read.
+"""Readers of a kernel's outputs: how far behind each is, and the disconnection of those that do not read.
 
 Everybody on this host may subscribe to a kernel's outputs, with its key or without, and ZMQ keeps for each subscriber
-what it has not read: the kernel's outputs could fill the server's memory.  ZMQ counts those messages and not their
-bytes, and tells of no subscriber how many wait.  Linux does: what a peer has acknowledged of a TCP connection, beside
-what was sent to everybody since that connection was idle, is how far it is behind.
+what it has not read: the kernel's outputs could fill the server's memory.  ZMQ limits the number of those messages and
+not their bytes, and does not tell how many wait for a subscriber.  Linux does: the bytes sent to everybody since a
+TCP connection was idle, less those that its peer has acknowledged, are how far it is behind.
 
-A reader that is behind and does not read is disconnected; an honest one connects again.  While one is very far behind,
-the kernel's outputs are read no further: then they wait in the kernel, which drops some as it would without a gate.
+A reader that is behind and does not read is disconnected; an honest one connects again.  While a reader is far behind,
+the kernel's outputs are not read: they wait in the kernel, which drops some as it would without a gate.
 
-Readers on unix sockets are not looked at: those lie in directories of the user's own.
+Readers on unix sockets are not measured: those lie in directories of the user's own.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from zmq.utils.monitor import parse_monitor_message
 
 from ..units import size
 
-#: Bytes that a reader may be behind without being looked at closely, and beyond which the others wait for it.
+#: Bytes that a reader may be behind before its progress is checked, and beyond which the others wait for it.
 BEHIND = 64 << 20
 FAR_BEHIND = 192 << 20
 
-#: Seconds in which a reader that is behind must have read so many bytes.  (Without a gate a kernel drops for it what is
-#: more than 1,000 messages.)
+#: Seconds in which a reader that is behind must read so many bytes.  (Without a gate a kernel drops for it what is more
+#: than 1,000 messages.)
 PATIENCE = 1.0
 PROGRESS = 4 << 20
 
-# Bytes sent between two looks, and seconds between them while somebody is behind.
-_LOOK_AFTER = 1 << 20
-_LOOK_EVERY = 0.02
+# Bytes sent between two measurements, and seconds between them while a reader is behind.
+_MEASURE_BYTES = 1 << 20
+_MEASURE_EVERY = 0.02
 
 # `tcpi_bytes_acked`, linux/tcp.h, since Linux 4.1.
 _BYTES_ACKED = struct.Struct("=120xQ")
@@ -51,91 +51,91 @@ _FRAMING = 9
 
 @dataclass
 class _Reader:
-    """One connection.  ``sent`` and ``acked`` are counters' values when it had read everything, in bytes."""
+    """A connection.  ``sent`` and ``acked``: values of the byte counters when it had last read everything."""
 
     descriptor: int
     sent: int
     acked: int
     behind: int = 0
-    #: Since when it is behind, monotonic seconds, and what it had acknowledged then.
+    #: Since when it is behind, monotonic seconds, and the bytes it had acknowledged then.
     since: float | None = None
     since_acked: int = 0
 
 
 class Readers:
-    """The connections of one socket that publishes; for the thread that sends by it."""
+    """The connections of one publishing socket; for the thread that sends on it."""
 
     def __init__(self, publisher: zmq.Socket[Any], log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self._publisher, self._log = publisher, log
-        #: Tells of connections; to be read, message by message, into `heard`.
+        #: Reports connections; each of its messages is for `on_connection`.
         self.monitor: zmq.Socket[Any] = publisher.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
         self._port = publisher.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._readers: dict[int, _Reader] = {}
-        self._sent = self._looked = 0
-        #: Whether somebody is so far behind that nothing more is to be sent for now.
+        self._sent = self._measured = 0
+        #: Whether a reader is so far behind that nothing more is to be sent for now.
         self.full = False
-        #: Whether somebody is to be looked at again soon, whatever is sent.
+        #: Whether a reader is to be measured again soon, whatever is sent.
         self.late = False
 
     def close(self) -> None:
-        """Look at nobody any more."""
+        """Forget all connections."""
         self._publisher.disable_monitor()
         self.monitor.close(linger=0)
         for reader in self._readers.values():
             os.close(reader.descriptor)
         self._readers.clear()
 
-    def heard(self, frames: list[bytes]) -> None:
+    def on_connection(self, frames: list[bytes]) -> None:
         """Called with each message of `monitor`."""
-        told = parse_monitor_message(frames)
-        number = int(told["value"])
-        if (gone := self._readers.pop(number, None)) is not None:  # also where its number was given to another one
-            os.close(gone.descriptor)
-        if told["event"] != zmq.EVENT_ACCEPTED:
+        event = parse_monitor_message(frames)
+        number = int(event["value"])
+        if (closed := self._readers.pop(number, None)) is not None:  # also where its number was used again
+            os.close(closed.descriptor)
+        if event["event"] != zmq.EVENT_ACCEPTED:
             return
-        with contextlib.suppress(OSError):  # it is gone already
-            # A descriptor of our own: ZMQ closes its own when it likes, and somebody else may get the number.
-            mine = os.dup(number)
-            if not _is_at(mine, self._port):
-                os.close(mine)
+        with contextlib.suppress(OSError):  # closed already
+            # A duplicate: ZMQ closes its own descriptor at any time, and the number may be used again.
+            descriptor = os.dup(number)
+            if not _is_at(descriptor, self._port):
+                os.close(descriptor)
                 return
-            self._readers[number] = _Reader(mine, self._sent, _acked(mine))
+            self._readers[number] = _Reader(descriptor, self._sent, _acked(descriptor))
 
     def sent(self, frames: list[bytes]) -> bool:
-        """Called with each message that was sent; whether `full` has become true."""
+        """Note a message that was sent; whether `full` has become true."""
         self._sent += sum(map(len, frames)) + _FRAMING * len(frames)
-        return self._sent - self._looked >= _LOOK_AFTER and self.look(time.monotonic()) and self.full
+        return self._sent - self._measured >= _MEASURE_BYTES and self.measure(time.monotonic()) and self.full
 
     @property
     def lag(self) -> int:
-        """Bytes that the slowest reader is behind, at the last look."""
+        """Bytes that the slowest reader was behind when last measured."""
         return max((reader.behind for reader in self._readers.values()), default=0)
 
     def next_time(self) -> float | None:
-        """When to `look` again, monotonic seconds."""
-        return time.monotonic() + _LOOK_EVERY if self.late else None
+        """When to `measure` again, monotonic seconds."""
+        return time.monotonic() + _MEASURE_EVERY if self.late else None
 
-    def look(self, now: float) -> bool:
-        """See how far everybody is, and disconnect who does not read; whether `full` has changed."""
-        before, self._looked = self.full, self._sent
+    def measure(self, now: float) -> bool:
+        """Measure how far each reader is behind, disconnect those that do not read; whether `full` has changed."""
+        before, self._measured = self.full, self._sent
         limit = FAR_BEHIND // 2 if before else FAR_BEHIND
         self.full = self.late = False
         for reader in self._readers.values():
             try:
-                self._judge(reader, now)
-            except OSError:  # disconnected; the monitor will say so
+                self._measure(reader, now)
+            except OSError:  # disconnected; the monitor will report it
                 reader.behind, reader.since = 0, None
             self.full = self.full or reader.behind > limit
             self.late = self.late or reader.since is not None
         return self.full is not before
 
-    def _judge(self, reader: _Reader, now: float) -> None:
+    def _measure(self, reader: _Reader, now: float) -> None:
         acked = _acked(reader.descriptor)
         reader.behind = (self._sent - reader.sent) - (acked - reader.acked)
         if reader.behind <= 0 or _unread(reader.descriptor) == 0:
-            # It has everything; it may have asked for a part of the outputs only.
+            # It has everything; it may have subscribed to a part of the outputs only.
             reader.sent, reader.acked, reader.behind = self._sent, acked, 0
         if reader.behind <= (BEHIND if reader.since is None else BEHIND // 2):
             reader.since = None
@@ -146,10 +146,7 @@ class Readers:
                 reader.since, reader.since_acked = now, acked
                 return
             behind, reader.behind, reader.since = reader.behind, 0, None
-            self._log.warning(
-                "gate: a client that is %s of outputs behind and does not read them was disconnected",
-                size(behind),
-            )
+            self._log.warning("gate: disconnected a client that does not read outputs and is %s behind", size(behind))
             with socket.socket(fileno=os.dup(reader.descriptor)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 

@@ -1,6 +1,6 @@
-"""What the gate says to clients in the kernel's name while the kernel cannot: signed, with the kernel's own session id.
+"""Messages of the gate to clients in the kernel's name while the kernel is away, signed, with the kernel's session id.
 
-Each answer is what ipykernel would send and in its order: busy on iopub, the reply on the channel of the request, idle.
+Each answer is as ipykernel would send it: busy on iopub, the reply on the channel of the request, idle.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .wire import Request
 
 Send = Callable[[str, list[bytes]], None]
 
-#: The type of a request that nobody sent: the parent of a status that answers none.
+#: Type of a request that was never sent: the parent of a status that answers none.
 IDLE_TYPE = "gpu_ckpt_idle"
 
 
 class Replies:
-    """Builds the kernel's messages and hands their frames to ``send(channel, frames)``.
+    """Builds the kernel's messages and passes their frames to ``send(channel, frames)``.
 
-    ``info`` is the content of the kernel's last ``kernel_info_reply``, ``None`` until one was seen.
+    ``info`` is the content of the kernel's last ``kernel_info_reply``, None until one came.
     """
 
     def __init__(self, session: Session, kernel_id: str, send: Send) -> None:
@@ -31,25 +31,25 @@ class Replies:
         self._send = send
         self.info: dict[str, Any] | None = None
         self._kernel_welcomes = False
-        self._unwelcomed: set[bytes] = set()  # topics of subscriptions that were not answered
+        self._unwelcomed: set[bytes] = set()  # topics of unanswered subscriptions
 
     def learn(self, message: Mapping[str, Any]) -> None:
-        """Take ``info`` and the kernel's session id from its ``kernel_info_reply``.
+        """Copy ``info`` and the kernel's session id from its ``kernel_info_reply``.
 
-        The id matters: jupyter_server tells a kernel that was restarted by a change of it.
+        The id matters: by a change of it jupyter_server detects a restarted kernel.
         """
         self.info = dict(message["content"])
         self._session.session = message["header"]["session"]
         self._session.username = message["header"].get("username", "")
 
     def forget(self) -> None:
-        """The kernel is another one from here on."""
+        """Forget the kernel: another one takes its place."""
         self.info, self._kernel_welcomes = None, False
         self._unwelcomed.clear()
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """What a later gate is made with, to answer for this kernel; ``None`` until the kernel was heard."""
+        """The ``identity`` of a later gate of this kernel; None until the kernel was heard."""
         if self.info is None:
             return None
         header = {"session": self._session.session, "username": self._session.username}
@@ -58,7 +58,7 @@ class Replies:
     def welcome(self, topic: bytes) -> None:
         """Answer a subscription by ``iopub_welcome``, as the kernel would (JEP 65; in ipykernel since 7).
 
-        A kernel that was heard and sent none itself is one that does not; its clients do not know the message.
+        Not for a kernel that was heard and sent none itself: its clients do not know the message.
         """
         if self.info is not None and not self._kernel_welcomes and _version(self.info) < (5, 4):
             self._unwelcomed.add(topic)
@@ -67,23 +67,23 @@ class Replies:
             self._send("iopub", self._frames("iopub_welcome", content, None, [topic] if topic else []))
 
     def kernel_welcomed(self) -> None:
-        """The kernel sends welcomes.  Its own may come after its first answer: clients came in between, perhaps."""
+        """Note that the kernel sends welcomes; its first may come after an answer, and after subscriptions."""
         self._kernel_welcomes = True
         while self._unwelcomed:
             self.welcome(self._unwelcomed.pop())
 
     def publish(self, msg_type: str, content: dict[str, Any]) -> None:
-        """An output that answers no request: a ``comm_msg`` to a widget, for one."""
+        """Send an output that answers no request, such as a ``comm_msg`` to a widget."""
         self._send("iopub", self._frames(msg_type, content, None, [self._topic + msg_type.encode()]))
 
     def status(self, state: str, request: Request) -> None:
-        """``busy`` or ``idle`` for ``request``."""
+        """Send ``busy`` or ``idle`` for ``request``."""
         self._iopub("status", {"execution_state": state}, request)
 
     def idle(self) -> None:
-        """Tell every client that the kernel is idle, in answer to none.
+        """Send every client the status idle, in answer to no request.
 
-        A front end that connects learns the status from outputs, and does not count those that belong to a
+        A front end that connects learns the status from outputs, and ignores those that belong to a
         ``kernel_info_request`` (jupyter_server's ``untracked_message_types``).  The parent is of a type of its own: a
         status without a parent would count as activity of the kernel.
         """
@@ -91,13 +91,13 @@ class Replies:
         self._send("iopub", self._frames("status", {"execution_state": "idle"}, parent, [self._topic + b"status"]))
 
     def answer(self, request: Request, content: dict[str, Any], error: dict[str, Any] | None = None) -> None:
-        """busy, the iopub ``error`` if there is one, the reply if the type of ``request`` has one, idle."""
+        """Send busy, the iopub ``error`` if there is one, the reply if the type of ``request`` has one, idle."""
         self.status("busy", request)
         if error is not None:
             self._iopub("error", error, request)
         base, _, kind = request.msg_type.rpartition("_")
         if kind == "request":
-            # ipykernel repeats an execution's status in the metadata; ipyparallel and old clients look there.
+            # ipykernel repeats an execution's status in the metadata; ipyparallel and old clients read it there.
             metadata = {"status": content["status"]} if "status" in content else {}
             self._send(
                 request.channel, self._frames(f"{base}_reply", content, request.header, request.idents, metadata)
@@ -109,7 +109,7 @@ class Replies:
         self.answer(request, dict(self.info or {}))
 
     def done(self, request: Request) -> None:
-        """Answer a shutdown or an interrupt: nothing runs, so it is done."""
+        """Answer a shutdown or an interrupt: nothing runs, so there is nothing to do."""
         content: dict[str, Any] = {"status": "ok"}
         if request.msg_type == "shutdown_request":
             content["restart"] = bool(request.content.get("restart", False))
@@ -131,28 +131,29 @@ class Replies:
     def interrupted(self, request: Request) -> None:
         """Answer an execution as a kernel does whose cell was interrupted."""
         why = "interrupted while the kernel was away; the cell did not run"
-        told = {"ename": "KeyboardInterrupt", "evalue": why, "traceback": [f"KeyboardInterrupt: {why}"]}
-        self._raised(request, told)
+        error = {"ename": "KeyboardInterrupt", "evalue": why, "traceback": [f"KeyboardInterrupt: {why}"]}
+        self._raised(request, error)
 
-    def _raised(self, request: Request, told: dict[str, Any]) -> None:
+    def _raised(self, request: Request, error: dict[str, Any]) -> None:
         # No cell ran, so the kernel's counter stands where it stood; the protocol wants the field.
         reply: dict[str, Any] = {
             "status": "error",
             "execution_count": None,
             "user_expressions": {},
             "payload": [],
-            **told,
+            **error,
         }
-        self.answer(request, reply, None if request.content.get("silent", False) else told)
+        self.answer(request, reply, None if request.content.get("silent", False) else error)
 
     def refused(self, request: Request) -> None:
-        """Answer a request for which there is no room; one that has no reply, like a comm message, by an output."""
+        """Answer a request that the queue is too full for; by an output if its type has no reply (comm messages)."""
         error = KernelAsleep("The kernel is away, and too many messages wait for it already.")
         if request.msg_type == "execute_request":
             self.failed(request, error)
             return
-        told = _for_clients(error)
-        self.answer(request, {"status": "error", **told}, None if request.msg_type.endswith("_request") else told)
+        content = _for_clients(error)
+        output = None if request.msg_type.endswith("_request") else content
+        self.answer(request, {"status": "error", **content}, output)
 
     def _iopub(self, msg_type: str, content: dict[str, Any], request: Request) -> None:
         self._send("iopub", self._frames(msg_type, content, request.header, [self._topic + msg_type.encode()]))
@@ -166,14 +167,14 @@ class Replies:
         metadata: dict[str, Any] | None = None,
     ) -> list[bytes]:
         header = self._session.msg_header(msg_type)
-        # Session counts its ids from the session id and the pid, and so does the kernel, whose pid may be ours in its
-        # namespace.
+        # `Session` makes ids from the session id and the pid, and so does the kernel, whose pid in its namespace may be
+        # that of this process.
         header["msg_id"] = new_id()
         return self._session.serialize(self._session.msg(msg_type, content, parent, header, metadata), idents)
 
 
 def _for_clients(error: GpuCkptError) -> dict[str, Any]:
-    """An error as the kernel tells one."""
+    """The content of a reply, or of an output, that reports ``error`` as a kernel would."""
     lines = [f"{error.code}: {error.message}"]
     if error.left:
         lines.append(f"Left behind: {error.left}.")

@@ -1,9 +1,8 @@
 """Which messages wake a sleeping kernel.
 
 A browser that opens or reloads a notebook sends ``kernel_info_request``, ``comm_info_request``, ``history_request`` and
-``debug_request`` by itself; a kernel that woke for those would wake whenever somebody looks at it.  So waking is an
-allow-list of the messages by which a user asks the kernel to *do* something; every other message waits until the kernel
-is back.
+``debug_request`` by itself; a kernel that woke for those would wake whenever its notebook is opened.  So there is an
+allow-list of messages by which a user has the kernel *do* something; all others wait until the kernel is back.
 
 Source: the message types of "Messaging in Jupyter" (jupyter_client's documentation), protocol 5.4.
 """
@@ -15,14 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .wire import Request
 
-#: ``execute_request`` wakes also when it is silent: a front end that evaluates something in silence needs the answer
-#: all the same.  ``comm_open`` and ``comm_msg`` are a moved slider.  ``comm_close`` is missing on purpose: closing a
-#: page sends it.
+#: ``execute_request`` wakes also when it is silent: the front end needs the answer all the same.  ``comm_open`` and
+#: ``comm_msg`` are a moved slider.  ``comm_close`` is missing on purpose: closing a page sends it.
 WAKE_TYPES = frozenset({"execute_request", "comm_open", "comm_msg", "input_reply"})
 
-
-#: What a page with widgets does by itself when it finds a kernel: it opens a comm of this target and asks for the
-#: states of all widgets there are (ipywidgets).  It goes on without an answer after some seconds.
+#: A page with widgets opens a comm of this target by itself and requests the states of all widgets (ipywidgets).  It
+#: continues without an answer after some seconds.
 _PAGE_TARGETS = frozenset({"jupyter.widget.control"})
 _PAGE_METHODS = frozenset({"request_state", "request_states"})
 

@@ -1,6 +1,6 @@
-"""ZMQ sockets and message frames as Jupyter lays them out: addresses, socket options, signatures.
+"""ZMQ sockets and message frames of Jupyter's protocol: addresses, socket options, signatures.
 
-Nothing here knows what a gate is for.  The layout of a message is "Messaging in Jupyter", section "The Wire Protocol":
+The layout of a message is "Messaging in Jupyter", section "The Wire Protocol":
 ``[routing id, ..., DELIMITER, signature, header, parent_header, metadata, content, buffer, ...]``.
 """
 
@@ -30,26 +30,24 @@ SIGNATURE, HEADER, PARENT, METADATA, CONTENT = range(5)
 _FRONT = {"control": zmq.ROUTER, "shell": zmq.ROUTER, "stdin": zmq.ROUTER, "iopub": zmq.XPUB, "hb": zmq.ROUTER}
 _BACK = {"control": zmq.DEALER, "shell": zmq.DEALER, "stdin": zmq.DEALER, "iopub": zmq.SUB, "hb": zmq.DEALER}
 
-# A client that does not read costs memory; ZMQ's default of 1,000 would cost it outputs instead, and one `for` loop
-# that prints is more than that.  A client 100,000 messages behind loses messages, as it would without a gate.  How many
-# bytes that may be is for `readers` to see to.
+# A client that does not read costs memory; with ZMQ's default of 1,000 it would lose outputs instead, and one loop that
+# prints makes more.  A client 100,000 messages behind loses messages, as without a gate.  `readers` limits their bytes.
 _IOPUB_HIGH_WATER = 100_000
 
-# What a client has sent and the gate has not read: beyond that ZMQ holds the sender up, as the kernel itself would.
+# Requests that a client has sent and the gate has not read: beyond that ZMQ blocks the sender, as the kernel would.
 _REQUESTS_HIGH_WATER = 50
 
-# Echoes of heartbeats, which anybody may send, that a client does not read: beyond that they are dropped.
+# Echoed heartbeats that a client has not read: beyond that they are dropped.
 _BEATS_HIGH_WATER = 64
 
-#: Messages of the kernel that wait in this process while nothing of them is read.
+#: Messages of the kernel that wait in this process while its outputs are not read.
 PAUSED_HIGH_WATER = 100
 
 #: Bytes of a heartbeat that is echoed; clients send one word and their identity.
 LONGEST_BEAT = 1024
 
-# libzmq closes a listener some milliseconds after `close`; a gate started on the ports of one just stopped waits that
-# long.
-_BIND_PATIENCE = 0.5
+# Seconds that a gate waits for the ports of one just stopped: libzmq closes a listener some milliseconds after `close`.
+_BIND_TIMEOUT = 0.5
 
 _MORE = int(zmq.SNDMORE)
 
@@ -60,9 +58,9 @@ _contexts_lock = threading.Lock()
 
 
 def context() -> zmq.Context[Any]:
-    """The one context of all gates of this process: their own, so that nobody else's `term` ends them.
+    """Return the context of all gates of this process: not the global one, which any library may terminate.
 
-    One per process id: a forked child must not use its parent's.
+    Made once for each process id: a forked child must not use its parent's.
     """
     with _contexts_lock:
         pid = os.getpid()
@@ -75,13 +73,13 @@ def context() -> zmq.Context[Any]:
 
 
 def address(info: Mapping[str, Any], channel: str) -> str:
-    """The ZMQ endpoint of ``channel`` in the connection info ``info``."""
+    """Return the ZMQ endpoint of ``channel`` in the connection info ``info``."""
     separator = "-" if info.get("transport") == "ipc" else ":"
     return f"{info.get('transport', 'tcp')}://{info['ip']}{separator}{info[channel + '_port']}"
 
 
 def session(info: Mapping[str, Any], *, history: bool) -> Session:
-    """A `Session` with the key of ``info``.  With ``history`` it knows a signature again, as a kernel does."""
+    """Return a `Session` with the key of ``info``; with ``history`` it detects repeated signatures, as kernels do."""
     made = Session(key=_bytes(info.get("key", b"")), signature_scheme=info.get("signature_scheme") or "hmac-sha256")
     if not history:
         made.digest_history_size = 0
@@ -97,7 +95,7 @@ def bind(front: Mapping[str, Any]) -> dict[str, zmq.Socket[Any]]:
     def settle(channel: str, made: zmq.Socket[Any]) -> None:
         if channel == "iopub":
             made.setsockopt(zmq.SNDHWM, _IOPUB_HIGH_WATER)
-            # Every subscription is to be seen, not only the first of its topic: each is answered by a welcome.
+            # All subscriptions, not only the first of a topic: each is answered by a welcome.
             made.setsockopt(zmq.XPUB_VERBOSE, 1)
         else:
             # A client that reconnects comes with the same identity before the old connection is known to be gone.
@@ -118,7 +116,7 @@ def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[An
     """Connect five sockets to the kernel at ``back``.
 
     ``identity`` names shell, control and stdin alike: the kernel sends an ``input_request`` to the identity from which
-    the ``execute_request`` came.  A kernel that is not there is no error: ZMQ connects when it comes.
+    the ``execute_request`` came.  A kernel that does not listen yet is no error: ZMQ connects when it does.
     """
 
     def settle(channel: str, made: zmq.Socket[Any]) -> None:
@@ -140,7 +138,7 @@ def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[An
 
 
 def _sockets(kinds: Mapping[str, int], settle: Callable[[str, zmq.Socket[Any]], None]) -> dict[str, zmq.Socket[Any]]:
-    """A socket a channel, without limits on what waits in it, brought to its place by ``settle``; all or none."""
+    """Make a socket for each channel, without high-water marks, and bind or connect it by ``settle``; all or none."""
     sockets: dict[str, zmq.Socket[Any]] = {}
     try:
         for channel in CHANNELS:
@@ -156,14 +154,14 @@ def _sockets(kinds: Mapping[str, int], settle: Callable[[str, zmq.Socket[Any]], 
 
 
 def close(sockets: Mapping[str, zmq.Socket[Any]]) -> None:
-    """Close ``sockets`` and drop what they have not sent."""
+    """Close ``sockets`` and drop their unsent messages."""
     for each in sockets.values():
         each.close(linger=0)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One verified message of a client: its untouched frames and what the gate needs to know of them."""
+    """A verified message of a client: its untouched frames, and their parsed header and content."""
 
     channel: str
     frames: list[bytes]
@@ -173,7 +171,7 @@ class Request:
 
     @property
     def msg_id(self) -> str:
-        """The id that replies and outputs name as their parent's."""
+        """The id that replies and outputs have in their parent header."""
         return str(self.header["msg_id"])
 
     @property
@@ -183,13 +181,13 @@ class Request:
 
     @property
     def subshell_id(self) -> str | None:
-        """The subshell that is to handle it; ``None`` is the main one."""
+        """The subshell that is to handle it; None is the main one."""
         found = self.header.get("subshell_id")
         return found if isinstance(found, str) else None
 
     @property
     def stops(self) -> bool:
-        """Whether its failure aborts the executions queued behind it, by ipykernel's rule."""
+        """Whether its failure aborts the executions queued behind it, as in ipykernel."""
         content = self.content
         return (
             self.msg_type == "execute_request"
@@ -206,8 +204,8 @@ class Request:
 def send(socket: zmq.Socket[Any], frames: list[bytes]) -> None:
     """Send one message.
 
-    `Socket.send_multipart` does the same, but adds up its flags as enums for every frame, which is a quarter of its
-    time; and time here is latency of every message of every client.
+    `Socket.send_multipart` adds up its flags as enums for every frame, which is a quarter of its time, and here that is
+    latency of every message of every client.
     """
     for frame in frames[:-1]:
         socket.send(frame, _MORE)
@@ -215,7 +213,7 @@ def send(socket: zmq.Socket[Any], frames: list[bytes]) -> None:
 
 
 def split(frames: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Routing ids and the rest.  Raises `ValueError` if these are not the frames of a message."""
+    """Split frames into routing ids and message.  Raises `ValueError` if these are not the frames of a message."""
     at = frames.index(DELIMITER)
     if len(frames) - at < 6:
         raise ValueError("too few frames")
@@ -223,7 +221,7 @@ def split(frames: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def require_signed(verifier: Session, frames: list[bytes]) -> None:
-    """Raise `ValueError` for what is no message, or was not signed by somebody who has the key."""
+    """Raise `ValueError` for frames that are no message, or were not signed with the key."""
     _, rest = split(frames)
     if verifier.auth is not None and not hmac.compare_digest(
         verifier.sign(rest[HEADER : CONTENT + 1]), rest[SIGNATURE]
@@ -234,8 +232,8 @@ def require_signed(verifier: Session, frames: list[bytes]) -> None:
 def read_request(verifier: Session, channel: str, frames: list[bytes]) -> Request:
     """Verify and parse a client's message.
 
-    Raises `ValueError` for what a kernel would drop without a word: a forged or repeated signature, a malformed
-    message.  The text of the error carries nothing of the message.
+    Raises `ValueError` for what a kernel would silently drop: a forged or repeated signature, a malformed message.  The
+    text of the error has nothing of the message in it.
     """
     idents, rest = split(frames)
     if verifier.auth is not None and rest[SIGNATURE] in verifier.digest_history:
@@ -252,9 +250,9 @@ def read_request(verifier: Session, channel: str, frames: list[bytes]) -> Reques
 
 
 def _bind(made: zmq.Socket[Any], endpoint: str) -> None:
-    if _answers(endpoint):
+    if _is_listening(endpoint):
         raise GateError(f"The gate cannot bind {endpoint}: the address is in use.", hint=_IN_USE_HINT)
-    deadline = time.monotonic() + _BIND_PATIENCE
+    deadline = time.monotonic() + _BIND_TIMEOUT
     while True:
         try:
             made.bind(endpoint)
@@ -265,8 +263,8 @@ def _bind(made: zmq.Socket[Any], endpoint: str) -> None:
         time.sleep(0.01)
 
 
-def _answers(endpoint: str) -> bool:
-    """Whether somebody listens on a unix socket.  libzmq does not ask: it unlinks the path and takes it over."""
+def _is_listening(endpoint: str) -> bool:
+    """Whether a process listens on a unix socket.  libzmq does not check: it unlinks the path and binds it anew."""
     if not endpoint.startswith("ipc://"):
         return False
     with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:

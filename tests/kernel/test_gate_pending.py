@@ -71,7 +71,7 @@ def test_a_fence_frees_the_stragglers_before_it_and_no_others(pending: PendingRe
     (order,) = pending.straggling().values()
     pending.forwarded(request("2", "comm_msg"))
     pending.forwarded(request("3", "comm_msg", subshell="s"))
-    assert [entry.request.msg_id for entry in pending.fenced(("shell", None), order)] == ["1"]
+    assert [entry.request.msg_id for entry in pending.drop_fenced(("shell", None), order)] == ["1"]
     assert len(pending) == 2
 
 
@@ -84,7 +84,7 @@ def test_a_comm_message_that_began_does_not_straggle(pending: PendingRequests) -
 def test_a_deleted_subshell_owes_nothing(pending: PendingRequests) -> None:
     pending.forwarded(request("1", subshell="s"))
     pending.forwarded(request("2"))
-    pending.without_subshell("s")
+    pending.drop_subshell("s")
     assert pending.types() == ["execute_request"]
 
 
@@ -113,11 +113,11 @@ def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPat
     kept = RequestQueue()
     for n in range(3):
         kept.append(request(str(n), "history_request" if n == 1 else "execute_request"))
-    assert [r.msg_id for r in kept.take(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
+    assert [r.msg_id for r in kept.remove(lambda r: r.msg_type == "execute_request")] == ["0", "2"]
     assert len(kept) == 1
     monkeypatch.setattr(queue, "MAX_BYTES", 10)
     assert not kept.append(request("3", "history_request"))
-    assert len(kept.take()) == 1
+    assert len(kept.remove()) == 1
     assert kept.append(request("4", "history_request"))
 
 
@@ -130,7 +130,7 @@ def test_the_hold_has_room_for_a_users_own_longer_and_refuses_those_behind_one_r
     assert [kept.append(request(str(n), "execute_request")) for n in range(4)] == [True, True, True, False]
     monkeypatch.setattr(queue, "MAX_WAKE_BYTES", 1 << 30)
     assert not kept.append(request("5", "comm_msg")), "there is room, but what came before it was refused"
-    assert [r.msg_id for r in kept.take()] == ["0", "1", "2"]
+    assert [r.msg_id for r in kept.remove()] == ["0", "1", "2"]
     assert kept.append(request("6", "execute_request"))
 
 

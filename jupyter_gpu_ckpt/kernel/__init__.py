@@ -1,4 +1,4 @@
-"""What belongs to one kernel id in a server: the provisioner, its directory, its gate, its lifecycle.
+"""All that belongs to a kernel id in a server: provisioner, directory, gate, lifecycle.
 
-`provisioner.GpuCkptProvisioner` is jupyter_client's side, `host` all that one kernel has on this machine.
+`provisioner.GpuCkptProvisioner` has jupyter_client's hooks, `host.KernelHost` joins gate and lifecycle.
 """

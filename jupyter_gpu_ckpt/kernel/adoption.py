@@ -1,9 +1,9 @@
-"""Coming back to a kernel whose server has gone: what must be known of it, where that is kept, and how it is found.
+"""Kernels whose server has ended: how the next server finds them, and the session by which it serves them.
 
-A `Session` lies beside a living kernel (in its runtime directory) and inside every image.  It holds the key that signs
-the kernel's messages, so it is written 0600 and never listed.  A new server starts a kernel under the old id; the
-provisioner finds the session, takes the old ports and key, and instead of launching anything attaches to the living
-capsule, or leaves the kernel asleep on its image until a client wants it.
+A `Session` is in the runtime directory of a living kernel and in every image.  It has the key that signs the kernel's
+messages, so it is written 0600 and never listed.  A new server starts a kernel under the old id; the provisioner finds
+the session, uses its ports and key, and launches nothing: it attaches the living capsule, or leaves the kernel asleep
+in its image until a client needs it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..image.store import Image, Store
 from .registry import kernels, owned_kernel
 
 SESSION = "session.json"
-#: Of the file: to be raised when a reader has to know of a change.  What is only added may be ignored, and is.
+#: Of the file: to be raised when a reader has to know of a change.  Unknown fields are ignored.
 VERSION = 1
 
 
 @dataclass(frozen=True)
 class Session:
-    """What a later server needs to serve this kernel as if it had never been away.
+    """What a later server needs to serve a kernel.
 
-    ``front``: the connection info clients use; ``identity``: the kernel's own words of who it is (`Gate.identity`);
-    ``notebook``: its document's file, if it has one; ``path``: the working directory it was started in; ``root``:
-    the root directory of the server it was started by, if that has one; ``protected_until``: until when no policy
-    may take it away, seconds since the epoch.
+    ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document,
+    if it has one; ``path``: the working directory it was started in; ``root``: the root directory of the server that
+    started it, if that has one; ``protected_until``: until when no policy may suspend or checkpoint it, seconds since
+    the epoch.
     """
 
     kernel_id: str
@@ -46,17 +46,17 @@ class Session:
     notebook: str = ""
 
     def write(self, directory: Path) -> None:
-        """Write it to ``directory``, whole or not at all, readable by the owner alone."""
-        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # agent requests and the worker may write at once
+        """Write the session to ``directory``, atomically, readable by the owner alone."""
+        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # two threads may write at once
         draft.touch(0o600)
         draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}))
         draft.rename(directory / SESSION)
 
     @classmethod
     def read(cls, directory: Path) -> Session | None:
-        """The session in ``directory``; None where there is none, or a damaged one.
+        """Return the session in ``directory``; None if it is missing or damaged.
 
-        Raises `ProtocolVersion` for one of another version: its kernel is for a release that knows it.
+        Raises `ProtocolVersion` for a session of another version, whose kernel is for a release that knows it.
         """
         try:
             found = json.loads((directory / SESSION).read_text())
@@ -76,7 +76,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Orphan:
-    """A kernel without an owner: alive in ``directory``, or asleep in ``image``."""
+    """A kernel without an owner, alive in ``directory`` or asleep in ``image``."""
 
     session: Session
     directory: Path | None = None
@@ -85,9 +85,9 @@ class Orphan:
 
 @dataclass(frozen=True)
 class FoundOrphans:
-    """What there is without an owner: ``orphans``, the living ones first, and ``refused``, by kernel id.
+    """All kernels without an owner: ``orphans``, the living ones first, and, by kernel id, ``refused``.
 
-    The latter are of another release (`ProtocolVersion`): no business of this one's, and left as they are.
+    Those are of another release (`ProtocolVersion`), and left as they are.
     """
 
     orphans: list[Orphan]
@@ -95,9 +95,9 @@ class FoundOrphans:
 
 
 def find_all(base: Path, store: Store) -> FoundOrphans:
-    """Every kernel of this user on this host that has no owner.
+    """Find the kernels of this user on this host that have no owner.
 
-    Of several images of one kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
+    Of several images of a kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
     """
     living: dict[str, Orphan | ProtocolVersion] = {}
     owned = set()
@@ -105,60 +105,62 @@ def find_all(base: Path, store: Store) -> FoundOrphans:
         directory = Path(record["directory"])
         if record["owned"]:
             owned.add(record["kernel_id"])
-        elif one := _read(directory, directory=directory):
-            living[record["kernel_id"]] = one
-    asleep = {id: one for id, one in _asleep(store).items() if id not in living and id not in owned}
+        elif "refusal" in record:
+            living[record["kernel_id"]] = ProtocolVersion(record["refusal"], left="the kernel is as it was")
+        elif kernel := _read(directory, directory=directory):
+            living[record["kernel_id"]] = kernel
+    asleep = {id: kernel for id, kernel in _asleep(store).items() if id not in living and id not in owned}
     found = {**living, **asleep}
     return FoundOrphans(
-        [one for one in found.values() if isinstance(one, Orphan)],
-        {id: one for id, one in found.items() if isinstance(one, ProtocolVersion)},
+        [kernel for kernel in found.values() if isinstance(kernel, Orphan)],
+        {id: kernel for id, kernel in found.items() if isinstance(kernel, ProtocolVersion)},
     )
 
 
 def find_orphans(base: Path, store: Store) -> list[Orphan]:
-    """The kernels without an owner that this release can adopt, the living ones first."""
+    """Find the kernels without an owner that this release can attach, the living ones first."""
     return find_all(base, store).orphans
 
 
 def find_orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
-    """The orphan of that id.  Raises `ProtocolVersion` where that kernel is for another release to adopt."""
+    """Find the orphan ``kernel_id``.  Raises `ProtocolVersion` if another release has to attach it."""
     found = find_all(base, store)
     if kernel_id in found.refused:
         raise found.refused[kernel_id]
-    return next((one for one in found.orphans if one.session.kernel_id == kernel_id), None)
+    return next((orphan for orphan in found.orphans if orphan.session.kernel_id == kernel_id), None)
 
 
 def newest_image_of(kernel_id: str, store: Store) -> Orphan | None:
-    """The newest image of that id that a server is to bring back, whatever else there is of the kernel."""
+    """Find the newest image of a kernel that is not retired, whether the kernel has an owner or not."""
     return newest_images(store).get(kernel_id)
 
 
 def newest_images(store: Store) -> dict[str, Orphan]:
-    """By kernel id the newest image of each kernel that a server is to bring back, whether one has it or not."""
-    return {id: one for id, one in _asleep(store).items() if isinstance(one, Orphan)}
+    """Find, by kernel id, the newest image of each kernel that is not retired, whether it has an owner or not."""
+    return {id: kernel for id, kernel in _asleep(store).items() if isinstance(kernel, Orphan)}
 
 
 def _asleep(store: Store) -> dict[str, Orphan | ProtocolVersion]:
     found: dict[str, Orphan | ProtocolVersion] = {}
     for image in store.images():
-        if not image.retired and (one := _read(image.path, image=image)):
+        if not image.retired and (kernel := _read(image.path, image=image)):
             found.pop(image.manifest.kernel_id, None)  # an older image; the list is oldest first
-            found[image.manifest.kernel_id] = one
+            found[image.manifest.kernel_id] = kernel
     return found
 
 
-def _read(place: Path, *, directory: Path | None = None, image: Image | None = None) -> Orphan | ProtocolVersion | None:
+def _read(path: Path, *, directory: Path | None = None, image: Image | None = None) -> Orphan | ProtocolVersion | None:
     try:
-        session = Session.read(place)
+        session = Session.read(path)
     except ProtocolVersion as error:
         return error
     return Orphan(session, directory=directory, image=image) if session else None
 
 
 def only_copy(image: Image, insist: str) -> ImageBusy | None:
-    """The refusal to delete an image that is all there is of its kernel; None where nobody needs it any more.
+    """Return the refusal to delete an image that is the only copy of its kernel; None if it may be deleted.
 
-    ``insist`` says how to delete it all the same.  Raises `CapsuleError` when others hold the kernels' base too long.
+    ``insist`` says how to delete it all the same.  Raises as `owned_kernel`.
     """
     # The manifest names the kernel's directory, so it is found wherever its server keeps the sockets.
     owned = owned_kernel(Path(image.manifest.runtime_dir))
@@ -180,15 +182,15 @@ _FRESH = "This is a fresh kernel, without the variables of the one before:"
 
 
 def ended_notice(last: Orphan | None) -> str:
-    """What the user of a fresh kernel reads when the one to adopt had ended; ``last`` is what it left on disk."""
+    """Return what the user of a fresh kernel reads if the one to attach had ended; ``last`` is its last image."""
     kept = f" An earlier state of it is kept as image {last.image.id}." if last and last.image else ""
     return f"{_FRESH} that one ended while no server had it, or together with its server.{kept}"
 
 
 def not_attached_notice(found: Orphan, error: HostError) -> str:
-    """What the user of a kernel that was started plainly reads when there was one to adopt."""
+    """Return what the user of a kernel that was started plainly reads if there was one to attach."""
     if found.image is not None:
-        there = f"Its image is kept as {found.image.id}, and the next server brings it back if it can."
+        left = f"Its image is kept as {found.image.id}, and the next server restores it if it can."
     else:
-        there = "It runs on, and the next server adopts it if it can."
-    return f"{_FRESH} that one could not be brought back ({error.code}: {error.message}) {there} {error.hint}"
+        left = "It continues to run, and the next server attaches it if it can."
+    return f"{_FRESH} that one could not be brought back ({error.code}: {error.message}) {left} {error.hint}"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 LAUNCH = Path(__file__).resolve().parent.parent / "agent" / "launch.py"
 
-#: Environment variable of a kernel that was started plainly: why, as JSON.  The agent reads it and takes it away.
+#: Environment variable of a kernel that was started plainly: the reason, as JSON.  The agent reads and removes it.
 PLAIN = "JUPYTER_GPU_CKPT_PLAIN"
 
-#: Environment variable of a fresh kernel under the id of another: what its first cell tells the user on stderr.
+#: Environment variable of a fresh kernel under the id of another: what its first cell prints on stderr.
 NOTICE = "JUPYTER_GPU_CKPT_NOTICE"
 
 #: Modules that start an ipykernel when run with ``-m``.
@@ -24,14 +24,14 @@ _PYTHON = re.compile(r"(python|pypy)[^/]*$")
 
 
 def rewrite(argv: Sequence[str]) -> list[str] | None:
-    """``argv`` with ``-m MODULE`` replaced by launch.py and the module's name; all other arguments stay as they are.
+    """Replace ``-m MODULE`` in ``argv`` by launch.py and the module's name; keep all other arguments.
 
     Called from the provisioner's ``pre_launch``.
 
     Returns
     -------
-    ``None`` when this is not a Python that runs ipykernel with ``-m``: another language, a wrapper script that may
-    not pass arguments on, another module.  Such a kernel runs without an agent.
+    None for a command that is no Python running ipykernel with ``-m``: another language, a wrapper script that may not
+    pass arguments on, another module.  Such a kernel runs without an agent.
     """
     if not argv or not _PYTHON.search(argv[0]):
         return None

@@ -1,7 +1,7 @@
-"""What a kernel asks about itself, and is told, while one of its cells runs.
+"""Requests of the agent about its own kernel, answered while one of its cells runs.
 
-The questions come through the gate (`agent.server_channel` is the other end).  They are answered on a few threads of
-their own: the gate's thread must not wait, and the kernel's worker may be busy with the very thing that is asked about.
+They come through the gate (`agent.server_channel` is the other end).  They are answered on threads of their own: the
+gate's thread must not wait, and the kernel's worker may be busy with the verb that the request is about.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ..lifecycle.driver import Lifecycle
 from ..lifecycle.rates import RATES
 from .panel import Panel
 
-# The kernel takes an answer on a thread of its own; longer than this only if its process is starved.
+# Seconds for the kernel, which reads answers on a thread of its own, to acknowledge one.
 _REPLY_TIMEOUT = 10.0
 
 _pool = ThreadPoolExecutor(4, thread_name_prefix="gpu-ckpt-agent-requests")
 
-#: Seconds: beyond it there is no date that can be told.
+#: Seconds; the end of a longer protection may be no valid date.
 LONGEST_PROTECTION = 100 * 365 * 86400
 
 
 class AgentRequests:
     """Answers for one kernel.
 
-    ``protected_until``: what it was for an earlier server.  ``remember``: called when it has changed, to have it
-    written down for the next one; may raise `OSError`.
+    ``protected_until``: as an earlier server has set it.  ``on_protected``: called with each new value, to store and
+    publish it; may raise `OSError`.
     """
 
     def __init__(
@@ -43,23 +43,22 @@ class AgentRequests:
         log: logging.Logger | logging.LoggerAdapter[Any],
         *,
         protected_until: float | None = None,
-        remember: Callable[[], None] = lambda: None,
         on_protected: Callable[[float | None], None] = lambda _: None,
     ) -> None:
         self._log = log
-        self._remember, self._on_protected = remember, on_protected
-        #: Until when no policy may suspend or checkpoint this kernel, seconds since the epoch.  Who asks for it in so
-        #: many words is not kept from it.
+        self._on_protected = on_protected
+        #: Until when no policy may suspend or checkpoint this kernel, seconds since the epoch.  Explicit requests for
+        #: it are done all the same.
         self.protected_until = protected_until
         #: The widget in the notebook that shows the kernel's state, if there is one.
         self.panel: Panel | None = None
 
     def answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
-        """Called with a question on the gate's thread; the answer goes through ``gate`` when it is ready."""
+        """Called with a request on the gate's thread; the answer is sent through ``gate`` when it is ready."""
         _pool.submit(self._answer, content, lifecycle, gate)
 
     def report_failure(self, error: GpuCkptError, gate: Gate) -> None:
-        """What the kernel had asked for could not be done; it runs on, and its user is told there."""
+        """Have the kernel, which runs on, show its user why a verb that was requested in it failed."""
         self._notify_kernel(gate, "gpu_ckpt_failed_request", {"error": error.as_dict()})
 
     def _answer(self, content: dict[str, Any], lifecycle: Lifecycle, gate: Gate) -> None:
@@ -73,25 +72,25 @@ class AgentRequests:
         try:
             verb = verbs.get(str(content.get("verb")))
             if verb is None:
-                raise BadRequest("This server does not know what the kernel asks.", hint="Restart the kernel.")
+                raise BadRequest("This server does not know the verb that was requested.", hint="Restart the kernel.")
             reply["answer"] = verb()
         except GpuCkptError as error:
             reply["error"] = error.as_dict()
         except Exception as error:
-            self._log.exception("a kernel's question could not be answered")
-            reply["error"] = GpuCkptError(f"The question could not be answered: {type(error).__name__}.").as_dict()
+            self._log.exception("a request of a kernel could not be answered")
+            reply["error"] = GpuCkptError(f"The request could not be answered: {type(error).__name__}.").as_dict()
         self._notify_kernel(gate, "gpu_ckpt_answer_request", reply)
 
     def _notify_kernel(self, gate: Gate, msg_type: str, content: dict[str, Any]) -> None:
         try:
             gate.request(msg_type, content, _REPLY_TIMEOUT, "control")
-        except GpuCkptError as error:  # the kernel is gone, or leaving
-            self._log.info("a kernel could not be told: %s", error.code)
+        except GpuCkptError as error:  # the kernel is gone, or being checkpointed
+            self._log.info("a kernel did not get an answer: %s", error.code)
 
-    # -- the answers --------------------------------------------------------------------------------------------------
+    # -- the answers
 
     def status(self, lifecycle: Lifecycle, report: dict[str, Any]) -> dict[str, Any]:
-        """State, sizes in bytes, times in seconds, and what preflight says; ``report`` is the agent's."""
+        """Return state, sizes in bytes, times in seconds, and preflight's findings; ``report`` is the agent's."""
         capsule = lifecycle.capsule
         if capsule is None:
             raise StateError(f"The kernel is {lifecycle.state.value}.")
@@ -127,7 +126,7 @@ class AgentRequests:
 
     def protect(self, seconds: Any) -> dict[str, Any]:
         """Keep policies off this kernel for ``seconds`` from now; 0 ends that.  Raises `BadRequest`."""
-        # An integer of JSON may be too large for a float, and for a question about one.
+        # An integer of JSON may be too large for a float, and for `math.isfinite`.
         number = isinstance(seconds, int) or (isinstance(seconds, float) and math.isfinite(seconds))
         if isinstance(seconds, bool) or not number:
             raise BadRequest("A protection lasts a number of seconds.")
@@ -136,12 +135,11 @@ class AgentRequests:
         if seconds > LONGEST_PROTECTION:
             raise BadRequest(f"A protection lasts at most {LONGEST_PROTECTION} seconds, a hundred years.")
         self.protected_until = time.time() + seconds if seconds else None
-        self._remember()
         self._on_protected(self.protected_until)
         return {"protected_until": self.protected_until}
 
     def protection(self) -> float | None:
-        """Until when the kernel is protected, seconds since the epoch; ``None`` when it is not, or not any more."""
+        """Return until when the kernel is protected, seconds since the epoch; None if it is not."""
         until = self.protected_until
         return until if until is not None and until > time.time() else None
 
@@ -153,9 +151,9 @@ class AgentRequests:
 
 
 def images(lifecycle: Lifecycle) -> dict[str, Any]:
-    """The images of this user, oldest first; sizes in bytes."""
+    """Return the images of this user, oldest first; sizes in bytes."""
     found = []
-    with contextlib.suppress(FileNotFoundError):  # one was released between the listing and the look
+    with contextlib.suppress(FileNotFoundError):  # an image was deleted while they were listed
         for image in lifecycle.engine.store.images():
             manifest = image.manifest
             found.append(

@@ -1,4 +1,4 @@
-"""Where things lie: the directory of the images, and the short-pathed directory of a kernel's sockets."""
+"""Default directories: of the images, and of the kernels' sockets, whose paths are short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import secrets
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -18,25 +19,25 @@ from ..errors import CapsuleError, RuntimeDirectory
 from ..image.user_directory import VARIABLE
 from ..paths import data_directory
 
-#: Seconds to wait for another server that looks for the directory of sockets.
-_PATIENCE = 10.0
-#: How many directories of sockets are remembered for a host.
+#: Seconds to wait for another server that chooses the directory of sockets.
+_LOCK_TIMEOUT = 10.0
+#: Directories of sockets that are remembered for a host.
 _KNOWN = 20
 
 
 def default_image_dir() -> Path:
-    """``gpu-ckpt/images`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_IMAGES``."""
+    """Return ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` below Jupyter's data directory."""
     override = os.environ.get(VARIABLE)
     return Path(override) if override else data_directory("images")
 
 
 def default_archive_url() -> str:
-    """``$JUPYTER_GPU_CKPT_ARCHIVE``; empty, no cold tier, without it."""
+    """Return ``$JUPYTER_GPU_CKPT_ARCHIVE``; empty, which means no cold tier, if it is not set."""
     return os.environ.get("JUPYTER_GPU_CKPT_ARCHIVE", "")
 
 
 def default_runtime_base() -> Path:
-    """``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else this user's own in the temporary directory.
+    """Return ``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else a directory in the temporary one.
 
     There it has a name that nobody can guess and take first; a file in Jupyter's data directory remembers it for this
     host, so that the next server finds the kernels of this one.  Short on purpose: the path of a unix socket may have
@@ -49,35 +50,35 @@ def default_runtime_base() -> Path:
 
 
 def _remembered(directory: Path) -> Path:
-    """The directory in the temporary one that a file in ``directory`` names for this host; made where there is none.
+    """Return the directory of sockets that a file in ``directory`` names for this host; made where there is none.
 
-    Where nothing can be remembered it has the name that it can be found by without, as long as nobody else has that.
+    Where no file can be written it has a fixed name, unless that is taken.
     """
-    place = Path(tempfile.gettempdir())
-    record = directory / hashlib.sha256(f"{socket.gethostname()} {place}".encode()).hexdigest()[:16]
+    temporary = Path(tempfile.gettempdir())
+    record = directory / hashlib.sha256(f"{socket.gethostname()} {temporary}".encode()).hexdigest()[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with FileLock(record.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
+        with FileLock(record.with_suffix(".lock"), timeout=_LOCK_TIMEOUT, mode=0o600):
             # Several: containers may share the home directory and the name of the host, and not the temporary one.
             known = [Path(line) for line in record.read_text().splitlines()] if record.exists() else []
             for base in known:
-                if base.parent == place and _is_private(base):
+                if base.parent == temporary and _is_private(base):
                     return base
-            base = Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=place))
+            base = Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=temporary))
             draft = record.with_suffix(".new")
             draft.touch(0o600)
             draft.write_text("".join(f"{path}\n" for path in [*known[-_KNOWN:], base]))
             draft.replace(record)
             return base
     except OSError:  # no home directory, or a full one
-        base = place / f"gpu-ckpt-{os.geteuid()}"
-        return base if _is_private(base) or not os.path.lexists(base) else _unremembered(place)
+        base = temporary / f"gpu-ckpt-{os.geteuid()}"
+        return base if _is_private(base) or not os.path.lexists(base) else _unremembered(temporary)
 
 
 @functools.cache
-def _unremembered(place: Path) -> Path:
-    """This process's own: kernels in it end with their server, unless they sleep."""
-    return Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=place))
+def _unremembered(temporary: Path) -> Path:
+    """Make a directory for this process alone: kernels in it end with their server, unless they sleep."""
+    return Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=temporary))
 
 
 def _is_private(base: Path) -> bool:
@@ -89,7 +90,7 @@ def _is_private(base: Path) -> bool:
 
 
 def require_private(base: Path) -> None:
-    """The base may lie in a directory everybody can write to: what is not ours alone is refused with `CapsuleError`."""
+    """Raise `CapsuleError` for a base that is not the user's alone: it may lie in a directory that all can write to."""
     facts = base.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise CapsuleError(
@@ -98,17 +99,8 @@ def require_private(base: Path) -> None:
         )
 
 
-def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback address that nobody listens on at the moment, each another one."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def make_runtime_dir(base: Path, name: str = "") -> Path:
-    """The 0700 directory of one kernel: a fresh one, or that of an adopted kernel.  Raises `CapsuleError`."""
+    """Make and return the 0700 directory of a kernel, with a fresh name if it has none.  Raises `CapsuleError`."""
     directory = base / (name or secrets.token_hex(6))
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -117,3 +109,12 @@ def make_runtime_dir(base: Path, name: str = "") -> Path:
     except OSError as error:
         raise RuntimeDirectory(f"{directory} cannot be made: {error.strerror}.") from error
     return directory
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Raise `RuntimeDirectory` where the body cannot write to a kernel's directory."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""The engine that all kernels of one process share, and the store that each of them has on it."""
+"""The engine that all kernels of a process share, with a store for each image directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _engines_lock = threading.Lock()
 
 
 def shared_engine(image_dir: Path) -> Engine:
-    """The process's engine: one CRIU, one helper for the CUDA driver, a store per directory.  Raises `HostError`."""
+    """Return the engine for ``image_dir``: CRIU and the CUDA helper are shared.  Raises `HostError`."""
     with _engines_lock:
         if image_dir not in _engines:
             known = next(iter(_engines.values()), None)
@@ -37,13 +37,13 @@ def shared_engine(image_dir: Path) -> Engine:
 
 
 def use_engine(engine: Engine) -> None:
-    """Have this process use ``engine``, with a store for each image directory: how tests bring GPUs of their own."""
+    """Have this process use ``engine`` for its image directory: for tests, with GPUs of their own."""
     with _engines_lock:
         _engines[engine.store.named] = engine
 
 
 def with_own_store(engine: Engine, vault: Vault, quota: Quota) -> Engine:
-    """``engine`` with a store as one kernel's configuration wants it."""
+    """Return ``engine`` with a store that encrypts, and limits images, as a kernel's configuration has it."""
     store = Store(engine.store.named, engine.store.keys, vault, quota)
     vault.sweep()
     return dataclasses.replace(engine, store=store)

@@ -1,7 +1,7 @@
-"""What one kernel id has on this host: a directory with its claim, the gate, and the kernel's lifecycle.
+"""What belongs to one kernel id on this host: its directory, which is locked, its gate and its lifecycle.
 
-The provisioner says what is to be started (`Launch`); here a kernel is launched into a capsule, or adopted with what
-its last owner left, and what clients ask of it through the gate is brought to its lifecycle.
+The provisioner says what is to be started (`Launch`).  Here a kernel is launched into a capsule, or the one that an
+earlier owner left is attached, and what clients request through the gate is passed to the lifecycle.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ import dataclasses
 import functools
 import json
 import logging
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
-from ..errors import CapsuleGone, GpuCkptError, KernelUnfit, RuntimeDirectory
+from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
 from ..gate.gate import Gate, GateState
 from ..lifecycle.context import Engine, Home
 from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import State
 from ..lifecycle.settings import LifecycleSettings
-from ..trace import Sink, Trace
+from ..trace import Sink, StepEvent, Trace
+from . import unfit
 from .adoption import Orphan, Session, ended_notice, newest_image_of
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
-from .directories import free_ports, make_runtime_dir
+from .directories import make_runtime_dir, writing
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
 
@@ -40,9 +42,9 @@ from .worker import Worker
 class Launch:
     """What the kernel manager wants started.
 
-    ``front``: the connection info clients use, and ``connection_file`` where ``cmd`` would read it.  ``root``: the root
-    directory of the server, if there is one.  ``base``: the directory of the kernels' sockets.  ``fast_path``: whether
-    the kernel is to have the library for device memory, if it can.  Times in seconds.
+    ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
+    directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
+    the kernel preloads the library for device memory, if it can.  Times in seconds.
     """
 
     cmd: list[str]
@@ -60,9 +62,39 @@ class Launch:
     stdout: Any = None
     stderr: Any = None
 
+    @property
+    def key(self) -> unfit.Key:
+        """What the kernels of one kernelspec have in common."""
+        return unfit.key(self.kernel_name, self.cmd, self.connection_file)
+
+
+class KernelOwner(Protocol):
+    """What a `KernelHost` calls in its owner, the provisioner.  No method may call the gate or wait for the worker."""
+
+    #: Faults of the trace, for tests.
+    faults: list[Sink]
+
+    def state_changed(self, state: State, pid: int | None) -> None:
+        """Called with each new state, and the pid if there is a process, on the thread that changed it."""
+
+    def step_traced(self, event: StepEvent) -> None:
+        """Called with each event of the trace, on the thread that runs the step."""
+
+    def protection_changed(self, until: float | None) -> None:
+        """Called with the end of a protection (seconds since the epoch) when it is set; None when it is lifted."""
+
+    def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
+        """Called when a client's message has ended a kernel that was away; ``restart``: another is to be started."""
+
+    def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
+        """Called on the worker's thread when a kernel ended before its first answer: start ``cmd`` in its place.
+
+        Returns None where the kernel is not wanted any more, or cannot be started.
+        """
+
 
 def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the kernel itself listens: unix sockets in its directory, under the key the clients have too."""
+    """Return the kernel's own connection info: unix sockets in its directory, and the key that clients have."""
     channels = ("shell", "iopub", "stdin", "control", "hb")
     return {
         "transport": "ipc",
@@ -72,6 +104,15 @@ def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
         "signature_scheme": front["signature_scheme"],
         "kernel_name": front.get("kernel_name", ""),
     }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return distinct TCP ports of the loopback address on which no process listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _early_exit(status: int) -> KernelUnfit:
@@ -84,15 +125,15 @@ def _early_exit(status: int) -> KernelUnfit:
 
 
 @contextlib.contextmanager
-def _watched(process: subprocess.Popen[bytes], told: Callable[[], None]) -> Iterator[None]:
-    """If ``process`` ends during the body, call ``told`` on another thread until the body ends."""
+def _watch_exit(process: subprocess.Popen[bytes], on_exit: Callable[[], None]) -> Iterator[None]:
+    """If ``process`` ends during the body, call ``on_exit`` on another thread until the body ends."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.1):
             if process.poll() is not None:
                 with contextlib.suppress(GpuCkptError):
-                    told()
+                    on_exit()
 
     watcher = threading.Thread(target=watch, name="kernel-watch", daemon=True)
     watcher.start()
@@ -104,42 +145,18 @@ def _watched(process: subprocess.Popen[bytes], told: Callable[[], None]) -> Iter
 
 
 class KernelHost:
-    """The place of one kernel id, empty or with a kernel in it; a restart puts another one in.
+    """All that belongs to one kernel id, with or without a kernel; after a restart, another kernel."""
 
-    ``on_state`` is called with each new state and the kernel's pid (None while it has no process), ``on_step`` with
-    each event of the trace, on the thread of whoever made them; ``on_shutdown`` when a client's message has ended a
-    kernel that was away, with whether it is to be restarted.  ``faults`` are those of the trace, for tests.
-    ``on_early_exit`` is called on the worker's thread when a kernel ended before its first answer, with what to say of
-    that and the command by which to start it plainly; it returns the process, or None where nobody wants it.
-    ``on_fallback`` is called when that one has answered.
-    ``on_protected`` is called with the moment until which the kernel is protected, when that was set or (None) ended.
-    """
-
-    def __init__(
-        self,
-        kernel_id: str,
-        *,
-        on_state: Callable[[State, int | None], None],
-        on_step: Sink,
-        on_shutdown: Callable[[Lifecycle, bool], None],
-        faults: list[Sink],
-        on_early_exit: Callable[[KernelUnfit, list[str]], subprocess.Popen[bytes] | None],
-        on_fallback: Callable[[KernelUnfit], None],
-        on_protected: Callable[[float | None], None],
-        log: logging.Logger | logging.LoggerAdapter[Any],
-    ) -> None:
+    def __init__(self, kernel_id: str, owner: KernelOwner, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self.kernel_id = kernel_id
         self.lifecycle: Lifecycle | None = None
-        #: The lifecycle of the kernel that has ended, until another one comes.
+        #: The lifecycle of the kernel that has ended, until another one is started.
         self.last: Lifecycle | None = None
         self.gate: Gate | None = None
         self.agent_requests = AgentRequests(log)
-        #: Where the kernel's verbs run.  (A provisioner that is made only to read its settings has no kernel id.)
+        #: Runs the kernel's verbs.  (A provisioner that is made only to read its settings has no kernel id.)
         self.worker = Worker(f"gpu-ckpt-{(kernel_id or '')[:8]}")
-        self._on_state, self._on_step, self._on_shutdown = on_state, on_step, on_shutdown
-        self._faults, self._log = faults, log
-        self._on_early_exit, self._on_fallback = on_early_exit, on_fallback
-        self._on_protected = on_protected
+        self._owner, self._log = owner, log
         self._unanswered: Lifecycle | None = None
         self._front: dict[str, Any] = {}
         self._registration: Registration | None = None
@@ -151,27 +168,27 @@ class KernelHost:
 
     @property
     def reachable(self) -> bool:
-        """Whether the kernel gets what is sent to it: a wake opens the gate before the last of its steps is done."""
+        """Whether messages reach the kernel: a wake opens the gate before the last of its steps is done."""
         return self.gate is not None and self.gate.state in (GateState.OPEN, GateState.DRAINING)
 
     @property
     def awaits_first_answer(self) -> bool:
-        """Whether the kernel was just launched and has yet to answer: if it ends now, another may take its place."""
+        """Whether the kernel has not answered since its launch: if it ends now, another may take its place."""
         return self._unanswered is not None and self._unanswered is self.lifecycle
 
-    # -- a kernel comes
+    # -- start
 
     def start(self, engine: Engine, launch: Launch, found: Orphan | None) -> None:
-        """Adopt ``found``, or launch a fresh kernel where there is none, or none any more.
+        """Attach the kernel ``found``; launch a fresh one if there is none, or it has ended since.
 
-        Raises `HostError` when neither can be done here; whatever was found is then left as it was.
+        Raises `HostError` when neither can be done here; a kernel that was found is then left as it was.
         """
         if found is not None:
             try:
                 return self._attach(engine, launch, found)
             except CapsuleGone:
-                # It ended since it was found.  What it left on disk, if anything, is older than its end: kept, but not
-                # brought back as if nothing had been.
+                # It ended since it was found.  An image of it is older than its end: it is kept, but not restored as if
+                # nothing had happened.
                 last = newest_image_of(self.kernel_id, engine.store)
                 if last is not None and last.image is not None:
                     last.image.retire()
@@ -190,18 +207,16 @@ class KernelHost:
         directory = self._registration.directory
         back = _back_info(directory, launch.front)
         file = directory / "connection.json"
-        try:
+        with writing(directory):
             for stale in directory.glob("kernel-*"):
                 stale.unlink()
             file.touch(0o600)
             file.write_text(json.dumps(back))
-        except OSError as error:
-            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         argv = [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
         rewritten = rewrite(argv)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
         env = {**launch.env, "JPY_PARENT_PID": "1"}
-        if launch.fast_path and rewritten is not None:  # a wrapper would use it up before the kernel
+        if launch.fast_path and rewritten is not None:  # a wrapper script would preload it in the kernel's place
             env |= fastpath.environment(directory, env)
         session = Session(
             kernel_id=self.kernel_id,
@@ -216,7 +231,7 @@ class KernelHost:
         gate, lifecycle = self._prepare(engine, launch, session, back)
         launched: Future[bool] = Future()
         self._unanswered = lifecycle
-        # Submitted before the kernel runs: a verb that came first would find a gate that was never opened.
+        # Submitted before the kernel runs: a verb that came first would meet a gate that was never opened.
         self.worker.submit(functools.partial(self._connect_launched, lifecycle, gate, launch, launched))
         try:
             lifecycle.launch(rewritten or argv, env, launch.cwd)
@@ -224,7 +239,7 @@ class KernelHost:
             launched.set_result(lifecycle.state is State.RUNNING)
 
     def _with_notice(self, engine: Engine, launch: Launch) -> Launch:
-        """The launch of a kernel that says so if it takes the place of one that ended together with its server."""
+        """Return ``launch`` with a notice for the user if another kernel ended together with its server."""
         lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
         if not lost or NOTICE in launch.env:
             return launch
@@ -233,8 +248,8 @@ class KernelHost:
         return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
 
     def _attach(self, engine: Engine, launch: Launch, found: Orphan) -> None:
-        """Instead of launching: be the owner of a kernel whose own is gone."""
-        # A sleeping kernel gets a directory of this host's; it will find it where it was (`Home.known_as`).
+        """Become the owner of a kernel that has none."""
+        # A sleeping kernel gets a directory of this host; inside it keeps its old path (`Home.known_as`).
         known_as = Path(found.session.runtime_dir)
         directory = found.directory or launch.base / known_as.name
         make_runtime_dir(directory.parent, directory.name)
@@ -246,21 +261,21 @@ class KernelHost:
             gate, lifecycle = self._prepare(engine, launch, session, _back_info(directory, session.front))
             lifecycle.attach(capsule=capsule, image=found.image)
         except BaseException:
-            # It is left as it was found, for the next try.
+            # Leave it as it was found, for the next try.
             self._stop_gate()
             if capsule is not None:
                 capsule.detach()
             self._registration.release()
             self._registration = self.lifecycle = None
             raise
-        self._log.info("Kernel %s was adopted, %s", self.kernel_id, lifecycle.state.value)
+        self._log.info("Kernel %s was attached, %s", self.kernel_id, lifecycle.state.value)
         if lifecycle.state is State.RUNNING:
             self.worker.submit(functools.partial(self._connect_attached, lifecycle, gate, launch.start_timeout))
 
     def _prepare(
         self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
     ) -> tuple[Gate, Lifecycle]:
-        """The gate and the lifecycle of a kernel that is about to be launched or adopted."""
+        """Make the gate and the lifecycle of a kernel that is about to be launched or attached."""
         assert self._registration is not None
         registration = self._registration
         directory = registration.directory
@@ -273,14 +288,15 @@ class KernelHost:
         def renew() -> None:
             if registration.renew():
                 self._log.warning("Kernel %s: its runtime directory was removed, and is made again", self.kernel_id)
-                self._note_identity(lifecycle)
+                self._write_session(lifecycle)
 
-        # What an earlier process had asked for went with it; what an adopted one has, its session says.
+        def protection_changed(until: float | None) -> None:
+            write_session(directory)
+            self._owner.protection_changed(until)
+
+        # A fresh kernel has no protection; that of an attached one is in its session.
         agent_requests = self.agent_requests = AgentRequests(
-            self._log,
-            protected_until=session.protected_until,
-            remember=lambda: write_session(directory),
-            on_protected=self._on_protected,
+            self._log, protected_until=session.protected_until, on_protected=protection_changed
         )
         if self.gate is None or session.front != self._front:
             self._stop_gate()
@@ -310,19 +326,17 @@ class KernelHost:
             stdout=launch.stdout,
             stderr=launch.stderr,
         )
-        try:
+        with writing(directory):
             session.write(directory)
-        except OSError as error:
-            raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
-        trace = Trace(self.kernel_id, [self._on_step], self._faults)
+        trace = Trace(self.kernel_id, [self._owner.step_traced], self._owner.faults)
         self.lifecycle = lifecycle = Lifecycle(home, engine, gate, settings=launch.settings, trace=trace)
         lifecycle.on_state.append(functools.partial(self._note_state, lifecycle))
         return gate, lifecycle
 
     def _connect_launched(self, lifecycle: Lifecycle, gate: Gate, launch: Launch, launched: Future[bool]) -> None:
-        """First contact with a fresh kernel; clients' messages wait in the gate until then.
+        """Connect the gate to a fresh kernel; clients' requests are queued until it has answered.
 
-        Where it ends before it has answered, a plain one takes its place behind the gate.
+        If it ends before, a kernel without a capsule takes its place behind the gate.
         """
         plain: subprocess.Popen[bytes] | None = None
         try:
@@ -340,9 +354,9 @@ class KernelHost:
                 return
             back, argv = self._plain_command(launch)
             error = _early_exit(status)
-            plain = self._on_early_exit(error, argv)
+            plain = self._owner.start_plainly(error, argv)
             if plain is not None:
-                lifecycle.on_state.clear()  # for everybody else the kernel has not ended
+                lifecycle.on_state.clear()  # for all listeners the kernel has not ended
                 self.lifecycle = None
                 capsule.close()
         finally:
@@ -350,34 +364,35 @@ class KernelHost:
                 self._unanswered = None
         if plain is not None:
             gate.rebind_kernel(back)
-            with _watched(plain, gate.close):
+            with _watch_exit(plain, gate.close):
                 answered = self._open_gate(gate, launch.start_timeout)
             if answered:
-                self._on_fallback(error)
+                self._log.warning("Kernel %s: %s", self.kernel_id, error)
+                unfit.remember(launch.key, error)
 
     def _connect_attached(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
-        """First contact with a kernel that was adopted while it ran."""
+        """Connect the gate to a kernel that was attached while it ran."""
         if not self._open_gate(gate, timeout) and lifecycle is self.lifecycle and lifecycle.poll() is None:
             self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
 
     def _plain_command(self, launch: Launch) -> tuple[dict[str, Any], list[str]]:
-        """Where a kernel without a capsule is to listen, on TCP as kernels do by themselves, and its command."""
+        """Return the connection info of a kernel without a capsule, on TCP as is usual, and its command."""
         assert self._registration is not None
         back = {**_back_info(self._registration.directory, launch.front), "transport": "tcp", "ip": "127.0.0.1"}
-        back.update(zip((name for name in back if name.endswith("_port")), free_ports(5), strict=True))
+        back.update(zip((name for name in back if name.endswith("_port")), _free_ports(5), strict=True))
         file = self._registration.directory / "plain.json"
         file.touch(0o600)
         file.write_text(json.dumps(back))
         return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
 
     def _open_gate(self, gate: Gate, timeout: float) -> bool:
-        """Open the gate to a kernel that runs; whether that has answered."""
+        """Open the gate to a kernel that runs; return whether it has answered."""
         try:
             gate.open(timeout)
             if self.lifecycle is not None:
-                self._note_identity(self.lifecycle)  # before it has any work in it
-            # Its own idle was for the gate, and a server that restarted it by itself asks nothing: to that one it would
-            # be starting, or be busy with the cell in which it died, until somebody runs something.
+                self._write_session(self.lifecycle)  # before it has any work in it
+            # Its own idle was for the gate, and a server that restarted it by itself sends no request: there it would
+            # be starting, or be busy with the cell in which it died, until a cell is run.
             gate.publish("status", {"execution_state": "idle"})
             gate.release()
         except GpuCkptError as error:
@@ -385,8 +400,8 @@ class KernelHost:
             return False
         return True
 
-    def _note_identity(self, lifecycle: Lifecycle) -> None:
-        """For a server that adopts the living kernel: it must not ask who that is, see `Router.open`."""
+    def _write_session(self, lifecycle: Lifecycle) -> None:
+        """Write the session, with the gate's identity, for a server that attaches the kernel (see `Router.open`)."""
         if self._registration is None or lifecycle.home.write_session is None:
             return
         try:
@@ -395,11 +410,11 @@ class KernelHost:
             self._log.warning("Kernel %s: its session could not be written: %s", self.kernel_id, error.strerror)
 
     def _note_state(self, lifecycle: Lifecycle, state: State) -> None:
-        """The kernel has another state, and perhaps another process: keep the record others look at up to date."""
+        """Pass on a new state, and write it to the kernel's record."""
         pid = lifecycle.capsule.host_pid if lifecycle.capsule else None
         if self.agent_requests.panel is not None:
             self.agent_requests.panel.changed(state)
-        self._on_state(state, pid)
+        self._owner.state_changed(state, pid)
         if self._registration is not None:
             try:
                 self._registration.write(
@@ -412,19 +427,19 @@ class KernelHost:
             except OSError as error:
                 self._log.warning("Kernel %s: its record could not be written: %s", self.kernel_id, error.strerror)
 
-    # -- and goes
+    # -- end
 
     def clear(self) -> None:
-        """The kernel has ended; what is to become of its image is still to be said."""
+        """The kernel has ended; `last` is kept until its image is kept or discarded."""
         self.last, self.lifecycle = self.lifecycle, None
 
     def close(self) -> None:
-        """No kernel of ours is here: clients are not served."""
+        """Stop the gate: the kernel, if there is one, is started plainly."""
         self._stop_gate()
         self.lifecycle = None
 
     def end(self) -> None:
-        """Nothing comes after the kernel that has ended: give everything up."""
+        """Release and remove everything: no other kernel follows the one that has ended."""
         self._stop_gate()
         self.worker.end()
         if self._registration is not None:
@@ -433,7 +448,7 @@ class KernelHost:
 
     def detach(self) -> None:
         """Release everything as it is, for another owner to find; a living kernel goes on."""
-        # First of all: from here on no verb reaches the kernel, and nobody ends it.
+        # First of all: from here on no verb reaches the kernel, and no shutdown ends it.
         lifecycle, self.lifecycle, self.last = self.lifecycle, None, None
         if lifecycle is None:
             return
@@ -449,7 +464,7 @@ class KernelHost:
             self.gate.stop()
             self.gate = None
 
-    # -- what the gate tells us, on its thread
+    # -- callbacks of the gate, on its thread
 
     def _on_wake(self, msg_type: str) -> None:
         self._log.info("Waking kernel %s for a client's %s", self.kernel_id, msg_type)
@@ -467,17 +482,17 @@ class KernelHost:
                 return  # it was ended meanwhile; jupyter_client learns that by polling
             self._log.error("Kernel %s could not be woken: %s", self.kernel_id, error.code)
         except Exception as error:
-            told = self._unexpected("wake", error)
-            with contextlib.suppress(GpuCkptError):  # it came back all the same, or its gate is gone
-                lifecycle.gate.fail(told)
+            unexpected = self._unexpected("wake", error)
+            with contextlib.suppress(GpuCkptError):  # it came back all the same, or its gate was stopped
+                lifecycle.gate.fail(unexpected)
 
     def _unexpected(self, verb: str, error: Exception) -> GpuCkptError:
-        """An error that is none of ours: a fault in this program, whose log must tell where."""
+        """Log an error of no class of this package, a fault of this program, with its traceback."""
         self._log.error("Kernel %s: an unexpected error in %s", self.kernel_id, verb, exc_info=error)
         return GpuCkptError(f"{type(error).__name__}: {error}")
 
     def _on_agent_request(self, content: dict[str, Any]) -> None:
-        """The kernel itself (a magic), or a client of a sleeping kernel, asks for a verb."""
+        """Answer a request of the agent (a magic), or do the verb that it or a client's shutdown requests."""
         lifecycle, gate = self.lifecycle, self.gate
         if lifecycle is None or gate is None:
             return
@@ -487,26 +502,26 @@ class KernelHost:
         verbs: dict[str, Callable[[], Any]] = {"suspend": lifecycle.suspend, "checkpoint": lifecycle.checkpoint}
         verb = str(content.get("verb"))
         if verb == "shutdown":
-            # Not on the worker: it does not wait for the verb under way there but ends it.
+            # Not on the worker: it does not wait for the verb that runs there but ends it.
             restart = bool(content.get("restart"))
             arguments = (functools.partial(self._shut_down, lifecycle, restart), gate)
             threading.Thread(target=self._run_verb, args=arguments, name="gpu-ckpt-shutdown", daemon=True).start()
         elif verb in verbs:
             self.worker.submit(functools.partial(self._run_verb, verbs[verb], gate))
         else:
-            self._log.warning("Kernel %s asked for something unknown.", self.kernel_id)
+            self._log.warning("Kernel %s requested an unknown verb.", self.kernel_id)
 
     def _shut_down(self, lifecycle: Lifecycle, restart: bool) -> None:
         lifecycle.terminate()
-        self._on_shutdown(lifecycle, restart)
+        self._owner.keep_or_discard_image(lifecycle, restart)
 
     def _run_verb(self, call: Callable[[], Any], gate: Gate) -> None:
         try:
             call()
         except Exception as foreign:
-            error = foreign if isinstance(foreign, GpuCkptError) else self._unexpected("what it asked for", foreign)
-            self._log.warning("Kernel %s did not do what was asked: %s", self.kernel_id, error.code)
+            error = foreign if isinstance(foreign, GpuCkptError) else self._unexpected("a requested verb", foreign)
+            self._log.warning("Kernel %s: a requested verb failed: %s", self.kernel_id, error.code)
             if gate.state is GateState.DRAINING:
-                gate.release()  # kept for us since the cell that asked
+                gate.release()  # queued for this verb since the cell that requested it
             if gate.state is GateState.OPEN:
                 self.agent_requests.report_failure(error, gate)

@@ -1,8 +1,8 @@
-"""Keeps the panel in the notebook (`agent.widgets`) up to date while its own kernel cannot.
+"""Updates of the panel in the notebook (`agent.widgets`) while its own kernel cannot send them.
 
-A widget lives half in the kernel and half in the browser; while the kernel leaves, is away and comes back, the half in
-the browser gets its updates from here, in the kernel's name.  The half in the kernel knows nothing of them and says how
-things are when it is back.  Message format: "Jupyter widgets messaging protocol", version 2, method ``update``.
+While the kernel is suspended, is away or is restored, the browser's half of the widget gets its updates from here, in
+the kernel's name; the kernel's half sends the current state when it is back.  Message format: "Jupyter widgets
+messaging protocol", version 2, method ``update``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..gate.gate import Gate
 from ..lifecycle.machine import PLANS, State
 from ..trace import StepEvent
 
-#: What people read for a state.
+#: Texts shown for the states.
 TEXTS = {
     State.RUNNING: "running",
     State.SUSPENDING: "leaving the GPU",
@@ -30,14 +30,14 @@ TEXTS = {
 
 
 class Panel:
-    """The browser's half of one panel: ``models`` are the ids of the widgets ``state`` and ``progress``."""
+    """The browser's half of a panel; ``models`` has the ids of the widgets ``state`` and ``progress``."""
 
     def __init__(self, models: dict[str, str], gate: Gate) -> None:
         self._models, self._gate = models, gate
         self._steps, self._done = 1, 0
 
     def changed(self, state: State) -> None:
-        """Called from the lifecycle with each new state."""
+        """Called with each new state of the lifecycle."""
         for plan in PLANS.values():
             if plan is not None and plan.via is state:
                 self._steps, self._done = len(plan.steps), 0

@@ -1,10 +1,10 @@
-"""The kernel provisioner: jupyter_client's hooks on one side, the lifecycle and the gate on the other.
+"""The kernel provisioner: jupyter_client's hooks, done by the kernel's host.
 
 One line of configuration makes every kernelspec checkpointable::
 
     c.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
 
-A host that cannot checkpoint still starts kernels: plainly, with one line in the log that says why.
+A host that cannot checkpoint still starts kernels, plainly, and logs the reason.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .host import KernelHost, Launch
 class GpuCkptProvisioner(LocalProvisioner):
     """Starts kernels in capsules behind a gate, and moves them between GPU, RAM and disk.
 
-    `suspend`, `resume`, `checkpoint`, `restore` and `state` are the one programmatic way in: the command line, the
-    server extension, magics and policies call them.
+    `suspend`, `resume`, `checkpoint`, `restore` and `state` are the programmatic interface, for the server extension
+    and policies.
     """
 
     image_dir = Unicode(help="Directory of the images; default: gpu-ckpt/images below Jupyter's data directory.").tag(
@@ -71,30 +71,30 @@ class GpuCkptProvisioner(LocalProvisioner):
     ).tag(config=True)
     outlive_server = Bool(
         False,
-        help="Let kernels run on when the server dies without having stopped them, so that the next one adopts them. "
-        "Something must then end those that nobody adopts: the server extension starts a watchdog.",
+        help="Let kernels continue when the server dies without having stopped them, so that the next one attaches "
+        "them. The server extension starts a watchdog that checkpoints those that no server attaches.",
     ).tag(config=True)
     keep_image_on_shutdown = Bool(
         False,
-        help="Keep the image when a checkpointed kernel is shut down. Else it is deleted: whoever shuts a kernel down "
-        "wants it no more. (A restart always deletes it. A server that stops, an expiry, and a kernel that its user "
-        "protected keep it.) A kept image can be opened again from the list of sleeping kernels in the browser, or by "
-        "REST; `jupyter gpu-ckpt rm` deletes it.",
+        help="Keep the image when a checkpointed kernel is shut down; else it is deleted. (A restart always deletes "
+        "it. It is always kept when the server stops, when the kernel expires, and when its user has protected it.) A "
+        "kept image can be opened again from the list of sleeping kernels in the browser, or by REST; `jupyter "
+        "gpu-ckpt rm` deletes it.",
     ).tag(config=True)
 
     accept_changed_files = Bool(
         False,
         help="Wake a kernel although files it has open were changed while it was away (a log that was rotated, a table "
-        "that grew): it goes on with them as they are now. Else the wake is refused, and the files are named.",
+        "that grew); it uses them as they are now. Else the wake is refused, and the error names the files.",
     ).tag(config=True)
     allow_unconfined_wake = Bool(
         False,
-        help="Let kernels sleep that are confined by Landlock, although they come back without that. Else they are "
+        help="Checkpoint kernels that are confined by Landlock, although they are restored without that. Else they are "
         "refused.",
     ).tag(config=True)
     archive_url = Unicode(
         help="The cold tier: a URL for fsspec (file:, s3:, gs:, sftp:). The server extension sends the content "
-        "of images there that are older than `archive_after`; a wake brings it back.  Default: "
+        "of images there that are older than `archive_after`; a wake fetches it. Default: "
         "$JUPYTER_GPU_CKPT_ARCHIVE."
     ).tag(config=True)
     archive_after = Float(
@@ -103,54 +103,53 @@ class GpuCkptProvisioner(LocalProvisioner):
     refresh_environment = List(
         Unicode(),
         list(REFRESHED),
-        help="Environment variables that a restored kernel gets anew from the server that restores it.",
+        help="Environment variables that a restored kernel gets from the server that restores it.",
     ).tag(config=True)
 
     encryption_key = Unicode(
-        help="Where the key that encrypts images comes from: file:PATH, env:NAME or command:COMMAND, which give 64 "
-        "hexadecimal digits. Empty: images are not encrypted. For encrypted ones, what the processes hold in host "
-        "memory is there twice while a kernel leaves or comes back; device memory is not."
+        help="Source of the key that encrypts images: file:PATH, env:NAME or command:COMMAND, each of which gives 64 "
+        "hexadecimal digits. Empty: images are not encrypted. With encryption a checkpoint or restore needs the "
+        "processes' host memory twice; device memory only once."
     ).tag(config=True)
     memory_dir = Unicode(
         "/dev/shm",  # noqa: S108 - a directory of this user's below it
-        help="Directory of a file system in memory, for the plain files of images that are encrypted.",
+        help="Directory of a file system in memory, for the unencrypted files of images that are encrypted.",
     ).tag(config=True)
     image_quota = Int(
         0,
         min=0,
-        help="Bytes all images of a user may have together; 0: as many as the disk holds. A checkpoint that might pass "
-        "it is refused with QUOTA_EXCEEDED before anything is written; `jupyter gpu-ckpt prune` makes room.",
+        help="Limit in bytes for all images of a user together; 0: no limit. A checkpoint that might exceed it is "
+        "refused with QUOTA_EXCEEDED before anything is written; `jupyter gpu-ckpt prune` deletes old images.",
     ).tag(config=True)
     sleeping_quota = Int(
         0,
         min=0,
-        help="How many kernels of a user may be asleep in images at once; 0: any number. Beyond it a checkpoint is "
-        "refused with QUOTA_EXCEEDED.",
+        help="Number of kernels of a user that may sleep in images at the same time; 0: no limit. Beyond it a "
+        "checkpoint is refused with QUOTA_EXCEEDED.",
     ).tag(config=True)
 
     fast_path = Enum(
         ["auto", "off"],
         "auto",
         help="`auto`: kernels on a host with an NVIDIA GPU preload a library that moves their device memory at the "
-        "rate of the bus. `off` leaves all of it to the CUDA driver, which is slower; a kernel that shares device "
-        "memory with other processes (CUDA IPC) needs that.",
+        "rate of the bus. `off`: the CUDA driver moves it, which is slower; a kernel that shares device memory with "
+        "other processes (CUDA IPC) needs that.",
     ).tag(config=True)
     keep_chunks = Bool(
         True,
-        help="With `fast_path`: device memory of a kernel's last image stays on the disk while the kernel runs, until "
-        "its next image, so that this is written as far as it has changed. It goes when the room is needed for that.",
+        help="With `fast_path`: keep the device memory of a kernel's last image on the disk while the kernel runs, so "
+        "that for its next image only what has changed is written. It is deleted when that needs the disk space.",
     ).tag(config=True)
     write_ahead = Bool(
         True,
-        help="With `fast_path`: while a kernel is suspended, its device memory is written to the image directory in "
-        "the background, as far as it has changed since its last image, so that a checkpoint has little left to do. "
-        "A wake stops that. Nothing is written ahead of an image that will be encrypted.",
+        help="With `fast_path`: while a kernel is suspended, write the device memory that has changed since its last "
+        "image to the image directory in the background, so that a checkpoint has less to write. A wake stops that. "
+        "Not for images that are encrypted.",
     ).tag(config=True)
     warm_suspend = Bool(
         False,
-        help="Needs `fast_path`. A suspended kernel keeps its CUDA context on the GPU, some hundred MiB, "
-        "and only its tensors leave: it leaves and comes back in the time these take. A checkpoint takes the context "
-        "along.",
+        help="With `fast_path`: a suspended kernel keeps its CUDA context on the GPU, some hundred MiB, and only its "
+        "allocations are swapped out, which makes suspend and resume faster. A checkpoint includes the context.",
     ).tag(config=True)
 
     @default("image_dir")
@@ -167,39 +166,29 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        #: Why a kernel that was started plainly was: it had ended behind the gate.  None for all others.
+        #: Why the kernel was started plainly: it had ended behind the gate.  None for all others.
         self.unfit: KernelUnfit | None = None
-        #: What the kernel was launched with, should it have to be once more.
+        #: Arguments of the launch, for another one.
         self._arguments: dict[str, Any] = {}
-        self._key: unfit.Key = ()
-        #: Whether somebody has asked for the end of the kernel.
+        #: Whether the end of the kernel was requested.
         self._unwanted = False
         #: Listeners to the trace of this kernel's steps, and the faults that tests inject into them; see `trace`.
         self.sinks: list[Sink] = [self._log_step, RATES, self._show_step]
         self.faults: list[Sink] = []
-        self._host = KernelHost(
-            self.kernel_id,
-            on_state=self._note_state,
-            on_step=self._notify_sinks,
-            on_shutdown=self._settle_image,
-            faults=self.faults,
-            on_early_exit=self._start_plainly,
-            on_fallback=self._note_fallback,
-            on_protected=self._note_protection,
-            log=self.log,
-        )
-        #: Called with each new state, on the thread of whoever made it.  Unlike the lifecycle's own listeners these
-        #: outlive a restart.
+        self._host = KernelHost(self.kernel_id, self, self.log)
+        #: Called with each new state, on the thread that changed it.  They outlive a restart, unlike listeners of the
+        #: lifecycle.
         self.on_state: list[Callable[[State], None]] = []
-        #: Set where the kernel is ended by nobody's wish: its image is kept.  For the next shutdown only.
+        #: Set if the kernel is ended by a policy: its image is kept.  For the next shutdown only.
         self.keep_image = False
-        #: Called with the end of a protection (seconds since the epoch), or None, when that was set; must not raise.
+        #: Called with the end of a protection (seconds since the epoch) when it is set, with None when it is lifted;
+        #: must not raise.
         self.on_protected: list[Callable[[float | None], None]] = []
         self._orphan: Orphan | None = None
-        #: Only a first launch adopts; a restart is to be a fresh kernel.
+        #: Only the first launch attaches; a restart starts a fresh kernel.
         self._launched = False
 
-    # -- the programmatic way in
+    # -- the programmatic interface
 
     @property
     def state(self) -> State:
@@ -215,41 +204,45 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     @property
     def agent_requests(self) -> AgentRequests:
-        """What the kernel is answered when it asks, and until when it is protected from policies."""
+        """Answers to the kernel's agent, and until when the kernel is protected from policies."""
         return self._host.agent_requests
 
     @property
     def gate(self) -> Gate | None:
-        """The gate, for those who watch what clients do; None for a kernel that was started plainly."""
+        """The gate, whose state tells what clients do; None for a kernel that was started plainly."""
         return self._host.gate
 
     async def suspend(self) -> None:
-        """CUDA state to host RAM, the GPU is free.  After failure the kernel runs on."""
+        """Move the CUDA state to host memory; the GPU is free then.  After failure the kernel runs on."""
         await self._host.worker.verb("suspend", self._checkpointable().suspend)
 
     async def resume(self) -> None:
-        """CUDA state back to the GPU.  After failure the kernel stays suspended."""
+        """Move the CUDA state back to the GPU.  After failure the kernel stays suspended."""
         await self._host.worker.verb("resume", self._checkpointable().resume)
 
     async def checkpoint(self) -> Image:
-        """Everything to an image, no process left.  After failure the kernel is as it was."""
+        """Write the kernel to an image and end its process.  After failure the kernel is as it was."""
         return await self._host.worker.verb("checkpoint", self._checkpointable().checkpoint)
 
     async def restore(
         self, gpu_map: Mapping[str, str] | None = None, *, accept_changed_files: bool | None = None
     ) -> None:
-        """Back from the image; ``gpu_map`` maps GPU UUIDs of the checkpoint to those to use.
+        """Restore the kernel from its image; ``gpu_map`` maps GPU UUIDs of the checkpoint to those to use.
 
         ``accept_changed_files``: in place of the trait of that name, this once.  After failure the image is kept, and
-        the next try starts from it.  Raises `StateError` when the kernel is on its way back already, to other GPUs.
+        the next try starts from it.  Raises `StateError` when a restore to other GPUs is under way.
         """
-        await self._host.worker.verb("restore", self._restore, dict(gpu_map or {}), accept_changed_files)
+
+        def restore(gpu_map: dict[str, str], accept_changed_files: bool | None) -> None:
+            self._checkpointable().restore(gpu_map, accept_changed_files=accept_changed_files)
+
+        await self._host.worker.verb("restore", restore, dict(gpu_map or {}), accept_changed_files)
 
     @contextlib.asynccontextmanager
     async def once_idle(self) -> AsyncIterator[None]:
-        """Wait until no cell runs or waits in the kernel; the body is the verb that comes before the next cell.
+        """Wait until no cell runs or waits in the kernel; the body does a verb before the next cell.
 
-        Raises `StateError` where the kernel ends or is restarted before.
+        Raises `StateError` if the kernel ends or is restarted before.
         """
         self._checkpointable()
         gate = self.gate
@@ -260,27 +253,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.wrap_future(idle)
             yield
         finally:
-            # `cancel` first: what it comes too late for has begun the keeping of requests, and a verb that was done, or
-            # failed in its drain, has ended that.
+            # `cancel` first: if it is too late, the gate queues requests, unless a verb was done or its drain failed.
             if not idle.cancel() and idle.exception() is None and gate.state is GateState.DRAINING:
-                with contextlib.suppress(GpuCkptError):  # another verb is at it
+                with contextlib.suppress(GpuCkptError):  # another verb drains it
                     await asyncio.to_thread(gate.release)
-
-    def _restore(self, gpu_map: dict[str, str], accept_changed_files: bool | None) -> None:
-        self._checkpointable().restore(gpu_map, accept_changed_files=accept_changed_files)
 
     def _checkpointable(self) -> Lifecycle:
         if self.lifecycle is None:
-            why = {"hint": self.unfit.message} if self.unfit is not None else {}
+            hint = "`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel."
             raise StateError(
                 "This kernel was started plainly and cannot be checkpointed.",
-                **{"hint": "`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel.", **why},
+                hint=self.unfit.message if self.unfit is not None else hint,
             )
         return self.lifecycle
-
-    def _notify_sinks(self, event: StepEvent) -> None:
-        # Not the list itself: each launch has a trace of its own, and would leave a listener of its own in it.
-        notify(self.sinks, event)
 
     def _log_step(self, event: StepEvent) -> None:
         if event.kind == "failed":
@@ -300,25 +285,25 @@ class GpuCkptProvisioner(LocalProvisioner):
         return self.lifecycle is not None or super().has_process
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
-        """Called from the kernel manager before each launch; writes the connection file and makes the command."""
+        """Called from the kernel manager before each launch; writes the connection file and builds the command."""
         if not self._launched:
             self._orphan = await asyncio.to_thread(self._find_orphan)
             if self._orphan is not None:
-                self._reuse_connection(self._orphan.session.front)
+                self._use_front(self._orphan.session.front)
         return await super().pre_launch(**kwargs)
 
     def _find_orphan(self) -> Orphan | None:
-        """A kernel of this very id that nobody owns: it is adopted instead of starting another."""
+        """Find a kernel of this id without an owner, which is attached instead of starting another."""
         store = Store(Path(self.image_dir))
         try:
             return find_orphan(self.kernel_id, Path(self.runtime_base), store)
-        except HostError:  # the launch meets it too, and says why
+        except HostError:  # the launch raises it, too
             return newest_image_of(self.kernel_id, store)
 
-    def _reuse_connection(self, front: Mapping[str, Any]) -> None:
-        """The kernel manager gets the old ports and key, before it writes the connection file: clients come back.
+    def _use_front(self, front: Mapping[str, Any]) -> None:
+        """Set the old ports and key in the kernel manager before it writes the connection file: clients reconnect.
 
-        Of a kernel from another host the ports may be taken here, or the address be the other host's: then the manager
+        For a kernel from another host the ports may be taken here, or the address be the other host's: then the manager
         chooses, and clients that connect through a server notice nothing.
         """
         manager = self.parent
@@ -331,7 +316,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         channels = ("shell", "iopub", "stdin", "control", "hb")
         ports = {f"{channel}_port": front[f"{channel}_port"] for channel in channels}
         if front["transport"] == "tcp" and any(unbindable(front["ip"], port) for port in ports.values()):
-            self.log.info("Kernel %s gets new ports: its old ones cannot be had here.", self.kernel_id)
+            self.log.info("Kernel %s gets new ports: its old ones cannot be bound here.", self.kernel_id)
             return
         manager.transport, manager.ip = front["transport"], front["ip"]
         for name, port in ports.items():
@@ -341,13 +326,12 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         """Called from the kernel manager; also on restart.
 
-        Falls back to a plain start on a host that is unfit, and for a kernel that is.
+        Starts the kernel plainly where the host, or the kernel, is unfit.
         """
         found, self._orphan = self._orphan, None
         launch = self._launch(cmd, kwargs)
         self._unwanted, self._arguments = False, dict(kwargs)
-        self._key = unfit.key(launch.kernel_name, launch.cmd, launch.connection_file)
-        self.unfit = unfit.known(self._key) if found is None else None
+        self.unfit = unfit.known(launch.key) if found is None else None
         if self.unfit is not None:
             self._host.close()
             self._launched = True
@@ -363,7 +347,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             if not isinstance(error, HostError):
                 raise
             self.log.warning("Kernel %s is started plainly and cannot be checkpointed: %s", self.kernel_id, error)
-            # With the agent all the same: it can say why, and still shows what holds the GPU's memory.
+            # With the agent all the same: it shows why, and what uses the GPU's memory.
             kwargs["env"] = {**(kwargs.get("env") or os.environ), PLAIN: json.dumps(error.as_dict())}
             if found is not None:
                 kwargs["env"][NOTICE] = notice = not_attached_notice(found, error)
@@ -374,8 +358,8 @@ class GpuCkptProvisioner(LocalProvisioner):
         self.cwd = kwargs.get("cwd") or str(Path.cwd())
         return self.connection_info
 
-    def _start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
-        """Called on the worker's thread when a kernel ended before its first answer."""
+    def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
+        """See `KernelOwner`."""
         if self._unwanted:
             return None
         try:
@@ -384,23 +368,18 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.log.error("Kernel %s could not be started plainly either: %s", self.kernel_id, type(foreign).__name__)
             return None
         process: subprocess.Popen[bytes] | None = self.process
-        if self._unwanted and process is not None:  # meanwhile; whoever wants its end may have seen the other one only
+        if self._unwanted and process is not None:  # since then, and perhaps only the other one was ended
             process.kill()
         self.unfit = error
         self.log.info("Kernel %s ended before its first answer; it is tried without a capsule.", self.kernel_id)
         return process
-
-    def _note_fallback(self, error: KernelUnfit) -> None:
-        """Called on the worker's thread when the plain kernel has answered, which the other one had not."""
-        self.log.warning("Kernel %s: %s", self.kernel_id, error)
-        unfit.remember(self._key, error)
 
     def _launch(self, cmd: list[str], kwargs: Mapping[str, Any]) -> Launch:
         info: dict[str, Any] = dict(self.connection_info)
         front = {name: value.decode("ascii") if isinstance(value, bytes) else value for name, value in info.items()}
         env = dict(kwargs.get("env") or os.environ)
         if self.encryption_key.startswith("env:"):
-            env.pop(self.encryption_key.removeprefix("env:"), None)  # no key in what it encrypts
+            env.pop(self.encryption_key.removeprefix("env:"), None)  # else the key would be in the image
         return Launch(
             cmd=list(cmd),
             connection_file=str(Path(self.parent.connection_file).resolve()) if self.parent else "",
@@ -429,13 +408,21 @@ class GpuCkptProvisioner(LocalProvisioner):
             stderr=kwargs.get("stderr"),
         )
 
-    def _note_state(self, state: State, pid: int | None) -> None:
+    # -- as the owner of its host: see `KernelOwner`
+
+    def state_changed(self, state: State, pid: int | None) -> None:
+        """See `KernelOwner`."""
         self.pid = self.pgid = pid
         notify(self.on_state, state)
 
-    def _note_protection(self, until: float | None) -> None:
-        for told in tuple(self.on_protected):
-            told(until)
+    def step_traced(self, event: StepEvent) -> None:
+        """See `KernelOwner`."""
+        notify(self.sinks, event)
+
+    def protection_changed(self, until: float | None) -> None:
+        """See `KernelOwner`."""
+        for callback in tuple(self.on_protected):
+            callback(until)
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
@@ -450,14 +437,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         if lifecycle is None:
             return await super().wait()
         while (status := lifecycle.poll()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)  # a process's end has no event loop of ours to tell it to
+            await asyncio.sleep(0.05)  # no event loop is notified of a process's end
         self._host.clear()
         return status
 
     async def send_signal(self, signum: int) -> None:
         """Called to interrupt and to end.
 
-        Of a kernel that is away the cells that wait for it are interrupted; ending it drops the process.
+        For a kernel that is away the cells that wait for it are interrupted, and any end is immediate.
         """
         self._unwanted = self._unwanted or signum in (signal.SIGKILL, signal.SIGTERM)
         if self.lifecycle is None:
@@ -476,7 +463,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         await self.send_signal(signal.SIGKILL)
 
     async def terminate(self, restart: bool = False) -> None:
-        """Called between the polite request and `kill`."""
+        """Called between the shutdown request and `kill`."""
         await self.send_signal(signal.SIGTERM)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
@@ -492,7 +479,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             if lifecycle.kept_image is not None:
                 message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
                 self.log.warning(message, self.kernel_id, lifecycle.kept_image.id)
-            await asyncio.to_thread(self._settle_image, lifecycle, restart)
+            await asyncio.to_thread(self.keep_or_discard_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
             if lifecycle is not None:
@@ -500,8 +487,8 @@ class GpuCkptProvisioner(LocalProvisioner):
             await asyncio.to_thread(self._host.end)
         await super().cleanup(restart)
 
-    def _settle_image(self, lifecycle: Lifecycle, restart: bool) -> None:
-        """What becomes of the image of a kernel that has been ended; also called for a client's shutdown message."""
+    def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
+        """See `KernelOwner`; also for a kernel that its manager has ended."""
         image = lifecycle.image
         if image is None:
             return
@@ -518,9 +505,10 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.log.warning(message, self.kernel_id, image.id)
 
     async def detach(self) -> None:
-        """Called when the server stops: the kernel is checkpointed for the next server to adopt.
+        """Called when the server stops: checkpoint the kernel, for the next server to attach.
 
-        One that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel left.
+        A kernel that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel
+        afterwards.
         """
         lifecycle = self.lifecycle
         if lifecycle is None:
@@ -533,15 +521,15 @@ class GpuCkptProvisioner(LocalProvisioner):
         await asyncio.to_thread(self._host.detach)
 
     async def detach_now(self) -> None:
-        """Called when the server stops and `detach` took too long: the kernel stays as it is, without an owner.
+        """Called when the server stops and `detach` took too long: leave the kernel as it is, without an owner.
 
-        A drain, a dump or a restore under way ends at once.  Another step is not disturbed: this waits for it, and so
-        does the end of this process; the next owner repairs what is left half done.
+        A drain, a dump or a restore under way is cancelled.  Any other step is waited for, also by the end of this
+        process; the next owner repairs what is left half done.
         """
         await asyncio.to_thread(self._host.detach)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Called by the kernel manager to persist what a later server needs to find this kernel again."""
+        """Called by the kernel manager, which stores the information for a later server."""
         info: dict[str, Any] = await super().get_provisioner_info()
         lifecycle = self.lifecycle
         info["state"] = self.state.value

@@ -1,11 +1,11 @@
-"""The kernels of this user on this host: one directory each, below the runtime base, with a record of what it is.
+"""The kernels of this user on this host: a directory for each, below the runtime base, with a record of its state.
 
-The owner (a server, a console) holds a lock on its kernels' directories for as long as it lives, so that nobody has to
-guess from process ids whether a kernel still has an owner.  `reap` removes what dead owners left.
+The owner (a server, a console) keeps a lock on its kernels' directories as long as it lives, so that nothing is guessed
+from process ids.  `reap` removes the directories of dead owners.
 
-Whether that lock is held is found out by taking it, and a directory is there for a moment before it is locked.  So
-whoever makes, judges or removes directories takes turns on the base: else a kernel's start could lose its directory to
-the reaper of another start, or its lock to somebody who only looks.
+To see whether a directory is locked is to lock it, and a new directory exists for a moment before it is locked.  So
+all that make, inspect or remove directories first lock the base: else a starting kernel could lose its directory to
+another's `reap`, or its lock to an inspection.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ..capsule.capsule import Capsule
-from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, RuntimeDirectory, StateError
-from .directories import make_runtime_dir, require_private
+from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
+from .directories import make_runtime_dir, require_private, writing
 
 RECORD = "kernel.json"
+#: Of the record: to be raised when a reader has to know of a change.
+VERSION = 1
 _LOCK = "owner.lock"
-#: Below the base: notes of kernels that ended together with their server.
+#: Below the base: notes of kernels that ended together with their server, and the most that are kept.
 _LOST = ".lost"
-_MOST_LOST = 100
-#: Seconds to wait for one's turn; a turn takes milliseconds, or `capsule.capsule.ANSWER` for a capsule that hangs.
-_TURN = 30.0
+_MAX_LOST = 100
+#: Seconds to wait for the lock of the base; others keep it for milliseconds, or `capsule.ANSWER` if a capsule hangs.
+_LOCK_TIMEOUT = 30.0
 
 
 class Registration:
-    """This process's claim on one kernel's directory.
+    """This process's lock on a kernel's directory.
 
-    Raises `CapsuleError` when others hold the base for too long, `StateError` when another process has the claim.
+    Raises `CapsuleError` when others lock the base for too long, `StateError` when another process has the directory.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -48,24 +50,23 @@ class Registration:
         self._claim()
 
     def _claim(self) -> None:
-        try:
-            with _turn(self.directory.parent):
+        with writing(self.directory), _locked_base(self.directory.parent):
+            try:
                 self._lock.acquire()
-                self._locked = _file(self.directory / _LOCK)
-        except Timeout as error:
-            raise StateError("Another server has this kernel.", hint="Use it there, or stop it.") from error
-        except OSError as error:
-            raise RuntimeDirectory(f"{self.directory} cannot be written: {error.strerror}.") from error
+            except Timeout as error:
+                raise StateError("Another server has this kernel.", hint="Use it there, or stop it.") from error
+            self._locked = _file(self.directory / _LOCK)
 
     def write(self, **facts: Any) -> None:
-        """Replace the record, or remove it where that cannot be done: an old one says what is not true any more.
+        """Replace the record, or remove it where that fails: no record is better than a wrong one.
 
-        Of a kernel without a record others know that its directory has an owner.  Raises `OSError`.
+        Raises `OSError`.
         """
         draft = self.directory / f".{RECORD}"
         try:
             draft.touch(0o600)
-            draft.write_text(json.dumps({**facts, "owner": os.getpid(), "directory": str(self.directory)}))
+            own = {"version": VERSION, "owner": os.getpid(), "directory": str(self.directory)}
+            draft.write_text(json.dumps({**facts, **own}))
             draft.rename(self.directory / RECORD)
         except OSError:
             for stale in (draft, self.directory / RECORD):
@@ -74,7 +75,7 @@ class Registration:
             raise
 
     def renew(self) -> bool:
-        """Make the directory again if it was removed under us, and claim it; whether that was needed.
+        """Make and lock the directory again if it was removed meanwhile; return whether that was needed.
 
         Raises as the constructor, and `RuntimeDirectory`.
         """
@@ -86,54 +87,61 @@ class Registration:
         return True
 
     def release(self) -> None:
-        """Give the directory up as it is, for another owner to find."""
+        """Unlock the directory and leave it as it is, for another owner."""
         self._lock.release()
 
     def remove(self) -> None:
-        """Give the directory up and remove it.  Never raises: what cannot be removed now is left to `reap`."""
-        with contextlib.suppress(CapsuleError, OSError), _turn(self.directory.parent):
+        """Remove and unlock the directory.  Never raises: `reap` removes what cannot be removed now."""
+        with contextlib.suppress(CapsuleError, OSError), _locked_base(self.directory.parent):
             shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.release()
 
 
 def kernels(base: Path) -> list[dict[str, Any]]:
-    """The records of all kernels below ``base``, each with ``owned``: whether its owner lives.
+    """Return the records of all kernels below ``base``, each with ``owned``: whether its owner lives.
 
-    A kernel without an owner is listed if its capsule lives on; if that has ended too, there is no kernel any more.
-    Raises `CapsuleError` when others hold the base for too long.
+    A kernel without an owner is listed if its capsule still runs.  For a record of another release ``state`` is
+    ``refused``, and ``refusal`` says why.  Raises `CapsuleError` when others lock the base for too long.
     """
     found = []
     if base.is_dir():
-        with _turn(base):
+        with _locked_base(base):
             for directory in _directories(base):
                 owned = _is_owned(directory)
-                if (owned or _is_alive(directory)) and (record := _record(directory)) is not None:
+                if not owned and not _is_alive(directory):
+                    continue
+                try:
+                    record = _record(directory)
+                except ProtocolVersion as error:
+                    refused = {"kernel_name": "", "state": "refused", "pid": None, "image": None, "owner": None}
+                    record = {**error.details, **refused, "directory": str(directory), "refusal": error.message}
+                if record is not None:
                     found.append({**record, "owned": owned})
     return found
 
 
 def owned_kernel(directory: Path) -> dict[str, Any] | None:
-    """The record of the kernel whose directory this is, if its owner lives on this host.
+    """Return the record of the kernel in ``directory`` if its owner lives on this host.
 
-    Raises `CapsuleError` when others hold the base for too long.
+    Raises `CapsuleError` when others lock the base for too long, `ProtocolVersion` for a record of another release.
     """
-    with contextlib.suppress(OSError), _turn(directory.parent):
+    with contextlib.suppress(OSError), _locked_base(directory.parent):
         return _record(directory) if _is_owned(directory) else None
     return None
 
 
 def reap(base: Path) -> list[Path]:
-    """Remove the directories whose owner is gone and whose capsule (if any) has ended; returns them.
+    """Remove and return the directories whose owner is gone and whose capsule (if any) has ended.
 
-    A capsule that was told to outlive its owner is left alone: somebody may adopt it.  Raises `CapsuleError` when
-    others hold the base for too long.
+    A capsule that outlives its owner stays, to be attached.  Raises `CapsuleError` when others lock the base for too
+    long.
     """
     removed = []
     if base.is_dir():
-        with _turn(base):
+        with _locked_base(base):
             for directory in _directories(base):
                 if not _is_owned(directory) and not _is_alive(directory):
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, ProtocolVersion):
                         _note_lost(base, directory)
                     shutil.rmtree(directory, ignore_errors=True)
                     removed.append(directory)
@@ -141,11 +149,11 @@ def reap(base: Path) -> list[Path]:
 
 
 def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
-    """The id of a kernel that ended together with its server, and that a new one takes the place of; empty if none.
+    """Return the id of a kernel that ended together with its server, once; empty if there is none.
 
-    It is the one of this id, or else of this ``notebook``; and it is said once.  Called after `reap`, which notes them.
+    It has the id ``kernel_id``, or else this ``notebook``.  Called after `reap`, which notes such kernels.
     """
-    with contextlib.suppress(OSError, CapsuleError), _turn(base):
+    with contextlib.suppress(OSError, CapsuleError), _locked_base(base):
         notes = [(path, _json(path)) for path in sorted((base / _LOST).glob("*.json"))]
         mine = [(path, note) for path, note in notes if note.get("kernel_id") == kernel_id]
         same = [(path, note) for path, note in notes if notebook and note.get("notebook") == notebook]
@@ -157,38 +165,38 @@ def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
 
 
 def _note_lost(base: Path, directory: Path) -> None:
-    """A kernel whose server and whose process have ended, and that was not asleep: remember it for who comes after."""
+    """Write a note of a kernel that ended, not asleep, together with its server, for `claim_lost`."""
     record, session = _record(directory) or {}, _json(directory / "session.json")
     if record.get("state") in (None, "dead", "checkpointed") or not record.get("kernel_id"):
         return
-    place = base / _LOST
-    place.mkdir(mode=0o700, exist_ok=True)
-    for old in sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime)[: -_MOST_LOST or None]:
+    notes = base / _LOST
+    notes.mkdir(mode=0o700, exist_ok=True)
+    for old in sorted(notes.glob("*.json"), key=lambda path: path.stat().st_mtime)[: -_MAX_LOST or None]:
         old.unlink(missing_ok=True)
-    note = place / f"{directory.name}.json"
+    note = notes / f"{directory.name}.json"
     note.touch(0o600)
     note.write_text(json.dumps({"kernel_id": record["kernel_id"], "notebook": session.get("notebook", "")}))
 
 
 @contextlib.contextmanager
-def _turn(base: Path) -> Iterator[None]:
-    """Hold the lock of the base, which is a flock(2) on the directory itself.
+def _locked_base(base: Path) -> Iterator[None]:
+    """Lock the base, by a flock(2) on the directory itself.
 
-    Not a `FileLock`: that opens a file for writing, so that one would be left in the base, which is empty when no
-    kernel is there; and a cleaner of temporary files may remove a file that is locked, but leaves a directory that is
-    (tmpfiles.d(5)).  Nothing below a base that others can write to is believed, locked or removed: `CapsuleError`.
+    Not by a `FileLock`: that would leave a file in the base, which is empty when there is no kernel; and a cleaner of
+    temporary files may remove a locked file, but leaves a locked directory (tmpfiles.d(5)).  In a base that others can
+    write to nothing is read, locked or removed: `CapsuleError`.
     """
     require_private(base)
     fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + _TURN
+        deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    message = "Another process holds the directory of the kernels for too long."
+                    message = "Another process has locked the directory of the kernels for too long."
                     raise CapsuleError(message, directory=str(base)) from None
                 time.sleep(0.005)
         yield
@@ -197,7 +205,7 @@ def _turn(base: Path) -> Iterator[None]:
 
 
 def _file(path: Path) -> tuple[int, int] | None:
-    """Which file ``path`` is; None where there is none."""
+    """Return device and inode of ``path``; None where there is no file."""
     try:
         facts = path.stat()
     except OSError:
@@ -210,12 +218,20 @@ def _directories(base: Path) -> list[Path]:
 
 
 def _record(directory: Path) -> dict[str, Any] | None:
-    """The record in ``directory``; none while a kernel is being started there."""
-    return _json(directory / RECORD) or None
+    """Return the record in ``directory``; None while a kernel is being started there.  Raises `ProtocolVersion`."""
+    record = _json(directory / RECORD)
+    if record and (version := record.pop("version", None)) != VERSION:
+        raise ProtocolVersion(
+            f"The record {directory / RECORD} is of version {version}; this release knows version {VERSION}.",
+            left="the kernel is as it was",
+            kernel_id=str(record.get("kernel_id", directory.name)),
+            version=version,
+        )
+    return record or None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+    """Return the JSON object in a file; empty where there is none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -236,10 +252,10 @@ def _is_owned(directory: Path) -> bool:
 
 
 def _is_alive(directory: Path) -> bool:
-    """Whether a capsule without an owner answers.  It goes on undisturbed."""
+    """Whether a capsule without an owner answers."""
     try:
         Capsule.attach(directory).detach()
-    except ProtocolVersion:  # its own release may adopt it
+    except ProtocolVersion:  # for its own release to attach
         return True
     except (CapsuleError, CapsuleGone, OSError):
         return False

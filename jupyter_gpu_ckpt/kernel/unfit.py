@@ -1,7 +1,7 @@
-"""Commands whose kernels do not come up behind a gate: remembered while this process lives, so that each tries once.
+"""Commands whose kernels do not start behind a gate, remembered as long as this process lives: each is tried once.
 
-Such a kernel ends before its first answer, and works where it is started plainly: one that cannot listen on a unix
-socket of this length (xeus), say, or one that its namespaces keep from something.
+Such a kernel ends before its first answer, and works if started plainly: for example one that cannot listen on a unix
+socket of this length (xeus), or needs something that its namespaces do not have.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _lock = threading.Lock()
 
 
 def key(kernel_name: str, cmd: Sequence[str], connection_file: str) -> Key:
-    """What tells kernels of one kernelspec from others."""
+    """Return what the kernels of one kernelspec have in common."""
     return (kernel_name, *(word.replace(connection_file, "{connection_file}") for word in cmd))
 
 
 def remember(of: Key, error: KernelUnfit) -> None:
-    """Kernels of this key are to be started plainly from now on."""
+    """Remember that kernels of this key are to be started plainly."""
     with _lock:
         _known[of] = error
 
 
 def known(of: Key) -> KernelUnfit | None:
-    """Why kernels of this key are to be started plainly; None where they are not."""
+    """Return why kernels of this key are to be started plainly; None if they are not."""
     with _lock:
         return _known.get(of)

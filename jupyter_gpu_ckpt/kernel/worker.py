@@ -1,4 +1,4 @@
-"""One thread for the verbs of one kernel: they take turns, and the caller's event loop (if it has one) stays free."""
+"""One thread for the verbs of a kernel: they run one after the other, and the caller's event loop stays free."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pool: ThreadPoolExecutor | None = None
-        #: The last request for each verb: its arguments, and what becomes of it.
-        self._joined: dict[str, tuple[tuple[Any, ...], Future[Any]]] = {}
+        #: The last run of each verb: its arguments and its future.
+        self._last_runs: dict[str, tuple[tuple[Any, ...], Future[Any]]] = {}
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Have ``call`` run after those before it."""
+        """Run ``call`` after those submitted before."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix=self._name)
         return self._pool.submit(call)
@@ -33,10 +33,10 @@ class Worker:
 
         Raises `StateError` when the one under way has other arguments.
         """
-        joined, future = self._joined.get(name, ((), None))
+        joined, future = self._last_runs.get(name, ((), None))
         if future is None or future.done():
             future = self.submit(functools.partial(call, *arguments))
-            self._joined[name] = arguments, future
+            self._last_runs[name] = arguments, future
         elif joined != arguments:
             message = f"Another {name} of this kernel is under way, and not the same."
             raise StateError(message, hint="Wait for its end.", left="the one under way goes on")
@@ -44,7 +44,7 @@ class Worker:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def end(self) -> None:
-        """Let the thread go once it has done what was submitted; the next call starts another."""
+        """End the thread once it has run what was submitted; the next call starts another."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None

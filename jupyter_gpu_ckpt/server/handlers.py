@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -33,6 +33,14 @@ VERBS = ("suspend", "resume", "checkpoint", "restore")
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
 
 Method = Callable[..., Awaitable[None]]
+
+#: What a request of each verb runs.
+_VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
+    "suspend": GpuCkptProvisioner.suspend,
+    "resume": GpuCkptProvisioner.resume,
+    "checkpoint": GpuCkptProvisioner.checkpoint,
+    "restore": GpuCkptProvisioner.restore,
+}
 
 
 class Extension(Protocol):
@@ -212,7 +220,7 @@ class VerbHandler(Handler):
         provisioner = self.checkpointable(kernel_id)
         parameters = self._parameters(verb)
         arguments = {name: value for name, value in parameters.items() if name != "when"}
-        call = functools.partial(_call, provisioner, verb, arguments)
+        call = functools.partial(_VERBS[verb], provisioner, **arguments)
         turn = None
         if parameters.get("when") == "idle":
             turn = provisioner.once_idle()
@@ -230,11 +238,6 @@ class VerbHandler(Handler):
         if not isinstance(body.get("accept_changed_files", False), bool):
             raise BadRequest("accept_changed_files is true or false.")
         return body
-
-
-async def _call(provisioner: GpuCkptProvisioner, verb: str, parameters: dict[str, Any]) -> None:
-    call: Callable[..., Awaitable[Any]] = getattr(provisioner, verb)
-    await call(**parameters)
 
 
 class DrainHandler(Handler):

@@ -73,13 +73,13 @@ def test_an_answer_that_cannot_be_made_is_an_error_without_details(agent_request
     agent_requests.answer({"verb": "status", "now": True, "id": "7"}, LIFECYCLE, gate)
     until(lambda: gate.sent, "an answer")
     assert gate.sent[0]["error"]["code"] == "INTERNAL"
-    assert gate.sent[0]["error"]["message"] == "The question could not be answered: AttributeError."
+    assert gate.sent[0]["error"]["message"] == "The request could not be answered: AttributeError."
 
 
 def test_a_protection_is_written_down_and_taken_over() -> None:
     remembered = []
     log = logging.getLogger("test")
-    before = AgentRequests(log, remember=lambda: remembered.append(before.protected_until))
+    before = AgentRequests(log, on_protected=remembered.append)
     before.protect(100)
     assert remembered == [before.protection()]
     assert AgentRequests(log, protected_until=remembered[0]).protection() == remembered[0]

@@ -134,15 +134,15 @@ class PartlyDone(Exception):
 
 @dataclass
 class Saved:
-    """Facts of a kernel from its suspend, for its image and its resume."""
+    """Facts of a kernel from its suspend, for its image and its resume.
 
-    #: The agent's report.
+    ``report``: the agent's.  ``device_bytes``: by GPU UUID.  ``node_gpus``: UUIDs of all GPUs of the node.  ``cuda``:
+    whether there is CUDA state to resume.
+    """
+
     report: dict[str, Any] = field(default_factory=dict)
-    #: Device memory by GPU UUID.
     device_bytes: dict[str, int] = field(default_factory=dict)
-    #: UUIDs of all GPUs of the node.
     node_gpus: list[str] = field(default_factory=list)
-    #: Whether there is CUDA state to resume.
     cuda: bool = False
 
 

@@ -52,6 +52,8 @@ STEPS: Mapping[Step, Callable[[Attempt], None]] = {
     Step.RELEASE: resume.release,
 }
 
+Steps = tuple[Step, ...]
+
 #: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
 _CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
 #: The classes, without subclasses, of the errors of such a step.  Other errors are the same however often it is tried:
@@ -341,9 +343,7 @@ class Lifecycle:
                     self.gate.fail(final)
                 raise final from failure
 
-    def _attempt(
-        self, attempt: Attempt, steps: tuple[Step, ...], *, retry: bool = False
-    ) -> tuple[Exception | None, bool]:
+    def _attempt(self, attempt: Attempt, steps: Steps, *, retry: bool = False) -> tuple[Exception | None, bool]:
         """Run one attempt; return its first failure and, to ``retry``, whether another attempt may succeed."""
         self.kernel.attempt = attempt
         try:
@@ -361,7 +361,7 @@ class Lifecycle:
             attempt.resources.close()
             self.kernel.attempt = None
 
-    def _drive(self, attempt: Attempt, steps: tuple[Step, ...]) -> tuple[Step | None, Exception | None]:
+    def _drive(self, attempt: Attempt, steps: Steps) -> tuple[Step | None, Exception | None]:
         """Run a plan to its end or, after a failure, back; return the first failure and its step."""
         failed_at: Step | None = None
         failure: Exception | None = None
@@ -403,7 +403,7 @@ class Lifecycle:
             return error, done
         return None, True
 
-    def _unwind(self, attempt: Attempt, steps: Sequence[Step]) -> tuple[Step, ...]:
+    def _unwind(self, attempt: Attempt, steps: Steps) -> Steps:
         """Run undo steps, each whether the one before failed or not; return those that failed."""
         attempt.unwinding = True
         failed: list[Step] = []
@@ -435,7 +435,7 @@ class Lifecycle:
                     self.gate.open(self.kernel.settings.connect)
                     self.gate.release()
 
-    def _advance(self, event: machine.Event) -> tuple[Step, ...]:
+    def _advance(self, event: machine.Event) -> Steps:
         """Advance the machine by ``event`` and return the steps to run."""
         before = self.state
         self.kernel.machine, steps = machine.advance(self.kernel.machine, event)
@@ -449,11 +449,9 @@ class Lifecycle:
         image = self.kernel.image or self.kernel.kept_image
         kept = f"the image is kept as {image.id}" if image else ""
         where = "in host memory" if self.kernel.spill_directory is None else "on the disk"
-        return {
-            State.RUNNING: "the kernel runs on",
-            State.SUSPENDED: f"the kernel is suspended, its device memory is kept {where}",
-            State.CHECKPOINTED: kept,
-        }.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
+        suspended = f"the kernel is suspended, its device memory is kept {where}"
+        texts = {State.RUNNING: "the kernel runs on", State.SUSPENDED: suspended, State.CHECKPOINTED: kept}
+        return texts.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
 
     def _final_error(self, error: Exception) -> GpuCkptError:
         """Return a copy of a step's error with what is left behind after the undo."""

@@ -146,9 +146,8 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
     if tasks.has_external_peer(directory):
-        raise errors.UnsupportedSocket(
-            "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
-        )
+        message = "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
+        raise errors.UnsupportedSocket(message)
     notes: dict[str, Any] = state["notes"]
     owners = {str(tid): pid for pid, process in state["inventory"].items() for tid in process["threads"]}
     for tid, signal in tasks.remove_death_signals(directory).items():
@@ -251,10 +250,7 @@ def publish(attempt: Attempt) -> None:
         boottime=clocks.boottime,
         runtime_dir=str(home.inner_dir),
         criu_version=engine.criu_version,
-        device_bytes=saved.device_bytes,
-        node_gpus=saved.node_gpus,
-        cuda=saved.cuda,
-        report=saved.report,
+        **vars(saved),
         steps=dict(attempt.seconds),
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
         fingerprint=compatibility.dump_fingerprint(

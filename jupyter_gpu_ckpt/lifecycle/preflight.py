@@ -170,26 +170,19 @@ def undumpable(pid: int) -> PreflightFinding | None:
     """Return a finding for a kernel that only root may inspect (PR_SET_DUMPABLE)."""
     if os.access(f"/proc/{pid}/fd", os.R_OK) or procfs.is_ending(pid):
         return None
-    return blocking(
-        errors.UnprovenState(
-            "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it.",
-            hint="In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again.",
-        )
-    )
+    message = "The kernel is not dumpable (PR_SET_DUMPABLE is 0): nobody may look into it."
+    hint = "In the kernel, ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) makes it dumpable again."
+    return blocking(errors.UnprovenState(message, hint=hint))
 
 
 def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]:
     """Return the findings from the refusals of `inventory.inspect`."""
-    return [
-        blocking(
-            _UNPROVEN[refusal["kind"]](
-                f"The kernel has {refusal['what']}: that would not come back from a checkpoint.",
-                hint=refusal["hint"] or None,
-                culprit=refusal["what"],
-            )
-        )
-        for refusal in refusals
-    ]
+    found = []
+    for refusal in refusals:
+        what, hint = refusal["what"], refusal["hint"] or None
+        message = f"The kernel has {what}: that would not come back from a checkpoint."
+        found.append(blocking(_UNPROVEN[refusal["kind"]](message, hint=hint, culprit=what)))
+    return found
 
 
 def _is_used(adapter: Process) -> bool:
@@ -212,9 +205,8 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
         findings.append(blocking(busy))
     if others:
         types = ", ".join(sorted(set(others)))
-        findings.append(
-            PreflightFinding("REQUESTS", f"The kernel still owes answers, for which it is given a moment: {types}.")
-        )
+        text = f"The kernel still owes answers, for which it is given a moment: {types}."
+        findings.append(PreflightFinding("REQUESTS", text))
     return findings
 
 

@@ -69,10 +69,8 @@ def _fetch_content(kernel: KernelState, image: Image) -> None:
     def check_cancelled(_: int) -> None:
         cancellation.check(Reason.END)
         if cancellation.reason >= Reason.DETACH_SOON:
-            raise ImageArchived(
-                "The server was stopped while the content was on its way back from the cold tier.",
-                hint="The next wake continues where this one stopped.",
-            )
+            message = "The server was stopped while the content was on its way back from the cold tier."
+            raise ImageArchived(message, hint="The next wake continues where this one stopped.")
 
     archive.fetch_content(image, kernel.engine.store, Remote(url), check_cancelled)
 
@@ -182,10 +180,8 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
         yield
         return
     needed = int(manifest.fingerprint.get("memory", 0))
-    directory = (
-        host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed) if not files.encrypted else None
-    )
-    extents = kernel.fast_path(capsule).create_extents(directory)
+    target = None if files.encrypted else host_memory.choose_directory(kernel, capsule, manifest.swapped_bytes, needed)
+    extents = kernel.fast_path(capsule).create_extents(target)
     try:
         attempt.device_read = reading = device_memory.begin_read(
             extents, manifest.swapped_bytes, files.device_directory, device_memory.entries(manifest), files.codec
@@ -244,9 +240,7 @@ def remove_image(kernel: KernelState) -> int:
     image, attempt, freed = kernel.image, kernel.attempt, 0
     if image is not None:
         leased = attempt is not None and attempt.lease is not None
-        freed = kernel.engine.store.remove(
-            image, leased=leased, before_delete=lambda doomed: _keep_chunks(kernel, doomed)
-        )
+        freed = kernel.engine.store.remove(image, leased=leased, before_delete=lambda path: _keep_chunks(kernel, path))
         kernel.image = None
         with contextlib.suppress(KeyUnusable):  # then a copy of it that is put back may go unnoticed
             kernel.engine.store.generations.record_restored(image.manifest.kernel_id, image.manifest.generation)
@@ -264,7 +258,7 @@ def retire_image(kernel: KernelState) -> Image | None:
     return image
 
 
-def _keep_chunks(kernel: KernelState, doomed: Path) -> None:
+def _keep_chunks(kernel: KernelState, path: Path) -> None:
     """Keep the device memory of an image that is being deleted: the next one needs the chunks that do not change."""
     assert kernel.image is not None
     manifest, store = kernel.image.manifest, kernel.engine.store
@@ -273,4 +267,4 @@ def _keep_chunks(kernel: KernelState, doomed: Path) -> None:
     if wanted and manifest.swapped_bytes and manifest.encryption is None:
         with contextlib.suppress(OSError):  # a sweep has removed it
             kernel.chunks = ChunkCache(store.root)
-            kernel.chunks.adopt(doomed / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))
+            kernel.chunks.adopt(path / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))

@@ -73,7 +73,7 @@ class Placement(LoggingConfigurable):
     feature_names = Dict(
         per_key_traits={kind: Unicode() for kind in slurm.NAMES},
         help="Slurm: how the features are named in slurm.conf, by kind (architecture, linux, glibc, driver, cpu, gpu); "
-        "{} is the value. Empty: this kind is not choice for.",
+        "{} is the value. Empty: this kind is not requested.",
     ).tag(config=True)
     sinfo = List(Unicode(), list(slurm.SINFO), help="Slurm: the command that lists the nodes.").tag(config=True)
     list_nodes = Bool(

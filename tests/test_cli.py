@@ -143,14 +143,12 @@ def test_doctor_says_whether_and_why_in_json_and_by_its_exit_status(site: Site):
     assert told["fit"]["cpu"] is True
     assert told["reason"]["cpu"] in (None, "")
     for finding in told["findings"]:
-        assert set(finding) == {"check", "ok", "what", "mend", "level", "needed_for"}
+        assert set(finding) == {"check", "ok", "message", "fix", "level", "needed_for"}
     done = site.command("doctor", "--json", env={**site.env, "JUPYTER_GPU_CKPT_CRIU": "/nowhere/criu"})
     told = json.loads(done.stdout)
     assert done.returncode == 69
     assert told["fit"]["cpu"] is False
-    assert any(
-        finding["check"] == "criu" and finding["ok"] is False and finding["mend"] for finding in told["findings"]
-    )
+    assert any(finding["check"] == "criu" and finding["ok"] is False and finding["fix"] for finding in told["findings"])
 
 
 def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site):

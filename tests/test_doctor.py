@@ -15,7 +15,7 @@ from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
 from jupyter_gpu_ckpt.cuda.fastpath import Preload
 from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
-from jupyter_gpu_ckpt.doctor.probes import Place, Probes, Uname
+from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes, Uname
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
@@ -39,7 +39,7 @@ FIT = Probes(
     namespaces=lambda: dict.fromkeys(PERMITTED),
     criu=lambda: CriuBinary(("/usr/sbin/criu",), (4, 2, 1), "system"),
     criu_check=lambda binary: Check(True, "Looks good"),
-    place=lambda path: Place(path, 100 << 30, "ext4"),
+    directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4"),
     default_kernel=lambda: "7.4.0",
     nvidia_driver=lambda: "580.159.04",
     require_cuda=lambda: None,
@@ -66,7 +66,7 @@ def raiser(error: Exception):
 def refusing(step: str, number: int = errno.EPERM, **probes) -> Probes:
     """A fit host, but that ``step`` of the trial is refused, and whatever follows it is not reached."""
     answers = dict.fromkeys(PERMITTED[: PERMITTED.index(step)])
-    answers[step] = {"errno": number, "what": os.strerror(number)}
+    answers[step] = {"errno": number, "message": os.strerror(number)}
     if step in ("ns_last_pid", "set_tid", "ptrace"):
         answers = dict.fromkeys(PERMITTED) | answers
     return replace(FIT, namespaces=lambda: answers, **probes)
@@ -84,7 +84,7 @@ def test_a_fit_host():
     findings = diagnose(probes=FIT)
     assert fit(findings, "cpu") and fit(findings, "gpu")
     assert reason(findings) == reason(findings, "gpu") == ""
-    assert all(finding.ok is not False and not finding.mend for finding in findings)
+    assert all(finding.ok is not False and not finding.fix for finding in findings)
 
 
 def test_without_a_gpu_kernels_without_cuda_can_be_checkpointed():
@@ -116,9 +116,9 @@ FAULTS = {
     "other machine": (
         replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "riscv64")), "linux", "error", "cpu", "riscv64", ""
     ),
-    "a machine that nobody has tried": (
+    "an untested machine": (
         replace(FIT, kernel=lambda: Uname("Linux", "6.8.0", "aarch64")),
-        "linux", "warning", "cpu", "nobody has tried it", "",
+        "linux", "warning", "cpu", "not tested on this architecture", "",
     ),
     "no criu": (
         replace(FIT, criu=raiser(CriuMissing("No CRIU."))), "criu", "error", "cpu", "No CRIU.", "install-criu"
@@ -199,7 +199,7 @@ FAULTS = {
     ),
     "no choice of pids": (
         replace(FIT, namespaces=lambda: dict.fromkeys(PERMITTED) | {
-            name: {"errno": errno.EPERM, "what": "no"} for name in ("ns_last_pid", "set_tid")
+            name: {"errno": errno.EPERM, "message": "no"} for name in ("ns_last_pid", "set_tid")
         }),
         "pid-choice", "error", "cpu", "old pid", "",
     ),
@@ -212,23 +212,23 @@ FAULTS = {
         "ptrace", "error", "cpu", "attach", DOCKER,
     ),
     "unwritable images": (
-        replace(FIT, place=lambda path: Place(path, 100 << 30, "ext4", "Permission denied")),
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "ext4", "Permission denied")),
         "image-directory", "error", "cpu", "Permission denied", "sudo install -d -m 700",
     ),
     "images on nfs": (
-        replace(ROOT, place=lambda path: Place(path, 100 << 30, "nfs4")),
+        replace(ROOT, directory_facts=lambda path: DirectoryFacts(path, 100 << 30, "nfs4")),
         "image-directory", "warning", "cpu", "squashes root", "",
     ),
     "little space": (
-        replace(FIT, place=lambda path: Place(path, 1 << 30, "ext4")),
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 1 << 30, "ext4")),
         "disk-space", "warning", "cpu", "Only 1.0 GiB", "df -h",
     ),
     "no space": (
-        replace(FIT, place=lambda path: Place(path, 1 << 20, "ext4")),
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(path, 1 << 20, "ext4")),
         "disk-space", "error", "cpu", "Only 1.0 MiB", "df -h",
     ),
     "no shared memory": (
-        replace(FIT, place=lambda path: Place(Path("/dev"), 100 << 30, "devtmpfs")),
+        replace(FIT, directory_facts=lambda path: DirectoryFacts(Path("/dev"), 100 << 30, "devtmpfs")),
         "shared-memory", "warning", "cpu", "tqdm", "mount -t tmpfs",
     ),
     "no ipykernel": (
@@ -280,28 +280,35 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(name):
-    probes, check, level, need, words, mend = FAULTS[name]
+    probes, check, level, need, words, fix = FAULTS[name]
     findings = diagnose(probes=probes)
     finding = next(finding for finding in findings if finding.check == check)
     assert finding.ok is False and (finding.level, finding.needed_for) == (level, need)
-    assert words in finding.what
-    assert mend in finding.mend and bool(mend) == bool(finding.mend)
+    assert words in finding.message
+    assert fix in finding.fix and bool(fix) == bool(finding.fix)
     hindered = level == "error"
     assert fit(findings, "gpu") is not hindered
     assert fit(findings, "cpu") is not (hindered and need == "cpu")
     if hindered:
-        assert reason(findings, "gpu").startswith(finding.what)
+        assert reason(findings, "gpu").startswith(finding.message)
 
 
 @pytest.mark.parametrize("scope", ["1", "2"])
 def test_yama_does_not_hinder_a_capsule(scope):
     found = by_check(replace(FIT, sysctl=settings(kernel__yama__ptrace_scope=scope)))
-    assert found["ptrace"].ok and f"ptrace_scope {scope} is no obstacle" in found["ptrace"].what
+    assert found["ptrace"].ok and f"ptrace_scope {scope} is no obstacle" in found["ptrace"].message
 
 
 @pytest.mark.parametrize("step", ["ns_last_pid", "set_tid"])
 def test_one_way_to_choose_pids_is_enough(step):
     assert by_check(refusing(step))["pid-choice"].ok
+
+
+def test_the_configured_fast_path_is_reported():
+    found = {value: by_check(FIT, fast_path=value)["fast-path"] for value in ("auto", "off")}
+    assert {value: finding.ok for value, finding in found.items()} == {"auto": True, "off": None}
+    assert all(f'fast_path = "{value}"' in finding.message for value, finding in found.items())
+    assert "rate of the bus" not in found["off"].message
 
 
 def test_mps_that_cannot_be_seen_is_no_fault():
@@ -319,7 +326,7 @@ def test_a_broken_probe_is_a_finding_and_the_rest_is_still_asked():
     )
     broken = {finding.check: finding for finding in findings if finding.ok is False}
     assert set(broken) == {"linux", "user-namespaces"}
-    assert "RuntimeError: boom" in broken["linux"].what and "60 s" in broken["user-namespaces"].what
+    assert "RuntimeError: boom" in broken["linux"].message and "60 s" in broken["user-namespaces"].message
 
 
 def test_text_and_json_say_the_same():

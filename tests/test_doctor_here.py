@@ -52,10 +52,10 @@ def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
 def test_images_are_looked_for_where_the_other_commands_find_them(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_GPU_CKPT_IMAGES", str(tmp_path / "theirs"))
     (finding,) = (one for one in diagnose() if one.check == "image-directory")
-    assert str(tmp_path / "theirs") in finding.what
+    assert str(tmp_path / "theirs") in finding.message
     assert default_image_dir() == tmp_path / "theirs"
     (finding,) = (one for one in diagnose(tmp_path / "named") if one.check == "image-directory")
-    assert str(tmp_path / "named") in finding.what
+    assert str(tmp_path / "named") in finding.message
 
 
 def test_this_host_is_fit_for_an_ordinary_user(criu):
@@ -111,40 +111,40 @@ def spoiled(fault: str, *arguments: str) -> dict[str, dict]:
 
 def test_real_user_namespaces_switched_off():
     finding = spoiled("max_user_namespaces")["user-namespaces"]
-    assert finding["ok"] is False and "user.max_user_namespaces is 0" in finding["what"]
-    assert finding["mend"] == "sudo sysctl -w user.max_user_namespaces=15000"
+    assert finding["ok"] is False and "user.max_user_namespaces is 0" in finding["message"]
+    assert finding["fix"] == "sudo sysctl -w user.max_user_namespaces=15000"
 
 
 @pytest.mark.parametrize(("kind", "word"), [("mnt", "mount"), ("pid", "pid"), ("time", "time")])
 def test_real_other_namespaces_used_up(kind, word):
     found = spoiled(f"max_{kind}_namespaces")
     assert found["user-namespaces"]["ok"] is True
-    assert found["namespaces"]["ok"] is False and f"limit of {word} namespaces" in found["namespaces"]["what"]
-    assert found["namespaces"]["mend"] == f"sudo sysctl -w user.max_{kind}_namespaces=15000"
+    assert found["namespaces"]["ok"] is False and f"limit of {word} namespaces" in found["namespaces"]["message"]
+    assert found["namespaces"]["fix"] == f"sudo sysctl -w user.max_{kind}_namespaces=15000"
 
 
 def test_real_masked_proc():
     found = spoiled("proc")
     assert found["namespaces"]["ok"] is True
-    assert found["proc-mount"]["ok"] is False and "/proc/timer_list" in found["proc-mount"]["what"]
+    assert found["proc-mount"]["ok"] is False and "/proc/timer_list" in found["proc-mount"]["message"]
 
 
 def test_real_seccomp_filter():
     finding = spoiled("seccomp")["user-namespaces"]
-    assert finding["ok"] is False and "seccomp" in finding["what"] and "seccomp=unconfined" in finding["mend"]
+    assert finding["ok"] is False and "seccomp" in finding["message"] and "seccomp=unconfined" in finding["fix"]
 
 
 @as_root
 def test_real_root_without_cap_sys_admin():
     found = spoiled("root")
-    assert found["root-capabilities"]["ok"] is False and "CAP_SYS_ADMIN" in found["root-capabilities"]["what"]
-    assert "--cap-add SYS_ADMIN" in found["root-capabilities"]["mend"]
+    assert found["root-capabilities"]["ok"] is False and "CAP_SYS_ADMIN" in found["root-capabilities"]["message"]
+    assert "--cap-add SYS_ADMIN" in found["root-capabilities"]["fix"]
     assert found["namespaces"]["ok"] is False
 
 
 def test_real_unwritable_image_directory(tmp_path):
     finding = spoiled("unwritable", "--image-dir", str(tmp_path))["image-directory"]
-    assert finding["ok"] is False and "Permission denied" in finding["what"]
+    assert finding["ok"] is False and "Permission denied" in finding["message"]
 
 
 def test_real_old_criu(tmp_path, monkeypatch):
@@ -153,7 +153,7 @@ def test_real_old_criu(tmp_path, monkeypatch):
     old.chmod(0o755)
     monkeypatch.setenv(install.VARIABLE, str(old))
     found = {finding.check: finding for finding in diagnose()}
-    assert found["criu"].ok is False and "3.17.1" in found["criu"].what and found["criu-check"].ok is None
+    assert found["criu"].ok is False and "3.17.1" in found["criu"].message and found["criu-check"].ok is None
 
 
 def test_no_driver_no_gpu_questions():

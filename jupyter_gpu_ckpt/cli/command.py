@@ -1,4 +1,4 @@
-"""What all commands share: options, Jupyter's configuration, help, and an answer for people or for programs."""
+"""The base of all commands: options, Jupyter's configuration, help, and output for people or programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jupyter_core.application import JupyterApp, base_aliases, base_flags
-from traitlets import Bool, TraitError, Unicode, default
+from traitlets import Bool, Enum, TraitError, TraitType, Unicode, default
 from traitlets.config.application import ClassesType
 from traitlets.config.configurable import Configurable
 from traitlets.config.loader import ArgumentError, Config, ConfigFileNotFound, KVArgParseConfigLoader
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 PROGRAM = "jupyter gpu-ckpt"
 
-#: What a command answers: the document for programs, and the exit status.
-Answer = tuple[dict[str, Any], int]
+#: The result of a command: the document for programs, and the exit status.
+Result = tuple[dict[str, Any], int]
 
-#: Configuration files, each before those that override it: the files of the applications that start kernels, since
-#: each may set the provisioner's traits; then this application's own, which the server extension reads, too.
+#: Configuration files, each before those that override it: those of the applications that start kernels, since each
+#: may set the provisioner's traits; then this application's own, which the server extension reads, too.
 CONFIG_FILES = (
     "jupyter_config",
     "jupyter_server_config",
@@ -53,6 +53,7 @@ class Configured(Configurable):
     runtime_base = Unicode().tag(config=True)
     accept_changed_files = Bool(False).tag(config=True)
     encryption_key = Unicode().tag(config=True)
+    fast_path = Enum(["auto", "off"], "auto").tag(config=True)
     memory_dir = Unicode("/dev/shm").tag(config=True)  # noqa: S108 - a directory of this user's below it
 
     @classmethod
@@ -73,7 +74,11 @@ class Configured(Configurable):
 
 
 class GpuCkptCommand(JupyterApp):
-    """A command; subclasses set `verb`, `description`, `arguments`, `examples`, and define `run` and `show`."""
+    """A command; subclasses set `verb`, `description`, `arguments`, `examples`, and define `run` and `show`.
+
+    A trait that is tagged ``option`` is an option of the command, with the trait's help: a flag if it is a `Bool`, else
+    with a value that the tag names in the help.  Options of the base class are inherited.
+    """
 
     name = "jupyter-gpu-ckpt"
     version = __version__
@@ -81,7 +86,7 @@ class GpuCkptCommand(JupyterApp):
     verb: ClassVar[str] = ""
     #: The positional arguments as the help shows them: ``IMAGE``, ``[IMAGE]`` or ``IMAGE...``.
     arguments: ClassVar[tuple[str, ...]] = ()
-    #: What stands for the value of an option in the help.
+    #: The names of options' values in the help.
     metavars: ClassVar[dict[str, str]] = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR"}
 
     aliases: dict[str, Any] = {
@@ -99,16 +104,32 @@ class GpuCkptCommand(JupyterApp):
 
     as_json = Bool(False, help="Print one JSON document.").tag(config=True)
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        flags, aliases, metavars = {}, {}, {}
+        for name, trait in vars(cls).items():
+            if isinstance(trait, TraitType) and (value := trait.metadata.get("option")):
+                key = trait.metadata.get("option_name") or name.replace("_", "-")
+                if isinstance(trait, Bool):
+                    flags[key] = ({cls.__name__: {name: True}}, trait.help)
+                else:
+                    aliases[key], metavars[key] = (f"{cls.__name__}.{name}", trait.help), value
+        base = cls.__base__
+        assert base is not None
+        cls.flags = {**flags, **base.flags}  # type: ignore[attr-defined]
+        cls.aliases = {**aliases, **vars(cls).get("aliases", {}), **base.aliases}  # type: ignore[attr-defined]
+        cls.metavars = {**metavars, **vars(cls).get("metavars", {}), **base.metavars}  # type: ignore[attr-defined]
+
     #: The exit status, once the command has been started.
     status = 0
-    _shown: str | None = None
+    _help_text: str | None = None
 
     def _log_level_default(self) -> int:
-        return 30  # logging.WARNING: answers go to stdout, and nothing is to stand between them
+        return 30  # logging.WARNING: nothing may be printed among the output
 
     # -- what a subclass defines
 
-    def run(self) -> Answer | None:
+    def run(self) -> Result | None:
         """Do the work.  None if everything is printed already.  Raises `GpuCkptError`."""
         raise NotImplementedError
 
@@ -116,7 +137,7 @@ class GpuCkptCommand(JupyterApp):
         """Print the document of `run` for people."""
 
     def complete(self, given: list[str]) -> list[str]:
-        """Return what the next positional argument may be, after those ``given``.  Called from the shell."""
+        """Return the possible next positional arguments, after those ``given``.  Called from the shell."""
         return []
 
     # -- what commands use
@@ -124,9 +145,9 @@ class GpuCkptCommand(JupyterApp):
     @property
     def configured(self) -> Configured:
         """The provisioner's configuration.  Raises `BadRequest` for a value of a wrong type."""
-        section = self.config.get("GpuCkptProvisioner", {})  # the others are no mistakes, which traitlets would warn of
+        section = self.config.get("GpuCkptProvisioner", {})  # traitlets would warn of its other traits
         known = {name: section[name] for name in Configured.class_traits(config=True) if name in section}
-        with _understood():
+        with _errors_mapped():
             return Configured(config=Config({"GpuCkptProvisioner": known}))
 
     def store(self) -> Store:
@@ -144,22 +165,22 @@ class GpuCkptCommand(JupyterApp):
     def initialize(self, argv: Any = None) -> None:
         """Parse the command line and load the configuration.  Raises `BadRequest`."""
         self.parse_command_line(argv)
-        if self.subapp is None and self._shown is None:
+        if self.subapp is None and self._help_text is None:
             self.load_config_file()
 
     def parse_command_line(self, argv: Any = None) -> None:
         arguments = list(argv or [])
         options = arguments[: arguments.index("--")] if "--" in arguments else arguments
         if {"-h", "--help", "--help-all"} & set(options) and "_ARGCOMPLETE" not in os.environ:
-            self._shown = "\n".join(self.emit_help(classes="--help-all" in options)).rstrip()
+            self._help_text = "\n".join(self.emit_help(classes="--help-all" in options)).rstrip()
         elif {"-V", "--version"} & set(options) and "_ARGCOMPLETE" not in os.environ:
-            self._shown = self.version
+            self._help_text = self.version
         else:
             self._parse(arguments)
 
     def _parse(self, arguments: list[str]) -> None:
         flags, aliases = self.flatten_flags()
-        with _understood(aliases):
+        with _errors_mapped(aliases):
             loader = _Loader(arguments, aliases, flags, command=self)
             self.cli_config = deepcopy(loader.load_config())
             self.update_config(self.cli_config)
@@ -177,8 +198,8 @@ class GpuCkptCommand(JupyterApp):
     def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
         """Load the files of Jupyter's configuration, or the one that ``--config`` names.  Raises `BadRequest`.
 
-        A file that fails is skipped with a warning, as Jupyter's servers skip it.  What it prints goes to stderr: the
-        answer alone is on stdout.
+        A file that fails is skipped with a warning, as Jupyter's servers skip it.  Its output goes to stderr: only the
+        command's own is on stdout.
         """
         found = Config()
         with contextlib.redirect_stdout(sys.stderr):
@@ -192,7 +213,7 @@ class GpuCkptCommand(JupyterApp):
                 for name in CONFIG_FILES:
                     self._load(found, name)
         found.merge(self.cli_config)
-        with _understood():
+        with _errors_mapped():
             self.update_config(found)
 
     def _load(
@@ -218,15 +239,15 @@ class GpuCkptCommand(JupyterApp):
         if self.subapp is not None:
             self.subapp.start()
             self.status = getattr(self.subapp, "status", 0)
-        elif self._shown is not None:
-            print(self._shown)
+        elif self._help_text is not None:
+            print(self._help_text)
         elif self.generate_config:
             self.write_default_config()
         else:
-            answer = self.run()
-            if answer is None:
+            result = self.run()
+            if result is None:
                 return
-            document, self.status = answer
+            document, self.status = result
             if self.as_json:
                 print(json.dumps(document))
             else:
@@ -244,7 +265,7 @@ class GpuCkptCommand(JupyterApp):
         return super().generate_config_file(classes or self._documented())
 
     def _documented(self) -> list[type[Configurable]]:
-        """The classes whose traits are shown in full: the provisioner's are configured in the same files."""
+        """Return the classes whose traits are shown in full: the provisioner's are configured in the same files."""
         from ..kernel.provisioner import GpuCkptProvisioner
 
         return [type(self), GpuCkptProvisioner]
@@ -295,14 +316,13 @@ class ImageCommand(GpuCkptCommand):
         "image-dir": (
             "GpuCkptProvisioner.image_dir",
             "The directory of the images (default: the one that Jupyter's configuration sets).",
-        ),
-        **GpuCkptCommand.aliases,
+        )
     }
 
     def complete(self, given: list[str]) -> list[str]:
         repeated = [name for name in self.arguments[-1:] if name.endswith("...")]
         name = next(iter([*self.arguments[len(given) : len(given) + 1], *repeated]), "")
-        if "IMAGE" not in name or "URL" in self.arguments[:1]:  # images elsewhere are not listed for a completion
+        if "IMAGE" not in name or "URL" in self.arguments[:1]:  # remote images are not listed for a completion
             return []
         return [image.id for image in self.store().images() if image.id not in given]
 
@@ -332,17 +352,17 @@ class _Loader(KVArgParseConfigLoader):
         self.parser.parse_args = self.parser.parse_intermixed_args  # type: ignore[method-assign]
 
     def _handle_unrecognized_alias(self, arg: str) -> None:
-        """Called for an option that does not exist.  It might be a misspelt ``--dry-run``: nothing may happen."""
+        """Refuse an unknown option, which might be a misspelt ``--dry-run``."""
         known = [*self.aliases, *self.flags, "help", "help-all", "version"]
         raise BadRequest(f"There is no option {_option(arg)}.", hint=suggestion(arg, known, _option))
 
     def _argcomplete(self, classes: list[Any], subcommands: dict[str, Any] | None) -> None:
-        """Called once the parser is made.  Without a shell that asks, `argcomplete` is not even imported."""
+        """Prepare completion; `argcomplete` is imported only if a shell requests it."""
         if "_ARGCOMPLETE" not in os.environ:
             return
 
         def complete(prefix: str, parsed_args: Any, **_: Any) -> list[str]:
-            with contextlib.suppress(Exception):  # while a shell completes, an error would garble its line
+            with contextlib.suppress(Exception):  # an error would garble the shell's line
                 self._command.load_config_file()
                 return self._command.complete(list(getattr(parsed_args, "extra_args", None) or []))
             return []
@@ -355,7 +375,7 @@ class _Loader(KVArgParseConfigLoader):
 
 
 @contextlib.contextmanager
-def _understood(aliases: dict[str, str] | None = None) -> Iterator[None]:
+def _errors_mapped(aliases: dict[str, str] | None = None) -> Iterator[None]:
     """Map traitlets' errors about values to `BadRequest`; ``aliases`` are the traits that options set."""
     try:
         yield

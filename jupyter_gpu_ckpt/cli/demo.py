@@ -13,14 +13,15 @@ import os
 import sys
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from traitlets import Float, Unicode
 from traitlets.config import Config
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
 from ..trace import Recorder, StepEvent
-from .command import Answer, ImageCommand
+from ..units import size
+from .command import ImageCommand, Result
 from .terminal import Part, Terminal
 
 if TYPE_CHECKING:
@@ -37,21 +38,15 @@ class DemoCommand(ImageCommand):
         "`fingerprint` print before and after. The kernel is configured as a server's kernels are."
     )
     arguments = ("[NOTEBOOK]",)
-    aliases: dict[str, Any] = {
-        "kernel": ("DemoCommand.kernel", "The kernelspec to use (default: python3)."),
-        "timeout": ("DemoCommand.timeout", "The seconds that a cell may take (default: 300)."),
-        **ImageCommand.aliases,
-    }
-    metavars: ClassVar[dict[str, str]] = {"kernel": "NAME", "timeout": "SECONDS", **ImageCommand.metavars}
     examples = """
     jupyter gpu-ckpt demo
     jupyter gpu-ckpt demo analysis.ipynb --timeout 1000
     """
 
-    kernel = Unicode("python3", help="The kernelspec to use.").tag(config=True)
-    timeout = Float(300.0, help="The seconds that a cell may take.").tag(config=True)
+    kernel = Unicode("python3", help="The kernelspec to use (default: python3).").tag(config=True, option="NAME")
+    timeout = Float(300.0, help="The seconds that a cell may take (default: 300).").tag(config=True, option="SECONDS")
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
         cells = _read(Path(self.extra_args[0]) if self.extra_args else quickstart())
         config = deepcopy(self.config)
@@ -77,7 +72,7 @@ def quickstart() -> Path:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The notebook's cells, once they are known to show something."""
+    """Return the notebook's cells.  Raises `BadRequest` if nothing can be compared."""
     try:
         cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -107,14 +102,14 @@ class _Demo:
         self.failed: list[str] = []
         self.client: Any = None
 
-    def say(self, *parts: Part) -> None:
+    def print(self, *parts: Part) -> None:
         if self.out is not None:
             self.out.line(*parts)
             sys.stdout.flush()
 
     def title(self, text: str) -> None:
-        self.say((text, "bold"))
-        self.say(("-" * len(text), "bold"))
+        self.print((text, "bold"))
+        self.print(("-" * len(text), "bold"))
 
     async def run(self) -> dict[str, Any]:
         from jupyter_client.kernelspec import NoSuchKernel
@@ -144,7 +139,7 @@ class _Demo:
         finally:
             if self.client is not None:
                 self.client.stop_channels()
-            await manager.shutdown_kernel(now=True)  # it has nothing to say any more, least of all while a cell runs
+            await manager.shutdown_kernel(now=True)  # also while a cell runs
 
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
         from ..lifecycle.preflight import read_process
@@ -159,42 +154,42 @@ class _Demo:
         steps = Recorder()
         provisioner.sinks.append(steps)
         image = await provisioner.checkpoint()
-        leaving, steps.events[:] = steps.completed(), []
-        left = [pid for pid in processes if read_process(pid)]
+        checkpoint, steps.events[:] = steps.completed(), []
+        remaining = [pid for pid in processes if read_process(pid)]
         still_on_gpu = _gpu_bytes(provisioner, processes)
-        self.say()
+        self.print()
         self.title("Checkpoint")
-        self._table(leaving)
-        self.say()
-        self.say(f"processes: {len(processes)} before, {len(left)} now")
-        self.say(f"on the GPU: {_mib(on_gpu)} before, {_mib(still_on_gpu)} now")
-        self.say(f"image {image.id}: {_mib(image.manifest.bytes)} in {len(image.manifest.files)} files")
-        if left or still_on_gpu:
-            raise GpuCkptError("Something of the kernel is still there after the checkpoint.", pids=left)
+        self._table(checkpoint)
+        self.print()
+        self.print(f"processes: {len(processes)} before, {len(remaining)} now")
+        self.print(f"on the GPU: {size(on_gpu)} before, {size(still_on_gpu)} now")
+        self.print(f"image {image.id}: {size(image.manifest.bytes)} in {len(image.manifest.files)} files")
+        if remaining or still_on_gpu:
+            raise GpuCkptError("Processes or device memory remain after the checkpoint.", pids=remaining)
 
-        self.say()
+        self.print()
         self.title("Second half, on the same connection")
         await self._execute(self.cells[middle:])
-        await provisioner.restore()  # returns when the wake that is under way has tidied up
-        returning = steps.completed()
-        self.say()
+        await provisioner.restore()  # waits for the end of the wake that runs
+        wake = steps.completed()
+        self.print()
         self.title("Wake")
-        self._table(returning)
+        self._table(wake)
         before, after = self.fingerprints
         intact = before == after and not self.failed
-        self.say()
+        self.print()
         if intact:
-            self.say(("Every value is intact.", "green"))
+            self.print(("Every value is intact.", "green"))
         else:
-            self.say(("NOT INTACT", "red"), f": {'; '.join(self.failed) or 'the fingerprints differ'}")
+            self.print(("NOT INTACT", "red"), f": {'; '.join(self.failed) or 'the fingerprints differ'}")
         return {
             "intact": intact,
             "failed": self.failed,
             "fingerprints": self.fingerprints,
             "image_bytes": image.manifest.bytes,
             "device_bytes": on_gpu,
-            "checkpoint": [_row(event) for event in leaving],
-            "restore": [_row(event) for event in returning],
+            "checkpoint": [_row(event) for event in checkpoint],
+            "restore": [_row(event) for event in wake],
             "uid": os.geteuid(),
         }
 
@@ -222,22 +217,22 @@ class _Demo:
                 ) from error
             text = "".join(printed)
             for line in text.splitlines():
-                self.say(f"  {line.expandtabs()}")
+                self.print(f"  {line.expandtabs()}")
             if "fingerprint" in _tags(cell):
                 self.fingerprints.append(text)
                 if not text:
                     self.failed.append("a cell tagged `fingerprint` printed nothing")
             if reply["content"]["status"] != "ok":
                 self.failed.append(f"{reply['content'].get('ename')}: {reply['content'].get('evalue')}")
-                self.say("  ", ("FAILED", "red"), f" {self.failed[-1]}")
+                self.print("  ", ("FAILED", "red"), f" {self.failed[-1]}")
 
     def _table(self, events: list[StepEvent]) -> None:
-        self.say(f"  {'step':16} {'seconds':>9} {'MiB':>10} {'GB/s':>7}")
+        self.print(f"  {'step':16} {'seconds':>9} {'MiB':>10} {'GB/s':>7}")
         for event in events:
             seconds, count = event.seconds or 0.0, event.bytes
             rate = f"{count / seconds / 1e9:7.2f}" if count and seconds else ""
-            self.say(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}".rstrip())
-        self.say(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
+            self.print(f"  {event.step:16} {seconds:9.3f} {count / 2**20 if count else 0:10.1f} {rate}".rstrip())
+        self.print(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
 
 
 def _first_line(source: str) -> str:
@@ -253,12 +248,8 @@ def _row(event: StepEvent) -> dict[str, Any]:
     return {"step": event.step, "seconds": event.seconds, "bytes": event.bytes}
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
 def _gpu_bytes(provisioner: GpuCkptProvisioner, pids: list[int]) -> int:
-    """Device memory NVML ascribes to ``pids``, in bytes; 0 on a host without NVIDIA driver or bindings."""
+    """Return the bytes of device memory of ``pids``; 0 on a host without NVIDIA driver or bindings."""
     lifecycle = provisioner.lifecycle
     if lifecycle is None:
         return 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from traitlets import Bool, Enum, Unicode
 
 from ..errors import HostError
-from .command import Answer, GpuCkptCommand, ImageCommand
+from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Part, Terminal
 
 if TYPE_CHECKING:
@@ -20,22 +20,20 @@ class DoctorCommand(ImageCommand):
     verb = "doctor"
     description = "Can this host checkpoint kernels? What it lacks is shown with the command that helps (->)."
     arguments = ()
-    aliases: dict[str, Any] = {
-        "for": ("DoctorCommand.need", "What the exit status is about: cpu (default) or gpu."),
-        **ImageCommand.aliases,
-    }
-    metavars: ClassVar[dict[str, str]] = {"for": "cpu|gpu", **ImageCommand.metavars}
     examples = """
     jupyter gpu-ckpt doctor
     jupyter gpu-ckpt doctor --for gpu
     """
 
-    need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about.").tag(config=True)
+    need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about: cpu (default) or gpu.").tag(
+        config=True, option="cpu|gpu", option_name="for"
+    )
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..doctor import checks
 
-        self._findings = checks.diagnose(Path(self.configured.image_dir))
+        configured = self.configured
+        self._findings = checks.diagnose(Path(configured.image_dir), fast_path=configured.fast_path)
         need = cast("Need", self.need)
         return checks.as_json(self._findings), 0 if checks.fit(self._findings, need) else HostError.exit_status
 
@@ -44,15 +42,15 @@ class DoctorCommand(ImageCommand):
 
 
 def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
-    """Print a line for each finding, with what helps below, and then what can be checkpointed."""
+    """Print a line for each finding, with the fix below, and then which kernels can be checkpointed."""
     from ..doctor.checks import reason
 
-    width = max((len(finding.check) for finding in findings), default=0)
+    rows: list[list[Part]] = []
     for finding in findings:
-        word = _word(finding)
-        terminal.line(word, f"{'':{6 - len(word[0])}}{finding.check:<{width}}  {finding.what}")
-        if finding.mend and finding.ok is False:
-            terminal.line(f"{'':<{width + 6}}  -> ", (finding.mend, "bold"))
+        rows.append([_word(finding), finding.check, finding.message])
+        if finding.fix and finding.ok is False:
+            rows.append(["", "", (f"-> {finding.fix}", "bold")])
+    terminal.rows(rows)
     terminal.line()
     subjects: dict[Need, str] = {"cpu": "Kernels without CUDA", "gpu": "Kernels on a GPU"}
     for need, subject in subjects.items():
@@ -64,54 +62,32 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
 def _word(finding: Finding) -> tuple[str, str]:
     """Return the word before a finding, and its style."""
     if finding.ok is None:
-        return "-", "dim"
+        return "-   ", "dim"
     if finding.ok:
-        return "ok", "green"
+        return "ok  ", "green"
     return ("FAIL", "red") if finding.level == "error" else ("warn", "yellow")
 
 
 class InstallCriuCommand(GpuCkptCommand):
     verb = "install-criu"
     description = "Find a CRIU that works, or install one. No root is needed."
-    aliases: dict[str, Any] = {
-        "prefix": ("InstallCriuCommand.prefix", "Where to unpack it (default: your Jupyter data directory)."),
-        "mirror": ("InstallCriuCommand.mirror", "The Debian mirror (default: the machine's own apt sources)."),
-        "keyring": ("InstallCriuCommand.keyring", "The keys that sign the mirror (default: Debian's)."),
-        **GpuCkptCommand.aliases,
-    }
-    metavars: ClassVar[dict[str, str]] = {
-        "prefix": "DIR",
-        "mirror": "URL",
-        "keyring": "FILE",
-        **GpuCkptCommand.metavars,
-    }
-    flags: dict[str, Any] = {
-        "check": ({"InstallCriuCommand": {"check": True}}, "Only say what there is."),
-        "force-unpack": (
-            {"InstallCriuCommand": {"force_unpack": True}},
-            "Unpack one even if the system has one that works.",
-        ),
-        "no-system": (
-            {"InstallCriuCommand": {"no_system": True}},
-            "Do not install the distribution's package, even as root.",
-        ),
-        **GpuCkptCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt install-criu
     jupyter gpu-ckpt install-criu --check
     jupyter gpu-ckpt install-criu --force-unpack --prefix /opt/criu
     """
 
-    prefix = Unicode(help="Where to unpack CRIU.").tag(config=True)
-    mirror = Unicode(help="The Debian mirror.").tag(config=True)
-    keyring = Unicode(help="The keys that sign the mirror.").tag(config=True)
-    check = Bool(False, help="Only say what there is.").tag(config=True)
-    force_unpack = Bool(False, help="Unpack CRIU even if the system has one that works.").tag(config=True)
-    no_system = Bool(False, help="Do not install the distribution's package.").tag(config=True)
+    prefix = Unicode(help="Where to unpack it (default: your Jupyter data directory).").tag(config=True, option="DIR")
+    mirror = Unicode(help="The Debian mirror (default: the machine's own apt sources).").tag(config=True, option="URL")
+    keyring = Unicode(help="The keys that sign the mirror (default: Debian's).").tag(config=True, option="FILE")
+    check = Bool(False, help="Only report the CRIU that is found.").tag(config=True, option=True)
+    force_unpack = Bool(False, help="Unpack one even if the system has one that works.").tag(config=True, option=True)
+    no_system = Bool(False, help="Do not install the distribution's package, even as root.").tag(
+        config=True, option=True
+    )
 
     def run(self) -> None:
-        """Run what ``scripts/install-criu`` runs before this package is installed, which has its own options."""
+        """Run the installer, whose own options ``scripts/install-criu`` uses before this package is installed."""
         from ..criu import install
 
         values = {"--prefix": self.prefix, "--mirror": self.mirror, "--keyring": self.keyring}

@@ -13,7 +13,7 @@ from traitlets import Bool, Int, Unicode
 
 from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
 from ..units import duration, rate, size
-from .command import Answer, GpuCkptCommand, ImageCommand
+from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
 
 if TYPE_CHECKING:
@@ -34,17 +34,16 @@ class ListCommand(ImageCommand):
         "runtime-base": (
             "GpuCkptProvisioner.runtime_base",
             "The directory of the kernels' sockets (default: the one that Jupyter's configuration sets).",
-        ),
-        **ImageCommand.aliases,
+        )
     }
-    metavars: ClassVar[dict[str, str]] = {"runtime-base": "DIR", **ImageCommand.metavars}
+    metavars: ClassVar[dict[str, str]] = {"runtime-base": "DIR"}
     examples = """
     jupyter gpu-ckpt list
     jupyter gpu-ckpt list --json
     jupyter gpu-ckpt list --image-dir /scratch/images
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..kernel.registry import kernels
 
         store = self.store()
@@ -105,7 +104,7 @@ class InspectCommand(ImageCommand):
     jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         image = self.store().get(self.extra_args[0])
         return {"path": str(image.path), "bytes": image.manifest.bytes, **image.manifest.to_dict()}, 0
 
@@ -127,7 +126,7 @@ class VerifyCommand(ImageCommand):
     jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         store = self.store()
         image = store.get(self.extra_args[0])
         count, began = image.manifest.bytes, time.monotonic()
@@ -150,7 +149,7 @@ class CheckCommand(ImageCommand):
     jupyter gpu-ckpt check
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         store = self.store()
         found: list[dict[str, Any]] = []
         broken: dict[str, ImageError] = dict(store.damaged())
@@ -191,20 +190,15 @@ class RemoveCommand(ImageCommand):
         "several may not be deleted, none is."
     )
     arguments = ("IMAGE...",)
-    flags: dict[str, Any] = {
-        "force": (
-            {"RemoveCommand": {"force": True}},
-            "Delete also the only copy of a kernel, and an image that a newer release made.",
-        ),
-        **ImageCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839
     """
 
-    force = Bool(False, help="Delete also what cannot be had again.").tag(config=True)
+    force = Bool(False, help="Delete also the only copy of a kernel, and an image that a newer release made.").tag(
+        config=True, option=True
+    )
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..kernel.adoption import only_copy
 
         store = self.store()
@@ -251,33 +245,19 @@ class PruneCommand(ImageCommand):
         "is never deleted. At least one limit must be given."
     )
     arguments = ()
-    aliases: dict[str, Any] = {
-        "keep-last": ("PruneCommand.keep_last", "Keep this many images of each kernel."),
-        "max-age": ("PruneCommand.max_age", "Delete images that are older, such as 12h or 30d."),
-        "max-bytes": ("PruneCommand.max_bytes", "Keep all images together below this size, such as 500M or 20G."),
-        **ImageCommand.aliases,
-    }
-    metavars: ClassVar[dict[str, str]] = {
-        "keep-last": "N",
-        "max-age": "AGE",
-        "max-bytes": "SIZE",
-        **ImageCommand.metavars,
-    }
-    flags: dict[str, Any] = {
-        "dry-run": ({"PruneCommand": {"dry_run": True}}, "Only say what would be deleted."),
-        **ImageCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt prune --max-age 30d --dry-run
     jupyter gpu-ckpt prune --keep-last 1 --max-bytes 20G
     """
 
-    keep_last = Int(None, allow_none=True, help="Images to keep of each kernel.").tag(config=True)
-    max_age = Unicode(help="The age from which images are deleted, such as 12h or 30d.").tag(config=True)
-    max_bytes = Unicode(help="The size of all images together, such as 500M or 20G.").tag(config=True)
-    dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True)
+    keep_last = Int(None, allow_none=True, help="Keep this many images of each kernel.").tag(config=True, option="N")
+    max_age = Unicode(help="Delete images that are older, such as 12h or 30d.").tag(config=True, option="AGE")
+    max_bytes = Unicode(help="Keep all images together below this size, such as 500M or 20G.").tag(
+        config=True, option="SIZE"
+    )
+    dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True, option=True)
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..image.retention import Limits, choose
         from ..kernel.adoption import only_copy
 
@@ -294,7 +274,7 @@ class PruneCommand(ImageCommand):
         def protected(image: Image) -> bool:
             try:
                 return only_copy(image, "") is not None
-            except GpuCkptError:  # what cannot be judged stays
+            except GpuCkptError:  # unknown: keep it
                 return True
 
         store = self.store()
@@ -322,18 +302,14 @@ class KeysCommand(GpuCkptCommand):
         "List the keys that seal images. The newest one seals; all of them verify. An image on another machine needs "
         "its key there."
     )
-    flags: dict[str, Any] = {
-        "rotate": ({"KeysCommand": {"rotate": True}}, "Make a new key, which seals from now on."),
-        **GpuCkptCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt keys
     jupyter gpu-ckpt keys --rotate
     """
 
-    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True)
+    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True, option=True)
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..image.keys import Keyring
 
         keys = Keyring()
@@ -357,7 +333,7 @@ class SealCommand(ImageCommand):
     jupyter gpu-ckpt seal 20261120T153012-0c0ffee0-a97839
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         store = self.store()
         return {"sealed": store.seal(store.get(self.extra_args[0])).id}, 0
 
@@ -375,7 +351,7 @@ class BreakClaimCommand(ImageCommand):
     jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..image import lease
 
         return {"broken": lease.break_claim(self.store().get(self.extra_args[0]).path)}, 0

@@ -15,7 +15,7 @@ from ..errors import BadRequest, GpuCkptError
 from .command import PROGRAM, GpuCkptCommand, rows_of_help, suggestion
 from .terminal import Terminal
 
-#: Every exit status, and what it means; those of errors are theirs (`errors.GpuCkptError.exit_status`).
+#: Every exit status and its meaning; errors define theirs (`errors.GpuCkptError.exit_status`).
 EXIT_STATUSES = {
     0: "done",
     1: "demo: a value is not what it was",
@@ -40,7 +40,7 @@ _NO_READER = 141
 
 
 class GpuCkptMain(GpuCkptCommand):
-    """The application: it finds the subcommand, which is imported only then."""
+    """The application: finds the subcommand, and imports only that."""
 
     description = "Suspend, checkpoint and restore Jupyter kernels with their CUDA state."
     subcommands: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _words() -> list[str]:
 
 
 def _failed(error: GpuCkptError, arguments: Sequence[str], cause: BaseException | None = None) -> int:
-    """Print an error: for programs on stdout, as the answer is; for people on stderr.  Return its exit status."""
+    """Print an error, for programs on stdout, for people on stderr; return its exit status."""
     if "--debug" in arguments:
         traceback.print_exception(cause or error)
     if "--json" in arguments:

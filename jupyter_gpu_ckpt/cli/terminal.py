@@ -56,20 +56,21 @@ class Terminal:
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]]) -> None:
         """Print rows below their headings.
 
-        Where a terminal is too narrow for them, each row becomes a block of lines, one for each column: names are
-        never cut or broken.
+        On a terminal that is too narrow each row becomes a block of lines, one for each column: names are never cut or
+        broken.
         """
-        texts = [[_text(cell) for cell in row] for row in rows]
-        widths = [
-            max(_cells(text) for text in (column.title, *(row[index] for row in texts)))
-            for index, column in enumerate(columns)
-        ]
+        titled = [[(column.title, "bold") for column in columns], *rows]
+        widths = _widths(titled)
         if self.width is not None and sum(widths) + 2 * (len(widths) - 1) > self.width:
             self._blocks(columns, rows)
-            return
-        self.line(*_row([(column.title, "bold") for column in columns], columns, widths))
+        else:
+            self.rows(titled, [column.number for column in columns])
+
+    def rows(self, rows: Sequence[Sequence[Part]], numbers: Sequence[bool] = ()) -> None:
+        """Print rows with aligned columns, to the right where ``numbers`` is true; lines are not wrapped."""
+        widths = _widths(rows)
         for row in rows:
-            self.line(*_row(row, columns, widths))
+            self.line(*_row(row, numbers or [False] * len(row), widths))
 
     def _blocks(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]]) -> None:
         longest = max(len(column.title) for column in columns)
@@ -80,24 +81,28 @@ class Terminal:
                 self.line((f"{column.title:{longest}}  ", "bold"), cell)
 
 
-def _row(row: Sequence[Part], columns: Sequence[Column], widths: Sequence[int]) -> Iterator[Part]:
+def _widths(rows: Sequence[Sequence[Part]]) -> list[int]:
+    return [max(_cells(_text(cell)) for cell in column) for column in zip(*rows, strict=True)]
+
+
+def _row(row: Sequence[Part], numbers: Sequence[bool], widths: Sequence[int]) -> Iterator[Part]:
     """Yield the cells of a row with the spaces between them; none at its end."""
     last = max((index for index, cell in enumerate(row) if _text(cell)), default=0)
-    for index, (cell, column, width) in enumerate(zip(row, columns, widths, strict=True)):
+    for index, (cell, number, width) in enumerate(zip(row, numbers, widths, strict=True)):
         if index > last:
             return
         space = " " * (width - _cells(_text(cell)))
-        yield "  " * (index > 0) + space * column.number
+        yield "  " * (index > 0) + space * number
         yield cell
-        if not column.number and index < last:
+        if not number and index < last:
             yield space
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def progress(total: int, label: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show on stderr how much of ``total`` bytes is done; yield the callback that adds bytes, from any thread.
 
-    Nothing is shown where ``quiet``, or where stderr is not a terminal that can redraw a line.
+    Nothing is shown if ``quiet``, or if stderr is not a terminal that can redraw a line.
     """
     if quiet or not _is_terminal(sys.stderr) or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lambda count: None
@@ -105,9 +110,9 @@ def progress(total: int, what: str, *, quiet: bool) -> Iterator[Callable[[int], 
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    label = TextColumn("{task.description}", markup=False)
-    with Progress(label, *columns, console=_console(sys.stderr), transient=True) as bar:
-        task = bar.add_task(printable(what), total=total)
+    description = TextColumn("{task.description}", markup=False)
+    with Progress(description, *columns, console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(printable(label), total=total)
         yield lambda count: bar.advance(task, count)
 
 

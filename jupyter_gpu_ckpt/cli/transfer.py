@@ -6,13 +6,13 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from traitlets import Bool, Unicode
 
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError
 from ..units import duration, rate, size
-from .command import Answer, GpuCkptCommand, ImageCommand
+from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
 
 if TYPE_CHECKING:
@@ -24,29 +24,19 @@ if TYPE_CHECKING:
 class MatchCommand(ImageCommand):
     verb = "match"
     description = "Compare this node with what an image needs: files, programs, GPUs, ports, memory."
-    aliases: dict[str, Any] = {
-        "gpu-map": ("MatchCommand.gpu_map", 'Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.'),
-        **ImageCommand.aliases,
-    }
-    metavars: ClassVar[dict[str, str]] = {"gpu-map": "JSON", **ImageCommand.metavars}
-    flags: dict[str, Any] = {
-        "accept-changed-files": (
-            {"MatchCommand": {"accept_changed_files": True}},
-            "From now on the image's kernel may wake with files as they are now.",
-        ),
-        **ImageCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839
     jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839 --accept-changed-files
     """
 
-    accept_changed_files = Bool(False, help="From now on the kernel may wake with files as they are now.").tag(
-        config=True
+    accept_changed_files = Bool(False, help="From now on the image's kernel may wake with files as they are now.").tag(
+        config=True, option=True
     )
-    gpu_map = Unicode(help="Which GPU here each GPU there becomes, as a JSON object of UUIDs.").tag(config=True)
+    gpu_map = Unicode(help='Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.').tag(
+        config=True, option="JSON"
+    )
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..cuda.gpus import Gpus
         from ..image.encryption import Vault
         from ..image.store import Store
@@ -85,9 +75,8 @@ class MatchCommand(ImageCommand):
         from ..node.match import Mismatch
 
         terminal = self.terminal
-        for one in document["mismatches"]:
-            word: Part = ("refused", "red") if one["hard"] else ("warning", "yellow")
-            terminal.line(word, f"  {Mismatch(**one)}")
+        words: dict[bool, Part] = {True: ("refused", "red"), False: ("warning", "yellow")}
+        terminal.rows([[words[one["hard"]], str(Mismatch(**one))] for one in document["mismatches"]])
         fits: Part = ("fits", "green") if document["fits"] else ("does not fit", "red")
         terminal.line(f"{document['id']} ", fits, " this node")
 
@@ -96,18 +85,14 @@ class PushCommand(ImageCommand):
     verb = "push"
     description = "Move an image to a shared directory, an object store or a server, from where another node pulls it."
     arguments = ("IMAGE", "URL")
-    flags: dict[str, Any] = {
-        "keep": ({"PushCommand": {"keep": True}}, "Copy the image: keep it here, too."),
-        **ImageCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 /depot
     jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 s3://bucket/images --keep
     """
 
-    keep = Bool(False, help="Keep the image here, too.").tag(config=True)
+    keep = Bool(False, help="Copy the image: keep it here, too.").tag(config=True, option=True)
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         store = self.store()
         id, url = self.extra_args
         image = store.get(id)
@@ -139,18 +124,14 @@ class PullCommand(ImageCommand):
     verb = "pull"
     description = "Fetch an image that was pushed, and verify it; without an image, list the images there."
     arguments = ("URL", "[IMAGE]")
-    flags: dict[str, Any] = {
-        "keep": ({"PullCommand": {"keep": True}}, "Copy the image: keep it there, too."),
-        **ImageCommand.flags,
-    }
     examples = """
     jupyter gpu-ckpt pull /depot
     jupyter gpu-ckpt pull /depot 20261120T153012-0c0ffee0-a97839
     """
 
-    keep = Bool(False, help="Keep the image there, too.").tag(config=True)
+    keep = Bool(False, help="Copy the image: keep it there, too.").tag(config=True, option=True)
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         remote = _remote(self.extra_args[0])
         if len(self.extra_args) == 1:
             return {"images": _listing(remote)}, 0
@@ -204,7 +185,7 @@ class NodeFeaturesCommand(GpuCkptCommand):
     jupyter gpu-ckpt node-features
     """
 
-    def run(self) -> Answer:
+    def run(self) -> Result:
         from ..cuda.gpus import Gpus
         from ..hub.slurm import features
         from ..node.fingerprint import fingerprint
@@ -215,7 +196,7 @@ class NodeFeaturesCommand(GpuCkptCommand):
                 found = [dataclasses.asdict(gpu) for gpu in gpus.list()]
             except GpuCkptError:
                 found = []  # a node without GPUs, or without their driver
-        # That of a kernel which used all of it.
+        # As of a kernel that uses the whole node.
         here = of(fingerprint(files=(), ports=(), criu=_criu_version(), gpus=found, cuda=bool(found)))
         return {"features": features(here)}, 0
 

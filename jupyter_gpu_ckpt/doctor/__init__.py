@@ -1,4 +1,4 @@
-"""Whether this host can checkpoint kernels, and the command that fixes what is missing.
+"""Check whether this host can checkpoint kernels, and name the command that fixes what is missing.
 
-`checks` is the list, `probes` the trials behind it, `fixes` the commands.
+`checks` has the list, `probes` the trials, `fixes` the commands.
 """

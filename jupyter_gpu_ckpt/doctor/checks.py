@@ -1,8 +1,7 @@
-"""Can THIS host checkpoint kernels, and if not, which command mends it.
+"""Check whether this host can checkpoint kernels, and which command fixes what is missing.
 
-`diagnose` asks `doctor.probes` and judges the answers; `fit` and `reason` are what buttons and preflights read;
-``jupyter gpu-ckpt doctor`` (`cli.host`) prints them.  Nothing is changed on the host, and nothing here raises because
-of what the host lacks.
+`diagnose` calls the probes and judges their results; the server reports `fit` and `reason`, ``jupyter gpu-ckpt doctor``
+(`cli.host`) prints the findings.  Nothing is changed on the host, and a missing feature raises no error.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Need = Literal["cpu", "gpu"]
 
 #: 5.9 brought CAP_CHECKPOINT_RESTORE, without which an ordinary user cannot restore (capabilities(7)).
 OLDEST_KERNEL = (5, 9)
-#: What there is code for, and what that was ever run on.
+#: The architectures for which there is code, and those on which it was tested.
 ARCHITECTURES, TRIED = ("x86_64", "aarch64"), ("x86_64",)
 
 #: Driver releases: the first whose suspend and resume are sound, and the first that can change the GPU on the way.
@@ -46,59 +45,60 @@ ROOT_MUST = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19}
 
 @dataclass(frozen=True)
 class Finding:
-    """One answer.
+    """The result of one check.
 
-    ``ok`` is ``None`` where the question does not apply or could not be reached; ``level`` says how bad ``False`` is:
-    an ``error`` makes the host unfit for what it is ``needed_for`` (``gpu`` needs everything that ``cpu`` needs, too).
-    ``mend`` is the exact command, or empty if there is none.
+    ``ok`` is ``None`` if the check does not apply or could not be made.  A failed check of level ``error`` makes the
+    host unfit for its ``needed_for`` (``gpu`` needs all of ``cpu``, too).  ``fix``: the exact command, or empty.
     """
 
     check: str
     ok: bool | None
-    what: str
-    mend: str = ""
+    message: str
+    fix: str = ""
     level: Literal["error", "warning"] = "error"
     needed_for: Need = "cpu"
 
 
-def diagnose(image_directory: Path | None = None, probes: Probes | None = None) -> list[Finding]:
-    """Every finding about this host, in the order in which to mend them.
+def diagnose(
+    image_directory: Path | None = None, probes: Probes | None = None, *, fast_path: str = "auto"
+) -> list[Finding]:
+    """Return every finding about this host, in the order in which to fix them.
 
-    ``image_directory`` is where images are to lie (by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in
-    the Jupyter data directory).
-    Takes below 2 s on a host without a GPU; with one, the CUDA driver's own start is added.  Never raises.
+    ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
+    ``fast_path``: as kernels are configured.  Takes less than 2 s on a host without a GPU; with one, the start of the
+    CUDA driver is added.  Never raises.
     """
-    asked = probes or Probes()
+    probes = probes or Probes()
     directory = image_directory or Path(os.environ.get(image_directories.VARIABLE) or data_directory("images"))
     examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
-        ("linux", lambda: _linux(asked)),
-        ("criu", lambda: _criu(asked)),
-        ("root-capabilities", lambda: _root(asked)),
-        ("namespaces", lambda: _namespaces(asked)),
-        ("image-directory", lambda: _images(asked, directory)),
-        ("shared-memory", lambda: _shared_memory(asked)),
-        ("ipykernel", lambda: _ipykernel(asked)),
-        ("nvidia-driver", lambda: _nvidia(asked)),
+        ("linux", lambda: _linux(probes)),
+        ("criu", lambda: _criu(probes)),
+        ("root-capabilities", lambda: _root(probes)),
+        ("namespaces", lambda: _namespaces(probes)),
+        ("image-directory", lambda: _images(probes, directory)),
+        ("shared-memory", lambda: _shared_memory(probes)),
+        ("ipykernel", lambda: _ipykernel(probes)),
+        ("nvidia-driver", lambda: _nvidia(probes, fast_path)),
     )
     findings: list[Finding] = []
     for check, examine in examinations:
         try:
             findings += examine()
-        except Exception as error:  # a question that broke is an answer too: the others must still be asked
-            what = f"could not be examined: {type(error).__name__}: {error}"
-            findings.append(Finding(check, False, what, needed_for="gpu" if check == "nvidia-driver" else "cpu"))
+        except Exception as error:  # a failed probe is a finding, too: the other checks must still run
+            message = f"could not be examined: {type(error).__name__}: {error}"
+            findings.append(Finding(check, False, message, needed_for="gpu" if check == "nvidia-driver" else "cpu"))
     return findings
 
 
 def fit(findings: Iterable[Finding], need: Need) -> bool:
-    """Whether nothing stands in the way; for ``gpu`` there must also be a GPU."""
+    """Return whether no finding prevents checkpoints; for ``gpu`` there must also be a GPU."""
     return not _obstacles(findings, need)
 
 
 def reason(findings: Iterable[Finding], need: Need = "cpu") -> str:
-    """One line for a disabled button: the first obstacle and what mends it; empty if the host is fit."""
+    """Return the first obstacle and its fix, in one line for a disabled button; empty if the host is fit."""
     for finding in _obstacles(findings, need):
-        return f"{finding.what} To mend it: {finding.mend}" if finding.mend else finding.what
+        return f"{finding.message} To fix it: {finding.fix}" if finding.fix else finding.message
     return ""
 
 
@@ -125,7 +125,7 @@ def _linux(probes: Probes) -> Iterable[Finding]:
     elif kernel.machine not in ARCHITECTURES:
         yield Finding("linux", False, f"{named}: only {' and '.join(TRIED)} is supported.")
     elif kernel.machine not in TRIED:
-        yield Finding("linux", False, f"{named}: nobody has tried it there.", level="warning")
+        yield Finding("linux", False, f"{named}: not tested on this architecture.", level="warning")
     else:
         yield Finding("linux", True, named)
 
@@ -134,13 +134,13 @@ def _criu(probes: Probes) -> Iterable[Finding]:
     try:
         binary = probes.criu()
     except CriuMissing as error:
-        mend = "unset " + install.VARIABLE if error.details.get("named") else "jupyter gpu-ckpt install-criu"
-        yield Finding("criu", False, error.message, mend)
-        yield Finding("criu-check", None, "not asked: there is no CRIU")
+        fix = "unset " + install.VARIABLE if error.details.get("named") else "jupyter gpu-ckpt install-criu"
+        yield Finding("criu", False, error.message, fix)
+        yield Finding("criu-check", None, "not run: there is no CRIU")
         return
     yield Finding("criu", True, f"CRIU {install.dotted(binary.version)} ({binary.origin})")
     answer = probes.criu_check(binary)
-    # a warning: `criu check` also asks for things that a capsule never uses, and the trials below are the real thing
+    # a warning: `criu check` also checks features that a capsule never uses; the trials below decide
     yield Finding("criu-check", answer.ok, f"criu check: {answer.what}", level="warning")
 
 
@@ -148,11 +148,11 @@ def _root(probes: Probes) -> Iterable[Finding]:
     if not probes.is_root():
         yield Finding("root-capabilities", None, "not needed: the server is not root")
         return
-    held = int(probes.status().get("CapEff", "0"), 16)
-    missing = [name for name, number in ROOT_MUST.items() if not held >> number & 1]
+    effective = int(probes.status().get("CapEff", "0"), 16)
+    missing = [name for name, number in ROOT_MUST.items() if not effective >> number & 1]
     if missing:
-        what = f"The server is root without {' and '.join(missing)}, and so cannot make the kernels' namespaces."
-        yield Finding("root-capabilities", False, what, fixes.container(probes.container(), root=True))
+        message = f"The server is root without {' and '.join(missing)}, and so cannot create the kernels' namespaces."
+        yield Finding("root-capabilities", False, message, fixes.container(probes.container(), root=True))
     else:
         yield Finding("root-capabilities", True, "root has the capabilities that CRIU needs")
 
@@ -179,7 +179,7 @@ def _user_namespaces(trial: fixes.Trial) -> Finding:
         return Finding(check, None, "not needed: the server is root")
     refused = trial.refused("user", "map")
     if refused is None:
-        return Finding(check, True, "an ordinary user can make user namespaces")
+        return Finding(check, True, "an ordinary user can create user namespaces")
     return Finding(check, False, *fixes.user_namespace(trial, refused))
 
 
@@ -189,7 +189,7 @@ def _other_namespaces(trial: fixes.Trial) -> Finding:
         return Finding(check, None, "not tried: they need the user namespace")
     refused = trial.refused("mount", "time", "pid")
     if refused is None:
-        return Finding(check, True, "mount, time and pid namespaces can be made")
+        return Finding(check, True, "mount, time and pid namespaces can be created")
     return Finding(check, False, *fixes.namespace(trial, refused))
 
 
@@ -211,8 +211,8 @@ def _pids(trial: fixes.Trial) -> Finding:
     works = [way for step, way in ways.items() if trial.works(step)]
     if works:  # CRIU takes either
         return Finding(check, True, f"a process can be given its old pid ({', '.join(works)})")
-    what = "A process cannot be given its old pid: neither ns_last_pid nor clone3 with set_tid works."
-    return Finding(check, False, what, fixes.container(trial.container, root=trial.root) if trial.confined else "")
+    message = "A process cannot be given its old pid: neither ns_last_pid nor clone3 with set_tid works."
+    return Finding(check, False, message, fixes.container(trial.container, root=trial.root) if trial.confined else "")
 
 
 def _ptrace(trial: fixes.Trial) -> Finding:
@@ -222,7 +222,7 @@ def _ptrace(trial: fixes.Trial) -> Finding:
     scope = trial.sysctl("kernel.yama.ptrace_scope")
     refused = trial.refused("ptrace")
     if refused is None:
-        # yama asks for CAP_SYS_PTRACE in the target's user namespace, which a capsule has in its own (scopes 1 and 2)
+        # scopes 1 and 2 require CAP_SYS_PTRACE in the target's user namespace, which a capsule has in its own
         note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
         return Finding(check, True, f"CRIU can attach to processes{note}")
     return Finding(check, False, *fixes.ptrace(trial, refused, scope))
@@ -230,43 +230,45 @@ def _ptrace(trial: fixes.Trial) -> Finding:
 
 def _images(probes: Probes, named: Path) -> Iterable[Finding]:
     directory = image_directories.of_user(named)
-    place = probes.place(directory)
+    facts = probes.directory_facts(directory)
     check, quoted = "image-directory", shlex.quote(str(directory))
     if obstacle := image_directories.obstacle(named):
         yield Finding(check, False, obstacle.message, obstacle.hint)
-    elif place.problem:
-        mend = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
-        yield Finding(check, False, f"Images cannot be written to {directory}: {place.problem}.", mend)
-    elif place.filesystem in NETWORK_FILESYSTEMS:
+    elif facts.problem:
+        fix = f'sudo install -d -m 700 -o "$(id -un)" {quoted}'
+        yield Finding(check, False, f"Images cannot be written to {directory}: {facts.problem}.", fix)
+    elif facts.filesystem in NETWORK_FILESYSTEMS:
         note = " A server that is root writes there as nobody if the export squashes root." if probes.is_root() else ""
-        what = f"{directory} is on a network file system ({place.filesystem}): checkpoints are as fast as that.{note}"
-        yield Finding(check, False, what, level="warning")
+        message = (
+            f"{directory} is on a network file system ({facts.filesystem}): checkpoints are as fast as that.{note}"
+        )
+        yield Finding(check, False, message, level="warning")
     else:
-        yield Finding(check, True, f"{directory} can be written ({place.filesystem})")
-    free = f"{size(place.free)} free for images"
-    if place.free >= LITTLE_SPACE:
+        yield Finding(check, True, f"{directory} can be written ({facts.filesystem})")
+    free = f"{size(facts.free)} free for images"
+    if facts.free >= LITTLE_SPACE:
         yield Finding("disk-space", True, free)
     else:
-        level: Literal["error", "warning"] = "error" if place.free < TOO_LITTLE_SPACE else "warning"
-        yield Finding("disk-space", False, f"Only {free}.", f"df -h {shlex.quote(str(place.path))}", level)
+        level: Literal["error", "warning"] = "error" if facts.free < TOO_LITTLE_SPACE else "warning"
+        yield Finding("disk-space", False, f"Only {free}.", f"df -h {shlex.quote(str(facts.path))}", level)
 
 
 def _shared_memory(probes: Probes) -> Iterable[Finding]:
-    place = probes.place(SHARED_MEMORY)
-    if place.path != SHARED_MEMORY or place.problem:
-        what = f"{SHARED_MEMORY} cannot be used, and multiprocessing (also every tqdm bar) needs it."
-        mend = f"sudo mount -t tmpfs -o mode=1777 tmpfs {SHARED_MEMORY}"
-        yield Finding("shared-memory", False, what, mend, "warning")
+    facts = probes.directory_facts(SHARED_MEMORY)
+    if facts.path != SHARED_MEMORY or facts.problem:
+        message = f"{SHARED_MEMORY} cannot be used, and multiprocessing (also every tqdm bar) needs it."
+        fix = f"sudo mount -t tmpfs -o mode=1777 tmpfs {SHARED_MEMORY}"
+        yield Finding("shared-memory", False, message, fix, "warning")
     else:
-        yield Finding("shared-memory", True, f"{SHARED_MEMORY} can be written ({place.filesystem})")
+        yield Finding("shared-memory", True, f"{SHARED_MEMORY} can be written ({facts.filesystem})")
 
 
 def _ipykernel(probes: Probes) -> Iterable[Finding]:
     try:
         version = probes.default_kernel()
     except (LookupError, OSError, TimeoutError) as error:
-        what = f"The default kernel cannot be used: {error}."
-        yield Finding("ipykernel", False, what, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
+        message = f"The default kernel cannot be used: {error}."
+        yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
     else:
         yield Finding("ipykernel", True, f"the default kernel has ipykernel {version}")
 
@@ -274,7 +276,7 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
 # -- the GPU ----------------------------------------------------------------------------------------------------------
 
 
-def _nvidia(probes: Probes) -> Iterable[Finding]:
+def _nvidia(probes: Probes, fast_path: str) -> Iterable[Finding]:
     version = probes.nvidia_driver()
     if version is None:
         yield Finding("nvidia-driver", None, "This host has no NVIDIA driver.", needed_for="gpu")
@@ -292,53 +294,57 @@ def _nvidia(probes: Probes) -> Iterable[Finding]:
         yield Finding("nvml", False, error.message, fixes.cuda(error), needed_for="gpu")
         return
     if not gpus:
-        what = "The NVIDIA driver is loaded, and shows no GPU to this user."
-        yield Finding("nvml", False, what, "nvidia-smi --list-gpus", needed_for="gpu")
+        message = "The NVIDIA driver is loaded, but this user sees no GPU."
+        yield Finding("nvml", False, message, "nvidia-smi --list-gpus", needed_for="gpu")
         return
     yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}", needed_for="gpu")
     split = [str(gpu.index) for gpu in gpus if gpu.mig]
     if split:
-        mend = f"sudo nvidia-smi -i {','.join(split)} -mig 0"
-        what = f"GPU {', '.join(split)} is split by MIG, which the driver cannot checkpoint."
-        yield Finding("mig", False, what, mend, needed_for="gpu")
+        fix = f"sudo nvidia-smi -i {','.join(split)} -mig 0"
+        message = f"GPU {', '.join(split)} is split by MIG, which the driver cannot checkpoint."
+        yield Finding("mig", False, message, fix, needed_for="gpu")
     else:
         yield Finding("mig", True, "no GPU is split by MIG", needed_for="gpu")
     if any(gpu.mps for gpu in gpus):
-        what = "The MPS service is running, whose clients the driver cannot checkpoint."
-        yield Finding("mps", False, what, "echo quit | nvidia-cuda-mps-control", needed_for="gpu")
+        message = "The MPS service is running, whose clients the driver cannot checkpoint."
+        yield Finding("mps", False, message, "echo quit | nvidia-cuda-mps-control", needed_for="gpu")
     elif any(gpu.mps is None for gpu in gpus):
         yield Finding("mps", None, "whether MPS is running cannot be seen from here", needed_for="gpu")
     else:
         yield Finding("mps", True, "MPS is not running", needed_for="gpu")
-    yield _fast_path(probes)
+    yield _fast_path(probes, fast_path)
 
 
-def _fast_path(probes: Probes) -> Finding:
+def _fast_path(probes: Probes, configured: str) -> Finding:
+    if configured == "off":
+        message = 'device memory moves at the driver\'s rate (fast_path = "off" is configured)'
+        return Finding("fast-path", None, message, needed_for="gpu")
     found = probes.preload()
     if found.path is None:
-        what = f"Device memory moves at the driver's rate only; of the library for more: {found.why}."
-        mend = (
-            "A newer release of jupyter_gpu_ckpt may know them; kernels are saved all the same."
+        message = (
+            f"Device memory moves at the driver's rate only. The library for a higher rate cannot be used: {found.why}."
+        )
+        fix = (
+            "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
             if found.unknown_locks
             else "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
         )
-        return Finding("fast-path", False, what, mend, "warning", "gpu")
-    return Finding(
-        "fast-path", True, "device memory can move at the rate of the bus (fast_path = auto)", needed_for="gpu"
-    )
+        return Finding("fast-path", False, message, fix, "warning", "gpu")
+    message = f'device memory can move at the rate of the bus (fast_path = "{configured}")'
+    return Finding("fast-path", True, message, needed_for="gpu")
 
 
 def _driver(version: str) -> Finding:
     major = int(version.split(".")[0])
-    check, mend = "nvidia-driver", "Install NVIDIA driver 580 or newer, and restart the host."
+    check, fix = "nvidia-driver", "Install NVIDIA driver 580 or newer, and restart the host."
     if major == 0:
-        what = "the NVIDIA driver does not tell its version"
-        return Finding(check, True, what, needed_for="gpu")
+        message = "the NVIDIA driver does not report its version"
+        return Finding(check, True, message, needed_for="gpu")
     if major < DRIVER_PLAIN:
-        return Finding(check, False, f"NVIDIA driver {version} is too old.", mend, needed_for="gpu")
+        return Finding(check, False, f"NVIDIA driver {version} is too old.", fix, needed_for="gpu")
     if major < DRIVER_FULL:
-        what = f"With NVIDIA driver {version} a kernel can come back only to the GPU it left."
-        return Finding(check, False, what, mend, "warning", "gpu")
+        message = f"With NVIDIA driver {version} a kernel can come back only to the GPU it left."
+        return Finding(check, False, message, fix, "warning", "gpu")
     return Finding(check, True, f"NVIDIA driver {version}", needed_for="gpu")
 
 
@@ -346,7 +352,7 @@ def _driver(version: str) -> Finding:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The same for ``--json`` and REST."""
+    """Return the document for ``--json`` and REST."""
     needs: tuple[Need, ...] = ("cpu", "gpu")
     return {
         "fit": {need: fit(findings, need) for need in needs},

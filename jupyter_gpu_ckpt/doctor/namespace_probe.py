@@ -1,12 +1,11 @@
-"""Tries, in a throw-away process, every right that a capsule and CRIU need, and says which one is refused and how.
+"""Try, in a process of its own, every right that a capsule and CRIU need, and report which ones are refused.
 
 Run as a script (``python -I -S namespace_probe.py '<json>'``), never imported by the server: ``unshare`` cannot be
 undone, so the trial needs a process that ends.  Standard library only.
 
 Input ``{"user": bool, "argv": [..], "seconds": float}``: whether to start with a user namespace, and a program (``criu
-check``) to run inside with the capabilities that CRIU gets in a capsule.  Output: one JSON object; each step that was
-tried is a key with ``null`` (it works) or ``{"errno": int, "what": str}``; steps behind a failed one that they need are
-absent.
+check``) to run inside with the capabilities that CRIU gets in a capsule.  Output: one JSON object with each tried step
+as a key and ``null`` (it works) or ``{"errno": int, "message": str}``; steps that depend on a failed one are absent.
 ``"run"`` is ``{"status": int, "output": str}``.
 """
 
@@ -35,7 +34,7 @@ SIOCSIFFLAGS = 0x8914
 IFF_UP = 0x1
 SYS_clone3 = 435  # the same on x86_64 and aarch64: numbers above 423 are common to all architectures
 
-#: A pid no process of a fresh pid namespace has yet, below every sane ``kernel.pid_max``.
+#: A pid that no process of a fresh pid namespace has yet, below every usual ``kernel.pid_max``.
 WANTED_PID = 3000
 
 # PyDLL keeps the interpreter lock during the call: the child of a bare clone3() has this one thread and must hold it.
@@ -43,17 +42,17 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class ProbeAnswers:
-    """The answers so far."""
+    """Results by step."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
 
     def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Do ``work``; remember how it went as step ``name``."""
+        """Call ``work`` and record the result as step ``name``; return whether it succeeded."""
         try:
             work()
         except OSError as error:
-            self.answers[name] = {"errno": error.errno or 0, "what": error.strerror or str(error)}
+            self.answers[name] = {"errno": error.errno or 0, "message": error.strerror or str(error)}
             return False
         self.answers[name] = None
         return True
@@ -64,18 +63,18 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
-def map_only_myself(uid: int, gid: int) -> None:
+def map_own_ids(uid: int, gid: int) -> None:
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{uid} {uid} 1")
     write("/proc/self/gid_map", f"{gid} {gid} 1")
 
 
-def new_clocks() -> None:
+def unshare_time() -> None:
     syscalls.unshare(syscalls.CLONE_NEWTIME)
     write("/proc/self/timens_offsets", "monotonic 1 0\nboottime 1 0\n")
 
 
-def new_mounts() -> None:
+def unshare_mounts() -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
 
@@ -85,7 +84,7 @@ def mount_proc() -> None:
 
 
 def clone_with_tid() -> None:
-    """clone3(2) with ``set_tid``: how CRIU gives a restored process its old pid."""
+    """Call clone3(2) with ``set_tid``, by which CRIU gives a restored process its old pid."""
     wanted = (ctypes.c_int * 1)(WANTED_PID)
     arguments = struct.pack("=11Q", 0, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, ctypes.addressof(wanted), 1, 0)
     pid = _libc.syscall(ctypes.c_long(SYS_clone3), ctypes.c_char_p(arguments), ctypes.c_size_t(len(arguments)))
@@ -97,8 +96,8 @@ def clone_with_tid() -> None:
     os.waitpid(pid, 0)
 
 
-def seize_a_stranger() -> None:
-    """ptrace(2) a process that is not our descendant: what CRIU does, and what yama's ptrace_scope is about."""
+def seize_unrelated() -> None:
+    """Attach by ptrace(2) to a process that is no descendant, as CRIU does, which yama's ptrace_scope restricts."""
     target = os.fork()
     if target == 0:
         signal.pause()
@@ -119,27 +118,27 @@ def seize_a_stranger() -> None:
 def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
     """Run a program as CRIU is run in a capsule.
 
-    In a network namespace of its own: ``criu check`` insists on TCP repair, which belongs to the owner of the network
-    namespace.  A capsule stays in the host's network and never needs it (``--tcp-close``, ``--network-lock skip``).
+    In a network namespace of its own: ``criu check`` requires TCP repair, a right of the network namespace's owner.  A
+    capsule stays in the host's network and never needs it (``--tcp-close``, ``--network-lock skip``).
     """
     syscalls.unshare(CLONE_NEWNET)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # CRIU connects to 127.0.0.1 to try TCP repair
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # CRIU tries TCP repair on 127.0.0.1
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", IFF_UP))
     if os.geteuid() != 0:  # root keeps its capabilities over execve(2), and may lack some of these by its bounding set
         syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
-    done = subprocess.run(  # a hang is ended by whoever started this script, with the whole session
+    done = subprocess.run(  # the caller of this script ends it if it hangs, with the whole session
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
     )
     return {"status": done.returncode, "output": done.stdout.decode(errors="replace")}
 
 
 def inside(steps: ProbeAnswers, argv: list[str], seconds: float) -> None:
-    """What PID 1 of the new namespaces tries."""
+    """Try the steps of PID 1 of the new namespaces."""
     if steps.attempt("proc", mount_proc):
         # /proc/sys belongs to the pid namespace that the mount shows: ours, since this mount
         steps.attempt("ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
     steps.attempt("set_tid", clone_with_tid)
-    steps.attempt("ptrace", seize_a_stranger)
+    steps.attempt("ptrace", seize_unrelated)
     if argv:
         try:
             steps.answers["run"] = run_inside(argv, seconds)
@@ -148,17 +147,17 @@ def inside(steps: ProbeAnswers, argv: list[str], seconds: float) -> None:
 
 
 def main(text: str) -> None:
-    order = json.loads(text)
+    request = json.loads(text)
     steps = ProbeAnswers()
     uid, gid = os.getuid(), os.getgid()
     ready = True
-    if order["user"]:
+    if request["user"]:
         ready = steps.attempt("user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
-        ready = ready and steps.attempt("map", lambda: map_only_myself(uid, gid))
+        ready = ready and steps.attempt("map", lambda: map_own_ids(uid, gid))
     if ready:
         tried = [
-            steps.attempt("mount", new_mounts),
-            steps.attempt("time", new_clocks),
+            steps.attempt("mount", unshare_mounts),
+            steps.attempt("time", unshare_time),
             steps.attempt("pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID)),
         ]
         # without its own mounts and pids the rest would touch the host's
@@ -169,7 +168,7 @@ def main(text: str) -> None:
                 with contextlib.suppress(OSError):
                     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
                 try:
-                    inside(steps, order.get("argv", []), order.get("seconds", 10.0))
+                    inside(steps, request.get("argv", []), request.get("seconds", 10.0))
                 finally:
                     with open(writer, "w") as file:
                         json.dump(steps.answers, file)

@@ -1,6 +1,6 @@
-"""What the doctor asks of this host: each question is a real trial with a deadline, and can be replaced in a test.
+"""The doctor's probes of this host: each is a real trial with a deadline, and can be replaced in a test.
 
-No judgement here: `doctor` says what an answer means and what mends it.
+`checks` judges the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PYTHON_TIMEOUT_S = 30.0
 
 
 class GpuFacts(Protocol):
-    """What the doctor reads of an `cuda.gpus.Gpu`."""
+    """The attributes of a `cuda.gpus.Gpu` that the doctor reads."""
 
     @property
     def index(self) -> int: ...
@@ -53,11 +53,11 @@ class Uname:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A directory that was tried, or the nearest one above that exists.
+class DirectoryFacts:
+    """A directory, or its nearest existing parent.
 
     ``free`` bytes for an ordinary user; ``filesystem`` as in ``/proc/self/mountinfo``; ``problem`` is empty if a
-    private directory (mode 0700) could be made and written there.
+    private directory (mode 0700) could be created and written there.
     """
 
     path: Path
@@ -76,7 +76,7 @@ def is_root() -> bool:
 
 
 def container() -> str:
-    """``kubernetes``, ``docker``, ``podman``, or empty: which words the reader's container engine understands."""
+    """Return the container engine: ``kubernetes``, ``docker`` or ``podman``; empty outside of containers."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     for path, engine in (("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
@@ -86,38 +86,40 @@ def container() -> str:
 
 
 def proc_covers() -> list[str]:
-    """What is mounted over parts of ``/proc``: the kernel then refuses a fresh one to a user namespace
-    (``mount_too_revealing`` in ``fs/namespace.c``).  An automount point is no cover."""
+    """Return the mounts over parts of ``/proc``, except automount points.
+
+    Linux refuses a fresh ``/proc`` to a user namespace while there are any (``mount_too_revealing``, fs/namespace.c).
+    """
     points = [mount.point for mount in mounts()]
     return [point for point in points if point.startswith("/proc/") and point != "/proc/sys/fs/binfmt_misc"]
 
 
-def place(directory: Path) -> Place:
-    """Try ``directory`` as a home of images; it is not made, and nothing stays behind."""
-    there = directory.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return Place(there, shutil.disk_usage(there).free, _filesystem(there), _try_to_write(there))
+def directory_facts(directory: Path) -> DirectoryFacts:
+    """Try whether images could be written to ``directory``, without creating it or leaving a file."""
+    existing = directory.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    return DirectoryFacts(existing, shutil.disk_usage(existing).free, _filesystem(existing), _try_to_write(existing))
 
 
-def _try_to_write(there: Path) -> str:
+def _try_to_write(directory: Path) -> str:
     try:
-        with tempfile.TemporaryDirectory(prefix=".gpu-ckpt-doctor-", dir=there) as trial:
+        with tempfile.TemporaryDirectory(prefix=".gpu-ckpt-doctor-", dir=directory) as trial:
             if os.stat(trial).st_mode & 0o077:
-                return "directories there cannot be made private (mode 0700)"
+                return "directories in it cannot be made private (mode 0700)"
             with (Path(trial) / "file").open("wb") as file:
                 file.write(b"x" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(file.name, f"{file.name}-linked")  # by which images are claimed
+            os.link(file.name, f"{file.name}-linked")  # claims of images are links
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
-def _filesystem(there: Path) -> str:
-    """The type of the file system that ``there`` is on: that of the last mount on the longest way to it."""
-    real, best, kind = os.path.realpath(there), "", "unknown"
+def _filesystem(directory: Path) -> str:
+    """Return the type of a directory's file system: that of the last mount on the longest prefix of its path."""
+    real, best, kind = os.path.realpath(directory), "", "unknown"
     for mount in mounts():
         below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
         if below and len(mount.point) >= len(best):
@@ -126,10 +128,10 @@ def _filesystem(there: Path) -> str:
 
 
 def default_kernel() -> str:
-    """The version of ipykernel in the environment of the default kernel.
+    """Return the version of ipykernel in the environment of the default kernel.
 
-    Raises `LookupError` when there is no such kernel or no ipykernel in it, `OSError` and `TimeoutError` when its
-    Python does not start or does not end.
+    Raises `LookupError` if there is no such kernel or no ipykernel in it, `OSError` and `TimeoutError` if its Python
+    does not start or does not end.
     """
     try:
         kernelspec = importlib.import_module("jupyter_client.kernelspec")
@@ -139,7 +141,7 @@ def default_kernel() -> str:
         argv: Sequence[str] = kernelspec.get_kernel_spec(kernelspec.NATIVE_KERNEL_NAME).argv
     except kernelspec.NoSuchKernel:
         raise LookupError(f"there is no kernel named {kernelspec.NATIVE_KERNEL_NAME}") from None
-    # a bare "python" means this one: `KernelManager.format_kernel_cmd` replaces it so
+    # `KernelManager.format_kernel_cmd` replaces a bare "python" by this one
     python = sys.executable if re.fullmatch(r"python[\d.]*", argv[0]) else argv[0]
     program = "import ipykernel; print(ipykernel.__version__)"
     done = run([python, "-c", program], timeout_s=PYTHON_TIMEOUT_S, env=os.environ)
@@ -149,12 +151,12 @@ def default_kernel() -> str:
 
 
 def nvidia_driver() -> str | None:
-    """The version of the kernel-mode driver; ``None`` without one, ``"0"`` if it is there and does not say."""
+    """Return the version of the kernel-mode driver; ``None`` without one, ``"0"`` if it is unknown."""
     try:
-        said = Path("/proc/driver/nvidia/version").read_text()
+        text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "0" if Path("/dev/nvidiactl").exists() else None
-    match = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", said)
+    match = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", text)
     return match[1] if match else "0"
 
 
@@ -167,7 +169,7 @@ def require_cuda() -> None:
 
 
 def gpus() -> list[GpuFacts]:
-    """The GPUs that NVML shows; raises `errors.CudaError` if it cannot be asked."""
+    """Return the GPUs that NVML reports; raises `errors.CudaError`."""
     from ..cuda.gpus import Gpus
 
     with contextlib.closing(Gpus()) as facade:
@@ -176,7 +178,7 @@ def gpus() -> list[GpuFacts]:
 
 @dataclass(frozen=True)
 class Probes:
-    """The questions; a test puts its own answers here."""
+    """All probes; tests replace some of them."""
 
     kernel: Callable[[], Uname] = kernel
     is_root: Callable[[], bool] = is_root
@@ -187,7 +189,7 @@ class Probes:
     namespaces: Callable[[], dict[str, Any]] = install.probe_namespaces
     criu: Callable[[], CriuBinary] = install.find
     criu_check: Callable[[CriuBinary], Check] = install.check
-    place: Callable[[Path], Place] = place
+    directory_facts: Callable[[Path], DirectoryFacts] = directory_facts
     default_kernel: Callable[[], str] = default_kernel
     nvidia_driver: Callable[[], str | None] = nvidia_driver
     require_cuda: Callable[[], None] = require_cuda

@@ -98,6 +98,7 @@ class GpuCkptApp(ExtensionApp):
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
         self.store = Store(Path(provisioner.image_dir))
         self._runtime_base = Path(provisioner.runtime_base)
+        self._fast_path = provisioner.fast_path
         self.jobs = Jobs()
         self.monitor = KernelMonitor(self.serverapp.io_loop, self.serverapp.log)
         self._metrics = Metrics(self.monitor)
@@ -282,7 +283,7 @@ class GpuCkptApp(ExtensionApp):
         directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_LIFETIME:
-                self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory)
+                self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory, self._fast_path)
         return {
             "version": __version__,
             "host": self._diagnosis[1],

@@ -166,9 +166,9 @@ def remove(store: Store, doomed: Image, *, force: bool) -> int:
     return store.remove(doomed)
 
 
-def host(image_dir: Path) -> dict[str, Any]:
+def host(image_dir: Path, fast_path: str) -> dict[str, Any]:
     """Return the doctor's results.  Takes up to some seconds."""
-    return checks.as_json(checks.diagnose(image_dir))
+    return checks.as_json(checks.diagnose(image_dir, fast_path=fast_path))
 
 
 def gpus(image_dir: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from images import publish as publish_files
 
 from jupyter_gpu_ckpt.cli import demo
 from jupyter_gpu_ckpt.cli.command import CONFIG_FILES, Configured
+from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
@@ -66,7 +67,7 @@ def test_push_takes_from_the_configured_directory_and_pull_puts_there(store, run
 def test_the_doctor_examines_the_configured_directory(store, run):
     findings = run("doctor", "--json").document["findings"]
     (finding,) = (one for one in findings if one["check"] == "image-directory")
-    assert str(store.named) in finding["what"]
+    assert str(store.named) in finding["message"]
 
 
 def test_the_kernel_of_the_demo_is_configured_as_others_are(store, run, configuration, monkeypatch):
@@ -211,6 +212,15 @@ def test_the_traits_that_commands_read_are_the_provisioners():
     for name, trait in Configured.class_own_traits(config=True).items():
         assert type(trait) is type(theirs[name]), name
         assert trait.default_value == theirs[name].default_value, name
+
+
+def test_the_doctor_reports_the_configured_fast_path(run, configuration, monkeypatch):
+    given = []
+    monkeypatch.setattr(checks, "diagnose", lambda _, *, fast_path: given.append(fast_path) or [])
+    run("doctor")
+    (configuration / "jupyter_config.py").write_text("c.GpuCkptProvisioner.fast_path = 'off'\n")
+    run("doctor")
+    assert given == ["auto", "off"]
 
 
 def test_the_computed_defaults_are_the_provisioners(configuration):

@@ -31,7 +31,7 @@ KERNELS = [f"{n}c0ffee0-1111-2222-3333-444444444444" for n in range(4)]
 FINDINGS = [
     Finding("linux", True, "Linux 6.18.44 on x86_64"),
     Finding("criu", False, "No CRIU >= 4.2.1 was found.", "jupyter gpu-ckpt install-criu"),
-    Finding("criu-check", None, "not asked: there is no CRIU"),
+    Finding("criu-check", None, "not run: there is no CRIU"),
     Finding("disk-space", False, "Only 1.0 GiB free for images.", "df -h /images", "warning"),
 ]
 MISMATCHES = [
@@ -137,7 +137,7 @@ def test_every_text(transcript, run, configuration, tmp_path, monkeypatch):
     transcript("pull", str(depot))
     transcript("keys")
 
-    monkeypatch.setattr(checks, "diagnose", lambda directory: FINDINGS)
+    monkeypatch.setattr(checks, "diagnose", lambda directory, fast_path: FINDINGS)
     transcript("doctor")
     monkeypatch.setattr(demo, "quickstart", lambda: tmp_path / "demo.ipynb")
     (tmp_path / "demo.ipynb").write_text('{"cells": []}')

@@ -57,7 +57,7 @@ uid, named = int(sys.argv[1]), Path(sys.argv[2])
 doctor.diagnose(named)
 os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)
 told = next(each for each in doctor.diagnose(named) if each.check == "image-directory")
-print(told.ok, told.what, "|", told.mend)
+print(told.ok, told.message, "|", told.fix)
 try:
     directory.prepare(named)
     print(directory.of_user(named))

@@ -13,14 +13,12 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import GateError, StateError
-from . import wire
 from .loop import Loop
 from .router import AGENT_REQUEST, GateState, Router, UnderWay
 
@@ -65,7 +63,7 @@ def _verb_if_running(method: Callable[Concatenate[Router, P], None]) -> Callable
         try:
             gate._call(lambda router: method(router, *args, **kwargs))
         except GateError:
-            if gate._loop is None or gate._loop.ended is None:
+            if gate._loop.ended is None:
                 raise
 
     return verb
@@ -117,13 +115,20 @@ class Gate:
         log: logging.Logger | logging.LoggerAdapter[Any] | None = None,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
-        self._front, self._back = dict(front), dict(back)
-        self._on_wake, self._on_agent_request, self._kernel_id = on_wake, on_agent_request, kernel_id
         self._log = log or logging.getLogger(__name__)
-        self._known_identity = identity
-        self._router: Router | None = None
-        self._thread: threading.Thread | None = None
-        self._loop: Loop | None = None
+        self._loop = Loop(self._log)
+        self._router = Router(
+            front,
+            back,
+            loop=self._loop,
+            on_wake=on_wake,
+            on_agent_request=on_agent_request,
+            kernel_id=kernel_id,
+            log=self._log,
+        )
+        if identity is not None:
+            self._router.replies.learn(identity)
+        self._thread = threading.Thread(target=self._run, name=f"gate-{kernel_id}", daemon=True)
 
     # -- verbs, for every thread; described at the router's methods
 
@@ -147,7 +152,7 @@ class Gate:
         Never blocks.  The future fails with `GateError` if the gate is stopped.
         """
         future: Future[None] = Future()
-        self._submit(lambda router: router.when_idle(future), future)
+        self._loop.submit(lambda: self._router.when_idle(future), future)
         return future
 
     def start(self) -> None:
@@ -155,36 +160,20 @@ class Gate:
 
         *After failure* nothing is bound.  Raises `GateError` with the address if one is taken.
         """
-        if self._thread is not None:
+        if self._thread.ident is not None:
             raise StateError("The gate was started already.")
-        sockets = wire.bind(self._front)
-        loop = Loop(self._log)
+        self._loop.begin()
         try:
-            self._router = Router(
-                self._front,
-                self._back,
-                sockets=sockets,
-                loop=loop,
-                on_wake=self._on_wake,
-                on_agent_request=self._on_agent_request,
-                kernel_id=self._kernel_id,
-                log=self._log,
-            )
-            if self._known_identity is not None:
-                self._router.replies.learn(self._known_identity)
-        except BaseException:
-            wire.close(sockets)
-            loop.end(GateError("The gate could not be started."))
+            self._router.bind()
+        except BaseException as error:
+            self._loop.end(GateError(f"The gate could not be started: {error}"))
             raise
-        self._loop = loop
         # Sockets may change threads across a full fence, and starting a thread is one.
-        arguments = (self._router, loop)
-        self._thread = threading.Thread(target=self._run, args=arguments, name=f"gate-{self._kernel_id}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Unbind and end the thread.  Does nothing if that was done.  Raises `GateError` if the thread does not end."""
-        if self._thread is None or self._loop is None or self._loop.ended:
+        if self._loop.ended is not None:
             return
         self._loop.stop()
         self._thread.join(_PROMPT)
@@ -196,22 +185,22 @@ class Gate:
     @property
     def state(self) -> GateState:
         """One of ``closed``, ``open``, ``draining``, ``drained``, ``asleep``; compares equal to these strings."""
-        return self._router.state if self._router else GateState.CLOSED
+        return self._router.state
 
     @property
     def last_activity(self) -> float:
         """When a client last had something run (or that ended), `time.monotonic` seconds; queries do not count."""
-        return self._router.last_activity if self._router else time.monotonic()
+        return self._router.last_activity
 
     @property
     def queries(self) -> int:
         """Number of requests forwarded so far that only query: pages and monitors send them by themselves."""
-        return self._router.queries if self._router else 0
+        return self._router.queries
 
     @property
     def queued(self) -> int:
         """Number of requests that wait for the kernel."""
-        return len(self._router.queue) if self._router else 0
+        return len(self._router.queue)
 
     @property
     def pending(self) -> list[str]:
@@ -244,25 +233,18 @@ class Gate:
         if self._thread is threading.current_thread():
             raise GateError("The gate was called from its own callback, which would wait for itself.")
         future: Future[T] = Future()
-        self._submit(lambda router: future.set_result(call(router)), future)
+        self._loop.submit(lambda: future.set_result(call(self._router)), future)
         return _result(future, _PROMPT)
 
-    def _submit(self, call: Callable[[Router], object], future: Future[Any]) -> None:
-        """Have ``call`` run on the gate's thread; ``future`` fails with what it raises."""
-        router, loop = self._router, self._loop
-        if router is None or loop is None:
-            raise GateError("The gate does not run.")
-        loop.submit(lambda: call(router), future)
-
-    def _run(self, router: Router, loop: Loop) -> None:
+    def _run(self) -> None:
         reason = "the gate was stopped"
         try:
-            router.run()
+            self._router.run()
         except BaseException as error:
             reason = "the gate's thread failed"
             self._log.critical("gate: the thread failed: %s", type(error).__name__, exc_info=True)
         try:
-            router.shut(reason)
+            self._router.shut(reason)
         except Exception:
             self._log.exception("gate: the sockets could not be closed")
-        loop.end(GateError(f"The call was cancelled: {reason}."))
+        self._loop.end(GateError(f"The call was cancelled: {reason}."))

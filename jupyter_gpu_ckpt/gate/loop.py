@@ -35,21 +35,26 @@ class Loop:
 
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self._log = log
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = -1
         self._calls: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self._lock = threading.Lock()
-        #: Why the loop takes no calls any more; None as long as it does.
-        self.ended: GateError | None = None
+        #: Why the loop runs no calls; None as long as it does.
+        self.ended: GateError | None = GateError("The gate was not started.")
         self._readers: dict[Socket, Handler] = {}
         self._poller = zmq.Poller()
         self._running = True
         #: By the socket's name: until when no line is logged for dropped messages, and how many were dropped since.
         self._drops: dict[str, tuple[float, int]] = {}
 
+    def begin(self) -> None:
+        """Accept calls from here on, for `run`."""
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.ended = None
+
     def submit(self, call: Callable[[], object], future: Future[Any]) -> None:
         """Have ``call`` run on the loop's thread, soon and in order; ``future`` fails with what it raises.
 
-        The future fails as well if the loop ends before.  Raises `GateError` if it has ended.
+        The future fails as well if the loop ends before.  Raises `GateError` if it does not run.
         """
         with self._lock:
             if self.ended is not None:

@@ -53,7 +53,7 @@ _FRAMING = 9
 class _Reader:
     """A connection.  ``sent`` and ``acked``: values of the byte counters when it had last read everything."""
 
-    descriptor: int
+    connection: socket.socket
     sent: int
     acked: int
     behind: int = 0
@@ -84,7 +84,7 @@ class Readers:
         self._publisher.disable_monitor()
         self.monitor.close(linger=0)
         for reader in self._readers.values():
-            os.close(reader.descriptor)
+            reader.connection.close()
         self._readers.clear()
 
     def on_connection(self, frames: list[bytes]) -> None:
@@ -92,16 +92,17 @@ class Readers:
         event = parse_monitor_message(frames)
         number = int(event["value"])
         if (closed := self._readers.pop(number, None)) is not None:  # also where its number was used again
-            os.close(closed.descriptor)
+            closed.connection.close()
         if event["event"] != zmq.EVENT_ACCEPTED:
             return
         with contextlib.suppress(OSError):  # closed already
             # A duplicate: ZMQ closes its own descriptor at any time, and the number may be used again.
-            descriptor = os.dup(number)
-            if not _is_at(descriptor, self._port):
-                os.close(descriptor)
+            connection = socket.socket(fileno=os.dup(number))
+            tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if not tcp or str(connection.getsockname()[1]) != self._port:
+                connection.close()
                 return
-            self._readers[number] = _Reader(descriptor, self._sent, _acked(descriptor))
+            self._readers[number] = _Reader(connection, self._sent, _acked(connection))
 
     def sent(self, frames: list[bytes]) -> bool:
         """Note a message that was sent; whether `full` has become true."""
@@ -132,9 +133,9 @@ class Readers:
         return self.full is not before
 
     def _measure(self, reader: _Reader, now: float) -> None:
-        acked = _acked(reader.descriptor)
+        acked = _acked(reader.connection)
         reader.behind = (self._sent - reader.sent) - (acked - reader.acked)
-        if reader.behind <= 0 or _unread(reader.descriptor) == 0:
+        if reader.behind <= 0 or _unread(reader.connection) == 0:
             # It has everything; it may have subscribed to a part of the outputs only.
             reader.sent, reader.acked, reader.behind = self._sent, acked, 0
         if reader.behind <= (BEHIND if reader.since is None else BEHIND // 2):
@@ -147,23 +148,15 @@ class Readers:
                 return
             behind, reader.behind, reader.since = reader.behind, 0, None
             self._log.warning("gate: disconnected a client that does not read outputs and is %s behind", size(behind))
-            with socket.socket(fileno=os.dup(reader.descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+            reader.connection.shutdown(socket.SHUT_RDWR)
 
 
-def _is_at(descriptor: int, port: str) -> bool:
-    """Whether a descriptor is a TCP connection at the local ``port``."""
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        return connection.family in (socket.AF_INET, socket.AF_INET6) and str(connection.getsockname()[1]) == port
-
-
-def _acked(descriptor: int) -> int:
+def _acked(connection: socket.socket) -> int:
     """Bytes that the peer of a TCP connection has acknowledged."""
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
     return int(_BYTES_ACKED.unpack(info)[0])
 
 
-def _unread(descriptor: int) -> int:
+def _unread(connection: socket.socket) -> int:
     """Bytes that a socket has not yet sent, or its peer not acknowledged (SIOCOUTQ, which is TIOCOUTQ)."""
-    return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, b"\0" * 4))[0])
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0" * 4))[0])

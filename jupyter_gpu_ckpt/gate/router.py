@@ -82,7 +82,6 @@ class Router:
         front: Mapping[str, Any],
         back: Mapping[str, Any],
         *,
-        sockets: dict[str, Socket],
         loop: Loop,
         on_wake: Callable[[str], None],
         on_agent_request: Callable[[dict[str, Any]], None],
@@ -94,10 +93,11 @@ class Router:
         self.queries = 0
         self.queue = RequestQueue()
         self.pending = PendingRequests()
-        self._back_info = dict(back)
-        self._front, self._loop = sockets, loop
-        self.readers = Readers(sockets["iopub"], log)
+        self._front_info, self._back_info = dict(front), dict(back)
+        self._front: dict[str, Socket] = {}
         self._back: dict[str, Socket] = {}
+        self._loop = loop
+        self.readers: Readers
         self._identity = f"gate-{kernel_id}".encode()[:255]  # ZMQ's limit
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)
@@ -110,9 +110,18 @@ class Router:
         self._dead = self._closing = False
         self._prompt: _Prompt | None = None
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
-        self._rewire()
 
     # -- the loop
+
+    def bind(self) -> None:
+        """Bind the sockets for clients.  Raises `GateError` with the address if one cannot be bound; then none is."""
+        self._front = wire.bind(self._front_info)
+        try:
+            self.readers = Readers(self._front["iopub"], self._log)
+        except BaseException:
+            wire.close(self._front)
+            raise
+        self._rewire()
 
     def run(self) -> None:
         """Move messages until the loop is stopped.  Raises only what makes it impossible to continue."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import HostError, ImageBusy, ProtocolVersion
+from ..files.atomic import write_atomically
 from ..image.store import Image, Store
 from .registry import kernels, owned_kernel
 
@@ -47,10 +47,8 @@ class Session:
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""
-        draft = directory / f".{SESSION}.{threading.get_native_id()}"  # two threads may write at once
-        draft.touch(0o600)
-        draft.write_text(json.dumps({"version": VERSION, **dataclasses.asdict(self)}))
-        draft.rename(directory / SESSION)
+        content = json.dumps({"version": VERSION, **dataclasses.asdict(self)})
+        write_atomically(directory / SESSION, content, durable=False)
 
     @classmethod
     def read(cls, directory: Path) -> Session | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ..errors import CapsuleError, RuntimeDirectory
+from ..files.atomic import write_atomically
 from ..image.user_directory import VARIABLE
 from ..paths import data_directory
 
@@ -65,10 +66,8 @@ def _remembered(directory: Path) -> Path:
                 if base.parent == temporary and _is_private(base):
                     return base
             base = Path(tempfile.mkdtemp(prefix=f"gpu-ckpt-{os.geteuid()}-", dir=temporary))
-            draft = record.with_suffix(".new")
-            draft.touch(0o600)
-            draft.write_text("".join(f"{path}\n" for path in [*known[-_KNOWN:], base]))
-            draft.replace(record)
+            lines = "".join(f"{path}\n" for path in [*known[-_KNOWN:], base])
+            write_atomically(record, lines, durable=False)
             return base
     except OSError:  # no home directory, or a full one
         base = temporary / f"gpu-ckpt-{os.geteuid()}"

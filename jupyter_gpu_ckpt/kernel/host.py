@@ -23,19 +23,23 @@ from typing import Any, Protocol
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
 from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
+from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..lifecycle.context import Engine, Home
 from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import State
 from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
-from . import unfit
 from .adoption import Orphan, Session, ended_notice, newest_image_of
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, writing
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
+
+#: Why kernels of a `Launch.key` are started plainly, as long as this process lives.  They end before their first answer
+#: in a capsule: for example because they cannot listen on a unix socket of this length (xeus).
+UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class Launch:
     stderr: Any = None
 
     @property
-    def key(self) -> unfit.Key:
-        """What the kernels of one kernelspec have in common."""
-        return unfit.key(self.kernel_name, self.cmd, self.connection_file)
+    def key(self) -> tuple[str, ...]:
+        """What the kernels of one kernelspec have in common: name, and command without the path of the connection."""
+        return (self.kernel_name, *(word.replace(self.connection_file, "{connection_file}") for word in self.cmd))
 
 
 class KernelOwner(Protocol):
@@ -192,15 +196,15 @@ class KernelHost:
                 last = newest_image_of(self.kernel_id, engine.store)
                 if last is not None and last.image is not None:
                     last.image.retire()
-                notice = ended_notice(last)
-                self._log.warning("Kernel %s: %s", self.kernel_id, notice)
-                launch = dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
+                launch = self._with_notice(launch, last)
         return self._launch(engine, launch)
 
     def _launch(self, engine: Engine, launch: Launch) -> None:
         if self._registration is None:
             reap(launch.base)
-            launch = self._with_notice(engine, launch)
+            lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
+            if lost and NOTICE not in launch.env:
+                launch = self._with_notice(launch, newest_image_of(lost, engine.store))
             self._registration = Registration(make_runtime_dir(launch.base))
         else:
             self._registration.renew()
@@ -210,8 +214,7 @@ class KernelHost:
         with writing(directory):
             for stale in directory.glob("kernel-*"):
                 stale.unlink()
-            file.touch(0o600)
-            file.write_text(json.dumps(back))
+            write_atomically(file, json.dumps(back), durable=False)
         argv = [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
         rewritten = rewrite(argv)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
@@ -238,12 +241,9 @@ class KernelHost:
         finally:
             launched.set_result(lifecycle.state is State.RUNNING)
 
-    def _with_notice(self, engine: Engine, launch: Launch) -> Launch:
-        """Return ``launch`` with a notice for the user if another kernel ended together with its server."""
-        lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
-        if not lost or NOTICE in launch.env:
-            return launch
-        notice = ended_notice(newest_image_of(lost, engine.store))
+    def _with_notice(self, launch: Launch, last: Orphan | None) -> Launch:
+        """Return ``launch`` with a notice for the user that an earlier kernel ended; ``last`` is its last image."""
+        notice = ended_notice(last)
         self._log.warning("Kernel %s: %s", self.kernel_id, notice)
         return dataclasses.replace(launch, env={**launch.env, NOTICE: notice})
 
@@ -368,7 +368,7 @@ class KernelHost:
                 answered = self._open_gate(gate, launch.start_timeout)
             if answered:
                 self._log.warning("Kernel %s: %s", self.kernel_id, error)
-                unfit.remember(launch.key, error)
+                UNFIT[launch.key] = error
 
     def _connect_attached(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
         """Connect the gate to a kernel that was attached while it ran."""
@@ -381,8 +381,7 @@ class KernelHost:
         back = {**_back_info(self._registration.directory, launch.front), "transport": "tcp", "ip": "127.0.0.1"}
         back.update(zip((name for name in back if name.endswith("_port")), _free_ports(5), strict=True))
         file = self._registration.directory / "plain.json"
-        file.touch(0o600)
-        file.write_text(json.dumps(back))
+        write_atomically(file, json.dumps(back), durable=False)
         return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
 
     def _open_gate(self, gate: Gate, timeout: float) -> bool:

@@ -34,13 +34,12 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from . import unfit
 from .adoption import Orphan, find_orphan, newest_image_of, not_attached_notice
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .directories import default_archive_url, default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
-from .host import KernelHost, Launch
+from .host import UNFIT, KernelHost, Launch
 
 
 class GpuCkptProvisioner(LocalProvisioner):
@@ -331,7 +330,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         found, self._orphan = self._orphan, None
         launch = self._launch(cmd, kwargs)
         self._unwanted, self._arguments = False, dict(kwargs)
-        self.unfit = unfit.known(launch.key) if found is None else None
+        self.unfit = UNFIT.get(launch.key) if found is None else None
         if self.unfit is not None:
             self._host.close()
             self._launched = True

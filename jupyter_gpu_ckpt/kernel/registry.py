@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from ..capsule.capsule import Capsule
 from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
+from ..files.atomic import write_atomically
 from .directories import make_runtime_dir, require_private, writing
 
 RECORD = "kernel.json"
@@ -62,16 +63,13 @@ class Registration:
 
         Raises `OSError`.
         """
-        draft = self.directory / f".{RECORD}"
+        path = self.directory / RECORD
+        own = {"version": VERSION, "owner": os.getpid(), "directory": str(self.directory)}
         try:
-            draft.touch(0o600)
-            own = {"version": VERSION, "owner": os.getpid(), "directory": str(self.directory)}
-            draft.write_text(json.dumps({**facts, **own}))
-            draft.rename(self.directory / RECORD)
+            write_atomically(path, json.dumps({**facts, **own}), durable=False)
         except OSError:
-            for stale in (draft, self.directory / RECORD):
-                with contextlib.suppress(OSError):
-                    stale.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             raise
 
     def renew(self) -> bool:
@@ -173,9 +171,8 @@ def _note_lost(base: Path, directory: Path) -> None:
     notes.mkdir(mode=0o700, exist_ok=True)
     for old in sorted(notes.glob("*.json"), key=lambda path: path.stat().st_mtime)[: -_MAX_LOST or None]:
         old.unlink(missing_ok=True)
-    note = notes / f"{directory.name}.json"
-    note.touch(0o600)
-    note.write_text(json.dumps({"kernel_id": record["kernel_id"], "notebook": session.get("notebook", "")}))
+    note = {"kernel_id": record["kernel_id"], "notebook": session.get("notebook", "")}
+    write_atomically(notes / f"{directory.name}.json", json.dumps(note), durable=False)
 
 
 @contextlib.contextmanager

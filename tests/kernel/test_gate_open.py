@@ -266,7 +266,7 @@ def test_verbs_that_make_no_sense_are_refused(world: World) -> None:
 def test_a_callback_that_calls_the_gate_is_told_and_does_no_harm(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.gate._on_wake = lambda _: world.gate.release()
+    world.gate._router._on_wake = lambda _: world.gate.release()
     world.up()
     world.to_sleep()
     client = world.client()

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import logging
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from jupyter_client.connect import LocalPortCache
 
 from ..capsule.capsule import Capsule
 from ..cuda import fastpath
@@ -108,15 +109,6 @@ def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
         "signature_scheme": front["signature_scheme"],
         "kernel_name": front.get("kernel_name", ""),
     }
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return distinct TCP ports of the loopback address on which no process listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _early_exit(status: int) -> KernelUnfit:
@@ -280,10 +272,9 @@ class KernelHost:
         registration = self._registration
         directory = registration.directory
 
-        def write_session(place: Path) -> None:
-            dataclasses.replace(session, identity=gate.identity, protected_until=agent_requests.protection()).write(
-                place
-            )
+        def write_session(path: Path) -> None:
+            protected_until = agent_requests.protection()
+            dataclasses.replace(session, identity=gate.identity, protected_until=protected_until).write(path)
 
         def renew() -> None:
             if registration.renew():
@@ -379,7 +370,8 @@ class KernelHost:
         """Return the connection info of a kernel without a capsule, on TCP as is usual, and its command."""
         assert self._registration is not None
         back = {**_back_info(self._registration.directory, launch.front), "transport": "tcp", "ip": "127.0.0.1"}
-        back.update(zip((name for name in back if name.endswith("_port")), _free_ports(5), strict=True))
+        ports = LocalPortCache.instance()
+        back.update((name, ports.find_available_port(back["ip"])) for name in back if name.endswith("_port"))
         file = self._registration.directory / "plain.json"
         write_atomically(file, json.dumps(back), durable=False)
         return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]

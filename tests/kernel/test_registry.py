@@ -1,0 +1,54 @@
+"""Records of kernels, without kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jupyter_gpu_ckpt.errors import ProtocolVersion
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel import registry
+from jupyter_gpu_ckpt.kernel.adoption import find_all
+from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.registry import RECORD, VERSION, Registration, kernels, owned_kernel, reap
+
+
+@pytest.fixture
+def registration(tmp_path: Path) -> Registration:
+    made = Registration(make_runtime_dir(tmp_path / "base"))
+    made.write(kernel_id="k", kernel_name="python3", state="running", pid=1, image=None)
+    return made
+
+
+def change_version(registration: Registration, version: int | None) -> None:
+    path = registration.directory / RECORD
+    record = json.loads(path.read_text())
+    assert record.pop("version") == VERSION
+    path.write_text(json.dumps(record if version is None else {**record, "version": version}))
+
+
+def test_a_record_is_listed_without_its_version(registration: Registration) -> None:
+    (record,) = kernels(registration.directory.parent)
+    assert record["owned"] and record["state"] == "running" and "version" not in record
+    assert (registration.directory / RECORD).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("version", [None, VERSION + 1])
+def test_a_record_of_another_version_is_refused_by_name(
+    registration: Registration, version: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base, store = registration.directory.parent, Store(tmp_path / "images")
+    change_version(registration, version)
+    (record,) = kernels(base)
+    assert (record["kernel_id"], record["state"], record["owned"]) == ("k", "refused", True)
+    assert str(registration.directory / RECORD) in record["refusal"]
+    with pytest.raises(ProtocolVersion):
+        owned_kernel(registration.directory)
+    assert find_all(base, store).refused == {}, "it has an owner"
+    registration.release()
+    monkeypatch.setattr(registry, "_is_alive", lambda _: True)
+    assert list(find_all(base, store).refused) == ["k"]
+    monkeypatch.undo()
+    assert reap(base) == [registration.directory]

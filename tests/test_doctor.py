@@ -266,7 +266,7 @@ FAULTS = {
         replace(FIT, preload=lambda: Preload(None, "it does not know the locks of glibc 2.99", unknown_locks=True)),
         "fast-path", "warning", "gpu", "glibc 2.99", "newer release",
     ),
-    "hidden gpus": (replace(FIT, gpus=list), "nvml", "error", "gpu", "no GPU to this user", "nvidia-smi"),
+    "hidden gpus": (replace(FIT, gpus=list), "nvml", "error", "gpu", "this user sees no GPU", "nvidia-smi"),
     "mig": (
         replace(FIT, gpus=lambda: [FakeGpu(0), FakeGpu(3, mig=True)]),
         "mig", "error", "gpu", "GPU 3", "nvidia-smi -i 3 -mig 0",

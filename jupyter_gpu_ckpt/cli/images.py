@@ -100,9 +100,7 @@ class ListCommand(ImageCommand):
 class InspectCommand(ImageCommand):
     verb = "inspect"
     description = "Show everything that the manifest of an image says."
-    examples = """
-    jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839
-    """
+    examples = "jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
         image = self.store().get(self.extra_args[0])
@@ -122,9 +120,7 @@ class InspectCommand(ImageCommand):
 class VerifyCommand(ImageCommand):
     verb = "verify"
     description = "Check that an image is whole, yours, and the newest of its kernel. All of it is read."
-    examples = """
-    jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839
-    """
+    examples = "jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
         store = self.store()
@@ -145,9 +141,7 @@ class CheckCommand(ImageCommand):
     verb = "check"
     description = "Verify every image. All of them are read; an archived one is verified when it comes back."
     arguments = ()
-    examples = """
-    jupyter gpu-ckpt check
-    """
+    examples = "jupyter gpu-ckpt check"
 
     def run(self) -> Result:
         store = self.store()
@@ -190,9 +184,7 @@ class RemoveCommand(ImageCommand):
         "several may not be deleted, none is."
     )
     arguments = ("IMAGE...",)
-    examples = """
-    jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839
-    """
+    examples = "jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839"
 
     force = Bool(False, help="Delete also the only copy of a kernel, and an image that a newer release made.").tag(
         config=True, option=True
@@ -329,9 +321,7 @@ class SealCommand(ImageCommand):
         "Vouch for an image as it is now, for instance one whose key is lost. Do it only if you know who wrote it: "
         "once it is restored, it can do anything that you can."
     )
-    examples = """
-    jupyter gpu-ckpt seal 20261120T153012-0c0ffee0-a97839
-    """
+    examples = "jupyter gpu-ckpt seal 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
         store = self.store()
@@ -347,9 +337,7 @@ class BreakClaimCommand(ImageCommand):
         "Free an image that a kernel on another host has claimed, if that host is gone for good. If the kernel still "
         "runs there, restoring the image makes a second one."
     )
-    examples = """
-    jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839
-    """
+    examples = "jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
         from ..image import lease

@@ -181,9 +181,7 @@ def _listing(remote: Remote) -> list[dict[str, Any]]:
 class NodeFeaturesCommand(GpuCkptCommand):
     verb = "node-features"
     description = "Print the features of this node for slurm.conf, by which the hub's placement chooses a node."
-    examples = """
-    jupyter gpu-ckpt node-features
-    """
+    examples = "jupyter gpu-ckpt node-features"
 
     def run(self) -> Result:
         from ..cuda.gpus import Gpus

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
 from .helper import DRAIN_S, DriverRefused
@@ -242,6 +242,28 @@ class Helper:
                 current = _start(self._command)
                 self._sessions.append(current)
             return current
+
+
+_F = TypeVar("_F", bound="Facade")
+
+
+class Facade:
+    """Base of the facades: uses the given helper, shared with others, or its own, which `close` ends."""
+
+    def __init__(self, helper: Caller | None = None) -> None:
+        self._helper: Caller = helper or Helper()
+        self._owns_helper = helper is None
+
+    def close(self) -> None:
+        """End the helper process, if it is this object's own, after the running calls."""
+        if self._owns_helper:
+            self._helper.close()
+
+    def __enter__(self: _F) -> _F:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _start(command: Sequence[str]) -> _Session:

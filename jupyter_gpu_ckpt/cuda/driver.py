@@ -11,12 +11,11 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from .. import procfs
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
-from .client import Caller, Helper
+from .client import Facade
 from .helper import DriverRefused
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
@@ -48,7 +47,7 @@ class CudaState(enum.Enum):
 _STATES = {0: CudaState.RUNNING, 1: CudaState.LOCKED, 2: CudaState.CHECKPOINTED, 3: CudaState.FAILED}
 
 
-class Cuda:
+class Cuda(Facade):
     """The driver's verbs for the processes of this node.
 
     Thread-safe: calls for one process run one after the other, calls for different processes in parallel.
@@ -75,10 +74,6 @@ class Cuda:
     CudaError
         The driver refused; ``cuda_result`` and ``cuda_name`` in the details are the error's number and name.
     """
-
-    def __init__(self, helper: Caller | None = None) -> None:
-        self._helper: Caller = helper or Helper()
-        self._owns_helper = helper is None
 
     def available(self) -> None:
         """Return if this host can checkpoint CUDA processes.
@@ -173,17 +168,6 @@ class Cuda:
     def unlock(self, pid: int) -> None:
         """``LOCKED -> RUNNING``: let the process's CUDA calls continue.  *After failure* it is still locked."""
         self._do("unlock", pid, QUICK_TIMEOUT_S, left="the process is still locked")
-
-    def close(self) -> None:
-        """End the helper process, if it is this object's own, after the running calls."""
-        if self._owns_helper:
-            self._helper.close()
-
-    def __enter__(self) -> Cuda:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     @staticmethod
     def _is_hidden(pid: int) -> bool:

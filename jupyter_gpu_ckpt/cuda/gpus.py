@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ..errors import CudaError, GpuFull
 from ..units import size
 from . import gpu_locks
-from .client import Caller, Helper
+from .client import Caller, Facade
 from .helper import DriverRefused
 
 NVML_TIMEOUT_S = 30.0
@@ -43,7 +42,7 @@ class Gpu:
     cuda: str = ""
 
 
-class Gpus:
+class Gpus(Facade):
     """NVML's view of this node.  Thread-safe; every call has a deadline of `NVML_TIMEOUT_S`.
 
     Parameters
@@ -59,8 +58,7 @@ class Gpus:
     """
 
     def __init__(self, helper: Caller | None = None, *, lock_dir: Path | None = None) -> None:
-        self._helper: Caller = helper or Helper()
-        self._owns_helper = helper is None
+        super().__init__(helper)
         self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
 
     def list(self) -> list[Gpu]:
@@ -140,17 +138,6 @@ class Gpus:
                     message = f"The kernel needs {size(needed, 2)} on the GPU; {size(free, 2)} are free."
                     raise GpuFull(message, left="nothing was changed", uuid=uuid, needed=needed, free=free)
             yield
-
-    def close(self) -> None:
-        """End the helper process, if it is this object's own."""
-        if self._owns_helper:
-            self._helper.close()
-
-    def __enter__(self) -> Gpus:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _call(self, op: str, **args: Any) -> Any:
         try:

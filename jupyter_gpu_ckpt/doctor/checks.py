@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import sys
@@ -166,41 +167,34 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     trial = fixes.Trial(
         answers, probes.is_root(), probes.container(), probes.sysctl, probes.status().get("Seccomp", "0") != "0"
     )
-    yield _user_namespaces(trial)
-    yield _other_namespaces(trial)
-    yield _proc(trial, probes)
-    yield _pids(trial)
-    yield _ptrace(trial)
 
+    def judge(
+        check: str,
+        steps: Sequence[str],
+        message: str,
+        explain: Callable[[fixes.Trial, fixes.RefusedStep], fixes.Remedy],
+        needs: str = "it needs the namespaces",
+    ) -> Finding:
+        if not trial.reached(steps[0]):
+            return Finding(check, None, f"not tried: {needs}")
+        refused = trial.refused(*steps)
+        return Finding(check, True, message) if refused is None else Finding(check, False, *explain(trial, refused))
 
-def _user_namespaces(trial: fixes.Trial) -> Finding:
-    check = "user-namespaces"
     if trial.root:
-        return Finding(check, None, "not needed: the server is root")
-    refused = trial.refused("user", "map")
-    if refused is None:
-        return Finding(check, True, "an ordinary user can create user namespaces")
-    return Finding(check, False, *fixes.user_namespace(trial, refused))
-
-
-def _other_namespaces(trial: fixes.Trial) -> Finding:
-    check = "namespaces"
-    if not trial.reached("mount"):
-        return Finding(check, None, "not tried: they need the user namespace")
-    refused = trial.refused("mount", "time", "pid")
-    if refused is None:
-        return Finding(check, True, "mount, time and pid namespaces can be created")
-    return Finding(check, False, *fixes.namespace(trial, refused))
-
-
-def _proc(trial: fixes.Trial, probes: Probes) -> Finding:
-    check = "proc-mount"
-    if not trial.reached("proc"):
-        return Finding(check, None, "not tried: it needs the namespaces")
-    refused = trial.refused("proc")
-    if refused is None:
-        return Finding(check, True, "a fresh /proc can be mounted")
-    return Finding(check, False, *fixes.proc(trial, refused, probes.proc_covers()))
+        yield Finding("user-namespaces", None, "not needed: the server is root")
+    else:
+        message = "an ordinary user can create user namespaces"
+        yield judge("user-namespaces", ("user", "map"), message, fixes.user_namespace)
+    message = "mount, time and pid namespaces can be created"
+    yield judge("namespaces", ("mount", "time", "pid"), message, fixes.namespace, "they need the user namespace")
+    covers = probes.proc_covers()
+    yield judge("proc-mount", ("proc",), "a fresh /proc can be mounted", functools.partial(fixes.proc, covers=covers))
+    yield _pids(trial)
+    scope = trial.sysctl("kernel.yama.ptrace_scope")
+    # scopes 1 and 2 require CAP_SYS_PTRACE in the target's user namespace, which a capsule has in its own
+    note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
+    message = f"CRIU can attach to processes{note}"
+    yield judge("ptrace", ("ptrace",), message, functools.partial(fixes.ptrace, scope=scope))
 
 
 def _pids(trial: fixes.Trial) -> Finding:
@@ -209,23 +203,10 @@ def _pids(trial: fixes.Trial) -> Finding:
         return Finding(check, None, "not tried: it needs the namespaces")
     ways = {"ns_last_pid": "ns_last_pid", "set_tid": "clone3 with set_tid"}
     works = [way for step, way in ways.items() if trial.works(step)]
-    if works:  # CRIU takes either
+    if works:  # CRIU uses either
         return Finding(check, True, f"a process can be given its old pid ({', '.join(works)})")
     message = "A process cannot be given its old pid: neither ns_last_pid nor clone3 with set_tid works."
     return Finding(check, False, message, fixes.container(trial.container, root=trial.root) if trial.confined else "")
-
-
-def _ptrace(trial: fixes.Trial) -> Finding:
-    check = "ptrace"
-    if not trial.reached("ptrace"):
-        return Finding(check, None, "not tried: it needs the namespaces")
-    scope = trial.sysctl("kernel.yama.ptrace_scope")
-    refused = trial.refused("ptrace")
-    if refused is None:
-        # scopes 1 and 2 require CAP_SYS_PTRACE in the target's user namespace, which a capsule has in its own
-        note = "" if scope in (None, "0") else f" (yama's ptrace_scope {scope} is no obstacle inside a capsule)"
-        return Finding(check, True, f"CRIU can attach to processes{note}")
-    return Finding(check, False, *fixes.ptrace(trial, refused, scope))
 
 
 def _images(probes: Probes, named: Path) -> Iterable[Finding]:

@@ -34,7 +34,7 @@ void finish_work(CUcontext context);
 size_t streams_outstanding(void);
 size_t events_outstanding(void);
 /* As a writer: calls that change what memory there is do. */
-void pass_the_door(void);
+void lock_for_writing(void);
 
 /* For tests. */
 struct outstanding {
@@ -49,7 +49,7 @@ long double_calls(const char *function);         /* since the last double_fail *
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
 /* Calls that wait while the driver is locked, by the file whose name it is told (beside it, "-is-locked" says that). */
-void double_door(const char *file);
+void double_lock_file(const char *file);
 void double_read(void);
 void double_write(void);
 void double_hold(unsigned microseconds); /* what writers need */

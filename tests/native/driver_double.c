@@ -1,4 +1,4 @@
-/* libcuda.so.1 without a GPU: devices, contexts and streams.  A stream is a thread; what is asked of it is done later. */
+/* libcuda.so.1 without a GPU: devices, contexts and streams.  A stream is a thread that works on a queue. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -68,32 +68,32 @@ int device_count(void)
 
 int can_access(CUdevice from, CUdevice to) { return from == to || getenv("DOUBLE_STRANGERS") == NULL; }
 
-/* -- the door: who calls waits here while the driver is locked, some as readers */
+/* -- the lock at which callers wait while the driver is locked, some as readers */
 
-static pthread_rwlock_t door = PTHREAD_RWLOCK_INITIALIZER;
-static pthread_mutex_t behind_it = PTHREAD_MUTEX_INITIALIZER;
+static pthread_rwlock_t driver_lock = PTHREAD_RWLOCK_INITIALIZER;
+static pthread_mutex_t writers_mutex = PTHREAD_MUTEX_INITIALIZER;
 
-void pass_the_door(void)
+void lock_for_writing(void)
 {
-    pthread_rwlock_wrlock(&door);
-    pthread_mutex_lock(&behind_it);
-    pthread_mutex_unlock(&behind_it);
-    pthread_rwlock_unlock(&door);
+    pthread_rwlock_wrlock(&driver_lock);
+    pthread_mutex_lock(&writers_mutex);
+    pthread_mutex_unlock(&writers_mutex);
+    pthread_rwlock_unlock(&driver_lock);
 }
 
-EXPORT void double_write(void) { pass_the_door(); }
+EXPORT void double_write(void) { lock_for_writing(); }
 
 EXPORT void double_read(void)
 {
-    pthread_rwlock_rdlock(&door);
-    pthread_rwlock_unlock(&door);
+    pthread_rwlock_rdlock(&driver_lock);
+    pthread_rwlock_unlock(&driver_lock);
 }
 
 EXPORT void double_hold(unsigned microseconds)
 {
-    pthread_mutex_lock(&behind_it);
+    pthread_mutex_lock(&writers_mutex);
     usleep(microseconds);
-    pthread_mutex_unlock(&behind_it);
+    pthread_mutex_unlock(&writers_mutex);
     usleep(1000); /* for whoever waits */
 }
 
@@ -107,10 +107,10 @@ static void *keep(void *argument)
     for (bool locked = false;; usleep(500)) {
         bool wants = access(wanted, F_OK) == 0;
         if (wants && !locked) {
-            pthread_rwlock_wrlock(&door);
+            pthread_rwlock_wrlock(&driver_lock);
             close(open(said, O_WRONLY | O_CREAT, 0600));
         } else if (!wants && locked) {
-            pthread_rwlock_unlock(&door);
+            pthread_rwlock_unlock(&driver_lock);
             unlink(said);
         }
         locked = wants;
@@ -118,11 +118,11 @@ static void *keep(void *argument)
     return NULL;
 }
 
-EXPORT void double_door(const char *file)
+EXPORT void double_lock_file(const char *file)
 {
     pthread_t thread;
     if (pthread_create(&thread, NULL, keep, strdup(file)) != 0)
-        misuse("the door has no keeper");
+        misuse("the lock has no thread");
 }
 
 /* -- devices and contexts */

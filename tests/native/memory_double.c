@@ -233,7 +233,7 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAcc
 EXPORT CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER();
-    pass_the_door();
+    lock_for_writing();
     pthread_mutex_lock(&mutex);
     struct range mapping = exactly(&mappings, address, bytes, __func__);
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
@@ -306,7 +306,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *bytes)
 EXPORT CUresult cuMemHostRegister_v2(void *address, size_t bytes, unsigned int flags)
 {
     ENTER();
-    pass_the_door();
+    lock_for_writing();
     if (current_context() == NULL || flags != CU_MEMHOSTREGISTER_PORTABLE)
         misuse("cuMemHostRegister: without a context, or not for all");
     pthread_mutex_lock(&mutex);

@@ -18,7 +18,7 @@
 #include "double.h"
 
 #define MOST 20000
-#define SPARSE ((size_t)1 << 20) /* steps between the bytes that are written of a sparse block */
+#define SPARSE ((size_t)1 << 20) /* steps between the bytes that are written of a sparse allocation */
 
 int cudaMalloc(void **, size_t);
 int cudaFree(void *);
@@ -109,8 +109,8 @@ static int give_back(struct held *held)
     return result;
 }
 
-static struct held blocks[MOST];
-static size_t block_count;
+static struct held allocations[MOST];
+static size_t allocation_count;
 
 /* -- threads that take and give back memory all the time */
 
@@ -174,10 +174,10 @@ static void alloc(const char *words)
         return;
     }
     cudaFree(NULL);
-    size_t first = block_count;
-    for (size_t at = 0; at < count; at++, block_count++) {
-        int result = obtain(&blocks[block_count], bytes, strcmp(api, "cu") == 0,
-                            strcmp(density, "full") == 0 ? 1 : SPARSE, (unsigned)block_count);
+    size_t first = allocation_count;
+    for (size_t at = 0; at < count; at++, allocation_count++) {
+        int result = obtain(&allocations[allocation_count], bytes, strcmp(api, "cu") == 0,
+                            strcmp(density, "full") == 0 ? 1 : SPARSE, (unsigned)allocation_count);
         if (result != 0) {
             printf("error %d\n", result);
             return;
@@ -189,10 +189,10 @@ static void alloc(const char *words)
 static void check(void)
 {
     size_t count = 0;
-    for (size_t at = 0; at < block_count; at++)
-        if (blocks[at].memory != NULL) {
-            if (!intact(&blocks[at])) {
-                printf("block %zu of %zu bytes is another\n", at, blocks[at].bytes);
+    for (size_t at = 0; at < allocation_count; at++)
+        if (allocations[at].memory != NULL) {
+            if (!intact(&allocations[at])) {
+                printf("allocation %zu of %zu bytes is another\n", at, allocations[at].bytes);
                 return;
             }
             count++;
@@ -248,7 +248,7 @@ static void in_children(size_t count)
     for (size_t at = 0; at < count; at++) {
         pid_t child = fork();
         if (child == 0) {
-            void *memory = blocks[0].memory;
+            void *memory = allocations[0].memory;
             bool good = cudaFree(memory) == 3 && driver_free(memory) == 3 && cudaMalloc(&memory, (size_t)4 << 20) == 3;
             _exit(good ? 0 : 1);
         }
@@ -296,11 +296,11 @@ static void perform(char *line)
     if (strcmp(line, "alloc") == 0)
         alloc(words);
     else if (strcmp(line, "free") == 0)
-        printf("%d\n", give_back(&blocks[number]));
+        printf("%d\n", give_back(&allocations[number]));
     else if (strcmp(line, "check") == 0)
         check();
     else if (strcmp(line, "address") == 0)
-        printf("%p\n", (void *)blocks[number].memory);
+        printf("%p\n", (void *)allocations[number].memory);
     else if (strcmp(line, "outstanding") == 0)
         outstanding();
     else if (strcmp(line, "mallocs") == 0)
@@ -317,16 +317,16 @@ static void perform(char *line)
         DRIVER(void, double_set_delay, unsigned)((unsigned)number);
         puts("ok");
     } else if (strcmp(line, "launch") == 0) {
-        /* The block will hold one byte everywhere: the GPU is slow, and nobody waits for it. */
-        struct held *held = &blocks[number];
+        /* The allocation will hold one byte everywhere: the GPU is slow, and nobody waits for it. */
+        struct held *held = &allocations[number];
         held->step = held->bytes;
         result = DRIVER(CUresult, double_launch, CUdeviceptr, size_t, int, unsigned)(
             (CUdeviceptr)held->memory + held->bytes - 1, 1, byte_of(held, held->bytes - 1) ^ 2, 100000);
         held->memory[held->bytes - 1] = 0;
         printf("%d\n", result);
     } else if (strcmp(line, "last") == 0)
-        printf("%d\n", blocks[number].memory[blocks[number].bytes - 1] ^
-                           byte_of(&blocks[number], blocks[number].bytes - 1));
+        printf("%d\n", allocations[number].memory[allocations[number].bytes - 1] ^
+                           byte_of(&allocations[number], allocations[number].bytes - 1));
     else if (strcmp(line, "context") == 0) {
         CUcontext fresh;
         printf("%d\n", DRIVER(CUresult, cuCtxCreate_v2, CUcontext *, unsigned, CUdevice)(&fresh, 0, (CUdevice)number));

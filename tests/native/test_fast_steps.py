@@ -116,7 +116,7 @@ def test_a_driver_that_refuses_the_transfer_gets_to_do_it_itself(kernel, functio
 
 
 def test_a_transfer_that_takes_too_long_is_given_up(kernel):
-    """Not locked meanwhile: the library, still at it, would wait at the driver's door, and never answer."""
+    """Not locked meanwhile: the library, still at it, would wait at the driver's lock, and never answer."""
     kernel.ask("slow(100_000)")
     kernel.lock()
     with pytest.raises(CudaError):

@@ -1,4 +1,4 @@
-"""Threads that wait at the driver's door when they are parked: its lock lets in readers that do not know it yet."""
+"""Threads that wait at the driver's lock when they are frozen: it admits readers that have not noticed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
 
-#: Threads that call the driver all the time; ``double_door`` begins to keep its door.
+#: Threads that call the driver all the time; ``double_lock_file`` begins to lock it by a file.
 CALLERS = '''exec("""
 driver, calls = ctypes.CDLL("libcuda.so.1"), {{}}
-driver.double_door({door!r}.encode())
+driver.double_lock_file({driver_lock!r}.encode())
 def call(number, function, *arguments):
     while True: function(*arguments); calls[number] += 1
 for number, (function, *arguments) in enumerate({callers}):
@@ -25,9 +25,9 @@ READER, WRITER = ("double_read",), ("double_write",)
 
 
 @pytest.fixture
-def door(kernel, monkeypatch):
+def driver_lock(kernel, monkeypatch):
     """The file that locks the driver the kernel calls; it is locked with the one that suspends."""
-    file, said = kernel.directory / "door", kernel.directory / "door-is-locked"
+    file, said = kernel.directory / "driver_lock", kernel.directory / "driver_lock-is-locked"
     lock, unlock = kernel.cuda.lock, kernel.cuda.unlock
 
     def lock_both(pid, timeout_s):
@@ -45,19 +45,19 @@ def door(kernel, monkeypatch):
     return file
 
 
-def start(kernel, door, *callers) -> None:
-    kernel.ask(CALLERS.format(door=str(door), callers=callers))
+def start(kernel, driver_lock, *callers) -> None:
+    kernel.ask(CALLERS.format(driver_lock=str(driver_lock), callers=callers))
 
 
-def goes_on(kernel) -> None:
+def continues(kernel) -> None:
     kernel.runs_on()
     before = kernel.ask("dict(calls)")
     until(lambda: all(n > before[at] for at, n in kernel.ask("dict(calls)").items()), "all callers go on")
 
 
 @pytest.mark.parametrize(("readers", "writers"), [(1, 0), (3, 0), (0, 2), (4, 3)])
-def test_callers_that_wait_at_the_door(kernel, door, readers, writers):
-    start(kernel, door, *[READER] * readers, *[WRITER] * writers)
+def test_callers_that_wait_at_the_lock(kernel, driver_lock, readers, writers):
+    start(kernel, driver_lock, *[READER] * readers, *[WRITER] * writers)
     total = kernel.path.amounts().bytes
     for _ in range(5):
         kernel.lock()
@@ -66,11 +66,11 @@ def test_callers_that_wait_at_the_door(kernel, door, readers, writers):
         kernel.cuda.checkpoint(kernel.pid)
         kernel.cuda.restore(kernel.pid)
         kernel.swap_in()
-        goes_on(kernel)
+        continues(kernel)
 
 
-def test_callers_of_a_kernel_that_finds_too_little_room(kernel, door):
-    start(kernel, door, READER, READER, WRITER)
+def test_callers_of_a_kernel_that_finds_too_little_memory(kernel, driver_lock):
+    start(kernel, driver_lock, READER, READER, WRITER)
     kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
     kernel.lock()
     total = kernel.swap_out()
@@ -81,23 +81,23 @@ def test_callers_of_a_kernel_that_finds_too_little_room(kernel, door):
     assert kernel.path.amounts().swapped_out == total
     kernel.cuda.restore(kernel.pid)
     kernel.swap_in()
-    goes_on(kernel)
+    continues(kernel)
 
 
-def test_who_holds_what_our_calls_need_leaves_it_to_the_driver(kernel, door):
+def test_a_lock_that_our_calls_need_leaves_the_swap_to_the_driver(kernel, driver_lock):
     """No thread of ours waits for that, nor for ever, and none of theirs for ours."""
-    start(kernel, door, READER, READER, READER, ("double_hold", 200_000))
+    start(kernel, driver_lock, READER, READER, READER, ("double_hold", 200_000))
     for _ in range(2):
         kernel.lock()
         assert kernel.swap_out() == 0
         kernel.swap_in()
-        goes_on(kernel)
+        continues(kernel)
 
 
-def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
+def test_a_transfer_that_takes_too_long_among_callers(kernel, driver_lock):
     """It is at it still, as who has the driver's lock: nobody goes on before they are readers of it again."""
     kernel.ask("slow(100_000)")
-    start(kernel, door, READER, READER, READER, WRITER)
+    start(kernel, driver_lock, READER, READER, READER, WRITER)
     kernel.lock()
     with pytest.raises(CudaError):
         kernel.swap_out(timeout_s=0.4)
@@ -105,4 +105,4 @@ def test_a_transfer_that_takes_too_long_among_callers(kernel, door):
     assert kernel.path._state() is not fastpath._State.READERS_DROPPED or parked(kernel)
     kernel.swap_in()
     kernel.ask("slow(0)")
-    goes_on(kernel)
+    continues(kernel)

@@ -72,16 +72,16 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
 
   commands.addCommand(
     IDS.suspend,
-    leave('suspend', trans.__('Suspend kernel'), trans.__('GPU memory to host memory: quick, and quickly back'))
+    leave('suspend', trans.__('Suspend kernel'), trans.__('Move GPU memory to host memory; wakes fast'))
   );
   commands.addCommand(
     IDS.checkpoint,
-    leave('checkpoint', trans.__('Put kernel to sleep'), trans.__('Everything to disk; no process is left'))
+    leave('checkpoint', trans.__('Put kernel to sleep'), trans.__('Save everything to disk and end the process'))
   );
 
   commands.addCommand(IDS.wake, {
     label: trans.__('Wake kernel'),
-    caption: trans.__('Back to the GPU, as the next cell would do'),
+    caption: trans.__('Bring the kernel back to the GPU, as the next cell would'),
     isEnabled: args => {
       const phase = meant(args)?.phase;
       return phase === 'suspended' || phase === 'checkpointed';
@@ -96,7 +96,7 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
 
   commands.addCommand(IDS.stay, {
     label: trans.__('Keep kernel awake after this cell'),
-    caption: trans.__('Takes back that the kernel sleeps when its cells have finished'),
+    caption: trans.__('Do not put the kernel to sleep when its cells have finished'),
     isEnabled: args => meant(args)?.waiting != null,
     execute: async args => {
       const kernel = meant(args);
@@ -116,12 +116,12 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
         return trans.__('Protect kernel for 2 h');
       }
       return args.seconds === 0
-        ? trans.__('No protection of the kernel any more')
+        ? trans.__('End protection of the kernel')
         : args.isMenu
           ? duration(args.seconds)
           : trans.__('Protect kernel for %1', duration(args.seconds));
     },
-    caption: trans.__('Keeps idle policies off this kernel; whoever asks for a checkpoint still gets it'),
+    caption: trans.__('Idle policies leave this kernel alone; you can still put it to sleep'),
     isEnabled: args => {
       const kernel = meant(args);
       return kernel !== null && kernel.phase !== 'plain' && (args.seconds !== 0 || isProtected(kernel));
@@ -144,7 +144,7 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
 
   commands.addCommand(IDS.explain, {
     label: trans.__("Why can't this kernel sleep?"),
-    caption: trans.__('Whether this kernel could be put to sleep now, and what is in the way'),
+    caption: trans.__('Whether this kernel can be put to sleep now, and if not, why'),
     isEnabled: args => meant(args) !== null,
     execute: async args => {
       const kernel = meant(args);

@@ -51,11 +51,11 @@ async function answer({ client, host, trans }: IContext, kernel: KernelModel): P
     const { ok, findings } = await client.preflight(kernel.id);
     if (!ok) {
       const busy = findings.every(({ blocks, code }) => !blocks || code === BUSY);
-      return { head: trans.__('Not now. The kernel runs on; this is in the way:'), findings, busy };
+      return { head: trans.__('Not now. The kernel runs on. The reasons:'), findings, busy };
     }
     return findings.length > 0
-      ? { head: trans.__('Yes. But:'), findings }
-      : { head: trans.__('Yes: nothing is in the way.'), findings };
+      ? { head: trans.__('Yes, but note:'), findings }
+      : { head: trans.__('Yes, it can be put to sleep now.'), findings };
   } catch (error) {
     const hint = error instanceof Refused ? (error.detail?.hint ?? '') : '';
     return { head: `${(error as Error).message} ${hint}`.trim(), findings: [] };

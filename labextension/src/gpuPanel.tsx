@@ -12,7 +12,7 @@ import type { IContext } from './context';
 import type { Gpus } from './gpus';
 import { gpuIcon, phaseIcon } from './icons';
 import { sum, type KernelModel } from './kernel';
-import { makeRoom } from './makeRoom';
+import { freeMemory } from './freeMemory';
 import { nameOf, pathOf } from './notebooks';
 import type { Announcer } from './notifications';
 import { bytes, duration, phase as word } from './words';
@@ -73,7 +73,7 @@ export class GpuPanel extends ReactWidget {
           <section>
             <h3>{trans.__('No GPU')}</h3>
             <p className="jp-gpuCkpt-note">
-              {trans.__('Kernels can leave and come back all the same.')} {without}
+              {trans.__('Kernels can be put to sleep all the same.')} {without}
             </p>
           </section>
         )}
@@ -85,7 +85,7 @@ export class GpuPanel extends ReactWidget {
         )}
         {this.gpus.gpuSecondsFreed > 0 && (
           <p className="jp-gpuCkpt-note">
-            {trans.__('Given back since the server started: %1 GPU-hours', (this.gpus.gpuSecondsFreed / 3600).toFixed(2))}
+            {trans.__('Freed since the server started: %1 GPU-hours', (this.gpus.gpuSecondsFreed / 3600).toFixed(2))}
           </p>
         )}
       </>
@@ -107,9 +107,9 @@ export class GpuPanel extends ReactWidget {
             className="jp-gpuCkpt-link"
             disabled={shares.length === 0}
             title={trans.__('Suspend every idle kernel on this GPU')}
-            onClick={() => void makeRoom(this.context, this.announcer, gpu)}
+            onClick={() => void freeMemory(this.context, this.announcer, gpu)}
           >
-            {trans.__('Make room')}
+            {trans.__('Free memory')}
           </button>
         </header>
         <MemoryBar

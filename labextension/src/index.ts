@@ -51,7 +51,9 @@ function activate(
   if (settings !== null) {
     preferences
       .load(settings, ID)
-      .catch((error: unknown) => console.warn('The settings of GPU checkpoints are the defaults.', error));
+      .catch((error: unknown) =>
+        console.warn('The settings of sleeping kernels could not be loaded; defaults apply.', error)
+      );
   }
   follow(services, {
     take: event => {
@@ -60,7 +62,7 @@ function activate(
     },
     doubt: () => kernels.doubt()
   });
-  void host.load(trans.__('This server does not have the extension jupyter_gpu_ckpt.'));
+  void host.load(trans.__('The extension jupyter_gpu_ckpt is not enabled on this server.'));
 
   // A context menu speaks of the item it was opened on.
   const pointed = () => {
@@ -73,7 +75,7 @@ function activate(
   notebooks?.currentChanged.connect(() => app.commands.notifyCommandChanged());
 
   if (palette !== null) {
-    const category = trans.__('GPU checkpoints');
+    const category = trans.__('Sleeping kernels');
     for (const command of [IDS.checkpoint, IDS.suspend, IDS.wake, IDS.stay, IDS.explain]) {
       palette.addItem({ command, category });
     }

@@ -60,7 +60,7 @@ export class Announcer {
       const stay = () => void commands.execute(IDS.stay, { kernelId: kernel.id });
       const id = Notification.info(trans.__('%1 sleeps when its cells have finished.', name), {
         autoClose: 8000,
-        actions: [{ label: trans.__('Let it stay'), callback: stay }]
+        actions: [{ label: trans.__('Keep awake'), callback: stay }]
       });
       this._passing.set(kernel.id, { id, holds: () => kernel.waiting !== null });
     }
@@ -70,7 +70,7 @@ export class Announcer {
   stays(kernel: KernelModel, error: unknown): void {
     const { preferences, services, trans } = this.context;
     if (preferences.values.notifications !== 'none') {
-      const text = trans.__('%1 leaves all the same: %2', nameOf(services, kernel.id), (error as Error).message);
+      const text = trans.__('%1 could not be kept awake: %2', nameOf(services, kernel.id), (error as Error).message);
       Notification.error(text, { autoClose: READ });
     }
   }
@@ -164,13 +164,13 @@ export class Announcer {
       const { services, trans } = this.context;
       const name = nameOf(services, kernel.id);
       const seconds = duration(outcome.seconds);
-      let text = trans.__('%1 is back after %2.', name, seconds);
+      let text = trans.__('%1 is awake again, after %2.', name, seconds);
       if (leaves) {
         const done = outcome.verb === 'suspend' ? trans.__('suspended') : trans.__('asleep');
         text =
           outcome.freed > 0
             ? trans.__('%1 is %2: %3 of GPU memory freed in %4.', name, done, bytes(outcome.freed), seconds)
-            : trans.__('%1 is %2, in %3. It held no GPU memory.', name, done, seconds);
+            : trans.__('%1 is %2, in %3. It had no GPU memory.', name, done, seconds);
       }
       const id = Notification.success(text, { autoClose: 5000 });
       if (leaves) {
@@ -216,7 +216,7 @@ export class Announcer {
     const details = async () => {
       await showDialog({
         title: what,
-        body: [cause, hint, left ? trans.__('What is left: %1.', left) : '', fate].filter(Boolean).join('\n\n'),
+        body: [cause, hint, left ? trans.__('Left behind: %1.', left) : '', fate].filter(Boolean).join('\n\n'),
         buttons: [Dialog.okButton({ label: trans.__('Close') })]
       });
     };

@@ -9,7 +9,7 @@ export interface ISettings {
   showGpuPanel: boolean;
   notifications: 'all' | 'failures' | 'none';
   confirmCheckpoint: boolean;
-  confirmMakeRoom: boolean;
+  confirmFreeMemory: boolean;
   pollHidden: boolean;
 }
 
@@ -20,7 +20,7 @@ export class Preferences {
     showGpuPanel: true,
     notifications: 'all',
     confirmCheckpoint: false,
-    confirmMakeRoom: true,
+    confirmFreeMemory: true,
     pollHidden: false
   };
 

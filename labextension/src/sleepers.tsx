@@ -1,4 +1,4 @@
-/** The section "Checkpointed kernels" of the running sessions: those of this server, and images nobody has taken up. */
+/** The section "Sleeping kernels" of the running sessions: those of this server, and images nobody has taken up. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
@@ -21,11 +21,11 @@ const AGAIN = 3000;
 export class Sleepers implements IRunningSessions.IManager {
   constructor(private readonly context: IContext) {
     const { trans } = context;
-    this.name = trans.__('Checkpointed kernels');
+    this.name = trans.__('Sleeping kernels');
     this.shutdownLabel = trans.__('Delete');
     this.shutdownAllLabel = trans.__('Delete all');
     this.shutdownAllConfirmationText = trans.__(
-      'Delete every image of a checkpointed kernel? Their variables are lost.'
+      'Delete the images of all sleeping kernels? Their variables would be lost.'
     );
     // Which kernels sleep has changed: so have the images.
     context.kernels.changed.connect((kernels, model) => {
@@ -112,7 +112,7 @@ export class Sleepers implements IRunningSessions.IManager {
             <button
               className="jp-gpuCkpt-link"
               onClick={wake}
-              title={trans.__('Back to the GPU, as the next cell would do')}
+              title={trans.__('Bring the kernel back to the GPU, as the next cell would')}
             >
               {trans.__('Wake')}
             </button>
@@ -125,7 +125,7 @@ export class Sleepers implements IRunningSessions.IManager {
           facts.join(' · '),
           here
             ? trans.__('Open the notebook; the kernel wakes with the next cell')
-            : trans.__('No server has this kernel; opening it has this one take it over')
+            : trans.__('No server has this kernel; open it to attach it to this server')
         ].join('\n'),
       open: () => void this._open(image, here),
       shutdown: () => void this._ask(image, name)
@@ -151,7 +151,9 @@ export class Sleepers implements IRunningSessions.IManager {
       }
       await commands.execute('docmanager:open', { path });
     } catch (error) {
-      Notification.error(trans.__('It cannot be opened: %1', (error as Error).message), { autoClose: false });
+      Notification.error(trans.__('The kernel could not be opened: %1', (error as Error).message), {
+        autoClose: false
+      });
     }
   }
 
@@ -160,8 +162,8 @@ export class Sleepers implements IRunningSessions.IManager {
     const answer = await showDialog({
       title: trans.__('Delete the image of %1?', name),
       body: image.only_copy
-        ? trans.__('The kernel sleeps in it: its variables are lost for good. The notebook stays.')
-        : trans.__('%1 on the disk become free.', bytes(image.bytes)),
+        ? trans.__('The kernel sleeps in this image: its variables would be lost for good. The notebook stays.')
+        : trans.__('This frees %1 of disk space.', bytes(image.bytes)),
       buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Delete') })]
     });
     if (answer.button.accept) {
@@ -183,7 +185,9 @@ export class Sleepers implements IRunningSessions.IManager {
         }
       });
     } catch (error) {
-      Notification.error(trans.__('It cannot be deleted: %1', (error as Error).message), { autoClose: false });
+      Notification.error(trans.__('The image could not be deleted: %1', (error as Error).message), {
+        autoClose: false
+      });
     }
     this.refreshRunning();
   }

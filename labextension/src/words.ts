@@ -71,20 +71,20 @@ export function step(name: string, trans: TranslationBundle): string {
     case 'preflight':
     case 'drain':
     case 'quiesce':
-      return trans.__('getting the kernel ready');
+      return trans.__('preparing the kernel');
     case 'cuda_suspend':
       return trans.__('saving GPU memory');
     case 'dump':
       return trans.__('writing the image');
     case 'publish':
-      return trans.__('making sure that it is on disk');
+      return trans.__('flushing the image to disk');
     case 'match':
     case 'reserve':
-      return trans.__('finding room');
+      return trans.__('reserving memory');
     case 'criu_restore':
       return trans.__('reading the image');
     case 'cuda_resume':
-      return trans.__('filling GPU memory');
+      return trans.__('restoring GPU memory');
     case '':
       return '';
     default:
@@ -137,7 +137,7 @@ export function status(
       if (kernel.waiting === null) {
         return null;
       }
-      const title = trans.__('The kernel of %1 sleeps when its cells have finished. Click to let it stay.', notebook);
+      const title = trans.__('The kernel of %1 sleeps when its cells have finished. Click to keep it awake.', notebook);
       return { text: trans.__('Kernel sleeps after this cell'), title, does: 'stay' };
     }
   }

@@ -56,7 +56,7 @@ def test_the_panel_shows_who_holds_what_and_makes_room(tab):
     assert panel.locator("rect.jp-mod-share0").count() == 1
     assert panel.locator(".jp-gpuCkpt-sparkline polyline").get_attribute("points")
     tab.picture("gpu-panel")
-    panel.get_by_text("Make room").click()
+    panel.get_by_text("Free memory").click()
     tab.page.locator(".jp-Dialog", has_text="frees 2.0 GiB").wait_for()
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()
     tab.wait_for_phase("suspended")

@@ -287,7 +287,7 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
     tab.toast("protected from idle policies for 2 h")
     until(lambda: left() > 7000)
     assert "protected for 2 h" in tab.tooltip
-    protect("No protection")
+    protect("End protection")
     until(lambda: left() == 0)
 
 

@@ -11,7 +11,7 @@ import type { Announcer } from './notifications';
 import { bytes } from './words';
 
 /** Ask, if the user wants to be asked, and suspend. */
-export async function makeRoom(context: IContext, announcer: Announcer, gpu: IGpu): Promise<void> {
+export async function freeMemory(context: IContext, announcer: Announcer, gpu: IGpu): Promise<void> {
   const { kernels, preferences, services, trans } = context;
   await kernels.reload();
   const leaving = Object.keys(gpu.kernels)
@@ -22,10 +22,10 @@ export async function makeRoom(context: IContext, announcer: Announcer, gpu: IGp
     return;
   }
   const freed = bytes(leaving.reduce((total, kernel) => total + (gpu.kernels[kernel.id] ?? 0), 0));
-  if (preferences.values.confirmMakeRoom) {
+  if (preferences.values.confirmFreeMemory) {
     const names = leaving.map(kernel => nameOf(services, kernel.id)).join(', ');
     const answer = await showDialog({
-      title: trans.__('Make room on %1?', gpu.name),
+      title: trans.__('Free memory on %1?', gpu.name),
       body: trans.__('%1 would be suspended, which frees %2. The next cell brings a kernel back.', names, freed),
       buttons: [Dialog.cancelButton(), Dialog.okButton({ label: trans.__('Suspend') })]
     });

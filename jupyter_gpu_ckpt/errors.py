@@ -1,11 +1,11 @@
-"""Every error this project raises: one tree, stable codes, a hint, and what was left behind.
+"""Every error this project raises: one tree with stable codes, a hint, and what was left behind.
 
-The ``code`` of an error is the same in the command line's JSON, in exit statuses, in REST replies and in events, and
-it never changes its meaning.  ``hint`` says what the reader can do.  ``left`` says in what state things were left,
-because the first question of somebody who sees a failed checkpoint is "is my work still there?".
+The ``code`` of an error is the same in the command line's JSON, in REST replies and in events, and never changes its
+meaning.  ``hint`` says what the reader can do.  ``left`` says in which state things are, because the first question
+after a failed checkpoint is "is my work still there?".
 
-Errors of the outside (CRIU, the CUDA driver, the kernel) are mapped to these classes inside ``engine/``, by class and
-number; nothing above it reads foreign error texts.
+``criu/``, ``cuda/`` and ``kernel/`` map errors of CRIU, of the CUDA driver and of the kernel to these classes; no other
+code reads foreign error texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .terminal_text import printable
 
 
 class GpuCkptError(Exception):
-    """Something went wrong that has no code of its own.
+    """An error without a code of its own.
 
     Base of all errors of this project.
 
@@ -27,17 +27,22 @@ class GpuCkptError(Exception):
     hint:
         What to do about it; the class's own hint by default.
     left:
-        What is left behind: "the kernel is running", "the image is kept as ...".
+        What was left behind: "the kernel is running", "the image is kept as ...".
     details:
-        Further facts for programs (pids, paths, bytes), as they are; must be JSON-serialisable.
+        Further facts for programs (pids, paths, bytes); must be JSON-serialisable.
     """
 
     code: ClassVar[str] = "INTERNAL"
     exit_status: ClassVar[int] = 70
-    default_hint: ClassVar[str] = "Please report this with the log of the server."
+    default_hint: ClassVar[str] = "Please report this with the server's log."
+
+    def __init_subclass__(cls, *, code: str | None = None, exit_status: int | None = None) -> None:
+        super().__init_subclass__()
+        cls.code = code or cls.code
+        cls.exit_status = exit_status or cls.exit_status
 
     def __init__(self, message: str, *, hint: str | None = None, left: str = "", **details: Any) -> None:
-        # Names of files and commands are in it, and end in terminals: whoever chose them is not to write there.
+        # It may contain names of files and commands, which must not control the terminal it is shown in.
         self.message = printable(message)
         super().__init__(self.message)
         self.hint = self.default_hint if hint is None else printable(hint)
@@ -58,512 +63,418 @@ class GpuCkptError(Exception):
         return " ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """The error as JSON-serialisable data, the same in REST, events and ``--json``."""
-        return {
-            "code": self.code,
-            "message": self.message,
-            "hint": self.hint,
-            "left": self.left,
-            "details": self.details,
-        }
+        """Return the error as JSON-serialisable data, the same in REST, events and ``--json``."""
+        return {name: getattr(self, name) for name in ("code", "message", "hint", "left", "details")}
 
 
 # -- the host cannot do it --------------------------------------------------------------------------------------------
 
 
-class HostError(GpuCkptError):
-    """This host lacks something; ``jupyter gpu-ckpt doctor`` names the command that mends it."""
+class HostError(GpuCkptError, code="HOST_UNFIT", exit_status=69):
+    """This host lacks something; ``jupyter gpu-ckpt doctor`` names the command that repairs it."""
 
-    code = "HOST_UNFIT"
-    exit_status = 69
-    default_hint = "Run `jupyter gpu-ckpt doctor`: it names what is missing and the command that mends it."
+    default_hint = "Run `jupyter gpu-ckpt doctor`: it names what is missing and the command that repairs it."
 
 
-class CriuMissing(HostError):
-    """No CRIU of a version that works was found."""
+class CriuMissing(HostError, code="CRIU_MISSING"):
+    """No working version of CRIU was found."""
 
-    code = "CRIU_MISSING"
-    default_hint = "Run `jupyter gpu-ckpt install-criu`; it needs no root."
-
-
-class CapsuleError(HostError):
-    """The namespaces of a capsule could not be made, or its init does not answer."""
-
-    code = "CAPSULE_FAILED"
+    default_hint = "Run `jupyter gpu-ckpt install-criu`; it needs no root rights."
 
 
-class RuntimeDirectory(CapsuleError):
+class CapsuleError(HostError, code="CAPSULE_FAILED"):
+    """The namespaces of a capsule could not be created, or its init does not answer."""
+
+
+class RuntimeDirectory(CapsuleError, code="RUNTIME_DIRECTORY", exit_status=73):
     """The directory of the kernel's sockets is gone, full or read-only."""
 
-    code = "RUNTIME_DIRECTORY"
-    exit_status = 73
     default_hint = (
-        "Make room in it or have it writable again, then try again; or set another one "
-        "(GpuCkptProvisioner.runtime_base) and start the server anew, which takes sleeping kernels along."
+        "Free space in it or make it writable again, then try again; or set another directory "
+        "(GpuCkptProvisioner.runtime_base) and restart the server; sleeping kernels are kept."
     )
 
 
-class KernelUnfit(GpuCkptError):
-    """The kernel ended before its first answer; it was started again plainly, and cannot be checkpointed."""
+class KernelUnfit(GpuCkptError, code="KERNEL_UNFIT", exit_status=69):
+    """The kernel ended before its first reply; it was started again without a capsule and cannot be checkpointed."""
 
-    code = "KERNEL_UNFIT"
-    exit_status = 69
-    default_hint = "It works, but it cannot be checkpointed. What it said when it ended is in the server's log."
+    default_hint = "It works, but it cannot be checkpointed. Its output before it ended is in the server's log."
 
 
 # -- this kernel cannot be checkpointed now ---------------------------------------------------------------------------
 
 
-class PreflightError(GpuCkptError):
-    """The kernel cannot be checkpointed at this moment, for what it has or does; it stays in the state it was in."""
+class PreflightError(GpuCkptError, code="NOT_NOW", exit_status=75):
+    """The kernel cannot be checkpointed now, because of what it has open or does; its state is unchanged."""
 
-    code = "NOT_NOW"
-    exit_status = 75
     default_hint = "Try again later."
 
 
-class KernelBusy(PreflightError):
-    """Requests are still being worked on after the drain deadline."""
+class KernelBusy(PreflightError, code="KERNEL_BUSY"):
+    """The kernel still works on requests at the deadline."""
 
-    code = "KERNEL_BUSY"
     default_hint = "Wait for the running cell, or interrupt it, and try again."
 
 
-class ChildProcesses(PreflightError):
-    """The kernel has living child processes that cannot travel with it."""
+class ChildProcesses(PreflightError, code="CHILD_PROCESSES"):
+    """The kernel has child processes that cannot be saved with it."""
 
-    code = "CHILD_PROCESSES"
     default_hint = "End child processes (pools, DataLoader workers, commands) and try again."
 
 
-class DebuggerAttached(PreflightError):
-    """The kernel's debugger is in use; its adapter lives outside the process tree."""
+class DebuggerAttached(PreflightError, code="DEBUGGER_ATTACHED"):
+    """The kernel's debugger is in use; its adapter is a process that cannot be saved."""
 
-    code = "DEBUGGER_ATTACHED"
     default_hint = "Turn the debugger off (the bug button) and try again."
 
 
-class UnprovenState(PreflightError):
-    """The kernel has state of a kind that is not proven to come back from a checkpoint."""
+class UnprovenState(PreflightError, code="UNPROVEN_STATE"):
+    """The kernel has state of a kind that is not proven to survive a checkpoint."""
 
-    code = "UNPROVEN_STATE"
-    default_hint = "Do without it, or do it in a process of its own that ends, and try again."
-
-
-class UnsupportedTerminal(PreflightError):
-    """The kernel has a pseudo-terminal that could not be made again."""
-
-    code = "TERMINAL_UNSUPPORTED"
-    default_hint = "Close pseudo-terminals that are no longer used (pexpect: `child.close()`), or read what is in them."
+    default_hint = "Close it, or use it in a separate process that ends, and try again."
 
 
-class DeviceHeld(PreflightError):
-    """The process holds a GPU device file that is not CUDA's (NVML, graphics) and cannot be saved."""
+class UnsupportedTerminal(PreflightError, code="TERMINAL_UNSUPPORTED"):
+    """The kernel has a pseudo-terminal that could not be restored."""
 
-    code = "DEVICE_HELD"
+    default_hint = "Close unused pseudo-terminals (pexpect: `child.close()`), or read the output that waits in them."
+
+
+class DeviceHeld(PreflightError, code="DEVICE_HELD"):
+    """The process has a GPU device file open that is not CUDA's (NVML, graphics) and cannot be saved."""
+
     default_hint = "Close it (for NVML: pynvml.nvmlShutdown()) and try again."
 
 
-class UnsupportedCuda(PreflightError):
+class UnsupportedCuda(PreflightError, code="CUDA_UNSUPPORTED"):
     """The CUDA state is of a kind the driver cannot suspend (managed memory, IPC, MIG, MPS)."""
 
-    code = "CUDA_UNSUPPORTED"
     default_hint = "Free managed (UVM) memory and CUDA IPC handles; MIG and MPS are not supported by this driver."
 
 
-# -- there is too little of something --------------------------------------------------------------------------------
+# -- resources ---------------------------------------------------------------------------------------------------
 
 
-class InsufficientResources(GpuCkptError):
-    """The disk, the quota or host memory is too small; found out beforehand, or in the middle of a dump or a wake."""
+class InsufficientResources(GpuCkptError, code="INSUFFICIENT_RESOURCES", exit_status=75):
+    """Disk space, the quota or host memory does not suffice."""
 
-    code = "INSUFFICIENT_RESOURCES"
-    exit_status = 75
-    default_hint = "Free some, and try again."
+    default_hint = "Free disk space or host memory, and try again."
 
 
-class NoSpace(InsufficientResources):
-    """The disk is too full for what was to be written."""
+class NoSpace(InsufficientResources, code="NO_SPACE"):
+    """There is too little disk space."""
 
-    code = "NO_SPACE"
-    default_hint = "Free disk space and try again; new images can also go to another image directory."
+    default_hint = "Free disk space and try again; or set another image directory."
 
 
-class QuotaExceeded(InsufficientResources):
-    """The user's sleeping kernels would take more than they may."""
+class QuotaExceeded(InsufficientResources, code="QUOTA_EXCEEDED"):
+    """The user's sleeping kernels would exceed their quota."""
 
-    code = "QUOTA_EXCEEDED"
     default_hint = (
-        "Shut down kernels that you need no more, delete their images (`jupyter gpu-ckpt list`, `rm`, `prune`), or "
-        "free memory in this one. The limits are the administrator's: image_quota and sleeping_quota."
+        "Shut down kernels that you do not need, delete their images (`jupyter gpu-ckpt list`, `rm`, `prune`), or "
+        "free memory in this one. The administrator sets the limits: image_quota and sleeping_quota."
     )
 
 
-class NoMemory(InsufficientResources):
-    """Host memory is too small for the device memory, or the decrypted files, that were to go there."""
+class NoMemory(InsufficientResources, code="NO_MEMORY"):
+    """There is too little host memory for the kernel's device memory or for decrypted files."""
 
-    code = "NO_MEMORY"
     default_hint = "Free host memory (end or checkpoint another kernel) and try again."
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
-class StateError(GpuCkptError):
-    """The request makes no sense in the kernel's present state."""
+class StateError(GpuCkptError, code="WRONG_STATE", exit_status=65):
+    """The request is not possible in the kernel's present state."""
 
-    code = "WRONG_STATE"
-    exit_status = 65
-    default_hint = "Look at the kernel's state first."
+    default_hint = "Check the kernel's state."
 
 
-class BadRequest(GpuCkptError):
+class BadRequest(GpuCkptError, code="BAD_REQUEST", exit_status=64):
     """The request itself is malformed."""
 
-    code = "BAD_REQUEST"
-    exit_status = 64
-    default_hint = "Correct the request."
+    default_hint = "Correct the request; the message names the error."
 
 
-class CapsuleGone(GpuCkptError):
+class CapsuleGone(GpuCkptError, code="CAPSULE_GONE"):
     """The capsule of one kernel ended, and every process in it; the host can run others."""
 
-    code = "CAPSULE_GONE"
     default_hint = "Restart the kernel, or run a cell to try again if its image is kept."
 
 
-class KernelLost(GpuCkptError):
-    """The kernel's process ended and the kernel does not come back by itself; an image that is kept is named."""
+class KernelLost(GpuCkptError, code="KERNEL_LOST"):
+    """The kernel's process ended, and no image brings it back by itself."""
 
-    code = "KERNEL_LOST"
-    default_hint = "Restart the kernel: it begins anew, without its variables."
+    default_hint = "Restart the kernel; it starts without its variables. If an image is kept, it is named above."
 
 
-class ProtocolVersion(GpuCkptError):
+class ProtocolVersion(GpuCkptError, code="PROTOCOL_VERSION", exit_status=76):
     """Another release of this package started the kernel or wrote its session, in a version this one cannot use."""
 
-    code = "PROTOCOL_VERSION"
-    exit_status = 76
     default_hint = (
-        "Adopt, wake or end the kernel with the release that started it (`pip install jupyter_gpu_ckpt==...`); it is "
-        "left as it is until then."
+        "Use or end the kernel with the release that started it (`pip install jupyter_gpu_ckpt==...`); it stays "
+        "unchanged until then."
     )
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 
-class CudaError(GpuCkptError):
+class CudaError(GpuCkptError, code="CUDA_FAILED", exit_status=71):
     """The CUDA driver refused a suspend or resume."""
 
-    code = "CUDA_FAILED"
-    exit_status = 71
     default_hint = (
-        "Try again. If it repeats, an administrator finds the driver's words in the details and in the system's log "
-        "(`journalctl -k -g NVRM`); a kernel that must go on meanwhile can be restarted, which loses its variables."
+        "Try again. If it repeats, an administrator finds the driver's messages in the details and in the system's log "
+        "(`journalctl -k -g NVRM`). To continue at once, restart the kernel, which loses its variables."
     )
 
 
-class CudaUnavailable(CudaError):
+class CudaUnavailable(CudaError, code="CUDA_UNAVAILABLE"):
     """The driver, or the Python bindings for it, cannot checkpoint processes on this host."""
 
-    code = "CUDA_UNAVAILABLE"
     default_hint = "Install the extra: pip install 'jupyter_gpu_ckpt[gpu]'; the driver must be 580 or newer."
 
 
-class CudaTimeout(CudaError):
+class CudaTimeout(CudaError, code="CUDA_TIMEOUT"):
     """The driver did not stop the process's CUDA work before the deadline."""
 
-    code = "CUDA_TIMEOUT"
     default_hint = "A kernel on the GPU is still running; wait for it and try again."
 
 
-class GpuFull(CudaError):
-    """Too little free memory on the GPU to bring the kernel back; it was not tried."""
+class GpuFull(CudaError, code="GPU_FULL", exit_status=75):
+    """There is too little free memory on the GPU to wake the kernel; it was not tried."""
 
-    code = "GPU_FULL"
-    exit_status = 75
     default_hint = "Nothing is lost. Free memory on the GPU (checkpoint another kernel) and run a cell again."
 
 
-class HelperGone(CudaError):
-    """The helper process that talks to the CUDA driver ended in the middle of a call."""
+class HelperGone(CudaError, code="HELPER_GONE"):
+    """The helper process that calls the CUDA driver ended in the middle of a call."""
 
-    code = "HELPER_GONE"
-    default_hint = "It is started afresh by the next call; try again."
+    default_hint = "Try again; the next call starts a new helper."
 
 
 # -- CRIU -------------------------------------------------------------------------------------------------------------
 
 
-class CriuError(GpuCkptError):
-    """CRIU failed for a reason that has no class of its own; its last errors are in the details."""
+class CriuError(GpuCkptError, code="CRIU_FAILED", exit_status=71):
+    """CRIU failed for a reason without a code of its own; its last errors are in the details."""
 
-    code = "CRIU_FAILED"
-    exit_status = 71
     default_hint = (
-        "Try again. If it repeats, close what the kernel has open beyond plain files (devices, watchers, connections), "
+        "Try again. If it repeats, close what the kernel has open besides plain files (devices, watchers, sockets), "
         "and report it with the last lines of CRIU's log, which are in the details."
     )
 
 
-class CriuTimeout(CriuError):
+class CriuTimeout(CriuError, code="CRIU_TIMEOUT"):
     """CRIU did not finish before its deadline."""
 
-    code = "CRIU_TIMEOUT"
     default_hint = (
-        "The deadline is a minute and the time that the kernel's bytes take at GpuCkptProvisioner.slowest_rate "
-        "(bytes per second): lower that if the storage is slower."
+        "The deadline is one minute plus the time for the kernel's bytes at GpuCkptProvisioner.slowest_rate (bytes per "
+        "second). Lower that rate if the storage is slower."
     )
 
 
-class CriuKilled(CriuError):
+class CriuKilled(CriuError, code="CRIU_KILLED"):
     """CRIU was ended by a signal."""
 
-    code = "CRIU_KILLED"
-    default_hint = "Was the host out of memory? Try again."
+    default_hint = "Check whether the host ran out of memory, and try again."
 
 
-class ChangedFile(CriuError):
-    """A file the kernel holds open or mapped was changed while the kernel was away."""
+class ChangedFile(CriuError, code="FILE_CHANGED"):
+    """A file that the kernel has open or mapped was changed while the kernel slept."""
 
-    code = "FILE_CHANGED"
-    default_hint = "Put the file back as it was when the kernel was checkpointed, then try again."
-
-
-class MissingFile(CriuError):
-    """A file the kernel holds open or mapped is not there any more."""
-
-    code = "FILE_MISSING"
-    default_hint = "Put the file back, then try again."
+    default_hint = "Restore the file as it was at the checkpoint, then try again."
 
 
-class PortTaken(CriuError):
-    """A TCP or UDP port the kernel listened on cannot be had now."""
+class MissingFile(CriuError, code="FILE_MISSING"):
+    """A file that the kernel has open or mapped does not exist any more."""
 
-    code = "PORT_TAKEN"
-    default_hint = "If another process uses the port, end it; connections that were closed are gone after a minute."
+    default_hint = "Restore the file, then try again."
 
 
-class SocketTaken(CriuError):
+class PortTaken(CriuError, code="PORT_TAKEN"):
+    """A TCP or UDP port of the kernel is in use."""
+
+    default_hint = "If another process uses the port, end it; closed connections free it after a minute."
+
+
+class SocketTaken(CriuError, code="SOCKET_TAKEN"):
     """The path of a unix socket of the kernel belongs to another process now."""
 
-    code = "SOCKET_TAKEN"
     default_hint = "End the process that listens there, remove the socket's file, then try again."
 
 
-class PipesExhausted(CriuError):
-    """The user's processes have more pipes than the system gives an ordinary user; it was tried for a while."""
+class PipesExhausted(CriuError, code="PIPES_EXHAUSTED", exit_status=75):
+    """The user's processes have too many pipes open for CRIU to create those it needs."""
 
-    code = "PIPES_EXHAUSTED"
-    exit_status = 75
     default_hint = (
-        "Try again when fewer kernels leave at once, or end what else holds many pipes. An administrator can raise the "
-        "limit: sysctl fs.pipe-user-pages-soft."
+        "Try again when fewer kernels are checkpointed at once, or end programs with many pipes. An administrator "
+        "can raise the limit: sysctl fs.pipe-user-pages-soft."
     )
 
 
-class PidTaken(CriuError):
-    """A process id the kernel needs is in use."""
-
-    code = "PID_TAKEN"
+class PidTaken(CriuError, code="PID_TAKEN"):
+    """A process id of the kernel is in use."""
 
 
-class DeletedMapping(CriuError):
-    """The kernel maps a file that was deleted and cannot be saved without root."""
+class DeletedMapping(CriuError, code="DELETED_MAPPING"):
+    """The kernel maps a deleted file, which cannot be saved without root rights."""
 
-    code = "DELETED_MAPPING"
-    default_hint = "Close what uses it (shared memory, memory-mapped temporary files) and try again."
+    default_hint = "Close the object that uses it (shared memory, memory-mapped temporary files) and try again."
 
 
-class UnsupportedSocket(CriuError):
-    """The kernel holds a socket of a kind that cannot be saved."""
+class UnsupportedSocket(CriuError, code="SOCKET_UNSUPPORTED"):
+    """The kernel has a socket of a kind that cannot be saved."""
 
-    code = "SOCKET_UNSUPPORTED"
     default_hint = "Close the connection and try again."
 
 
-class UnsupportedFile(CriuError):
-    """The kernel holds a file of a kind that cannot be saved (device, pseudo file, foreign mount)."""
+class UnsupportedFile(CriuError, code="FILE_UNSUPPORTED"):
+    """The kernel has a file open of a kind that cannot be saved (device, pseudo file, foreign mount)."""
 
-    code = "FILE_UNSUPPORTED"
     default_hint = "Close the file and try again."
 
 
 # -- images -----------------------------------------------------------------------------------------------------------
 
 
-class ImageError(GpuCkptError):
+class ImageError(GpuCkptError, code="IMAGE_UNUSABLE", exit_status=66):
     """The image cannot be used."""
 
-    code = "IMAGE_UNUSABLE"
-    exit_status = 66
-    default_hint = "`jupyter gpu-ckpt list` shows the images there are."
+    default_hint = "`jupyter gpu-ckpt list` shows all images."
 
 
-class ImageNotFound(ImageError):
+class ImageNotFound(ImageError, code="IMAGE_NOT_FOUND"):
     """There is no such image."""
 
-    code = "IMAGE_NOT_FOUND"
 
-
-class ImageBusy(ImageError):
+class ImageBusy(ImageError, code="IMAGE_BUSY"):
     """The image is being used by another process."""
 
-    code = "IMAGE_BUSY"
     default_hint = "Wait until the restore of this image has ended."
 
 
-class ImageFormat(ImageError):
-    """The manifest is damaged, or of a version this release does not know."""
+class ImageFormat(ImageError, code="IMAGE_FORMAT"):
+    """The manifest is damaged, or of an unknown version."""
 
-    code = "IMAGE_FORMAT"
-    default_hint = "A newer release may read it."
-
-
-class ImageDamaged(ImageError):
-    """The files of the image are not those its manifest lists: changed, cut short, missing, or not plain files."""
-
-    code = "IMAGE_DAMAGED"
-    default_hint = "It cannot be restored. Copy it again if there is another copy; `jupyter gpu-ckpt rm` deletes it."
+    default_hint = "If a newer version of this package wrote it, use that; else `jupyter gpu-ckpt rm` deletes it."
 
 
-class ImageForged(ImageError):
-    """The image's manifest carries no seal of this user's keys: edited, of another user, or of an older release."""
+class ImageDamaged(ImageError, code="IMAGE_DAMAGED"):
+    """The image's files are not those of its manifest: changed, cut short, missing, or not plain files."""
 
-    code = "IMAGE_FORGED"
+    default_hint = "It cannot be restored. Copy it again if another copy exists; `jupyter gpu-ckpt rm` deletes it."
+
+
+class ImageForged(ImageError, code="IMAGE_FORGED"):
+    """The image's manifest has no valid seal by this user's keys: it was edited, or is another user's."""
+
     default_hint = (
-        "If it comes from your other machine, copy that one's keys (`jupyter gpu-ckpt keys` lists them). If you "
-        "know that nobody changed it, `jupyter gpu-ckpt seal IMAGE` vouches for it as it is."
+        "If it is from another machine of yours, copy that machine's keys (`jupyter gpu-ckpt keys` lists them). If you "
+        "know that it is unchanged, `jupyter gpu-ckpt seal IMAGE` seals it as it is."
     )
 
 
-class ImageStale(ImageError):
-    """The image is an old one: its kernel has run on since, or there is a newer image of it."""
+class ImageStale(ImageError, code="IMAGE_STALE"):
+    """The image is outdated: its kernel has run on since, or has a newer image."""
 
-    code = "IMAGE_STALE"
     default_hint = "`jupyter gpu-ckpt rm` deletes it."
 
 
-class KeyUnusable(ImageError):
-    """A key that seals or encrypts images cannot be read or made."""
+class KeyUnusable(ImageError, code="KEY_UNUSABLE", exit_status=77):
+    """A key that seals or encrypts images cannot be read or created."""
 
-    code = "KEY_UNUSABLE"
-    exit_status = 77
-    default_hint = "The keys must be files of yours alone: directory 0700, files 0600."
+    default_hint = "Only you may have access to the keys: set the directory to 0700, its files to 0600."
 
 
-class NodeUnfit(ImageError):
-    """This node lacks something that the image needs; nothing was started."""
+class NodeUnfit(ImageError, code="NODE_UNFIT", exit_status=69):
+    """This node lacks something that the image needs; the kernel was not restored."""
 
-    code = "NODE_UNFIT"
-    exit_status = 69
     default_hint = "`jupyter gpu-ckpt match IMAGE` lists what is missing here."
 
 
-class ImageArchived(ImageError):
-    """The content of the image is in the cold tier, and could not be brought back from there."""
+class ImageArchived(ImageError, code="IMAGE_ARCHIVED"):
+    """The content of the image is in the cold tier and could not be fetched."""
 
-    code = "IMAGE_ARCHIVED"
-    default_hint = "A wake brings it back; the server's GpuCkptProvisioner.archive_url must be the one it was sent to."
+    default_hint = "A wake fetches it; the server's GpuCkptProvisioner.archive_url must be that of its archive."
 
 
-class RemoteUnsupported(ImageError):
+class RemoteUnsupported(ImageError, code="REMOTE_UNSUPPORTED", exit_status=69):
     """The package for this kind of URL is not installed."""
 
-    code = "REMOTE_UNSUPPORTED"
-    exit_status = 69
     default_hint = "pip install 'jupyter_gpu_ckpt[s3]', [sftp] or [remote]; for gs: [remote] and gcsfs."
 
 
-class RemoteFailed(ImageError):
-    """The shared directory, object store or server that images are pushed to did not do what was asked."""
+class RemoteFailed(ImageError, code="REMOTE_FAILED", exit_status=74):
+    """The shared directory, object store or server for images failed."""
 
-    code = "REMOTE_FAILED"
-    exit_status = 74
-    default_hint = "Nothing is lost; try again: what was transferred is not sent twice."
+    default_hint = "Nothing is lost. Try again; transferred parts are not sent twice."
 
 
-class StoreUnwritable(ImageError):
+class StoreUnwritable(ImageError, code="STORE_UNWRITABLE", exit_status=73):
     """The image directory cannot be written."""
 
-    code = "STORE_UNWRITABLE"
-    exit_status = 73
     default_hint = "Check the directory's owner, mode and mount, or set another image directory."
 
 
-class StoreShared(ImageError):
-    """The directory of images, or of decrypted files, is one that others can enter or take away; it was not changed."""
+class StoreShared(ImageError, code="STORE_SHARED", exit_status=73):
+    """Other users can access or replace the directory of images or decrypted files; it was not changed."""
 
-    code = "STORE_SHARED"
-    exit_status = 73
     default_hint = (
-        "Name a directory that does not exist yet, for instance one below it: it is made for you alone. "
+        "Set a directory that does not exist yet, for instance one below it: it is created for you alone. "
         "If nobody else needs the present one, `chmod 700` it."
     )
 
 
-class StoreUnsuitable(ImageError):
-    """The file system of the image directory lacks what keeps a kernel from being restored twice."""
+class StoreUnsuitable(ImageError, code="STORE_UNSUITABLE", exit_status=73):
+    """The file system of the image directory lacks hard links, without which a kernel could be restored twice."""
 
-    code = "STORE_UNSUITABLE"
-    exit_status = 73
     default_hint = (
         "Set an image directory (GpuCkptProvisioner.image_dir) on a file system with hard links: ext4, XFS, Btrfs, "
-        "tmpfs, NFS. What has none (FAT, a mounted object store) can be the cold tier: GpuCkptProvisioner.archive_url."
+        "tmpfs, NFS. One without (FAT, a mounted object store) can be the cold tier: GpuCkptProvisioner.archive_url."
     )
 
 
 # -- a hub and its users' servers -------------------------------------------------------------------------------------
 
 
-class HubError(GpuCkptError):
-    """A hub or a service of it could not have a user's server drained; kernels that could not be saved still run."""
-
-    code = "HUB_FAILED"
+class HubError(GpuCkptError, code="HUB_FAILED"):
+    """A hub or a service of it could not drain a user's server; kernels that were not saved were not stopped."""
 
 
-class ServerSilent(HubError):
-    """The user's server, or the proxy before it, does not answer, or the drain took longer than its deadline."""
+class ServerSilent(HubError, code="SERVER_SILENT", exit_status=75):
+    """The user's server, or the proxy before it, does not answer, or draining it took longer than its deadline."""
 
-    code = "SERVER_SILENT"
-    exit_status = 75
-    default_hint = "Look into the server's log; a drain that has begun continues there, and the next try joins it."
+    default_hint = "Check the server's log. A drain that was started continues there, and the next try joins it."
 
 
-class ServerRefused(HubError):
-    """The user's server answers that this cannot be done."""
+class ServerRefused(HubError, code="SERVER_REFUSED", exit_status=69):
+    """The user's server refused the request."""
 
-    code = "SERVER_REFUSED"
-    exit_status = 69
-    default_hint = "Look into the server's log."
+    default_hint = "Check the server's log."
 
 
 # -- the gate and the agent -------------------------------------------------------------------------------------------
 
 
-class GateError(GpuCkptError):
-    """The gate between the clients and the kernel could not do its work."""
-
-    code = "GATE_FAILED"
+class GateError(GpuCkptError, code="GATE_FAILED"):
+    """The gate between the clients and the kernel failed."""
 
 
-class KernelSilent(GateError):
-    """The kernel did not answer before the deadline."""
+class KernelSilent(GateError, code="KERNEL_SILENT"):
+    """The kernel did not reply before the deadline."""
 
-    code = "KERNEL_SILENT"
     default_hint = "Interrupt or restart the kernel."
 
 
-class KernelAsleep(GateError):
-    """The kernel is away, and too many messages wait for it already."""
+class KernelAsleep(GateError, code="KERNEL_ASLEEP"):
+    """The kernel sleeps, and too many messages wait for it already."""
 
-    code = "KERNEL_ASLEEP"
-    default_hint = "Wait until the kernel is back, or look why it does not come, and send it again."
+    default_hint = "Wait until the kernel is awake, or check why it does not wake, and send the message again."
 
 
-class AgentError(GateError):
-    """The agent inside the kernel failed, or is not there."""
+class AgentError(GateError, code="AGENT_FAILED"):
+    """The agent inside the kernel failed, or is missing."""
 
-    code = "AGENT_FAILED"
-    default_hint = "Details carry the kernel-side message."
+    default_hint = "The details have the kernel's message."

@@ -288,7 +288,7 @@ def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     assert job["error"]["left"] == "the kernel runs on"
     failure = live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"]
     assert (failure["code"], failure["step"], failure["verb"]) == ("CHILD_PROCESSES", "preflight", "checkpoint")
-    assert failure["message"] == "The kernel has living child processes that cannot travel with it."
+    assert failure["message"] == "The kernel has child processes that cannot be saved with it."
     assert failure["hint"] == job["error"]["hint"]
     live.run(kernel_id, "child.kill(); child.wait()")
     assert live.do(kernel_id, "checkpoint")["status"] == "done"

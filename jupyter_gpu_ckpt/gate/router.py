@@ -5,6 +5,7 @@ Everything here runs on one thread and is touched by no other; `gate.Gate` runs 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
@@ -138,16 +139,16 @@ class Router:
         handlers: dict[Socket, Handler] = {}
         if self._back:
             for channel in ("control", "shell", "stdin"):
-                handlers[self._back[channel]] = (f"kernel {channel}", self._reply_handler(channel))
+                handlers[self._back[channel]] = (f"kernel {channel}", functools.partial(self._on_reply, channel))
             if not self.readers.full:
-                handlers[self._back["iopub"]] = ("kernel iopub", self._output)
-            handlers[self._back["hb"]] = ("kernel hb", self._beat_returned)
+                handlers[self._back["iopub"]] = ("kernel iopub", self._on_output)
+            handlers[self._back["hb"]] = ("kernel hb", self._on_returned_beat)
         handlers[self.readers.monitor] = ("connections", self.readers.on_connection)
-        handlers[self._front["iopub"]] = ("client iopub", self._subscription)
+        handlers[self._front["iopub"]] = ("client iopub", self._on_subscription)
         for channel in ("control", "shell", "stdin"):
             if channel != "shell" or len(self.pending) < _MAX_PENDING:
-                handlers[self._front[channel]] = (f"client {channel}", self._request_handler(channel))
-        handlers[self._front["hb"]] = ("client hb", self._beat)
+                handlers[self._front[channel]] = (f"client {channel}", functools.partial(self._on_request, channel))
+        handlers[self._front["hb"]] = ("client hb", self._on_beat)
         self._loop.read(handlers)
         if self._back:
             # Outputs that are not read while a reader is far behind wait in the kernel, and not here in ZMQ's memory.
@@ -396,27 +397,24 @@ class Router:
 
     # -- from clients
 
-    def _request_handler(self, channel: str) -> Callable[[list[bytes]], None]:
-        def handle(frames: list[bytes]) -> None:
-            if self.state is not GateState.OPEN:
-                self._request_came(wire.read_request(self._verifier, channel, frames))
-                return
-            # Only signed messages are forwarded: a kernel that computes does not read, and others' messages would wait
-            # for it in this process.  The rest is checked once the message was sent, because that takes longer than
-            # sending: to a message that then turns out wrong no answer is expected, and the kernel does with it what it
-            # would without a gate.
-            wire.require_signed(self._verifier, frames)
-            wire.send(self._back[channel], frames)
-            try:
-                request = wire.read_request(self._verifier, channel, frames)
-            except ValueError as error:
-                self._log.warning("gate: no answer is expected to a message on client %s: %s", channel, error)
-                return
-            self._forwarded(request)
+    def _on_request(self, channel: str, frames: list[bytes]) -> None:
+        if self.state is not GateState.OPEN:
+            self._handle_request(wire.read_request(self._verifier, channel, frames))
+            return
+        # Only signed messages are forwarded: a kernel that computes does not read, and others' messages would wait
+        # for it in this process.  The rest is checked once the message was sent, because that takes longer than
+        # sending: to a message that then turns out wrong no answer is expected, and the kernel does with it what it
+        # would without a gate.
+        wire.require_signed(self._verifier, frames)
+        wire.send(self._back[channel], frames)
+        try:
+            request = wire.read_request(self._verifier, channel, frames)
+        except ValueError as error:
+            self._log.warning("gate: no answer is expected to a message on client %s: %s", channel, error)
+            return
+        self._forwarded(request)
 
-        return handle
-
-    def _request_came(self, request: Request) -> None:
+    def _handle_request(self, request: Request) -> None:
         kind = request.msg_type
         if kind == "input_reply" and self._prompt is not None and request.idents == self._prompt.request.idents:
             self._prompt.answer.set_result(str(request.content.get("value", "")))
@@ -431,9 +429,8 @@ class Router:
                 self.interrupt()
             self.replies.done(request)
             if kind == "shutdown_request" and not self._dead:
-                self._notify(
-                    self._on_agent_request, {"verb": "shutdown", "restart": bool(request.content.get("restart", False))}
-                )
+                restart = bool(request.content.get("restart", False))
+                self._notify(self._on_agent_request, {"verb": "shutdown", "restart": restart})
         elif kind == "kernel_info_request" and self.replies.info is not None and not self._dead:
             self.replies.kernel_info(request)
             if self.state in (GateState.DRAINED, GateState.ASLEEP):  # in a drain its cells may run still
@@ -470,11 +467,11 @@ class Router:
         except Exception as error:
             self._log.error("gate: a callback failed: %s", type(error).__name__, exc_info=True)
 
-    def _subscription(self, frames: list[bytes]) -> None:
+    def _on_subscription(self, frames: list[bytes]) -> None:
         if frames[0][:1] == b"\x01":
             self.replies.welcome(frames[0][1:])
 
-    def _beat(self, frames: list[bytes]) -> None:
+    def _on_beat(self, frames: list[bytes]) -> None:
         if self._dead or sum(map(len, frames)) > wire.LONGEST_BEAT:
             return
         if self.state in (GateState.OPEN, GateState.DRAINING):
@@ -485,22 +482,19 @@ class Router:
 
     # -- from the kernel
 
-    def _beat_returned(self, frames: list[bytes]) -> None:
+    def _on_returned_beat(self, frames: list[bytes]) -> None:
         if frames in self._beats:
             self._beats.remove(frames)
             wire.send(self._front["hb"], frames)
 
-    def _reply_handler(self, channel: str) -> Callable[[list[bytes]], None]:
-        def handle(frames: list[bytes]) -> None:
-            _, rest = wire.split(frames)
-            if self._internal.owns(rest[PARENT]):
-                self._internal.replied(self._signer.deserialize(rest))
-                return
-            wire.send(self._front[channel], frames)
-            if channel != "stdin":
-                self._reply_passed(str(self._signer.unpack(rest[PARENT]).get("msg_id")), rest)
-
-        return handle
+    def _on_reply(self, channel: str, frames: list[bytes]) -> None:
+        _, rest = wire.split(frames)
+        if self._internal.owns(rest[PARENT]):
+            self._internal.replied(self._signer.deserialize(rest))
+            return
+        wire.send(self._front[channel], frames)
+        if channel != "stdin":
+            self._reply_passed(str(self._signer.unpack(rest[PARENT]).get("msg_id")), rest)
 
     def _reply_passed(self, msg_id: str, rest: list[bytes]) -> None:
         pending = self.pending.find(msg_id)
@@ -526,20 +520,20 @@ class Router:
         for request in self.queue.remove(lambda r: r.msg_type == "execute_request" and r.subshell_id == subshell_id):
             self.replies.aborted(request)
 
-    def _output(self, frames: list[bytes]) -> None:
+    def _on_output(self, frames: list[bytes]) -> None:
         _, rest = wire.split(frames)
         header = rest[HEADER]
         # Most outputs are forwarded unread; a byte test finds the few that matter to the gate, and those are parsed.
         if b'"status"' in header:
-            self._status_came(frames, rest)
+            self._on_status(frames, rest)
         elif b'"iopub_welcome"' in header:
             self.replies.kernel_welcomed()  # it welcomes the gate; each client has a welcome of its own
-        elif b'"' + AGENT_REQUEST.encode() + b'"' in header and self._agent_request_came(rest):
+        elif b'"' + AGENT_REQUEST.encode() + b'"' in header and self._handle_agent_request(rest):
             pass
         else:
             self._publish(frames)
 
-    def _status_came(self, frames: list[bytes], rest: list[bytes]) -> None:
+    def _on_status(self, frames: list[bytes], rest: list[bytes]) -> None:
         own = self._internal.owns(rest[PARENT])
         if not own:
             self._publish(frames)
@@ -555,7 +549,7 @@ class Router:
                 self._completed(self.pending.idled(msg_id))
                 self._settle_idle()  # also where the reply is late, or never comes
 
-    def _agent_request_came(self, rest: list[bytes]) -> bool:
+    def _handle_agent_request(self, rest: list[bytes]) -> bool:
         message = self._signer.deserialize(rest)  # checks the signature: this message makes the gate do something
         if message["msg_type"] != AGENT_REQUEST:
             return False

@@ -22,7 +22,7 @@ from traitlets.config import Config
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone, ProtocolVersion
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
-from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find_all, find_orphans, only_copy
+from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find_orphans, only_copy
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
@@ -60,7 +60,7 @@ class Server:
         return self.started[-1]
 
     def orphans(self):
-        return find_orphans(self.base, self.store)
+        return find_orphans(self.base, self.store).orphans
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ async def test_a_kernel_of_another_release_is_refused_by_name_and_left_as_it_is(
     change_session(place, version=VERSION + 1)
     before = server.store.images()
     assert server.orphans() == []
-    (refusal,) = find_all(server.base, server.store).refused.values()
+    (refusal,) = find_orphans(server.base, server.store).refused.values()
     assert (refusal.code, refusal.details) == ("PROTOCOL_VERSION", {"version": VERSION + 1})
     with pytest.raises(ProtocolVersion, match=f"of version {VERSION + 1}; this release knows version {VERSION}"):
         await server.start()

@@ -92,7 +92,7 @@ class FoundOrphans:
     refused: dict[str, ProtocolVersion]
 
 
-def find_all(base: Path, store: Store) -> FoundOrphans:
+def find_orphans(base: Path, store: Store) -> FoundOrphans:
     """Find the kernels of this user on this host that have no owner.
 
     Of several images of a kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
@@ -115,14 +115,9 @@ def find_all(base: Path, store: Store) -> FoundOrphans:
     )
 
 
-def find_orphans(base: Path, store: Store) -> list[Orphan]:
-    """Find the kernels without an owner that this release can attach, the living ones first."""
-    return find_all(base, store).orphans
-
-
 def find_orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
     """Find the orphan ``kernel_id``.  Raises `ProtocolVersion` if another release has to attach it."""
-    found = find_all(base, store)
+    found = find_orphans(base, store)
     if kernel_id in found.refused:
         raise found.refused[kernel_id]
     return next((orphan for orphan in found.orphans if orphan.session.kernel_id == kernel_id), None)

@@ -37,11 +37,11 @@ async def _checkpoint_orphans(base: Path, image_dir: Path, timeout: float) -> No
 
     store = Store(image_dir)
     due = time.monotonic() + timeout
-    while any(orphan.directory for orphan in find_orphans(base, store)):
+    while any(orphan.directory for orphan in find_orphans(base, store).orphans):
         await asyncio.sleep(min(timeout, _INTERVAL))
         if time.monotonic() < due:
             continue
-        for orphan in find_orphans(base, store):
+        for orphan in find_orphans(base, store).orphans:
             if orphan.directory is not None:
                 await checkpoint(orphan.session, base, image_dir)
         # Wait as long again for busy kernels, whose cells still compute.

@@ -23,7 +23,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
-from ..kernel.adoption import Orphan, find_all
+from ..kernel.adoption import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
 from ..paths import data_directory
@@ -107,7 +107,7 @@ class KernelPersistence(LoggingConfigurable):
         if not self.attach_on_start:
             return
         rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
-        found = await asyncio.to_thread(find_all, base, store)
+        found = await asyncio.to_thread(find_orphans, base, store)
         for id, refusal in found.refused.items():
             self.log.error("Kernel %s could not be attached: %s", id, refusal.code)
         orphans = [

@@ -10,7 +10,7 @@ import pytest
 from jupyter_gpu_ckpt.errors import ProtocolVersion
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import registry
-from jupyter_gpu_ckpt.kernel.adoption import find_all
+from jupyter_gpu_ckpt.kernel.adoption import find_orphans
 from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
 from jupyter_gpu_ckpt.kernel.registry import RECORD, VERSION, Registration, kernels, owned_kernel, reap
 
@@ -46,9 +46,9 @@ def test_a_record_of_another_version_is_refused_by_name(
     assert str(registration.directory / RECORD) in record["refusal"]
     with pytest.raises(ProtocolVersion):
         owned_kernel(registration.directory)
-    assert find_all(base, store).refused == {}, "it has an owner"
+    assert find_orphans(base, store).refused == {}, "it has an owner"
     registration.release()
     monkeypatch.setattr(registry, "_is_alive", lambda _: True)
-    assert list(find_all(base, store).refused) == ["k"]
+    assert list(find_orphans(base, store).refused) == ["k"]
     monkeypatch.undo()
     assert reap(base) == [registration.directory]

@@ -127,7 +127,7 @@ def test_a_protection_outlives_the_server(home, runtime_base, criu_binary, end):
         second.run(kernel_id, "%gpu_checkpoint --protect off")
         second.process.send_signal(signal.SIGTERM)
         second.process.wait(60)
-    (left,) = find_orphans(runtime_base, Store(home / "images"))
+    (left,) = find_orphans(runtime_base, Store(home / "images")).orphans
     assert left.session.protected_until is None
 
 
@@ -139,7 +139,7 @@ def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, 
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
     until(lambda: not Path(f"/proc/{pid}").exists(), 60)
-    (orphan,) = until(lambda: find_orphans(runtime_base, Store(home / "images")))
+    (orphan,) = until(lambda: find_orphans(runtime_base, Store(home / "images")).orphans)
     assert orphan.image is not None
     with server(home, runtime_base, config=config) as second:
         until(lambda: second.get("api/kernels"))

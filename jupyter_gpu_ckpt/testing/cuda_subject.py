@@ -1,7 +1,7 @@
-"""A real process with real CUDA state, to be checkpointed by tests and benchmarks.
+"""A real process with real CUDA state, for tests and benchmarks to checkpoint.
 
 The process (this module run with ``-m``) reads one JSON object a line, ``{"code": ...}``, runs the code in one lasting
-namespace and answers ``{"value": ...}`` with what the code left in ``result``, or ``{"error": ...}``.
+namespace and replies ``{"value": ...}`` with the variable ``result`` of the code, or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class CudaSubject:
         return self.receive(timeout_s)
 
     def send(self, code: str) -> None:
-        """Have the code run, without waiting for it."""
+        """Start the code without waiting for it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"code": code}).encode() + b"\n")
 
     def receive(self, timeout_s: float = 60.0) -> Any:
-        """The ``result`` of the oldest code that was sent and not received yet.
+        """Return the ``result`` of the oldest code sent and not received yet.
 
-        Raises ``TimeoutError`` (which is what a locked process looks like), ``EOFError`` if the process ended, and
+        Raises ``TimeoutError`` (also for a locked process), ``EOFError`` if the process ended, and
         ``RuntimeError`` with the traceback if the code failed.
         """
         assert self._process.stdout is not None
@@ -92,7 +92,7 @@ class CudaSubject:
 
 
 def why_no_gpu() -> str | None:
-    """Why CUDA processes cannot be checkpointed here, or ``None`` if they can."""
+    """Return why CUDA processes cannot be checkpointed here, or None if they can."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     try:
@@ -107,9 +107,9 @@ def why_no_gpu() -> str | None:
 
 
 def main() -> None:
-    """The process's side."""
+    """Run the process."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is no reply
     namespace: dict[str, Any] = {}
     for line in sys.stdin:
         namespace["result"] = None

@@ -1,9 +1,9 @@
 """A CUDA driver in memory: the real facades on top of it, the driver's measured behaviour below.
 
-`FakeDriver` stands where the helper process stands and answers with the driver's own numbers, so that `FakeCuda` and
-`FakeGpus` are the real `cuda.Cuda` and `gpus.Gpus` in all but what they read from /proc.  The contract suite in
-``tests/engine/test_cuda_contract.py`` holds it to the real driver's ways; among them the two that destroy a process: a
-restore into too little memory, and one with a mapping that leaves out a GPU.
+`FakeDriver` replaces the helper process and returns the driver's own numbers, so that `FakeCuda` and `FakeGpus` are the
+real `cuda.Cuda` and `gpus.Gpus` except for what they read from /proc.  The contract suite in
+``tests/engine/test_cuda_contract.py`` compares it with the real driver, also in two calls that destroy a process: a
+restore into too little memory, and one with a mapping that omits a GPU.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NAMES = {
 
 @dataclass
 class FakeProcess:
-    """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it never touched CUDA).
+    """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
-    save.  ``ruined``: what the driver does to a process whose restore failed.  ``computing``: how many percent of its
-    GPUs it uses.
+    save.  ``ruined``: its restore failed, after which the driver cannot restore it.  ``computing``: the percentage of
+    its GPUs that it uses.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -68,16 +68,16 @@ class FakeDriver:
     gpus:
         Total bytes by UUID, in NVML's order.
 
-    ``calls`` lists the operations asked for, with their process; ``gone_in`` names operations during which the helper
-    ends (each once, before anything is done); ``refuse`` gives operations the number they are refused with (until
-    taken out).  ``hides_processes``: NVML does not tell who computes, as with MIG.
+    ``calls`` lists the operations and their processes; ``crash_in`` names operations during which the helper ends
+    (each once, before anything is done); ``refuse`` gives the number with which an operation is refused, until removed.
+    ``hides_processes``: NVML does not say which processes compute, as with MIG.
     """
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
         self.gpus = dict(gpus)
         self.processes: dict[int, FakeProcess] = {}
         self.calls: list[tuple[str, int | None]] = []
-        self.gone_in: set[str] = set()
+        self.crash_in: set[str] = set()
         self.refuse: dict[str, int] = {}
         self.hides_processes = False
         self._pids = itertools.count(1000)
@@ -109,11 +109,11 @@ class FakeDriver:
     # -- cuda_client.Caller --
 
     def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
-        """Do what the helper process would; under one lock, so that threads see whole operations."""
+        """Run an operation as the helper process does, under one lock, so that threads see whole operations."""
         with self._guard:
             self.calls.append((op, lane))
-            if op in self.gone_in:
-                self.gone_in.remove(op)
+            if op in self.crash_in:
+                self.crash_in.remove(op)
                 raise HelperGone(f"The CUDA helper ended during {op}.", op=op, pid=lane)
             if op in self.refuse:
                 raise _refused(self.refuse[op])
@@ -226,7 +226,7 @@ class FakeDriver:
 
 
 class FakeCuda(Cuda):
-    """`cuda.Cuda` over a `FakeDriver`; ``helper``: what speaks to the driver, if it is not asked directly."""
+    """`cuda.Cuda` over a `FakeDriver`; ``helper``: its caller, if the driver is not called directly."""
 
     def __init__(self, driver: FakeDriver, helper: Caller | None = None) -> None:
         super().__init__(helper or driver)

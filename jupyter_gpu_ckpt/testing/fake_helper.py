@@ -1,7 +1,7 @@
-"""A helper process, a real one that can be killed, in front of a driver that is not there.
+"""A real helper process, which tests can kill, in front of a fake driver.
 
-The driver stays with the test, as the real one stays in Linux: what it has begun it finishes, whatever becomes of who
-asked for it.  ``python -m jupyter_gpu_ckpt.testing.fake_helper ADDRESS`` is the helper.
+The driver stays in the test's process, as the real one stays in Linux: it finishes its calls, also when the helper has
+ended.  ``python -m jupyter_gpu_ckpt.testing.fake_helper ADDRESS`` is the helper.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .fake_cuda import FakeDriver
 _DEADLINE = 60.0
 
 
-class Before(Helper):
-    """`client.Helper`, with ``driver`` behind its process.  ``close`` ends both connections and process."""
+class FakeHelper(Helper):
+    """`client.Helper`, with ``driver`` behind its process.  ``close`` ends the process and its connections."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver
-        self._place = tempfile.TemporaryDirectory(prefix="gc-")
-        self._listener = Listener(str(Path(self._place.name) / "driver"), "AF_UNIX")
+        self._directory = tempfile.TemporaryDirectory(prefix="gc-")
+        self._listener = Listener(str(Path(self._directory.name) / "driver"), "AF_UNIX")
         super().__init__([sys.executable, "-m", __name__, str(self._listener.address)])
         threading.Thread(target=self._accept, name="fake-driver", daemon=True).start()
 
@@ -53,10 +53,10 @@ class Before(Helper):
         """As `Helper.close`."""
         super().close()
         self._listener.close()
-        self._place.cleanup()
+        self._directory.cleanup()
 
 
-def _ask(address: str, op: str, **args: Any) -> Any:
+def _request(address: str, op: str, **args: Any) -> Any:
     with Client(address, "AF_UNIX") as connection:
         connection.send((op, args.get("pid"), args))
         value, refusal = connection.recv()
@@ -66,4 +66,4 @@ def _ask(address: str, op: str, **args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    run({op: partial(_ask, sys.argv[1], op) for op in real_operations()})
+    run({op: partial(_request, sys.argv[1], op) for op in real_operations()})

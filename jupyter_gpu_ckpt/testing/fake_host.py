@@ -1,11 +1,11 @@
-"""A host with GPUs that are not there, for whole servers under test: everything else about them is real.
+"""A host with fake GPUs, for tests of whole servers: everything else about them is real.
 
 In a ``jupyter_server_config.py``::
 
     from jupyter_gpu_ckpt.testing.fake_host import install
     install({"GPU-a": 8 << 30}, image_dir)
 
-A kernel of that server holds device memory once a cell of it has run `holding`; what it holds goes with it through
+A kernel of that server has device memory once it has run the cell `allocation_cell`; the memory goes with it through
 suspend, dump and restore, as in the driver.
 """
 
@@ -28,8 +28,8 @@ from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 _MEMORY = "fake-device-memory.json"
 
 
-def holding(memory: Mapping[str, int]) -> str:
-    """A cell that has its kernel hold this much (bytes by GPU UUID)."""
+def allocation_cell(memory: Mapping[str, int]) -> str:
+    """Return the code of a cell that gives its kernel this much device memory (bytes by GPU UUID)."""
     return (
         "import ipykernel.connect, pathlib\n"
         "home = pathlib.Path(ipykernel.connect.get_connection_file()).parent\n"
@@ -38,7 +38,7 @@ def holding(memory: Mapping[str, int]) -> str:
 
 
 class FakeHost(FakeDriver):
-    """A driver that finds the kernels of this host by their connection files, whatever process they are just now."""
+    """A driver that recognises kernels by their connection files, in whatever process they are now."""
 
     def __init__(self, gpus: Mapping[str, int]) -> None:
         super().__init__(gpus)
@@ -50,8 +50,8 @@ class FakeHost(FakeDriver):
             self.processes.pop(pid, None)
         return super().call(op, lane=lane, timeout_s=timeout_s, **args)
 
-    def attend(self, pid: int) -> None:
-        """Make sure that ``pid`` is known, as what it was before it was dumped."""
+    def track(self, pid: int) -> None:
+        """Know the process ``pid``, with the state its kernel had before a dump."""
         home = _home(pid)
         with self._guard:
             known = self._kernels.get(home) if home is not None else None
@@ -68,12 +68,12 @@ class _Cuda(FakeCuda):
     driver: FakeHost
 
     def _read(self, pid: int, name: str) -> str:
-        self.driver.attend(pid)
+        self.driver.track(pid)
         return super()._read(pid, name)
 
 
 def _home(pid: int) -> Path | None:
-    """The directory of the kernel that ``pid`` is."""
+    """Return the runtime directory of the kernel with this ``pid``."""
     try:
         arguments = procfs.arguments(pid)
     except OSError:
@@ -83,9 +83,9 @@ def _home(pid: int) -> Path | None:
 
 
 def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Caller] | None = None) -> FakeHost:
-    """Have this process's kernels live on a host with these GPUs (total bytes by UUID).
+    """Give this process's kernels a host with these GPUs (total bytes by UUID).
 
-    ``helper`` makes what speaks to the driver, for instance a `fake_helper.Before`; else it is asked directly.
+    ``helper`` makes the driver's caller, for instance a `fake_helper.FakeHelper`; else the driver is called directly.
     """
     driver, binary = FakeHost(gpus), find()
     caller = helper(driver) if helper is not None else driver

@@ -1,4 +1,4 @@
-"""An ordinary user to run things as: made for the purpose when the tests run as root, else whoever runs them."""
+"""An ordinary user to run programs as: a new one when the tests run as root, else the present user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class OrdinaryUser:
-    """A user without rights, with a home of its own and a copy of this package that it can read."""
+    """A user without privileges, with a home of its own and a readable copy of this package."""
 
     uid: int
     home: Path
@@ -38,7 +38,7 @@ class OrdinaryUser:
 
 @contextmanager
 def ordinary_user() -> Iterator[OrdinaryUser]:
-    """Yield an ordinary user; what it left in its home is removed.
+    """Yield an ordinary user, and remove its home afterwards.
 
     Raises `LookupError` if there is no Python >= 3.10 that it may execute, `OSError` if no user can be made.
     """
@@ -67,9 +67,9 @@ def ordinary_user() -> Iterator[OrdinaryUser]:
 
 
 def _python_for(prefix: Sequence[str]) -> str:
-    """A Python that the user may execute: ours may lie in root's home."""
+    """Return a Python that the user may execute: ours may lie in root's home."""
     new_enough = "import sys; sys.exit(sys.version_info < (3, 10))"
-    # through a shell: setpriv itself still has root's capabilities when it looks for the program
+    # through a shell: setpriv still has root's capabilities when it searches for the program
     trial = [*prefix, "sh", "-c", 'exec "$0" -c "$1"']
     for python in (sys.executable, shutil.which("python3", path=CLEAN_ENVIRONMENT["PATH"])):
         if python and run([*trial, python, new_enough], timeout_s=30).status == 0:

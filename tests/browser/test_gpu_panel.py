@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from desktop import BADGE, lab, write_notebook
 
-from jupyter_gpu_ckpt.testing.fake_host import holding
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
 GIB = 1 << 30
 GPU = "GPU-fake-a"
@@ -30,7 +30,7 @@ def tab(desktop, jupyter):
         tab.wait_for_phase("running")
         tab.run(0)
         tab.wait_for_output(0, "ready")
-        jupyter.run(tab.kernel_id(), holding({GPU: 2 * GIB}))
+        jupyter.run(tab.kernel_id(), allocation_cell({GPU: 2 * GIB}))
         tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
         yield tab
         tab.quiet()

@@ -72,7 +72,7 @@ def test_levers(driver, cuda):
     with pytest.raises(UnsupportedCuda):
         cuda.lock(pid, 1)
     pid = driver.start({A: 1})
-    driver.gone_in.add("cuda.lock")
+    driver.crash_in.add("cuda.lock")
     with pytest.raises(HelperGone):
         cuda.lock(pid, 1)
     cuda.lock(pid, 1)

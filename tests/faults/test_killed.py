@@ -31,8 +31,8 @@ from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.adoption import orphans
 from jupyter_gpu_ckpt.lifecycle import machine
 from jupyter_gpu_ckpt.lifecycle.machine import State
-from jupyter_gpu_ckpt.testing.fake_helper import Before
-from jupyter_gpu_ckpt.testing.fake_host import FakeHost, holding, install
+from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
+from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
 
 VICTIM = Path(__file__).with_name("victim.py")
 PLANS = {
@@ -181,16 +181,16 @@ HELPER_POINTS = POINTS + [(verb, op, when) for verb, ops in CALLS.items() for op
 async def on_gpu(tmp_path_factory, criu_binary):
     """A kernel with device memory: driver and GPU are fakes, helper, kernel, CRIU and images are real."""
     directory, base = tmp_path_factory.mktemp("on-gpu"), Path(tempfile.mkdtemp(prefix="gc-"))
-    helpers: list[Before] = []
+    helpers: list[FakeHelper] = []
 
-    def before(driver: FakeHost) -> Before:
-        helpers.append(Before(driver))
+    def before(driver: FakeHost) -> FakeHelper:
+        helpers.append(FakeHelper(driver))
         return helpers[0]
 
     with mock.patch.dict(engine._engines, clear=True):
         host = install({GPU: 100 << 20}, directory / "images", before)
         async with notebook(directory, base) as kernel:
-            subject = await Subject.of(kernel, directory, holding({GPU: HELD}))
+            subject = await Subject.of(kernel, directory, allocation_cell({GPU: HELD}))
             yield subject, host, helpers[0]
             subject.close()
     helpers[0].close()

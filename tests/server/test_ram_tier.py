@@ -8,7 +8,7 @@ import pytest
 from live import Server, server, until
 from tab import OPENING, tab
 
-from jupyter_gpu_ckpt.testing.fake_host import holding
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
 GPU = "GPU-fake-a"
 GIB = 1 << 30
@@ -47,7 +47,7 @@ def patient(idle_server: Server) -> Iterator[Server]:
 
 
 def hold(running: Server, kernel_id: str, count: int = GIB) -> None:
-    running.run(kernel_id, holding({GPU: count}))
+    running.run(kernel_id, allocation_cell({GPU: count}))
     running.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")  # the host that is not there learns of it by being asked
 
 

@@ -14,15 +14,16 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "process
 
 HEAD = (
     "# What becomes of a process's state\n\n"
-    "Each line is a small program in `tests/zoo` that makes the state in a real kernel, has it checkpointed and "
-    "brought back twice, and asks the system before and after. `python -m pytest tests/zoo --zoo-table` runs all of "
-    "them, for root and for an ordinary user, and writes this page from what it found.\n\n"
-    "*kept*: the same after every wake. *refused*: the checkpoint is refused with the code, in words that name the "
-    "thing, and the kernel runs on. *announced*: not kept, and `%gpu_checkpoint --status` says so beforehand. "
-    "*documented*: not kept, not to be mended from outside, and [the "
+    "For users: which state of a kernel's process survives a checkpoint. Each line is a small program in `tests/zoo` "
+    "that creates the state in a real kernel, which is checkpointed and restored twice, and compares the system's view "
+    "before and after. `python -m pytest tests/zoo --zoo-table` runs all of them, for root and for an ordinary user, "
+    "and writes this page from the results.\n\n"
+    "*kept*: the same after every wake. *refused*: the checkpoint is refused with the code and a message that names "
+    "the state, and the kernel keeps running. *announced*: not kept, and `%gpu_checkpoint --status` says so "
+    "beforehand. *documented*: not kept, cannot be repaired from outside, and [the "
     "documentation](../usage.md#what-comes-back-and-what-does-not) says so. "
-    "*not to be had*: the system does not let this user have it, or has none. A word in **bold** is a loss that is "
-    "known and not mended yet.\n"
+    "*not to be had*: the system does not offer it, or not to this user. A word in **bold** is a known loss that is "
+    "not fixed yet.\n"
 )
 
 TITLES = {

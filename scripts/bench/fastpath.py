@@ -75,27 +75,29 @@ loop(1); torch.cuda.synchronize(); print(time.perf_counter() - began)
 """
 
 
-def in_host(pid: int, arena: int) -> int:
+def in_host(pid: int, host_memory: int) -> int:
     """Bytes that the process has in host memory, and its capsule's file system in memory, now."""
     status = Path(f"/proc/{pid}/status").read_text()
     resident = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
-    there = os.fstatvfs(arena)
+    there = os.fstatvfs(host_memory)
     return resident + (there.f_blocks - there.f_bfree) * there.f_frsize
 
 
 async def peak(kernel: Any) -> int:
     """Most bytes in host memory at any moment of a suspend, looked at a hundred times a second, less those before."""
     capsule = kernel.lifecycle.capsule
-    arena = capsule.host_memory()
-    await until(lambda: os.fstatvfs(arena).f_bfree == os.fstatvfs(arena).f_blocks)  # the last return's is given back
-    before = most = in_host(capsule.host_pid, arena)
+    host_memory = capsule.host_memory()
+    await until(
+        lambda: os.fstatvfs(host_memory).f_bfree == os.fstatvfs(host_memory).f_blocks
+    )  # the last return's is given back
+    before = most = in_host(capsule.host_pid, host_memory)
     suspended = asyncio.ensure_future(kernel.provisioner.suspend())
     while not suspended.done():
-        most = max(most, in_host(capsule.host_pid, arena))
+        most = max(most, in_host(capsule.host_pid, host_memory))
         await asyncio.sleep(0.01)
     await suspended
-    most = max(most, in_host(capsule.host_pid, arena))
-    os.close(arena)
+    most = max(most, in_host(capsule.host_pid, host_memory))
+    os.close(host_memory)
     return most - before
 
 

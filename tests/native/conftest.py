@@ -48,10 +48,10 @@ def kernel(programs, doubles):
 
 @pytest.fixture
 def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
-    """Makes it; what moves between the kernel and the GPU is told to the driver that suspends."""
+    """Make the kernel; the driver that suspends counts what moves between it and the GPU."""
     kernels = []
 
-    class Told(fastpath.FastPath):
+    class Accounting(fastpath.FastPath):
         def swap_out(self, **limits):
             moved = super().swap_out(**limits)
             kernels[0].held()
@@ -63,7 +63,7 @@ def fast_kernel(criu_binary, tmp_path, programs, doubles, monkeypatch):
             finally:
                 kernels[0].held()
 
-    monkeypatch.setattr(context, "FastPath", Told)
+    monkeypatch.setattr(context, "FastPath", Accounting)
     bases = []
 
     def make(*, base: Path | None = None, **options) -> FastKernel:

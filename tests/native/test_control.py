@@ -1,4 +1,4 @@
-"""The socket of the library: who may ask, in which words, and what a connection that ends leaves."""
+"""The socket of the library: who may send requests, their words, and the effect of a connection that ends."""
 
 from __future__ import annotations
 

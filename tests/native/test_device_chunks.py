@@ -347,10 +347,10 @@ def test_a_disk_that_hangs_holds_up_nobody(kernel, hanging):
     until(lambda: kernel.lifecycle.poll() is not None, "its end is noticed")
     assert not hanging.over.is_set()
     hanging.over.set()
-    until(lambda: not arenas(), "none of its memory is held")
+    until(lambda: not open_extents(), "none of its memory is held")
 
 
-def arenas() -> list[str]:
+def open_extents() -> list[str]:
     """Descriptors of this process that lead to device memory."""
     links = (os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd"))
     return [to for link in links if os.path.islink(link) and fastpath.EXTENTS in (to := os.readlink(link))]

@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 
 
-def test_away_and_back(kernel):
+def test_swap_out_and_in(kernel):
     total = kernel.path.amounts().bytes
     assert total >= sum(SIZES)
     for _ in range(3):
@@ -76,7 +76,7 @@ def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
     kernel.runs_on()
 
 
-@pytest.mark.parametrize("name", ["gpu-ckpt-away", "gpu-ckpt-filed", "gpu-ckpt-door"])
+@pytest.mark.parametrize("name", ["gpu-ckpt-out", "gpu-ckpt-files", "gpu-ckpt-lock"])
 def test_a_program_that_renames_its_threads_says_nothing_of_its_memory(kernel, name):
     kernel.ask(f"open('/proc/self/comm', 'w').write({name!r})")
     assert not kernel.path.swapped_out()

@@ -1,4 +1,4 @@
-"""Device memory leaves and comes back to the same addresses with the same bytes: the library at a driver's double."""
+"""Swap device memory out and in at the same addresses with the same bytes: the library on a double of the driver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ COUNTED = ("used", "reservations", "handles", "mappings", "allocations", "stream
 NOTHING = dict.fromkeys(COUNTED, 0)
 
 
-def away_and_back(subject: Subject, control: Control) -> None:
-    """A whole round, in which the device's memory is free."""
+def swap_out_and_in(subject: Subject, control: Control) -> None:
+    """Swap out and in; the device memory is free in between."""
     control.must("copy_out", "free")
     out = subject.outstanding()
     assert (out["mappings"], out["handles"]) == (0, 0)
@@ -72,7 +72,7 @@ def test_work_under_way_is_waited_for(subject):
     one, other = subject.alloc(2, 2 * MIB), 1
     assert subject.ask("launch", one) == "0"
     with subject.control() as control:
-        away_and_back(subject, control)
+        swap_out_and_in(subject, control)
     assert subject.ask("last", one) == "2"
     assert subject.ask("launch", other) == "0"
     subject.free(other)
@@ -82,7 +82,7 @@ def test_slow_copies_are_waited_for(subject):
     subject.alloc(2, 6 * MIB, density="full")
     assert subject.ask("delay", 5000) == "ok"
     with subject.control() as control:
-        away_and_back(subject, control)
+        swap_out_and_in(subject, control)
     subject.intact(2)
 
 
@@ -92,12 +92,12 @@ def test_blocks_of_two_contexts(subject):
     assert subject.ask("context") == "0"
     subject.alloc(2, 2 * MIB, "cu", "full")
     with subject.control() as control:
-        away_and_back(subject, control)
+        swap_out_and_in(subject, control)
         subject.free(0)
         assert subject.ask("pop") == "0"
         subject.free(2)
         subject.alloc(1, 2 * MIB, "cuda", "full")
-        away_and_back(subject, control)
+        swap_out_and_in(subject, control)
     subject.intact(3)
 
 
@@ -112,12 +112,12 @@ def test_several_devices_at_the_same_time(programs, doubles):
         assert subject.ask("delay", 5000) == "ok"
         with subject.control() as control:
             for _ in range(2):
-                away_and_back(subject, control)
+                swap_out_and_in(subject, control)
                 subject.intact(20)
             assert subject.ask("at-once") == "3"
             subject.free(7)
             subject.free(17)
-            away_and_back(subject, control)
+            swap_out_and_in(subject, control)
         subject.intact(18)
 
 
@@ -189,7 +189,7 @@ def many_rounds(subject: Subject, blocks: int, rounds: int) -> None:
     subject.alloc(blocks, 2 * MIB)
     with subject.control() as control:
         for _ in range(rounds):
-            away_and_back(subject, control)
+            swap_out_and_in(subject, control)
             subject.intact(blocks)
 
 

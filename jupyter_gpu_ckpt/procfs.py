@@ -67,7 +67,7 @@ class MemoryMapping(NamedTuple):
     permissions: str
     name: str
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         """Whether ``address`` lies in the mapping."""
         return self.start <= address < self.end
 

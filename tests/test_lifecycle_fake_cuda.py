@@ -81,11 +81,11 @@ class Rig:
         if event.kind == "completed" and event.step == "end_process":
             for pid, process in list(self.driver.processes.items()):
                 if process is self.fake:
-                    self.driver.leave(pid)
+                    self.driver.remove(pid)
         elif event.kind == "completed" and event.step == "criu_restore":
             # What CRIU restores is the process as it was dumped: suspended.
             self.fake.state, self.fake.ruined, self.fake.memory = CHECKPOINTED, False, {A: self.MEMORY}
-            self.driver.come_back(self.fake, self.pid)
+            self.driver.add(self.fake, self.pid)
 
     def fails(self, verb: str, code: str) -> GpuCkptError:
         with pytest.raises(GpuCkptError) as caught:
@@ -195,7 +195,7 @@ def test_too_full_to_restore_keeps_the_image_and_never_asks_the_driver(rig, hog)
     assert rig.gate.told == [error]
     assert all(op != "cuda.restore" for op, _ in rig.driver.calls)
     rig.sleeps(State.CHECKPOINTED)
-    rig.driver.leave(other)
+    rig.driver.remove(other)
     rig.lifecycle.wake()
     rig.runs_on()
 
@@ -259,7 +259,7 @@ def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):
     assert rig.fake.state == CHECKPOINTED
     rig.lifecycle.checkpoint()
     rig.fails("restore", "GPU_FULL")
-    rig.driver.leave(other)
+    rig.driver.remove(other)
     rig.lifecycle.restore()
     rig.runs_on()
 
@@ -335,7 +335,7 @@ def test_room_lost_between_the_suspend_and_its_undo_ends_suspended_not_ruined(ri
     assert "suspended" in error.left
     rig.sleeps(State.SUSPENDED)
     rig.lifecycle.trace.faults.remove(take)
-    rig.driver.leave(others[0])
+    rig.driver.remove(others[0])
     rig.lifecycle.wake()
     rig.runs_on()
 
@@ -455,7 +455,7 @@ def test_device_files_held_and_no_room_to_go_back(rig, hog):
     error = rig.fails("checkpoint", "DEVICE_HELD")
     assert "suspended" in error.left
     rig.sleeps(State.SUSPENDED)
-    rig.driver.leave(others[0])
+    rig.driver.remove(others[0])
     rig.lifecycle.wake()
     rig.runs_on()
 

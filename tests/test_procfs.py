@@ -73,7 +73,7 @@ def test_mappings(process):
     found = procfs.maps(process.pid)
     assert [each.start for each in found] == sorted(each.start for each in found)
     (vdso,) = (each for each in found if each.name == "[vdso]")
-    assert vdso.permissions == "r-xp" and vdso.holds(vdso.start) and not vdso.holds(vdso.end)
+    assert vdso.permissions == "r-xp" and vdso.contains(vdso.start) and not vdso.contains(vdso.end)
     assert any(each.name.startswith("/") for each in found) and any(each.name == "" for each in found)
 
 

@@ -292,7 +292,7 @@ def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryM
         return True
     at = leader.words()[process.machine.pc]
     in_entry = process.entry <= at < process.entry + _ENTRY_BYTES
-    return in_entry or at == process.handler or any(mapping.holds(at) for mapping in parasite)
+    return in_entry or at == process.handler or any(mapping.contains(at) for mapping in parasite)
 
 
 def _changed(before: list[MemoryMapping], now: list[MemoryMapping]) -> Iterator[MemoryMapping]:

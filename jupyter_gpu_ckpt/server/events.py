@@ -11,7 +11,7 @@ from typing import Any
 
 from jupyter_events import EventLogger
 
-from .monitor import Changed, Failed, Stepped
+from .monitor import Changed, Failed, Listener, Stepped
 
 SCHEMAS = Path(__file__).with_name("event-schemas")
 _BASE = "https://events.jupyter.org/jupyter_gpu_ckpt"
@@ -29,7 +29,7 @@ def register(bus: EventLogger) -> None:
             bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
 
-class Events:
+class Events(Listener):
     """A listener of `monitor.KernelMonitor` that emits events."""
 
     def __init__(self, bus: EventLogger) -> None:
@@ -82,7 +82,7 @@ class Events:
         self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})
 
 
-class Log:
+class Log(Listener):
     """A listener of `monitor.KernelMonitor`: logs each transition as ``key=value``, without paths or user content."""
 
     def __init__(self, log: Logger) -> None:
@@ -101,9 +101,3 @@ class Log:
         }
         write = self.log.warning if change.code else self.log.info
         write("gpu_ckpt transition %s", " ".join(f"{name}={value}" for name, value in facts.items()))
-
-    def stepped(self, step: Stepped) -> None:
-        """Do nothing: the provisioner logs steps, for debugging."""
-
-    def failed(self, failure: Failed) -> None:
-        """Do nothing: the transition's line has the code."""

@@ -21,7 +21,7 @@ from ..cuda.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engine import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
-from .monitor import Changed, Failed, KernelMonitor, Stepped, device_bytes
+from .monitor import Changed, KernelMonitor, Listener, Stepped, device_bytes
 from .periodic_task import PeriodicTask
 
 #: Seconds of history.
@@ -45,7 +45,7 @@ class Usage:
         return moved or len(self.gpus) != len(before) or self.kernels != other.kernels
 
 
-class GpuUsage(LoggingConfigurable):
+class GpuUsage(Listener, LoggingConfigurable):
     """Measures every `interval`, and after each suspend or resume.  A listener of `monitor.KernelMonitor`."""
 
     interval = Float(5.0, min=0.5, help="Seconds between two measurements of GPU memory by kernel.").tag(config=True)
@@ -115,7 +115,7 @@ class GpuUsage(LoggingConfigurable):
                 self._failing = False
             except Exception as error:
                 self._log_failure(error)
-            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation that `stop` asks for.
+            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation by `stop`.
             timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
             try:
                 await self._sooner.wait()
@@ -160,12 +160,9 @@ class GpuUsage(LoggingConfigurable):
         self._sooner.set()
 
     def stepped(self, step: Stepped) -> None:
-        """Device memory has left a GPU, or is back."""
+        """Device memory was swapped out or in."""
         if step.event.kind == "completed" and step.event.step in ("cuda_suspend", "cuda_resume"):
             self._sooner.set()
-
-    def failed(self, failure: Failed) -> None:
-        """`changed` was called for it."""
 
 
 def _measure(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) -> Usage:

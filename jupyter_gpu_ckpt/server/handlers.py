@@ -195,7 +195,7 @@ class KernelHandler(Handler):
 
     @_endpoint
     async def get(self, kernel_id: str) -> None:
-        """One kernel, with the device memory it holds now."""
+        """One kernel, with its device memory now."""
         self.app.refresh_monitor()
         provisioner = self.kernel(kernel_id)
         on_device = await asyncio.to_thread(models.on_device, provisioner)

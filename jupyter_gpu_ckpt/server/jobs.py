@@ -123,7 +123,7 @@ class Jobs:
         return next((job for job in reversed(self._jobs.values()) if job.kernel_id == kernel_id), None)
 
     async def close(self) -> None:
-        """Stop waiting.  The verbs themselves go on, on their kernels' own threads."""
+        """Stop waiting.  The verbs continue on their kernels' own threads."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

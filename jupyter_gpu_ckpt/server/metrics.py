@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..lifecycle.machine import State
-from .monitor import VERBS, Changed, Failed, KernelMonitor, Stepped
+from .monitor import VERBS, Changed, Failed, KernelMonitor, Listener, Stepped
 
 STEP_SECONDS = Histogram(
     "gpu_ckpt_step_seconds",
@@ -31,7 +31,7 @@ FREED = Counter(
 )
 
 
-class Metrics(Collector):
+class Metrics(Listener, Collector):
     """A listener of `monitor.KernelMonitor`, and a collector of gauges; registered until `close`."""
 
     def __init__(self, monitor: KernelMonitor) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from logging import Logger
-from typing import Protocol
 
 from tornado.ioloop import IOLoop
 
@@ -105,8 +104,8 @@ class SwappedOut:
         return len(self.device) * max(0.0, until - self.since)
 
 
-class Listener(Protocol):
-    """Called on the event loop, in the order in which things happened."""
+class Listener:
+    """Base of listeners: called on the event loop, in the order of events."""
 
     def changed(self, change: Changed) -> None:
         """A kernel has another state."""

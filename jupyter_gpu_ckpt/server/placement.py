@@ -17,7 +17,7 @@ from pathlib import Path
 from ..image.store import Store
 from ..kernel.adoption import newest_images
 from ..node.requirements import FILE, of, to_json
-from .monitor import Changed, Failed, Stepped
+from .monitor import Changed, Listener
 from .periodic_task import PeriodicTask
 
 
@@ -42,7 +42,7 @@ def publish(directory: Path, store: Store) -> None:
         raise
 
 
-class Publisher:
+class Publisher(Listener):
     """A listener of `monitor.KernelMonitor` that publishes when a kernel fell asleep or woke up."""
 
     def __init__(
@@ -69,12 +69,6 @@ class Publisher:
     def changed(self, change: Changed) -> None:
         """Publish soon."""
         self._changed.set()
-
-    def stepped(self, step: Stepped) -> None:
-        """Do nothing: steps change no needs."""
-
-    def failed(self, failure: Failed) -> None:
-        """Do nothing: `changed` is called with the state after the failure."""
 
     async def _run(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Hold back listings of kernels while some are missing: at a server's start they are attached, at its stop they go.
+"""Delay listings while kernels are missing: at a server's start, until they are attached, and at its stop.
 
 A front end that finds no kernel for a notebook starts another, and takes a kernel that is missing in a listing for
 ended; the notebook's own kernel, with all its variables, would then sleep on out of its user's sight.  And

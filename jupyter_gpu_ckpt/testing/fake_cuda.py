@@ -83,21 +83,21 @@ class FakeDriver:
         self._pids = itertools.count(1000)
         self._guard = threading.Lock()
 
-    # -- the world --
+    # -- processes --
 
     def start(
         self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, computing: int = 0, **traits: bool
     ) -> int:
-        """Start a process with this much memory on these GPUs (none: one without CUDA); returns its id."""
+        """Start a process with this much memory on these GPUs (none: one without CUDA); return its id."""
         process = FakeProcess(dict(memory or {}), cuda=memory is not None, computing=computing, **traits)
-        return self.come_back(process, pid)
+        return self.add(process, pid)
 
-    def leave(self, pid: int) -> FakeProcess:
-        """Take the process out, as a dump or its death does."""
+    def remove(self, pid: int) -> FakeProcess:
+        """Remove the process, as a dump or its end does."""
         return self.processes.pop(pid)
 
-    def come_back(self, process: FakeProcess, pid: int | None = None) -> int:
-        """Put a process in, as a restore from an image does; returns its id."""
+    def add(self, process: FakeProcess, pid: int | None = None) -> int:
+        """Add a process, as a restore from an image does; return its id."""
         pid = next(self._pids) if pid is None else pid
         self.processes[pid] = process
         return pid

@@ -37,7 +37,7 @@ def test_too_little_memory_ruins_for_ever(driver, cuda, away):
     with pytest.raises(CudaError) as caught:
         cuda.restore(away)
     assert caught.value.details["cuda_result"] == 2
-    driver.leave(hog)
+    driver.remove(hog)
     with pytest.raises(CudaError) as caught:
         cuda.restore(away)
     assert caught.value.details["cuda_result"] == 304
@@ -58,10 +58,10 @@ def test_a_whole_mapping_moves(driver, cuda, away, tmp_path):
 
 
 def test_a_suspended_process_leaves_and_comes_back(driver, cuda, away):
-    image = driver.leave(away)
+    image = driver.remove(away)
     with pytest.raises(CudaError, match="no process"):
         cuda.state(away)
-    driver.come_back(image, away)
+    driver.add(image, away)
     assert cuda.state(away) is CudaState.CHECKPOINTED
     cuda.restore(away)
     cuda.unlock(away)

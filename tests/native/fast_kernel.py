@@ -68,7 +68,7 @@ class FastKernel:
             self.driver.processes.clear()
         elif (event.kind, event.step) == ("completed", "criu_restore"):
             self.fake.state, self.fake.memory = CHECKPOINTED, {A: CONTEXT}
-            self.driver.come_back(self.fake, self.pid)
+            self.driver.add(self.fake, self.pid)
 
     def runs_on(self) -> None:
         assert self.lifecycle.state is State.RUNNING

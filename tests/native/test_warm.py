@@ -84,7 +84,7 @@ def test_room_is_proved_for_what_is_away_and_for_no_more(kernel):
     with pytest.raises(GpuFull):
         kernel.lifecycle.wake()
     assert (kernel.lifecycle.state, kernel.fake.state) == (State.SUSPENDED, LOCKED)
-    kernel.driver.leave(other)
+    kernel.driver.remove(other)
     kernel.driver.start({A: 100 * MIB - CONTEXT - kernel.blocks})  # the rest, to the last byte
     kernel.lifecycle.wake()
     kernel.runs_on()

@@ -45,7 +45,7 @@ class TestComputing:
         """In a container NVML may count in process ids of the host."""
         foreign = driver.start({A: GIB}, computing=7)
         assert computing(gpus, {"k": [4711]}, 0.0) == {"k"}
-        driver.leave(foreign)
+        driver.remove(foreign)
         assert computing(gpus, {"k": [4711]}, 0.0) == set()
 
 

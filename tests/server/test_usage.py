@@ -60,7 +60,7 @@ async def test_only_a_change_is_told_and_as_the_schema_says(world):
     await world.usage.measure()
     await world.usage.measure()
     assert len(world.told) == 1
-    world.driver.leave(world.pid)
+    world.driver.remove(world.pid)
     await world.usage.measure()
     assert len(world.told) == 2
     assert [gpu["kernels"] for gpu in world.told[-1]["gpus"]] == [{}, {}]
@@ -91,7 +91,7 @@ async def test_nobody_is_asked_before_there_is_a_kernel_and_at_once_when_it_move
     assert world.driver.calls == []
     world.usage.changed(None)
     await until_async(lambda: len(world.told) == 1)
-    world.driver.leave(world.pid)
+    world.driver.remove(world.pid)
     world.usage.changed(None)
     await until_async(lambda: len(world.told) == 2)
 
@@ -101,7 +101,7 @@ def is_looking() -> bool:
 
 
 async def test_without_a_gpu_it_stops_looking(world):
-    world.driver.leave(world.pid)
+    world.driver.remove(world.pid)
     world.driver.gpus.clear()
     world.usage.start()
     assert is_looking()
@@ -137,7 +137,7 @@ async def test_it_looks_on_after_a_fault_at_first(world, monkeypatch):
 
 async def test_the_document_is_no_older_than_the_interval(world):
     await world.usage.document()
-    world.driver.leave(world.pid)
+    world.driver.remove(world.pid)
     assert (await world.usage.document())["gpus"][0]["used"] == 3 * GIB
     world.usage._measured -= 1
     assert (await world.usage.document())["gpus"][0]["used"] == 0

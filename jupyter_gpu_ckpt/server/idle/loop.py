@@ -34,17 +34,17 @@ class IdlePolicy(LoggingConfigurable):
     """
 
     suspend_after = Float(
-        300.0, min=0, help="Seconds of idleness after which a kernel that holds device memory is suspended; 0: never."
+        300.0, min=0, help="Seconds of idleness after which a kernel with device memory is suspended; 0: never."
     ).tag(config=True)
     checkpoint_after = Float(
         1800.0,
         min=0,
-        help="Seconds of idleness after which a kernel that holds device memory, or is suspended, is checkpointed; "
+        help="Seconds of idleness after which a kernel with device memory, or a suspended one, is checkpointed; "
         "0: never.",
     ).tag(config=True)
     without_device_memory = Bool(
         False,
-        help="Whether idle kernels that hold no device memory are checkpointed, too, for the sake of host memory.",
+        help="Whether idle kernels without device memory are checkpointed, too, to free host memory.",
     ).tag(config=True)
     kernelspecs: Dict[str, Any] = Dict(
         help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "
@@ -52,7 +52,7 @@ class IdlePolicy(LoggingConfigurable):
     ).tag(config=True)
     suspended_memory_limit = Int(
         min=0,
-        help="Bytes of host memory that suspended kernels may hold together; above it the longest idle ones are "
+        help="Bytes of host memory that suspended kernels may use together; above it the longest idle ones are "
         "checkpointed before their time.  0: no limit.  Default: half of the host's memory, or of the cgroup's limit.",
     ).tag(config=True)
     max_parallel = Int(2, min=1, help="How many kernels are suspended or checkpointed at once.").tag(config=True)
@@ -131,7 +131,7 @@ class IdlePolicy(LoggingConfigurable):
     async def _run(self) -> None:
         while True:
             self._sooner.clear()
-            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation that `stop` asks for.
+            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation by `stop`.
             timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
             try:
                 await self._round_or_log()

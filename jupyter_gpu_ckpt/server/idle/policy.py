@@ -48,7 +48,7 @@ class IdleSettings:
     """The policy's settings.
 
     ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
-    suspended kernels may hold together (0: no limit).  ``without_device_memory``: checkpoint kernels without device
+    suspended kernels may use together (0: no limit).  ``without_device_memory``: checkpoint kernels without device
     memory, too.  ``parallel``: how many verbs run at once.  A kernel that refused is tried again after
     ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
     """
@@ -254,8 +254,8 @@ class Policy:
         running = kernel.state is State.RUNNING
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
-        leaves = kernel.on_gpu or self.settings.without_device_memory if running else kernel.state is State.SUSPENDED
-        if leaves and rule.checkpoint_after > 0:
+        may_leave = kernel.on_gpu or self.settings.without_device_memory if running else kernel.state is State.SUSPENDED
+        if may_leave and rule.checkpoint_after > 0:
             yield Verb.CHECKPOINT, rule.checkpoint_after - idle
 
     def _for_memory(

@@ -1,4 +1,4 @@
-"""``make bench``: every benchmark that this machine can run, one after the other; all of them, whatever becomes of one.
+"""``make bench``: run every benchmark that this machine supports, one after the other, also after a failure.
 
 ``python scripts/bench [--strict] [SCRIPT ...]``.  The exit status is 1 if a benchmark broke or did not end.  A figure
 beyond its limit is said; it is an error (status 3, as that of the benchmark alone) with ``--strict`` only: where other

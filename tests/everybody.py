@@ -1,4 +1,4 @@
-"""What another user of this machine must be able to read, whoever owns it, to run what is tested here."""
+"""Files that another user of this machine must be able to read to run the code under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gate that does as it is told: the tests of the lifecycle that need no client."""
+"""A gate with scripted behaviour, for tests of the lifecycle without clients."""
 
 from __future__ import annotations
 

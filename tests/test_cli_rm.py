@@ -1,4 +1,4 @@
-"""``jupyter gpu-ckpt rm`` of images that cannot be read: they can be told, and be removed."""
+"""``jupyter gpu-ckpt rm`` of images that cannot be read: they are listed, and can be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents say what the code says."""
+"""The documents match the code."""
 
 from __future__ import annotations
 

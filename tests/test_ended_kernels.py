@@ -1,4 +1,4 @@
-"""A kernel that ends leaves behind what a stock kernel leaves: nothing, however it ends, awake or asleep."""
+"""A kernel that ends leaves no files or processes, like a stock kernel, however it ends, awake or asleep."""
 
 from __future__ import annotations
 

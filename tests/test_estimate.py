@@ -1,4 +1,4 @@
-"""Sizes and times that are told beforehand."""
+"""Estimates of sizes and times."""
 
 from __future__ import annotations
 

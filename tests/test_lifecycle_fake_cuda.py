@@ -1,4 +1,4 @@
-"""What becomes of a kernel when the CUDA driver refuses, hangs or loses its helper.
+"""A kernel when the CUDA driver refuses, hangs or loses its helper.
 
 The process, its capsule, CRIU and the images are real; the driver is the fake that the contract suite holds to the real
 one's ways, among them the two that destroy a process for ever.

@@ -1,4 +1,4 @@
-"""A kernel with state that is not proven to come back runs on and says so; what CRIU forgets is there after a wake."""
+"""A kernel with unproven state is refused; state that CRIU does not save is there after a wake."""
 
 from __future__ import annotations
 

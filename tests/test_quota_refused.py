@@ -1,4 +1,4 @@
-"""A real kernel that may not leave because its user has too much asleep: it runs on, and nothing of it is on disk."""
+"""A real kernel whose checkpoint would exceed a quota: it keeps running, and nothing is on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pseudo-terminals: those that a kernel has open come back as they were, and those that cannot are refused by name."""
+"""Pseudo-terminals: open ones are restored unchanged, and unsupported ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what no event tells."""
+"""Polling for conditions that no event reports."""
 
 from __future__ import annotations
 

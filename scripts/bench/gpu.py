@@ -1,4 +1,4 @@
-"""The whole way with device memory, beside the bare tools in the same run: ``python scripts/bench/gpu.py [GIB]``.
+"""Suspend, checkpoint and wake with device memory, beside the bare tools: ``python scripts/bench/gpu.py [GIB]``.
 
 Bare is what a careful administrator would type: cuda.core's lock and checkpoint, ``criu dump``, ``sync``; then ``criu
 restore``, cuda.core's restore and unlock.  Ours is a kernel of the provisioner, checkpointed and woken by a client's

@@ -1,4 +1,4 @@
-"""What trust costs: ``python scripts/bench/image.py [GIB] [DIRECTORY]``.
+"""The cost of sealing and verifying images: ``python scripts/bench/image.py [GIB] [DIRECTORY]``.
 
 Hashes and the seal, as a part of the time that writing the image to the disk takes; and `verify` of a cold image,
 beside the fastest plain read of the same files.  Rounds alternate, and their order turns around, so that other work on

@@ -1,4 +1,4 @@
-"""Kernels leaving by the idle policy while another one runs cells: ``python scripts/bench/policy.py``.
+"""Checkpoints by the idle policy while another kernel runs cells: ``python scripts/bench/policy.py``.
 
 Twenty idle kernels are due at the same moment, with the policy's defaults (two at a time); all the while a client of a
 21st runs cells, one after the other.  The limit is that of the design: the median round trip of a cell is at most twice

@@ -1,4 +1,4 @@
-"""What carrying images reaches, against the plain copy tool of each protocol: a directory, SFTP, S3, all on loopback.
+"""Rates of push and pull, beside the plain copy tool of each protocol: a directory, SFTP, S3, all on loopback.
 
 Run ``python scripts/bench/remote.py [MIB]``; the image has 512 MiB of random bytes unless told.  ``cp`` and a flush for
 a directory, OpenSSH's ``sftp`` for SFTP, boto3's managed transfer (what ``aws s3 cp`` is made of) for S3; in turns with

@@ -1,4 +1,4 @@
-"""A cluster of GPUs and notebooks on it, as discrete events; when a kernel leaves is decided by the real policy.
+"""A cluster of GPUs and notebooks as discrete events; the real policy decides when a kernel is suspended.
 
 `server.idle.policy.Policy` is what a server runs, one for each user here, fed with the same snapshots and obeyed in the
 same way

@@ -1,4 +1,4 @@
-"""Synthetic notebook activity: which user sits down when, how long cells run, how long people think.
+"""Synthetic notebook activity: working hours of users, duration of cells, pauses between them.
 
 Fitted to three figures published of production notebook clusters for interactive training (such clusters are told of by
 Carver et al., NotebookOS, ASPLOS 2026, arXiv:2503.20591): half of the cells run less than 2 minutes, the median gap

@@ -1,4 +1,4 @@
-"""%gpu_checkpoint and %gpu_memory, in real kernels that leave and come back."""
+"""%gpu_checkpoint and %gpu_memory, in real kernels that are checkpointed and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variables hold device memory: on CPU tensors taken for device tensors, and on the CUDA array interface."""
+"""Which variables reference device memory: CPU tensors treated as device tensors, and the CUDA array interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nbclient runs a notebook on a kernel that leaves and comes back between every two cells, and sees no difference."""
+"""nbclient runs a notebook on a kernel that sleeps between every two cells, and sees no difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that is told code, for tests that send it through a dump and a restore."""
+"""A process that runs code on request, for tests of a dump and a restore."""
 
 from __future__ import annotations
 

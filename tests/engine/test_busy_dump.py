@@ -1,4 +1,4 @@
-"""A dump that needs all threads in safe places, and has one that never is: refused, and the process goes on."""
+"""A dump needs all threads in safe places: with a thread that never is, it is refused and the process continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who owns a capsule: it ends with its owner, or goes on without one and is found by the next."""
+"""The owner of a capsule: the capsule ends with its owner, or keeps running and is found by the next one."""
 
 from __future__ import annotations
 

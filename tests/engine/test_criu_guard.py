@@ -1,4 +1,4 @@
-"""CRIU is killed in the middle of a dump, and what it leaves in the kernel is made good: real CRIU, real threads.
+"""CRIU is killed in the middle of a dump, and its changes to the kernel are reverted: real CRIU, real threads.
 
 The moments are the ``ptrace`` calls of the dump: between two of them nothing changes that the kernel's death could come
 of, but for what its own threads do.  `test_leaving` kills at any moment instead.

@@ -1,4 +1,4 @@
-"""Threads of real processes are parked and go on: such that compute, allocate, come and go, wait, are stopped."""
+"""Threads of real processes are stopped and continued: they compute, allocate, start and end, wait, are stopped."""
 
 from __future__ import annotations
 

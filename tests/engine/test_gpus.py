@@ -1,4 +1,4 @@
-"""GPUs, the room on them, and the mapping from old ones to new ones; no GPU needed."""
+"""GPUs, their free memory, and the mapping from old ones to new ones; no GPU needed."""
 
 import os
 import subprocess

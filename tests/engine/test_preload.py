@@ -1,4 +1,4 @@
-"""Which library a kernel is told to preload, and that nothing about it keeps a kernel from starting."""
+"""The library that a kernel preloads; a missing or damaged one prevents no start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each kind of state that is proven to come back, on a real process through a real dump and restore; and each refusal.
+"""Each kind of state that is proven to be restored, in a real process, real dump and restore; and each refusal.
 
 All kinds that do not disturb each other share one trip, so that a new kind costs no time: what it is before and after
 is compared for each by itself.

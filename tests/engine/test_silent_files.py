@@ -1,4 +1,4 @@
-"""Files whose server is silent: a capsule's init looks at what the kernel holds and waits for nobody."""
+"""Files whose server does not respond: a capsule's init inspects the kernel's files without blocking."""
 
 from __future__ import annotations
 

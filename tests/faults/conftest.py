@@ -1,4 +1,4 @@
-"""One kernel with something to lose, and what every fault must leave behind."""
+"""One kernel with state, and the guarantees that hold after every fault."""
 
 from __future__ import annotations
 

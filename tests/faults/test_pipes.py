@@ -1,4 +1,4 @@
-"""Many kernels of one user leave at once: the pipes that CRIU needs are not enough for all, and nobody is refused."""
+"""Simultaneous checkpoints of one user's kernels need more pipes than allowed, and none is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every step of every verb fails once, just before and just after its work: the promise holds at each of them.
+"""Every step of every verb fails once, just before and just after its work: the guarantees hold each time.
 
 The fault comes through the trace (`Trace.faults`): it makes the step fail without touching the code under test.
 """

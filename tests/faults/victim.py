@@ -1,4 +1,4 @@
-"""A server that is killed at one moment of one verb: adopts what its predecessor left, proves it, and dies.
+"""A server that is killed at one moment of one verb: attaches to its predecessor's kernel, verifies it, and dies.
 
     python victim.py DIRECTORY RUNTIME_BASE VERB STEP EDGE
 

@@ -1,4 +1,4 @@
-"""The idle policy on a real GPU: who computes is seen, who only holds memory is suspended."""
+"""The idle policy on a real GPU: computing kernels are detected, idle ones with device memory are suspended."""
 
 from __future__ import annotations
 

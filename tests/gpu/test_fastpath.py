@@ -1,4 +1,4 @@
-"""Device memory by the kernel's own hands on a real GPU: every bit, every address, whatever else goes on meanwhile."""
+"""Device memory moved by the library on a real GPU: every bit, every address, under concurrent work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX kernels come back: a thread of JAX's waits in the CUDA driver's code, and must not run before the driver does."""
+"""JAX kernels are restored: a thread of JAX waits in the CUDA driver, and must not run before the driver is done."""
 
 from __future__ import annotations
 

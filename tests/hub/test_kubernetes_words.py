@@ -1,4 +1,4 @@
-"""Requirements in Kubernetes' words, held against labels as they are on nodes."""
+"""Requirements in Kubernetes' terms, matched against labels as they are on nodes."""
 
 from __future__ import annotations
 

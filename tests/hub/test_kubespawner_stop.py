@@ -1,4 +1,4 @@
-"""What KubeSpawner leaves a pod: the mixin on a real KubeSpawner, whose cluster is a double."""
+"""The time KubeSpawner gives a pod to stop: the mixin on a real KubeSpawner with a fake cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user is culled, another works, the first comes back: same notebook, same kernel, same variables."""
+"""A user is culled, another works, the first returns: same notebook, same kernel, same variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real JupyterHub with its proxy, its idle culler and users that are Linux users, made for the purpose.
+"""A real JupyterHub with its proxy, its idle culler and Linux users created for the tests.
 
 The hub runs as root, as on bare metal, and starts each user's server as that user.  Hub and proxy are processes of
 their own, so that either can be restarted while the other and the users' servers go on.

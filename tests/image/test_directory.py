@@ -1,4 +1,4 @@
-"""One image directory for all users: each has a private one below it, and what is wrong with it is told."""
+"""One image directory for all users: each user has a private one below it, and defects are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel goes and comes back behind the gate; clients notice nothing but time."""
+"""The kernel sleeps and wakes behind the gate; clients notice only a delay."""
 
 from __future__ import annotations
 

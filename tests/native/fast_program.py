@@ -1,4 +1,4 @@
-"""A program that holds device memory of the double, and can be asked about it; alone, or in a capsule."""
+"""A program with device memory of the fake driver that answers requests; alone, or in a capsule."""
 
 from __future__ import annotations
 

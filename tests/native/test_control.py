@@ -1,4 +1,4 @@
-"""The socket of the library: who may send requests, their words, and the effect of a connection that ends."""
+"""The control socket of the library: permissions, requests, and the end of a connection."""
 
 from __future__ import annotations
 

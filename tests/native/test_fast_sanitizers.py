@@ -1,4 +1,4 @@
-"""The library and a program whose threads allocate all the time, parked as the product does, under gcc's sanitizers.
+"""The library under gcc's sanitizers, in a program whose threads allocate all the time and are really stopped.
 
 Under ThreadSanitizer the threads rest at a place of their own: it has threads that must not be parked, and it wants to
 see why nobody runs.

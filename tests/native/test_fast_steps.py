@@ -1,4 +1,4 @@
-"""The steps around the driver's lock: real capsule, real library, real parking; the drivers are doubles.
+"""The steps around the driver's lock: real capsule, real library, really stopped threads; the drivers are fakes.
 
 One double is the driver that the kernel calls (`driver_double.c`), another the one that suspends it (`FakeDriver`).
 """

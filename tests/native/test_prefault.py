@@ -1,4 +1,4 @@
-"""Large memory that is asked for populated comes in huge pages; everything else is the system's own."""
+"""Large memory that is mapped populated gets huge pages; all other memory is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Swap device memory out and in at the same addresses with the same bytes: the library on a double of the driver."""
+"""Device memory is swapped out and in at the same addresses with the same bytes: the library with a fake driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel that is suspended warm: its blocks leave, its context stays, and the driver's lock keeps it from CUDA."""
+"""A warm suspend: allocations are swapped out, the context stays, and the driver's lock keeps the kernel from CUDA."""
 
 from __future__ import annotations
 

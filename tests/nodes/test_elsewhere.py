@@ -1,4 +1,4 @@
-"""A kernel that comes back under other circumstances: another directory, other variables, content from afar."""
+"""A kernel wakes under other conditions: another directory, other variables, content fetched from elsewhere."""
 
 from __future__ import annotations
 

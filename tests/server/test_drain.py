@@ -1,4 +1,4 @@
-"""A server is drained: every kernel asleep in a proved image, or the reason why not."""
+"""A server is drained: every kernel is asleep in a verified image, or the reason is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server tells the hub of the kernels that sleep."""
+"""Requirements of sleeping kernels that a server publishes for the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random verbs fired at the kernels of a real server, several at a time for each: nothing illegal, lost or left behind.
+"""Random verbs sent to the kernels of a real server, several at a time: no illegal state, no loss, no leftovers.
 
 What is fired, at which kernel and after which pause is drawn from one seed; how the requests then interleave is the
 machine's affair.  A failure prints the seed and the story: every request, every answer and every transition in the

@@ -1,4 +1,4 @@
-"""Kernels that do not come up behind the gate: they are started plainly, everybody is told why, and nothing hangs."""
+"""Kernels that fail to start behind the gate become ordinary ones, the reason is reported, and nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds the GPUs' memory, as front ends are told; the driver is the contract suite's fake."""
+"""GPU memory by kernel, as sent to front ends; the driver is the contract suite's fake."""
 
 from __future__ import annotations
 

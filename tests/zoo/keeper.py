@@ -1,4 +1,4 @@
-"""Keeps kinds of state in real kernels: makes them, has the kernel leave and come back twice, and says what became.
+"""Creates kinds of state in real kernels, checkpoints and restores them twice, and reports the outcome.
 
 A program of its own, so that any user can run it::
 

@@ -1,4 +1,4 @@
-"""The owner of one kernel with kinds of state in it: starts or adopts it, obeys its stdin, and can be killed.
+"""The owner of one kernel with kinds of state: starts or attaches to it, obeys its stdin, and can be killed.
 
     python wanderer.py DIRECTORY RUNTIME_BASE [truths]
 

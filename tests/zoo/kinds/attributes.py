@@ -1,4 +1,4 @@
-"""What the system holds about the process: prctl, limits, scheduling, confinement."""
+"""State that the system keeps about the process: prctl, limits, scheduling, confinement."""
 
 from __future__ import annotations
 

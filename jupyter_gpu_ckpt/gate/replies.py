@@ -74,11 +74,11 @@ class Replies:
 
     def publish(self, msg_type: str, content: dict[str, Any]) -> None:
         """Send an output that answers no request, such as a ``comm_msg`` to a widget."""
-        self._send("iopub", self._frames(msg_type, content, None, [self._topic + msg_type.encode()]))
+        self._iopub(msg_type, content, None)
 
     def status(self, state: str, request: Request) -> None:
         """Send ``busy`` or ``idle`` for ``request``."""
-        self._iopub("status", {"execution_state": state}, request)
+        self._iopub("status", {"execution_state": state}, request.header)
 
     def idle(self) -> None:
         """Send every client the status idle, in answer to no request.
@@ -87,21 +87,19 @@ class Replies:
         ``kernel_info_request`` (jupyter_server's ``untracked_message_types``).  The parent is of a type of its own: a
         status without a parent would count as activity of the kernel.
         """
-        parent = self._session.msg_header(IDLE_TYPE)
-        self._send("iopub", self._frames("status", {"execution_state": "idle"}, parent, [self._topic + b"status"]))
+        self._iopub("status", {"execution_state": "idle"}, self._session.msg_header(IDLE_TYPE))
 
     def answer(self, request: Request, content: dict[str, Any], error: dict[str, Any] | None = None) -> None:
         """Send busy, the iopub ``error`` if there is one, the reply if the type of ``request`` has one, idle."""
         self.status("busy", request)
         if error is not None:
-            self._iopub("error", error, request)
+            self._iopub("error", error, request.header)
         base, _, kind = request.msg_type.rpartition("_")
         if kind == "request":
             # ipykernel repeats an execution's status in the metadata; ipyparallel and old clients read it there.
             metadata = {"status": content["status"]} if "status" in content else {}
-            self._send(
-                request.channel, self._frames(f"{base}_reply", content, request.header, request.idents, metadata)
-            )
+            frames = self._frames(f"{base}_reply", content, request.header, request.idents, metadata)
+            self._send(request.channel, frames)
         self.status("idle", request)
 
     def kernel_info(self, request: Request) -> None:
@@ -136,13 +134,7 @@ class Replies:
 
     def _raised(self, request: Request, error: dict[str, Any]) -> None:
         # No cell ran, so the kernel's counter stands where it stood; the protocol wants the field.
-        reply: dict[str, Any] = {
-            "status": "error",
-            "execution_count": None,
-            "user_expressions": {},
-            "payload": [],
-            **error,
-        }
+        reply = {"status": "error", "execution_count": None, "user_expressions": {}, "payload": [], **error}
         self.answer(request, reply, None if request.content.get("silent", False) else error)
 
     def refused(self, request: Request) -> None:
@@ -155,8 +147,8 @@ class Replies:
         output = None if request.msg_type.endswith("_request") else content
         self.answer(request, {"status": "error", **content}, output)
 
-    def _iopub(self, msg_type: str, content: dict[str, Any], request: Request) -> None:
-        self._send("iopub", self._frames(msg_type, content, request.header, [self._topic + msg_type.encode()]))
+    def _iopub(self, msg_type: str, content: dict[str, Any], parent: dict[str, Any] | None) -> None:
+        self._send("iopub", self._frames(msg_type, content, parent, [self._topic + msg_type.encode()]))
 
     def _frames(
         self,

@@ -371,7 +371,7 @@ class KernelHost:
         assert self._registration is not None
         back = {**_back_info(self._registration.directory, launch.front), "transport": "tcp", "ip": "127.0.0.1"}
         ports = LocalPortCache.instance()
-        back.update((name, ports.find_available_port(back["ip"])) for name in back if name.endswith("_port"))
+        back |= {name: ports.find_available_port(back["ip"]) for name in back if name.endswith("_port")}
         file = self._registration.directory / "plain.json"
         write_atomically(file, json.dumps(back), durable=False)
         return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]

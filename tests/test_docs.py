@@ -44,6 +44,12 @@ def test_every_file_that_a_page_names_exists(page):
     assert not missing
 
 
+def test_the_map_has_every_folder_of_the_package():
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Processes")[0]
+    folders = {init.parent.name for init in (ROOT / "jupyter_gpu_ckpt").glob("*/__init__.py")}
+    assert {name for name in folders if f"`{name}/`" not in table} == set()
+
+
 def test_every_make_target_the_readme_names_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"`?make ((?:[\w-]+ ?)+)", (ROOT / "README.md").read_text())

@@ -6,13 +6,13 @@ the processes were stopped must be in them.  The format is that of `images`.
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.atomic import write_atomically
 from .images import (
     COMMON_MAGIC,
     FDINFO_MAGIC,
@@ -61,10 +61,7 @@ def remove_death_signals(directory: Path) -> dict[int, int]:
 
 def _rewrite(path: Path, magic: int, record: bytes) -> None:
     """Replace an image file by one with a single record; nobody but its owner may read it."""
-    part = path.with_name(f"{path.name}.part")
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(struct.pack("<III", COMMON_MAGIC, magic, len(record)) + record)
-    part.rename(path)
+    write_atomically(path, struct.pack("<III", COMMON_MAGIC, magic, len(record)) + record, durable=False)
 
 
 def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -25,7 +25,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 from .. import procfs
 from ..capsule.capsule import Capsule
 from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
+from ..files.atomic import write_atomically
 from ..paths import data_directory
 from ..units import size
 from .driver import OUT_OF_MEMORY, Cuda, CudaState
@@ -427,9 +427,7 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     try:
         if not path.exists() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(content)
-            Path(file.name).rename(path)
+            write_atomically(path, content, durable=False)
     except OSError as error:
         return Preload(None, f"it cannot be copied to {path.parent}: {error.strerror}")
     # A damaged library, or one for another machine, must not prevent a kernel from starting.

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import tempfile
 import threading
 from pathlib import Path
 
+from ..files.atomic import write_atomically
 from ..image.store import Store
 from ..kernel.adoption import newest_images
 from ..node.requirements import FILE, of, to_json
@@ -29,17 +28,7 @@ def publish(directory: Path, store: Store) -> None:
     images = [orphan.image for orphan in newest_images(store).values() if orphan.image]
     images.sort(key=lambda image: image.manifest.created)
     text = to_json(of(image.manifest.fingerprint) for image in images)
-    handle, draft = tempfile.mkstemp(prefix=f".{FILE}.", dir=directory)
-    try:
-        with open(handle, "w") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o640)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(draft).replace(directory / FILE)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
+    write_atomically(directory / FILE, text, durable=True, mode=0o640)
 
 
 class Publisher(Listener):

@@ -1,4 +1,4 @@
-"""An image being written: a directory beside the images, which becomes one by a rename.
+"""An image being written: a directory beside the images, which becomes an image by a rename.
 
 Publishing is: every file hashed and flushed to disk, then the manifest and its seal, the directory renamed, the parent
 flushed.  A crash at any point leaves either a whole image or a draft that the next sweep removes.  Limit: a file system
@@ -56,24 +56,24 @@ class Draft:
             for directory in (self.path, self.path / layout.CRIU):
                 directory.mkdir(mode=0o700)
                 directory.chmod(0o700)  # whatever the umask
-        self._form: encryption.Form = encryption.Clear(self.path / layout.CRIU)
+        self._form: encryption.Form | None = None
         self._known: dict[str, FileEntry] = {}
         try:
             if reservation is not None:
                 reservation.reserve(needed)
-            self._form = encryption.form(vault, id, self.path / layout.CRIU)
+            self._form = encryption.Form(vault, id, self.path / layout.CRIU)
         except BaseException:
             self.discard()
             raise
 
     @property
     def criu_directory(self) -> Path:
-        """Where CRIU writes: for an image that will be encrypted a directory in memory."""
-        return self._form.criu_directory
+        """The directory that CRIU writes to; for an encrypted image it lies in memory."""
+        return self.path / layout.CRIU if self._form is None else self._form.criu_directory
 
     @contextlib.contextmanager
     def work_directory(self) -> Iterator[Path]:
-        """A directory beside the image's files for the body: room for what is written on the way and is not of it."""
+        """Make a directory for temporary files of the body, which are not part of the image."""
         path = self.path / "work"
         with mapped_errors(self._root):
             path.mkdir(mode=0o700)
@@ -90,35 +90,37 @@ class Draft:
         Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
         """
         with mapped_errors(self._root):
+            assert self._form is not None
             codec = self._form.codec(claim)
             written = device_memory.write(extents, self.path / layout.CRIU / layout.DEVICE, codec, check_cancelled)
-            self._known = {layout.device_file(name): one for name, one in written.items()}
+            self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def size(self) -> int:
-        """Bytes written so far; from any thread."""
-        found = 0
+        """Return the bytes written so far.  From any thread."""
+        total = 0
         with contextlib.suppress(OSError):  # renamed or removed meanwhile
             for path in {*self.path.rglob("*"), *self.criu_directory.rglob("*")}:
-                found += path.stat().st_size
-        return found
+                total += path.stat().st_size
+        return total
 
     def publish(
         self, manifest: Manifest, *, claim_pid: int | None = None, keep_fd: lease.KeepFd | None = None
     ) -> Image:
-        """Make it an image.  After failure it is still a draft.  Raises `QuotaExceeded` when it grew past its promise.
+        """Make the draft an image.  Raises `QuotaExceeded` when it outgrew its reservation; then it is still a draft.
 
         ``claim_pid``: the saved process, which still lives; until `Image.withdraw_claim` nobody restores the image,
         unless the process that ``keep_fd`` passes the claim's lock to has ended.
         """
         with mapped_errors(self._root):
             key = self._keys.current()
+            assert self._form is not None
             manifest = replace(manifest, encryption=self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
                 path.chmod(0o600)
-            # Hashed while the disk is busy with it: CPU time that costs no time.  What becomes a hole reads the same.
-            # Beside device memory most of what CRIU has written does, the context that the CUDA driver has put into the
-            # process (145,143 of 225,845 pages with PyTorch on an H200): holes before it is flushed, and never written.
+            # Files are hashed while others are flushed, so hashing costs no time.  Zeros become holes, which read the
+            # same.  Beside device memory, most that CRIU writes is zeros: the context that the CUDA driver restores in
+            # the process (145,143 of 225,845 pages with PyTorch on an H200).  So these files are flushed after hashing.
             with ThreadPoolExecutor(8) as pool:
                 last = [path for path in files if self._known and str(path.relative_to(self.path)) not in self._known]
                 flushing = [pool.submit(flush, path) for path in files if path not in last]
@@ -141,8 +143,8 @@ class Draft:
             try:
                 flush(self._root)
             except BaseException:
-                # A rename that may not last is none: the caller keeps the kernel, so there must be no image of it.
-                draft, self.path = self.path, target  # what `discard` is to remove, if the way back fails too
+                # The rename may not last: the caller keeps the kernel, so there must be no image of it.
+                draft, self.path = self.path, target  # for `discard`, if the next rename fails too
                 target.rename(draft)
                 self.path = draft
                 raise
@@ -152,13 +154,14 @@ class Draft:
         return Image(target, manifest)
 
     def discard(self) -> None:
-        """Remove what was written.  Idempotent, never raises: it runs while another error is on its way."""
+        """Remove the draft.  Idempotent, never raises: it runs while another error is on its way."""
         links.remove_of_dump(self.criu_directory, self._begun)
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
     def _unlock(self) -> None:
-        self._form.close()
+        if self._form is not None:
+            self._form.close()
         if self._reservation is not None:
             self._reservation.release()
         with contextlib.suppress(OSError):

@@ -1,15 +1,15 @@
-"""Encryption of images at rest: what CRIU wrote is stored as AES-256-GCM, chunk by chunk, several chunks at a time.
+"""Encryption of images at rest: AES-256-GCM, chunk by chunk, several chunks at a time.
 
 Every file of every image has a key of its own, derived (HKDF-SHA256) from the user's secret, a salt of the image and
 the file's name; a chunk's nonce is its number and whether it is the last one.  So no nonce comes twice under one key,
-and a chunk that was moved, dropped or cut off does not decrypt.  Hashes and the seal are over what is stored: `verify`
-needs no key.
+and a chunk that was moved, dropped or cut off does not decrypt.  Hashes and the seal are over the stored bytes:
+`verify` needs no key.
 
-CRIU knows nothing of this.  It writes to, and reads from, a directory in memory (`Plain`), so its files touch no disk;
-they need as much host memory as they are large, for as long as a dump or a restore takes.  Device memory is encrypted
-from the arena into the image and decrypted on the way back, chunk by chunk (`EncryptedCodec`), and lies nowhere else.
+CRIU knows nothing of this.  It writes to and reads from a directory in memory (`PlainDirectory`), so its files touch no
+disk; they need as much host memory as they are large, for as long as a dump or a restore takes.  Device memory is
+encrypted from host memory into the image and decrypted on the way back (`EncryptedCodec`), without another copy.
 
-Two functions are all that others need: `form` to write an image, `readable` to read it, encrypted or not.
+Others use two names only: `Form` to write an image, `readable` to read it, encrypted or not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import shlex
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from blake3 import blake3
 from filelock import FileLock, Timeout
@@ -41,10 +41,10 @@ from .manifest import FileEntry, Manifest
 ALGORITHM = "aes-256-gcm"
 CHUNK = 1 << 20
 TAG = 16
-_BYTES = 32
+_KEY_BYTES = 32
 _THREADS = 8
 #: Seconds a command may take to print the key.
-_COMMAND = 30.0
+_COMMAND_TIMEOUT = 30.0
 _HINT = "It is 64 hexadecimal digits, as `openssl rand -hex 32` prints them."
 
 
@@ -57,28 +57,31 @@ class Secret:
 
 
 def secret(source: str) -> Secret:
-    """The key from ``file:PATH``, ``env:NAME`` or ``command:COMMAND`` (run without a shell).  Raises `KeyUnusable`."""
-    kind, _, place = source.partition(":")
+    """Read the key from ``file:PATH``, ``env:NAME`` or ``command:COMMAND`` (run without a shell).
+
+    Raises `KeyUnusable`.
+    """
+    kind, _, value = source.partition(":")
     try:
         if kind == "file":
-            path = Path(place).expanduser()
+            path = Path(value).expanduser()
             if path.stat().st_mode & 0o077:
                 raise KeyUnusable("The file of the encryption key can be read by others.", path=str(path))
             text = path.read_text()
         elif kind == "env":
-            text = os.environ[place]
+            text = os.environ[value]
         elif kind == "command":
-            argv = shlex.split(place)
+            argv = shlex.split(value)
             text = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND, check=True
+                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=True
             ).stdout
         else:
             raise KeyUnusable("The encryption key comes from file:PATH, env:NAME or command:COMMAND.")
         key = bytes.fromhex(text.strip())
     except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
         raise KeyUnusable(f"The encryption key cannot be had ({type(error).__name__}).", hint=_HINT) from None
-    if len(key) != _BYTES:
-        raise KeyUnusable(f"The encryption key has {len(key)} bytes instead of {_BYTES}.", hint=_HINT)
+    if len(key) != _KEY_BYTES:
+        raise KeyUnusable(f"The encryption key has {len(key)} bytes instead of {_KEY_BYTES}.", hint=_HINT)
     return Secret(hmac.new(key, b"jupyter_gpu_ckpt key id", hashlib.sha256).hexdigest()[:16], key)
 
 
@@ -90,42 +93,42 @@ class Cipher:
         self.salt = salt
 
     @classmethod
-    def fresh(cls, secret: Secret) -> Cipher:
-        """For a new image."""
-        return cls(secret, os.urandom(_BYTES))
+    def create(cls, secret: Secret) -> Cipher:
+        """Make the cipher of a new image."""
+        return cls(secret, os.urandom(_KEY_BYTES))
 
     @classmethod
-    def of(cls, secret: Secret | None, told: dict[str, Any]) -> Cipher:
-        """For an image whose manifest says ``told``.  Raises `KeyUnusable` when ``secret`` is not its key."""
-        if told.get("algorithm") != ALGORITHM or told.get("chunk") != CHUNK:
-            raise KeyUnusable("The image is encrypted in a way that this release does not know.")
-        if secret is None or secret.id != told.get("key"):
-            hint = "Set GpuCkptProvisioner.encryption_key to the key it was made with."
-            raise KeyUnusable("The image is encrypted with another key.", hint=hint, key=told.get("key"))
-        return cls(secret, bytes.fromhex(told["salt"]))
+    def from_manifest(cls, secret: Secret | None, facts: dict[str, Any]) -> Cipher:
+        """Make the cipher of an image with these ``facts`` in its manifest.
 
-    def told(self) -> dict[str, Any]:
-        """For the manifest."""
+        Raises `KeyUnusable` when ``secret`` is not its key.
+        """
+        if facts.get("algorithm") != ALGORITHM or facts.get("chunk") != CHUNK:
+            raise KeyUnusable("The image is encrypted in a way that this release does not know.")
+        if secret is None or secret.id != facts.get("key"):
+            hint = "Set GpuCkptProvisioner.encryption_key to the key it was made with."
+            raise KeyUnusable("The image is encrypted with another key.", hint=hint, key=facts.get("key"))
+        return cls(secret, bytes.fromhex(facts["salt"]))
+
+    def to_manifest(self) -> dict[str, Any]:
+        """Return the facts for the manifest."""
         return {"algorithm": ALGORITHM, "chunk": CHUNK, "salt": self.salt.hex(), "key": self.secret.id}
 
     def encrypt(self, plain: Path, stored: Path, name: str) -> None:
         """Write ``stored``, the encrypted form of ``plain``, which is file ``name`` of the image.  Raises `OSError`."""
         size = plain.stat().st_size
-        count = max(1, -(-size // CHUNK))
+        count = _chunks(size)
         aead = self._aead(name)
         with open(plain, "rb", buffering=0) as source, _private(stored) as target:
 
             def work(number: int) -> None:
-                chunk = bytearray(min(CHUNK, size - number * CHUNK))
-                sealed = bytearray(len(chunk) + TAG)
-                _read(source.fileno(), chunk, number * CHUNK)
-                aead.encrypt_into(_nonce(number, count), chunk, None, sealed)
-                _write(target, sealed, number * (CHUNK + TAG))
+                chunk = _read(source.fileno(), min(CHUNK, size - number * CHUNK), number * CHUNK)
+                _write(target, aead.encrypt(_nonce(number, count), chunk, None), number * (CHUNK + TAG))
 
             _parallel(work, count)
 
     def decrypt(self, stored: Path, plain: Path, name: str) -> None:
-        """The reverse.  Raises `ImageDamaged` for anything but what `encrypt` wrote, `OSError`."""
+        """Write ``plain`` from ``stored``.  Raises `ImageDamaged` for anything but what `encrypt` wrote, `OSError`."""
         from cryptography.exceptions import InvalidTag
 
         size = stored.stat().st_size
@@ -134,13 +137,9 @@ class Cipher:
         with open(stored, "rb", buffering=0) as source, _private(plain) as target:
 
             def work(number: int) -> None:
-                sealed = bytearray(max(0, min(CHUNK + TAG, size - number * (CHUNK + TAG))))
-                _read(source.fileno(), sealed, number * (CHUNK + TAG))
-                if len(sealed) < TAG:
-                    raise InvalidTag
-                chunk = bytearray(len(sealed) - TAG)
-                aead.decrypt_into(_nonce(number, count), sealed, None, chunk)
-                _write(target, chunk, number * CHUNK)
+                start = number * (CHUNK + TAG)
+                sealed = _read(source.fileno(), min(CHUNK + TAG, size - start), start)
+                _write(target, aead.decrypt(_nonce(number, count), sealed, None), number * CHUNK)
 
             try:
                 _parallel(work, count)
@@ -148,8 +147,8 @@ class Cipher:
                 raise ImageDamaged(f"{name!r} does not decrypt.", files=[name]) from None
 
     def seal(self, name: str, content: memoryview, into: memoryview) -> int:
-        """Write the encrypted form of ``content``, which is file ``name`` of the image, to ``into``; its bytes."""
-        count = max(1, -(-len(content) // CHUNK))
+        """Write the encrypted form of ``content``, file ``name`` of the image, to ``into``; return its bytes."""
+        count = _chunks(len(content))
         aead = self._aead(name)
         for number in range(count):
             chunk = content[number * CHUNK : (number + 1) * CHUNK]
@@ -158,10 +157,10 @@ class Cipher:
         return len(content) + count * TAG
 
     def open(self, name: str, sealed: memoryview, into: memoryview) -> bool:
-        """Write the content of ``sealed`` to ``into``; False if it is not what `seal` made, of so many bytes."""
+        """Write the content of ``sealed`` to ``into``; return False if `seal` did not make it from so many bytes."""
         from cryptography.exceptions import InvalidTag
 
-        count = max(1, -(-len(into) // CHUNK))
+        count = _chunks(len(into))
         if len(sealed) != len(into) + count * TAG:
             return False
         aead = self._aead(name)
@@ -180,46 +179,42 @@ class Cipher:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
         info = b"jupyter_gpu_ckpt image file\0" + os.fsencode(name)
-        return AESGCM(HKDF(SHA256(), _BYTES, salt=self.salt, info=info).derive(self.secret.key))
+        return AESGCM(HKDF(SHA256(), _KEY_BYTES, salt=self.salt, info=info).derive(self.secret.key))
 
 
-class Plain:
-    """A directory in memory for the plain files of one image, until `close`; gone with its process at the next sweep.
+class PlainDirectory:
+    """A directory in memory for the plain files of one image, until `close`; a sweep removes it if its process is gone.
 
-    Parameters
-    ----------
-    base:
-        A directory of a file system in memory, for instance ``/dev/shm``.
-
-    Raises `NoMemory` when it cannot be made there, `StoreShared` when what is there is not this user's alone, and
-    leaves nothing then; `ImageBusy` when another process has one of the same image.
+    ``base``: a directory of a file system in memory, for instance ``/dev/shm``.  Raises `NoMemory` when the directory
+    cannot be made there, `StoreShared` when others may enter its parent, and leaves nothing then; `ImageBusy` when
+    another process has one of the same image.
     """
 
     def __init__(self, base: Path, id: str) -> None:
-        place = _place(base)
-        self.path = place / id
-        self._lock = FileLock(place / f"{id}{layout.LOCK}", timeout=0, mode=0o600, thread_local=False)
+        parent = _plain_parent(base)
+        self.path = parent / id
+        self._lock = FileLock(parent / f"{id}{layout.LOCK}", timeout=0, mode=0o600, thread_local=False)
         try:
-            place.mkdir(mode=0o700, exist_ok=True)
-            if place.lstat().st_uid != os.geteuid() or place.lstat().st_mode & 0o077:
+            parent.mkdir(mode=0o700, exist_ok=True)
+            if parent.lstat().st_uid != os.geteuid() or parent.lstat().st_mode & 0o077:
                 raise StoreShared(
                     "The directory for decrypted files is not this user's alone.",
                     hint="Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir).",
-                    directory=str(place),
+                    directory=str(parent),
                 )
             self._lock.acquire()
         except Timeout as error:
             raise ImageBusy(f"Image {id} is being decrypted by another process.", image=id) from error
         except OSError as error:
-            raise _no_room(error) from error
+            raise _no_memory(error) from error
         try:
-            # What lies there was left by a process that is gone: its lock is ours.
+            # Whatever is there was left by a process that has ended: we have its lock.
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
         except OSError as error:
             self.close()
-            raise _no_room(error) from error
+            raise _no_memory(error) from error
 
     def close(self) -> None:
         """Remove the files.  Idempotent, never raises."""
@@ -229,45 +224,45 @@ class Plain:
         self._lock.release()
 
 
-def _no_room(error: OSError) -> NoMemory:
+def _no_memory(error: OSError) -> NoMemory:
     return NoMemory(f"There is no room in memory for plain files: {error.strerror}.")
 
 
 @dataclass(frozen=True)
 class Vault:
-    """Where the key comes from (`secret`; empty: images are not encrypted), and where plain files may lie."""
+    """The source of the key (`secret`; empty: no encryption), and a file system in memory for plain files."""
 
     source: str = ""
     base: Path = Path("/dev/shm")  # noqa: S108 - a directory of this user's below it
 
     @property
     def encrypts(self) -> bool:
-        """Whether images that are made from now on are encrypted."""
+        """Whether new images are encrypted."""
         return bool(self.source)
 
     def require(self) -> None:
-        """Raise `KeyUnusable` if images are to be encrypted and the key cannot be had."""
+        """Raise `KeyUnusable` if images are to be encrypted and the key cannot be read."""
         if self.encrypts:
             self.secret()
 
     def free(self) -> int:
-        """Bytes that plain files may have."""
+        """Return the bytes that plain files may have."""
         return free(self.base)
 
     def secret(self) -> Secret:
-        """The key, asked for each time: it may have been changed.  Raises `KeyUnusable`, also without the library."""
+        """Read the key, each time: it may have been changed.  Raises `KeyUnusable`, also without the library."""
         if importlib.util.find_spec("cryptography") is None:
             hint = "Install the extra: pip install 'jupyter_gpu_ckpt[encryption]'."
             raise KeyUnusable("Images cannot be encrypted without the package cryptography.", hint=hint)
         return secret(self.source)
 
     def sweep(self) -> int:
-        """Remove plain files whose process is gone; returns of how many images."""
+        """Remove plain files whose process is gone; return the number of their images."""
         swept = 0
-        place = _place(self.base)
-        if not place.is_dir() or place.lstat().st_uid != os.geteuid():
+        parent = _plain_parent(self.base)
+        if not parent.is_dir() or parent.lstat().st_uid != os.geteuid():
             return 0
-        for lock_file in place.glob(f"*{layout.LOCK}"):
+        for lock_file in parent.glob(f"*{layout.LOCK}"):
             lock = FileLock(lock_file, timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:
                 shutil.rmtree(lock_file.with_suffix(""), ignore_errors=True)
@@ -277,21 +272,21 @@ class Vault:
 
 
 class EncryptedCodec:
-    """Store chunks of device memory encrypted; a `device.Codec`."""
+    """A `device_memory.Codec` that encrypts the chunks of device memory."""
 
     def __init__(self, cipher: Cipher) -> None:
         self._cipher = cipher
         self._own = threading.local()
 
     def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
-        """As `device.Codec.store`."""
+        """As `device_memory.Codec.store`."""
         buffer = self._buffer(len(chunk))
         size = self._cipher.seal(layout.device_file(path.name), chunk, buffer)
         direct_io.write(path, buffer, size, size=size)
         return FileEntry(size, blake3(buffer[:size]).hexdigest())
 
     def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
-        """As `device.Codec.load`; nothing is decrypted that is not proved."""
+        """As `device_memory.Codec.load`; the hash is checked before anything is decrypted."""
         buffer = self._buffer(len(chunk))
         if entry.bytes > len(buffer):
             return False
@@ -301,81 +296,48 @@ class EncryptedCodec:
         return self._cipher.open(layout.device_file(path.name), sealed, chunk)
 
     def _buffer(self, size: int) -> memoryview:
-        """A `direct.buffer` for the encrypted form of ``size`` bytes, used again by the thread."""
-        needed = size + TAG * max(1, -(-size // CHUNK))
+        """Return the thread's `direct_io.buffer` for the encrypted form of ``size`` bytes."""
+        needed = size + TAG * _chunks(size)
         if not hasattr(self._own, "buffer") or len(self._own.buffer) < needed:
             self._own.buffer = direct_io.buffer(needed)
         found: memoryview = self._own.buffer
         return found
 
 
-class Form(Protocol):
-    """In which form an image is written, encrypted or not."""
+class Form:
+    """The form in which the image ``id`` is written with CRIU's files in ``directory``; encrypted if ``vault`` says so.
 
-    #: Where CRIU writes.
-    criu_directory: Path
-
-    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
-        """How device memory is written.  ``claim``: a cache of chunks, as they are."""
-
-    def finish(self) -> dict[str, Any] | None:
-        """Write what is still to be written; what the manifest says of the form.  Raises `OSError`."""
-
-    def close(self) -> None:
-        """Remove what is not of the image.  Idempotent, never raises."""
-
-
-class Clear:
-    """The `Form` of an image that is not encrypted: CRIU writes to its ``directory``."""
-
-    def __init__(self, directory: Path) -> None:
-        self.criu_directory = directory
-
-    def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
-        """As `Form.codec`."""
-        return device_memory.PlainCodec(claim)
-
-    def finish(self) -> None:
-        """As `Form.finish`."""
-
-    def close(self) -> None:
-        """As `Form.close`."""
-
-
-class Encrypted:
-    """The `Form` of an encrypted image ``id`` with CRIU's files in ``directory``.  Raises as `Plain`, `KeyUnusable`.
-
-    For one draft: every file is written once, for its key and its nonces are those of its name and its chunks' numbers.
+    For one draft: every file is written once, for its key and nonces come from its name and its chunks' numbers.
+    Raises as `PlainDirectory`, `KeyUnusable`.
     """
 
     def __init__(self, vault: Vault, id: str, directory: Path) -> None:
         self._directory = directory
-        self._cipher = Cipher.fresh(vault.secret())
-        self._plain = Plain(vault.base, id)
-        self.criu_directory = self._plain.path
+        self._cipher = Cipher.create(vault.secret()) if vault.encrypts else None
+        self._plain = PlainDirectory(vault.base, id) if vault.encrypts else None
+        #: The directory that CRIU writes to.
+        self.criu_directory = directory if self._plain is None else self._plain.path
 
     def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
-        """As `Form.codec`; what a cache has in the clear is of no use."""
-        return EncryptedCodec(self._cipher)
+        """Return the codec of device memory.  ``claim`` provides plain chunks, of no use to an encrypted image."""
+        return device_memory.PlainCodec(claim) if self._cipher is None else EncryptedCodec(self._cipher)
 
-    def finish(self) -> dict[str, Any]:
-        """As `Form.finish`."""
-        for path in sorted(self._plain.path.rglob("*")):
-            name = path.relative_to(self._plain.path)
+    def finish(self) -> dict[str, Any] | None:
+        """Encrypt CRIU's files into the image; return the manifest's facts about it, or None.  Raises `OSError`."""
+        if self._cipher is None:
+            return None
+        for path in sorted(self.criu_directory.rglob("*")):
+            name = path.relative_to(self.criu_directory)
             if path.is_dir():
                 (self._directory / name).mkdir(mode=0o700)
             else:
                 self._cipher.encrypt(path, self._directory / name, f"{layout.CRIU}/{name}")
-        return self._cipher.told()
+        return self._cipher.to_manifest()
 
     def close(self) -> None:
-        """As `Form.close`."""
-        self._plain.close()
-
-
-def form(vault: Vault, id: str, directory: Path) -> Form:
-    """How the image ``id`` is written, with CRIU's files in ``directory``; its caller closes it.  Raises as `Plain`."""
-    return Encrypted(vault, id, directory) if vault.encrypts else Clear(directory)
+        """Remove plain files of an encrypted image.  Idempotent, never raises."""
+        if self._plain is not None:
+            self._plain.close()
 
 
 @dataclass(frozen=True)
@@ -383,7 +345,6 @@ class Readable:
     """The files of an image as a restore reads them.
 
     ``criu_directory`` has CRIU's files as CRIU wrote them; ``codec`` reads the files of ``device_directory``.
-    ``encrypted``: whether the image is.
     """
 
     criu_directory: Path
@@ -394,7 +355,7 @@ class Readable:
 
 @contextlib.contextmanager
 def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]:
-    """The image at ``path`` for the body; CRIU's files are decrypted into memory, if they are encrypted.
+    """Make the image at ``path`` readable for the body; encrypted files of CRIU are decrypted into memory.
 
     Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
     """
@@ -402,28 +363,33 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
     if manifest.encryption is None:
         yield Readable(stored, stored / layout.DEVICE, device_memory.PlainCodec(), encrypted=False)
         return
-    cipher = Cipher.of(vault.secret() if vault.encrypts else None, manifest.encryption)
-    with contextlib.closing(Plain(vault.base, manifest.id)) as plain:
+    cipher = Cipher.from_manifest(vault.secret() if vault.encrypts else None, manifest.encryption)
+    with contextlib.closing(PlainDirectory(vault.base, manifest.id)) as plain:
         try:
             for name in manifest.files.keys() - {layout.device_file(each) for each in device_memory.entries(manifest)}:
                 if name.startswith(f"{layout.CRIU}/"):
-                    place = plain.path / name.removeprefix(f"{layout.CRIU}/")
-                    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    cipher.decrypt(path / name, place, name)
+                    target = plain.path / name.removeprefix(f"{layout.CRIU}/")
+                    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    cipher.decrypt(path / name, target, name)
         except OSError as error:
             raise NoMemory(f"The image cannot be decrypted: {error.strerror}.", image=manifest.id) from error
         yield Readable(plain.path, stored / layout.DEVICE, EncryptedCodec(cipher), encrypted=True)
 
 
-def _place(base: Path) -> Path:
+def _plain_parent(base: Path) -> Path:
     return base / f"gpu-ckpt-plain-{os.geteuid()}"
+
+
+def _chunks(size: int) -> int:
+    """Return the number of chunks of a file: a file without content is one empty chunk."""
+    return max(1, -(-size // CHUNK))
 
 
 def _nonce(number: int, count: int) -> bytes:
     return number.to_bytes(11, "big") + bytes([number == count - 1])
 
 
-def _parallel(work: Any, count: int) -> None:
+def _parallel(work: Callable[[int], None], count: int) -> None:
     with ThreadPoolExecutor(min(_THREADS, count)) as pool:
         list(pool.map(work, range(count)))
 
@@ -438,16 +404,14 @@ def _private(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _read(fd: int, buffer: bytearray, offset: int) -> None:
-    view, done = memoryview(buffer), 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            raise OSError("the file became shorter")
-        done += count
+def _read(fd: int, size: int, offset: int) -> bytes:
+    data = os.pread(fd, size, offset)
+    if len(data) != size:
+        raise OSError("the file became shorter")
+    return data
 
 
-def _write(fd: int, buffer: bytearray, offset: int) -> None:
-    view, done = memoryview(buffer), 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+def _write(fd: int, data: bytes, offset: int) -> None:
+    done = 0
+    while done < len(data):  # a disk that fills up takes a part first
+        done += os.pwrite(fd, data[done:], offset + done)

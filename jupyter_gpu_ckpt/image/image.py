@@ -1,4 +1,4 @@
-"""A published image: its directory, its manifest, and the marks beside it that say what became of it since."""
+"""A published image: its directory, its manifest, and the marks beside it that record what happened to it since."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Image:
 
     @property
     def criu_directory(self) -> Path:
-        """CRIU's files."""
+        """The directory of CRIU's files."""
         return self.path / layout.CRIU
 
     def retire(self) -> None:
-        """Its owner shut the kernel down: no server is to bring it back by itself.  The image stays usable."""
+        """Record that the user shut the kernel down: no server adopts the image by itself.  It stays usable."""
         layout.mark(self.path, layout.RETIRED).touch(0o600)
 
     def unretire(self) -> None:
-        """Its user wants the kernel back."""
+        """Undo `retire`: the user wants the kernel back."""
         layout.mark(self.path, layout.RETIRED).unlink(missing_ok=True)
 
     @property
@@ -45,7 +45,7 @@ class Image:
         return layout.mark(self.path, layout.RETIRED).exists()
 
     def accept_changed_files(self) -> None:
-        """Its user has said that the kernel may go on with files that were changed while it was away."""
+        """Record that the user accepts files that were changed since the checkpoint."""
         layout.mark(self.path, layout.ACCEPTS).touch(0o600)
 
     @property
@@ -55,31 +55,32 @@ class Image:
 
     @property
     def archived(self) -> bool:
-        """Whether its content lies in the cold tier (`archive`)."""
+        """Whether its content lies in the cold tier (`transfer.archive`)."""
         return layout.mark(self.path, layout.ARCHIVED).exists()
 
     def mark_archived(self, archived: bool) -> None:
-        """Called from `archive`; on disk when this returns."""
+        """Record where the content is.  Called from `transfer.archive`; on disk on return."""
+        mark = layout.mark(self.path, layout.ARCHIVED)
         if archived:
-            layout.mark(self.path, layout.ARCHIVED).touch(0o600)
+            mark.touch(0o600)
         else:
-            layout.mark(self.path, layout.ARCHIVED).unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
         flush(self.path.parent)
 
     def mark_sent(self) -> str:
-        """From now on something of it may lie in the cold tier: what tells it there from others' of the same name.
+        """Record that parts of the image may lie in the cold tier; return the token that marks them as this store's.
 
-        The mark stays when the image goes, until nothing lies there any more (`archive.sweep`).  Called from `archive`;
-        on disk when this returns.  Raises `OSError`.
+        The mark outlives the image until nothing lies there any more (`archive.sweep`).  Called from
+        `transfer.archive`; on disk on return.  Raises `OSError`.
         """
         mark = layout.mark(self.path, layout.SENT)
         with contextlib.suppress(FileExistsError):  # of an earlier try
-            mark.symlink_to(secrets.token_hex(8))  # a link is made with what it says, or not at all
+            mark.symlink_to(secrets.token_hex(8))  # a link is made with its content, or not at all
         flush(mark.parent)
         return str(mark.readlink())
 
     def unmark_sent(self) -> None:
-        """Nothing of it lies there that is this store's to remove."""
+        """Record that nothing in the cold tier is this store's to remove."""
         layout.mark(self.path, layout.SENT).unlink(missing_ok=True)
 
     def lease(self, timeout: float = 0.0) -> Lease:

@@ -12,7 +12,7 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 #: The seal over the bytes of the manifest.
 SEAL = "manifest.mac"
-#: The record of the process that the kernel lives as.
+#: The record of the kernel's living process.
 CLAIM = "claim.json"
 #: The directory of numbered leases.
 LEASES = "lease"
@@ -21,9 +21,9 @@ RESERVED = frozenset({MANIFEST, SEAL, LEASES, CLAIM})
 
 #: The directory that CRIU writes to.
 CRIU = "criu"
-#: In the directory above: the pages of the processes, which CRIU copies without a look.
+#: In the directory above: the pages of the processes, which CRIU copies without reading them.
 PAGES = "pages-*.img"
-#: In the directory above: the directory of device memory (`device`).
+#: In the directory above: the directory of device memory (`device_memory`).
 DEVICE = "device"
 #: Patterns for names as a manifest lists them: pages, and files of device memory.
 PAGES_FILES = f"{CRIU}/{PAGES}"
@@ -31,22 +31,22 @@ DEVICE_FILES = f"{CRIU}/{DEVICE}/*"
 
 # -- in the image directory, beside the images
 
-#: What the names of drafts begin with, and of no images; of all that a sweep removes once its writer is gone.
+#: The prefix of drafts, and of everything else that a sweep removes when its writer is gone.
 DRAFT = ".draft-"
-#: What is added to the name of a draft: its lock, and what a quota promised to it.
+#: The suffixes of a draft's lock, and of its reservation of a quota.
 LOCK = ".lock"
-PROMISE = ".room"
-#: The directory of what is being fetched from elsewhere.
+RESERVATION = ".reservation"
+#: The directory of images that are being fetched from elsewhere.
 INCOMING = ".incoming"
-#: What the names of an image's marks end with (`mark`).
+#: The suffixes of an image's marks (`mark`).
 RETIRED, ACCEPTS, ARCHIVED, SENT = ".retired", ".accepts", ".archived", ".sent"
 
 
 def mark(path: Path, suffix: str) -> Path:
-    """The mark beside the image at ``path``; its lock with the suffix `LOCK`."""
+    """Return the path of a mark beside the image at ``path``; with the suffix `LOCK`, of its lock."""
     return path.with_name(f".{path.name}{suffix}")
 
 
 def device_file(name: str) -> str:
-    """The name that a manifest lists a file of device memory by."""
+    """Return the name of a file of device memory in a manifest."""
     return f"{CRIU}/{DEVICE}/{name}"

@@ -1,12 +1,12 @@
-"""How much one user's sleeping kernels may take, and the room that checkpoints under way have been promised.
+"""Limits for one user's images, and the reservations of checkpoints under way.
 
-A server that stops checkpoints all its kernels at once, and a user may have several servers.  So what a checkpoint may
-need is promised to it, under a lock, before its first byte is written: of two that would fit only one at a time, one is
-refused.  Nothing here deletes anything: a limit holds by refusing the next checkpoint, whose kernel runs on.
+A server that stops checkpoints all its kernels at once, and a user may have several servers.  So a checkpoint reserves
+the bytes it may need, under a lock, before it writes the first: of two that fit only one at a time, one is refused.  A
+limit is kept by refusing the next checkpoint, whose kernel runs on; nothing is deleted.
 
-A promise lies beside its draft and goes with it, or when somebody counts and finds the draft's writer gone.  Limit: a
-user can set another limit for servers of their own; what must hold against the user is the file system's quota, which
-the same checkpoint meets as `NoSpace`.
+A reservation lies beside its draft and is removed with it, or by the next count that finds the draft's writer gone.
+Limit: users can set other limits for their own servers.  The file system's quota, which a checkpoint meets as
+`NoSpace`, is the one that binds them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from . import layout
 from .image import Image
 
 _LOCK = ".quota.lock"
-#: Seconds to wait for others who are promised room just now, which takes each of them a moment.
-_PATIENCE = 30.0
+#: Seconds to wait for other processes that reserve at the moment.
+_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True)
 class Quota:
     """Limits for all images of one store together; 0: none.
 
-    ``bytes`` is of every image there is.  ``kernels`` counts those asleep: an image that was kept of a kernel which was
-    shut down counts for its bytes alone.
+    ``bytes`` counts every image.  ``kernels`` counts sleeping ones: an image kept of a kernel that was shut down counts
+    for its bytes only.
     """
 
     bytes: int = 0
@@ -47,93 +47,93 @@ class Quota:
 
 @dataclass(frozen=True)
 class Used:
-    """What there is: bytes, and the ids of the kernels that sleep."""
+    """The bytes in use, and the ids of the sleeping kernels."""
 
     bytes: int
     kernels: frozenset[str]
 
 
 def used(images: list[Image], damaged: int = 0) -> Used:
-    """By images, and by ``damaged`` ones, of which only the bytes are known."""
-    asleep = frozenset(image.manifest.kernel_id for image in images if not image.retired)
-    return Used(damaged + sum(image.manifest.bytes for image in images), asleep)
+    """Count the images, and the bytes of ``damaged`` ones."""
+    sleeping = frozenset(image.manifest.kernel_id for image in images if not image.retired)
+    return Used(damaged + sum(image.manifest.bytes for image in images), sleeping)
 
 
-def refusal(quota: Quota, taken: Used, kernel_id: str, needed: int) -> QuotaExceeded | None:
-    """Why one more image, of ``kernel_id`` and of ``needed`` bytes, is not made; None if it may be.  Pure."""
-    if quota.bytes and taken.bytes + needed > quota.bytes:
+def refusal(quota: Quota, in_use: Used, kernel_id: str, needed: int) -> QuotaExceeded | None:
+    """Return why no image of ``needed`` bytes may be made of a kernel, or None if it may.  Pure."""
+    if quota.bytes and in_use.bytes + needed > quota.bytes:
         return QuotaExceeded(
             f"The image may need {size(needed, 2)}; "
-            f"your images have {size(taken.bytes, 2)} of {size(quota.bytes, 2)} already.",
+            f"your images have {size(in_use.bytes, 2)} of {size(quota.bytes, 2)} already.",
             limit="bytes",
             allowed=quota.bytes,
-            used=taken.bytes,
+            used=in_use.bytes,
             needed=needed,
         )
-    if quota.kernels and kernel_id not in taken.kernels and len(taken.kernels) >= quota.kernels:
-        asleep = len(taken.kernels)
+    if quota.kernels and kernel_id not in in_use.kernels and len(in_use.kernels) >= quota.kernels:
+        sleeping = len(in_use.kernels)
         return QuotaExceeded(
-            f"{asleep} of your kernels {'sleeps' if asleep == 1 else 'sleep'} already, and no more than "
+            f"{sleeping} of your kernels {'sleeps' if sleeping == 1 else 'sleep'} already, and no more than "
             f"{quota.kernels} may.",
             limit="kernels",
             allowed=quota.kernels,
-            used=asleep,
+            used=sleeping,
             needed=1,
         )
     return None
 
 
 class QuotaReservation:
-    """What one checkpoint was promised, until `release`."""
+    """The reservation of one checkpoint, until `release`; ``count`` returns what is in use."""
 
-    def __init__(self, root: Path, draft: str, kernel_id: str, quota: Quota, take: Callable[[], Used]) -> None:
-        self._root, self._kernel_id, self._quota, self._take = root, kernel_id, quota, take
-        self._path = root / f"{draft}{layout.PROMISE}"
-        self._promised = 0
+    def __init__(self, root: Path, draft: str, kernel_id: str, quota: Quota, count: Callable[[], Used]) -> None:
+        self._root, self._kernel_id, self._quota, self._count = root, kernel_id, quota, count
+        self._path = root / f"{draft}{layout.RESERVATION}"
+        self._reserved = 0
 
     def reserve(self, needed: int) -> None:
-        """Be promised ``needed`` bytes in all.  Raises `QuotaExceeded`: then nothing has changed, `StoreUnwritable`."""
-        if needed <= self._promised:
+        """Reserve ``needed`` bytes in all.  Raises `QuotaExceeded`, `StoreUnwritable`; then nothing has changed."""
+        if needed <= self._reserved:
             return
         with mapped_errors(self._root), _turn(self._root):
-            taken = with_promises(self._take(), self._root, but=self._path)
-            if (error := refusal(self._quota, taken, self._kernel_id, needed)) is not None:
+            in_use = with_reservations(self._count(), self._root, without=self._path)
+            if (error := refusal(self._quota, in_use, self._kernel_id, needed)) is not None:
                 raise error
             self._path.touch(0o600)
             self._path.write_text(json.dumps({"kernel_id": self._kernel_id, "bytes": needed}))
-        self._promised = needed
+        self._reserved = needed
 
     def release(self) -> None:
-        """The image is there, or will not be.  Never raises: it runs while another error may be on its way."""
+        """End the reservation.  Never raises: it runs while another error may be on its way."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
-def with_promises(taken: Used, root: Path, but: Path | None = None) -> Used:
-    """``taken``, and what was promised to drafts that are being written; not counting the promise at ``but``.
+def with_reservations(in_use: Used, root: Path, without: Path | None = None) -> Used:
+    """Add the reservations of drafts that are being written to ``in_use``, except for the one at ``without``.
 
-    A promise whose writer is gone is removed; its draft is left to the next sweep.
+    Removes a reservation whose writer is gone; a sweep removes the draft.
     """
-    bytes, kernels = taken.bytes, set(taken.kernels)
-    for path in sorted(root.glob(f"{layout.DRAFT}*{layout.PROMISE}")) if root.is_dir() else ():
-        draft = path.with_name(path.name.removesuffix(layout.PROMISE))
-        if path != but and draft.is_dir() and not _abandoned(draft, path):
+    bytes, kernels = in_use.bytes, set(in_use.kernels)
+    for path in sorted(root.glob(f"{layout.DRAFT}*{layout.RESERVATION}")) if root.is_dir() else ():
+        draft = path.with_name(path.name.removesuffix(layout.RESERVATION))
+        if path != without and draft.is_dir() and not _abandoned(draft, path):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                promise = json.loads(path.read_text())
-                bytes += int(promise["bytes"])
-                kernels.add(str(promise["kernel_id"]))
+                reservation = json.loads(path.read_text())
+                bytes += int(reservation["bytes"])
+                kernels.add(str(reservation["kernel_id"]))
     return Used(bytes, frozenset(kernels))
 
 
-def _abandoned(draft: Path, promise: Path) -> bool:
-    """Whether the writer of a draft, who holds its lock for as long as there is one, is gone; then so is the promise.
+def _abandoned(draft: Path, reservation: Path) -> bool:
+    """Return whether the writer of a draft is gone, and remove its reservation then.
 
-    Where that cannot be tried, it is there.
+    A writer keeps the lock of its draft.  Where that cannot be tested, it counts as present.
     """
     lock = FileLock(draft.with_name(f"{draft.name}{layout.LOCK}"), timeout=0, mode=0o600)
     with contextlib.suppress(Timeout, OSError), lock:
-        promise.unlink(missing_ok=True)
-        if not draft.exists():  # its writer was just about to remove the lock, or has
+        reservation.unlink(missing_ok=True)
+        if not draft.exists():  # its writer was about to remove the lock, or has removed it
             Path(lock.lock_file).unlink(missing_ok=True)
         return True
     return False
@@ -141,7 +141,7 @@ def _abandoned(draft: Path, promise: Path) -> bool:
 
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
-    lock = FileLock(root / _LOCK, timeout=_PATIENCE, mode=0o600)
+    lock = FileLock(root / _LOCK, timeout=_TIMEOUT, mode=0o600)
     try:
         lock.acquire()
     except Timeout as error:

@@ -1,4 +1,4 @@
-"""A directory of images: each is found by its name, proved, sealed and removed; drafts (`draft`) lie beside them."""
+"""A directory of images, which are found by name, verified, sealed and removed; drafts (`draft`) lie beside them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .image import Image
 from .keys import Keyring
 from .layout import MANIFEST, SEAL
 from .manifest import Manifest
-from .quota import Quota, QuotaReservation, Used, refusal, used, with_promises
+from .quota import Quota, QuotaReservation, Used, refusal, used, with_reservations
 from .verify import Progress
 
 __all__ = ["Image", "Store"]
@@ -43,7 +43,8 @@ class Store:
     Parameters
     ----------
     named:
-        The image directory as it was set.  ``root`` is where the images are: it, or this user's below it (`directory`).
+        The image directory of the configuration.  ``root``, with the images, is it or this user's own below it
+        (`user_directory`).
     """
 
     def __init__(
@@ -53,15 +54,15 @@ class Store:
         self.root = user_directory.of_user(named)
         #: Encrypts the images made from now on, if it has a key.
         self.vault = vault or Vault()
-        #: What all images together may take.
+        #: The limits for all images together.
         self.quota = quota or Quota()
         self.keys = keys or Keyring()
-        #: Of the files that kernels use.
+        #: The hashes of files that kernels use.
         self.hashes = Hashes(self.root)
         self.generations = Generations(self.keys.directory / "generations")
 
     def prepare(self) -> None:
-        """Make the directory and prove that it can be written.
+        """Make the directory and test that it can be written.
 
         Raises `KeyUnusable` when nothing could be sealed, `StoreUnwritable`, `StoreShared`, `StoreUnsuitable`.
         """
@@ -70,22 +71,22 @@ class Store:
         self.vault.require()
 
     def free(self) -> int:
-        """Bytes an unprivileged user may still write; where the file system has quotas, as far as it says so."""
+        """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""
         return free(self.root)
 
     def over_quota(self, kernel_id: str, needed: int) -> QuotaExceeded | None:
-        """Why an image of ``needed`` bytes may not be made of a kernel; None if it may.  Promises nothing."""
+        """Return why no image of ``needed`` bytes may be made of a kernel, or None if it may.  Reserves nothing."""
         if not self.quota:
             return None
-        return refusal(self.quota, with_promises(self._used(), self.root), kernel_id, needed)
+        return refusal(self.quota, with_reservations(self._used(), self.root), kernel_id, needed)
 
     def _used(self) -> Used:
         return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
 
     def begin(self, kernel_id: str, needed: int = 0) -> Draft:
-        """Start an image of a kernel, which may take ``needed`` bytes.
+        """Begin an image of a kernel, which may need ``needed`` bytes.
 
-        Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`; then there is nothing of it.
+        Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`; then there is no draft.
         """
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
@@ -106,7 +107,7 @@ class Store:
         )
 
     def images(self) -> list[Image]:
-        """Every readable image, oldest first; an unreadable one is passed over here and explained by `get`."""
+        """Return every readable image, oldest first; `get` explains an unreadable one."""
         found = []
         for name in self._names():
             if not name.startswith("."):
@@ -115,14 +116,14 @@ class Store:
         return found
 
     def _names(self) -> list[str]:
-        """Of the directories in ours, sorted.  A link is none: it may lead to where this user cannot even look."""
+        """Return the sorted names of directories; without links, which may lead where this user cannot look."""
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     def damaged(self) -> dict[str, ImageFormat]:
-        """What `images` passes over, by id: directories of this user whose manifest cannot be used, and why."""
+        """Return the directories of this user whose manifest cannot be used, by id, and why."""
         found = {}
         for name in self._names():
             try:
@@ -134,7 +135,7 @@ class Store:
         return found
 
     def get(self, id: str) -> Image:
-        """The image named ``id``.  Raises `ImageNotFound`, `ImageFormat`."""
+        """Return the image named ``id``.  Raises `ImageNotFound`, `ImageFormat`."""
         path = self._own(id)
         try:
             manifest = Manifest.from_json(verify.read_manifest(path))
@@ -146,7 +147,7 @@ class Store:
         return Image(path, manifest)
 
     def _own(self, id: str) -> Path:
-        """The directory of an image of this user, whatever is in it.
+        """Return the directory of an image of this user, whatever is in it.
 
         CRIU trusts its images completely: what another user wrote is not brought to life as us.
         """
@@ -166,20 +167,20 @@ class Store:
         return path
 
     def check(self, image: Image, progress: Progress | None = None) -> None:
-        """Prove that the image is whole, ours and the last of its kernel.
+        """Verify that the image is complete, ours and the last of its kernel.
 
         Raises `ImageArchived`, `ImageForged`, `ImageDamaged`, `ImageStale`, `ImageFormat`, `KeyUnusable`.
         """
         self._require_content(image)
-        self._require_current(image, self._swept(lambda: verify.verify(image.path, self.keys, progress)))
+        self._require_current(image, self._retry_after_sweep(lambda: verify.verify(image.path, self.keys, progress)))
 
     def begin_check(self, image: Image) -> BackgroundTask:
-        """`check` for a restore: all that CRIU looks at is proved when this returns, and what it copies soon after.
+        """Do as `check` for a restore; the memory that CRIU only copies is verified in a background task.
 
-        Raises as `check`.  The caller runs nothing of the image before the proof is complete.
+        Raises as `check`.  The caller runs nothing of the image before the task has ended.
         """
         self._require_content(image)
-        manifest, proof = self._swept(lambda: verify.begin(image.path, self.keys))
+        manifest, proof = self._retry_after_sweep(lambda: verify.begin(image.path, self.keys))
         try:
             self._require_current(image, manifest)
         except BaseException:
@@ -187,39 +188,39 @@ class Store:
             raise
         return proof
 
-    def _swept(self, prove: Callable[[], T]) -> T:
-        """What ``prove`` returns, tried again where a sweep removed something.
+    def _retry_after_sweep(self, check: Callable[[], T]) -> T:
+        """Return the result of ``check``, repeated where a sweep removed something.
 
-        An owner may have ended just after it had made the image, and not come to removing the kernel's own names of its
-        files: one with two names is no image's.
+        An owner may have ended just after it had published the image, before it removed the kernel's own links to its
+        files: a file with two links is refused.
         """
         try:
-            return prove()
+            return check()
         except ImageDamaged:
             if not self.sweep():
                 raise
-            return prove()
+            return check()
 
     def _require_content(self, image: Image) -> None:
         if image.archived:
             raise ImageArchived("The content of the image is in the cold tier.", image=image.id)
 
-    def _require_current(self, image: Image, proved: Manifest) -> None:
-        if proved != image.manifest:
-            raise ImageForged("The image's manifest was changed while it was looked at.", image=image.id)
-        self.generations.require_current(proved)
+    def _require_current(self, image: Image, verified: Manifest) -> None:
+        if verified != image.manifest:
+            raise ImageForged("The image's manifest was changed while it was read.", image=image.id)
+        self.generations.require_current(verified)
 
     def readable(self, image: Image) -> AbstractContextManager[encryption.Readable]:
-        """The files of ``image`` as a restore reads them, for the body.
+        """Make the files of ``image`` readable for a restore, in the body.
 
         Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
         """
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
-        """Vouch for an image as it is now, whoever made it: hashes and a seal of this user's.  Raises as `remove`."""
+        """Hash and seal an image as it is now, whoever made it.  Raises as `remove`."""
         with lease.acquire(image.path), mapped_errors(self.root):
-            for name in (MANIFEST, SEAL):  # a seal that was broken off
+            for name in (MANIFEST, SEAL):  # of a seal that broke off
                 remove_leftovers(image.path / name)
             manifest = replace(image.manifest, files=verify.entries(image.path))
             write_atomically(image.path / MANIFEST, manifest.to_json(), durable=True)
@@ -234,20 +235,20 @@ class Store:
         moved: bool = False,
         before_delete: Callable[[Path], object] = lambda _: None,
     ) -> int:
-        """Delete an image; returns the bytes freed.
+        """Delete an image; return the bytes freed.
 
         ``leased``: the caller has its lease.  ``moved``: its kernel sleeps on elsewhere.  ``before_delete``: called
         with the directory when it is no image any more, before it is deleted.  Raises `ImageBusy` when a restore uses
         the image, `ImageNotFound`.
         """
-        self._delete(image.path, leased, gone=None if moved else image, before_delete=before_delete)
+        self._delete(image.path, leased, ended=None if moved else image, before_delete=before_delete)
         if moved:
             with mapped_errors(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
         return image.manifest.bytes
 
     def remove_damaged(self, id: str) -> int:
-        """Delete an image whatever its manifest says; returns the bytes freed.  Raises as `remove`."""
+        """Delete an image whatever its manifest says; return the bytes freed.  Raises as `remove`."""
         path = self._own(id)
         count = _bytes(path)
         self._delete(path, leased=False)
@@ -257,26 +258,26 @@ class Store:
         self,
         path: Path,
         leased: bool,
-        gone: Image | None = None,
+        ended: Image | None = None,
         before_delete: Callable[[Path], object] = lambda _: None,
     ) -> None:
         with contextlib.nullcontext() if leased else lease.acquire(path, remove=True), mapped_errors(self.root):
-            forsaken = gone is not None and not leased and self._is_forsaken(gone)
+            abandoned = ended is not None and not leased and self._is_abandoned(ended)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
-            doomed = self.root / f"{layout.DRAFT}{path.name}"
-            path.rename(doomed)
-            if gone is not None:
-                links.remove(gone.manifest, current=self._is_current(gone))
-            if gone is not None and forsaken:
-                tracked.remove(gone.manifest)
-            before_delete(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)  # a sweep may have come upon it already
-            # Before the lease ends: whoever takes it next makes a lock file of its own and sees that there is no image.
+            deleted = self.root / f"{layout.DRAFT}{path.name}"
+            path.rename(deleted)
+            if ended is not None:
+                links.remove(ended.manifest, current=self._is_current(ended))
+            if ended is not None and abandoned:
+                tracked.remove(ended.manifest)
+            before_delete(deleted)
+            shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
+            # Under the lease: the next process makes a lock file of its own and sees that there is no image.
             for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED):
                 layout.mark(path, suffix).unlink(missing_ok=True)
 
-    def _is_forsaken(self, image: Image) -> bool:
-        """Whether the image, which goes, is proved to be the user's, and the last of a kernel that does not live."""
+    def _is_abandoned(self, image: Image) -> bool:
+        """Return whether the image is sealed by the user, and the last of a kernel that does not live."""
         try:
             sealed = verify.require_sealed(image.path, self.keys)
             lease.require_unclaimed(image.path)
@@ -285,7 +286,7 @@ class Store:
         return sealed == image.manifest and self._is_current(image)
 
     def _is_current(self, image: Image) -> bool:
-        """Whether nobody came back from the image, nor made a newer one of its kernel; False where nobody knows."""
+        """Return whether the image was not restored and is the last of its kernel; False where that is unknown."""
         try:
             self.generations.require_current(image.manifest)
         except GpuCkptError:
@@ -293,7 +294,7 @@ class Store:
         return True
 
     def sweep(self) -> int:
-        """Remove drafts whose writer is gone; returns how many.  Called when a server starts.
+        """Remove drafts whose writer is gone; return their number.  Called when a server starts.
 
         Several servers may sweep at once.  A directory that others can enter is left alone: its drafts may be theirs.
         """
@@ -309,18 +310,18 @@ class Store:
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
-        # Of a writer that ended just after it had given its draft its name, or to which the disk refused the removal.
+        # Locks of writers that ended just after they had published, or could not remove them.
         for path in self.root.glob(f"{layout.DRAFT}*{layout.LOCK}") if ours else ():
             lock = FileLock(path, timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 if not path.with_suffix("").is_dir():
                     path.unlink(missing_ok=True)
-        for promise in self.root.glob(f"{layout.DRAFT}*{layout.PROMISE}") if ours else ():
-            if not promise.with_name(promise.name.removesuffix(layout.PROMISE)).exists():
-                promise.unlink(missing_ok=True)
+        for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}") if ours else ():
+            if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
+                reservation.unlink(missing_ok=True)
         return swept
 
 
 def _bytes(path: Path) -> int:
-    """Of all files below ``path``."""
+    """Return the bytes of all files below ``path``."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

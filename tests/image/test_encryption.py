@@ -14,7 +14,7 @@ from images import publish
 
 from jupyter_gpu_ckpt.errors import ImageBusy, ImageDamaged, KeyUnusable, NoMemory, StoreShared
 from jupyter_gpu_ckpt.image import encryption
-from jupyter_gpu_ckpt.image.encryption import CHUNK, TAG, Cipher, Plain, Secret, Vault, secret
+from jupyter_gpu_ckpt.image.encryption import CHUNK, TAG, Cipher, PlainDirectory, Secret, Vault, secret
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 
@@ -36,7 +36,7 @@ def store(tmp_path, vault):
 
 @pytest.fixture
 def cipher():
-    return Cipher.fresh(Secret("id", bytes(32)))
+    return Cipher.create(Secret("id", bytes(32)))
 
 
 def plain_files(vault) -> list[str]:
@@ -192,7 +192,7 @@ def test_a_discarded_draft_leaves_nothing_plain(store, vault):
 def test_plain_files_of_the_dead_are_swept_and_no_others(store, vault):
     living = store.begin("kernel")
     (living.criu_directory / "pages-1.img").write_bytes(CANARY)
-    dead = Plain(vault.base, "dead")
+    dead = PlainDirectory(vault.base, "dead")
     (dead.path / "pages-1.img").write_bytes(CANARY)
     dead._lock.release()
     assert store.sweep() == 1
@@ -223,7 +223,7 @@ def test_a_memory_that_is_full(store, monkeypatch, vault):
 def test_what_a_dead_process_left_of_the_same_image_is_in_nobodys_way(store, vault):
     """Killed in the middle of a restore; the next one of that image may come before any sweep."""
     image = publish(store)
-    dead = Plain(vault.base, image.id)
+    dead = PlainDirectory(vault.base, image.id)
     (dead.path / "core-1.img").write_bytes(CANARY)
     dead._lock.release()
     with store.readable(image) as readable:
@@ -243,13 +243,13 @@ def test_a_directory_that_could_not_be_made_leaves_nothing(store, vault, monkeyp
 
         patched.setattr(Path, "chmod", full)
         with pytest.raises(NoMemory, match="No space"):
-            Plain(vault.base, "one")
+            PlainDirectory(vault.base, "one")
     assert list((vault.base / f"gpu-ckpt-plain-{os.geteuid()}").iterdir()) == []
-    Plain(vault.base, "one").close()
+    PlainDirectory(vault.base, "one").close()
 
 
 def test_plain_files_that_another_process_uses_are_not_for_want_of_room(vault):
-    with contextlib.closing(Plain(vault.base, "one")) as held:
+    with contextlib.closing(PlainDirectory(vault.base, "one")) as held:
         with pytest.raises(ImageBusy):
-            Plain(vault.base, "one")
+            PlainDirectory(vault.base, "one")
         assert held.path.is_dir()

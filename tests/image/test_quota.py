@@ -140,7 +140,7 @@ def test_an_image_that_grew_past_its_promise_and_the_limit_is_not_published(stor
 def test_a_promise_goes_with_its_draft(store):
     bounded = limited(store, bytes=10)
     draft = bounded.begin("kernel", 9)
-    room = store.root / f"{draft.path.name}.room"
+    room = store.root / f"{draft.path.name}.reservation"
     assert room.exists()
     draft._lock.release()  # as when its writer is killed
     assert bounded.sweep() == 1
@@ -175,7 +175,7 @@ def test_what_a_server_was_promised_that_was_killed_is_free_at_once(store):
                 bounded.begin("second", 2)
         finally:
             server.kill()
-    (room,) = store.root.glob("*.room")
+    (room,) = store.root.glob("*.reservation")
     assert bounded.over_quota("second", 2) is None
     bounded.begin("second", 2).discard()
     assert not room.exists()

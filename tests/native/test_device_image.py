@@ -20,7 +20,7 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuError, GpuCkptError, ImageDamaged, NoSpace
 from jupyter_gpu_ckpt.files import direct_io
 from jupyter_gpu_ckpt.image import device_memory
-from jupyter_gpu_ckpt.image.encryption import Plain, Vault
+from jupyter_gpu_ckpt.image.encryption import PlainDirectory, Vault
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import preflight
@@ -216,13 +216,13 @@ def test_encryption_needs_no_second_place_for_device_memory(fast_kernel, tmp_pat
     room = kernel.lifecycle.resident() + CONTEXT + (32 << 20)
     assert kernel.blocks > 64 << 20
     monkeypatch.setattr(Vault, "free", lambda _: preflight.MARGIN + room)
-    plain, close = [], Plain.close
+    plain, close = [], PlainDirectory.close
 
     def closed(files):
         plain.extend(path.stat().st_size for path in files.path.rglob("*.img"))
         close(files)
 
-    monkeypatch.setattr(Plain, "close", closed)
+    monkeypatch.setattr(PlainDirectory, "close", closed)
     image = kernel.lifecycle.checkpoint()
     assert sum(path.stat().st_size for path in chunks(image)) > kernel.blocks
     kernel.lifecycle.wake()

@@ -1,4 +1,1 @@
-"""Files of any kind: written whole or not at all, with a stated durability.
-
-Nothing here knows of images, kernels or GPUs, and everything else may import it.
-"""
+"""Files of any kind: atomic writes with a stated durability, direct I/O.  Imports nothing of images, kernels, GPUs."""

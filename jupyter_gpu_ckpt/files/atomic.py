@@ -1,8 +1,8 @@
-"""Write a file whole or not at all: a temporary file in the same directory, flushed, then a rename, then the directory.
+"""Atomic writes: a temporary file in the same directory, flushed, then a rename, then a flush of the directory.
 
 A reader sees the old content or the new, never a part of either.  A crash between the first byte and the rename leaves
-the temporary file, which `remove_leftovers` finds.  Limit: a file system that lies about fsync can lose what was
-flushed.
+the temporary file, which `remove_leftovers` removes.  Limit: a file system that lies about fsync can lose flushed
+content.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool, mode: int = 0o600) -> None:
-    """Make ``path`` a file with this content and mode, whatever the umask; replace the file that is there.
+    """Write a file with this content and mode, whatever the umask; replace the one that is there.
 
     ``durable``: flush the file before the rename and its directory after it, so that the new content survives a crash
-    of the machine once this returns.  Without it, a crash of the machine may leave the old content, the new, or an
-    empty file: for caches, and for files that do not outlive the machine's boot.
+    of the machine once this returns.  Without it, a crash may leave the old content, the new, or an empty file: for
+    caches, and for files that do not outlive the machine's boot.
 
     Raises `OSError`.  After failure the old content is there; if only the flush of the directory failed, the new one,
     which a crash of the machine may take back.
@@ -42,7 +42,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool, mode: i
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what writers of ``path`` left that were killed on the way.  Raises `OSError`.
+    """Remove the temporary files of killed writers of ``path``.  Raises `OSError`.
 
     A write that is under way at the same time may fail with `FileNotFoundError`.
     """
@@ -51,12 +51,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _prefix(path: Path) -> str:
-    """What the names of temporary files for ``path`` begin with: hidden, so that no listing shows them."""
+    """Return the prefix of temporary files for ``path``: hidden, so that no listing shows them."""
     return f".{path.name.removeprefix('.')}-"
 
 
 def flush(path: Path) -> None:
-    """``fsync(2)`` of a file or directory.  Raises `OSError`."""
+    """Flush a file or directory to disk (fsync(2)).  Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,8 +1,8 @@
-"""Pieces read and written past the page cache (open(2), ``O_DIRECT``), in buffers that are used again.
+"""Reads and writes past the page cache (open(2), ``O_DIRECT``), in buffers that are used again.
 
-Copying an image moves more than fits into memory, once: caching it pushes out what is needed, and taking fresh pages
-for every piece costs more than the copying.  And what is read back after it was written comes from the disk, or the
-server, and not from our memory.  A file system that cannot do it (``EINVAL``) is read and written as usual.
+An image may be larger than memory and is copied once: caching it evicts pages that are needed, and fresh pages for
+every block cost more than the copy.  And data that is read back comes from the disk or the server, not from our memory.
+A file system that refuses it (``EINVAL``) is read and written through the cache.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import mmap
 import os
 from pathlib import Path
 
-#: What addresses, offsets and lengths are multiples of: enough for every disk and file system there is.
-_GRAIN = 4096
-#: One write as usual of many mebibytes was measured at a tenth of the rate of this (ext4, Linux 6.18).
+#: The alignment of addresses, offsets and lengths: enough for every disk and file system.
+_ALIGNMENT = 4096
+#: Bytes of one cached write: one of many mebibytes was measured at a tenth of this rate (ext4, Linux 6.18).
 _STEP = 1 << 20
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def buffer(size: int) -> memoryview:
-    """Memory for pieces of up to ``size`` bytes, of huge pages where it can be: a disk is told of it in fewer words."""
+    """Allocate an aligned buffer of ``size`` bytes, in huge pages where possible: they shorten a disk's requests."""
     memory = mmap.mmap(-1, _padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # open(2): memory for O_DIRECT must not be shared with a child by fork(2)
     with contextlib.suppress(OSError):
@@ -31,14 +31,11 @@ def buffer(size: int) -> memoryview:
     return memoryview(memory)
 
 
-def read(path: Path, into: memoryview, length: int, offset: int = 0, *, cached: bool = False) -> memoryview:
-    """``length`` bytes of a file from ``offset`` on, a multiple of the grain; fewer if it ends before.
+def read(path: Path, into: memoryview, length: int, offset: int = 0) -> memoryview:
+    """Read ``length`` bytes of a file from ``offset`` on, or fewer if it ends before; return a view of ``into``.
 
-    ``into``: a `buffer`, of which a part is returned.  ``cached``: as usual, for a file that may be in memory already.
-    Raises `OSError`.
+    ``into``: a `buffer`.  ``offset``: aligned.  Raises `OSError`.
     """
-    if cached:
-        return _read(path, into, length, offset, 0)
     try:
         return _read(path, into, length, offset, os.O_DIRECT)
     except OSError as error:
@@ -48,9 +45,9 @@ def read(path: Path, into: memoryview, length: int, offset: int = 0, *, cached: 
 
 
 def write(path: Path, data: memoryview, length: int, *, offset: int = 0, size: int) -> None:
-    """The first ``length`` bytes of a `buffer` into a file of ``size`` bytes, which is made if it is not there.
+    """Write the first ``length`` bytes of a `buffer` at ``offset`` of a file of ``size`` bytes; make the file.
 
-    ``offset``: a multiple of the grain.  Raises `OSError`.
+    ``offset``: aligned.  Raises `OSError`.
     """
     try:
         _write(path, data, length, offset, size, os.O_DIRECT)
@@ -60,13 +57,15 @@ def write(path: Path, data: memoryview, length: int, *, offset: int = 0, size: i
         _write(path, data, length, offset, size, 0)
 
 
-def same(one: memoryview, other: memoryview) -> bool:
-    """Whether two buffers, or parts of such, hold the same; at the rate of the memory."""
-    return len(one) == len(other) and (not len(one) or _libc.memcmp(_address(one), _address(other), len(one)) == 0)
+def same(first: memoryview, second: memoryview) -> bool:
+    """Return whether two views of buffers are equal, at the rate of memory."""
+    if not len(first) or len(first) != len(second):
+        return len(first) == len(second)
+    return bool(_libc.memcmp(_address(first), _address(second), len(first)) == 0)
 
 
 def is_zero(data: memoryview) -> bool:
-    """Whether a buffer holds nothing but zeros: each byte is the one before it, and the first one is."""
+    """Return whether a buffer is all zeros: its first byte is, and every byte equals the one before it."""
     return not len(data) or (data[0] == 0 and same(data[1:], data[:-1]))
 
 
@@ -74,32 +73,32 @@ def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
-def _read(path: Path, into: memoryview, length: int, offset: int, how: int) -> memoryview:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | how)
+def _read(path: Path, into: memoryview, length: int, offset: int, flag: int) -> memoryview:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flag)
     try:
         done = 0
         while done < length:
             count = os.preadv(fd, [into[done : _padded(length)]], offset + done)
             done += count
-            if not count or done % _GRAIN:  # the end of the file
+            if not count or done % _ALIGNMENT:  # the end of the file
                 break
         return into[: min(done, length)]
     finally:
         os.close(fd)
 
 
-def _write(path: Path, data: memoryview, length: int, offset: int, size: int, how: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+def _write(path: Path, data: memoryview, length: int, offset: int, size: int, flag: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flag, 0o600)
     try:
-        # Only what comes last may be padded.
-        done, end = 0, _padded(length) if how and offset + length == size else length
+        # Only the end of the file may be padded.
+        done, end = 0, _padded(length) if flag and offset + length == size else length
         while done < end:
-            done += os.pwritev(fd, [data[done : end if how else min(end, done + _STEP)]], offset + done)
-        if offset + end > size:  # what was padded
+            done += os.pwritev(fd, [data[done : end if flag else min(end, done + _STEP)]], offset + done)
+        if offset + end > size:  # padding
             os.ftruncate(fd, size)
     finally:
         os.close(fd)
 
 
 def _padded(length: int) -> int:
-    return -(-length // _GRAIN) * _GRAIN
+    return -(-length // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""The disk under a store: its errors become ours, and how much room it has."""
+"""The disk of a store: its free space, and its errors as ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import NoSpace, StoreUnwritable
 
 @contextlib.contextmanager
 def mapped_errors(root: Path) -> Iterator[None]:
-    """Errors of the file system become ours."""
+    """Map errors of the file system to `NoSpace` and `StoreUnwritable`."""
     try:
         yield
     except OSError as error:
@@ -23,7 +23,7 @@ def mapped_errors(root: Path) -> Iterator[None]:
         raise StoreUnwritable(f"The image directory cannot be written: {reason}.", directory=str(root)) from error
 
 
-def free(place: Path) -> int:
-    """Bytes an unprivileged user may still write at ``place``, or at what is above it if that does not exist yet."""
-    facts = os.statvfs(next(path for path in (place, *place.parents) if path.exists()))
+def free(directory: Path) -> int:
+    """Return the bytes an unprivileged user may still write in ``directory`` or, before it exists, in its parent."""
+    facts = os.statvfs(next(path for path in (directory, *directory.parents) if path.exists()))
     return facts.f_bavail * facts.f_frsize

@@ -1,10 +1,8 @@
-"""A file block by block, read ahead by several threads: what hashing at the rate of the disk needs.
-
-One reader does not fill a disk's queue; blocks are read in parallel and handed out in order.
+"""Files read block by block, ahead, by several threads: one reader does not fill a disk's queue.
 
 Not `blake3.update_mmap`, which is as fast (2 GiB on two cores: 1.6 s instead of 2.1 s from memory, 3.6 s and 4.3 s from
 the disk): a mapping of a file that is cut short, or that the disk cannot read, ends the whole process by SIGBUS, and
-images are proved because their files may be such.  Nor can a mapping be given up, or say how far it is.
+images are verified because their files may be damaged.  Nor can it be cancelled, or report progress.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 BLOCK = 4 << 20
-#: Blocks under way at a time; as many threads are worth having.
+#: Blocks read at a time, and threads.
 DEPTH = 8
 
-#: The smallest hole that is made, in bytes.
-GRAIN = 64 << 10
+#: Bytes of the smallest hole that is made.
+HOLE = 64 << 10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # <linux/falloc.h>
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -30,12 +28,12 @@ _ZEROS = ctypes.create_string_buffer(BLOCK)
 
 
 def reader() -> ThreadPoolExecutor:
-    """The threads that `blocks` reads with."""
+    """Return the threads that `blocks` reads with."""
     return ThreadPoolExecutor(DEPTH, thread_name_prefix="image-read")
 
 
 def blocks(fd: int, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
-    """The first ``size`` bytes of ``fd``, or less if it ends before.  A block is good until the next one is asked for.
+    """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one.
 
     Raises `OSError`.
     """
@@ -51,7 +49,7 @@ def blocks(fd: int, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]
         while pending:
             yield pending.popleft().result()
     finally:
-        for future in pending:  # nobody may read into a buffer, or from a descriptor, that is someone else's by then
+        for future in pending:  # no thread may use a buffer or descriptor that is reused
             future.cancel() or future.exception()
 
 
@@ -66,16 +64,16 @@ def _read(fd: int, buffer: memoryview, offset: int) -> memoryview:
 
 
 def punch_zeros(fd: int, block: memoryview, offset: int) -> int:
-    """Give the disk back what ``block``, read from ``offset`` on, holds of nothing but zeros; the bytes freed.
+    """Make holes of the zeros in ``block``, which was read at ``offset``; return the bytes freed.
 
-    A hole reads as zeros, so the file stays what it is.  A file system without holes keeps them: 0.
+    A hole reads as zeros.  A file system without holes keeps the zeros: 0.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(block))
     zeros = ctypes.addressof(_ZEROS)
     freed, start = 0, -1
-    for at in range(0, len(block) + 1, GRAIN):
-        length = min(GRAIN, len(block) - at)
-        if length == GRAIN and _libc.memcmp(address + at, zeros, GRAIN) == 0:
+    for at in range(0, len(block) + 1, HOLE):
+        length = min(HOLE, len(block) - at)
+        if length == HOLE and _libc.memcmp(address + at, zeros, HOLE) == 0:
             start = at if start < 0 else start
         elif start >= 0:
             if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset + start, at - start) != 0:

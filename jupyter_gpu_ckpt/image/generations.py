@@ -1,11 +1,11 @@
-"""What became of each kernel's images, as this user's own machine remembers it: an old image put back is noticed.
+"""The last generations of each kernel's images, recorded on this machine: an old image that is put back is refused.
 
-A seal proves that this user made an image, not that it is the last one: who can write the image directory can put back
-an older copy.  So the generation that was published last, and the last one that a kernel came back from, are kept
-outside it, beside the keys.  A machine that never saw the kernel knows nothing of it and accepts what is sealed.
+A seal shows that this user made an image, not that it is the last one: whoever can write the image directory can put
+back an older copy.  So the generation that was published last, and the last one that was restored, are recorded outside
+it, beside the keys.  A machine without a record of the kernel accepts any sealed image.
 
-A kernel has a file of its own, which goes when the kernel has ended and has no image any more.  What it said stays, as
-a line in one file for all of them: else an image of the ended kernel could be put back.
+A kernel has a record file of its own until it has ended and has no image.  Then the record becomes a line in one file
+for all of them: else an image of the ended kernel could be put back.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ..errors import ImageStale, KeyUnusable
 from ..files.atomic import flush, write_atomically
 from .manifest import Manifest
 
-#: Seconds to wait for another process that is writing a record, which takes it a moment.
-_PATIENCE = 10.0
+#: Seconds to wait for another process that writes a record.
+_TIMEOUT = 10.0
 #: The file with the records of kernels that have ended: a line each, id, `published` and `spent`.
 ENDED = "ended"
 _NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,127}")
 
 
 class Generations:
-    """The record of each kernel in one directory, which is made on first use."""
+    """The records of all kernels in one directory, which is made on first use."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def next_generation(self, kernel_id: str, last: int) -> int:
-        """The generation of the kernel's next image; ``last`` is that of the image it came from, or 0."""
+        """Return the generation of the kernel's next image; ``last``: of the image it was restored from, or 0."""
         return max(last, self._read(kernel_id)["published"]) + 1
 
     def record_published(self, manifest: Manifest) -> None:
-        """An image was published.  Raises `KeyUnusable`."""
+        """Record that an image was published.  Raises `KeyUnusable`."""
         self._raise_to(manifest.kernel_id, published=manifest.generation)
 
     def record_restored(self, kernel_id: str, generation: int | None = None) -> None:
-        """The kernel lives on after its image of ``generation`` (or the last): none up to that one is to come back.
+        """Record that the kernel runs on after its image of ``generation`` (or the last): no older one is valid.
 
         Raises `KeyUnusable`.
         """
@@ -55,7 +55,7 @@ class Generations:
             self._raise_to(kernel_id, spent=generation)
 
     def require_current(self, manifest: Manifest) -> None:
-        """Raises `ImageStale` for an image that is not the last of its kernel, or that the kernel came back from."""
+        """Raise `ImageStale` for an image that is not the last of its kernel, or that was restored."""
         record = self._read(manifest.kernel_id)
         if manifest.generation < record["published"]:
             message = f"The image is number {manifest.generation} of its kernel; the last was {record['published']}."
@@ -64,7 +64,7 @@ class Generations:
             raise ImageStale("The kernel came back from this image and has run on since.", image=manifest.id)
 
     def close(self, kernel_id: str) -> None:
-        """The kernel has ended, and no image of it is left: its record becomes a line among many.
+        """Move the record of a kernel that has ended and has no image to the common file.
 
         Raises `KeyUnusable`; the record then stays where it was.
         """
@@ -72,7 +72,7 @@ class Generations:
         if not path.exists():
             return
         try:
-            with FileLock(self.directory / ".lock", timeout=_PATIENCE, mode=0o600):
+            with FileLock(self.directory / ".lock", timeout=_TIMEOUT, mode=0o600):
                 record = self._read(kernel_id)
                 self._append(f"{kernel_id} {record['published']} {record['spent']}")
                 path.unlink(missing_ok=True)
@@ -80,16 +80,16 @@ class Generations:
             raise self._unusable() from error
 
     def _append(self, line: str) -> None:
-        """On disk when this returns.  After a crash in the middle the record is still in its own file."""
+        """Append a line, durably.  After a crash in the middle the record is still in its own file."""
         fd = os.open(self.directory / ENDED, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "a") as file:
-            file.write(f"\n{line}\n")  # what a crash cut off before it is no part of it
+            file.write(f"\n{line}\n")  # a line before it that a crash cut off stays apart
             file.flush()
             os.fsync(fd)
         flush(self.directory)
 
     def _ended(self, kernel_id: str) -> dict[str, int]:
-        """What the lines of `close` say of a kernel; those of other shapes are passed over."""
+        """Return the record of an ended kernel; lines of other shapes are ignored."""
         found = {"published": 0, "spent": 0}
         with contextlib.suppress(FileNotFoundError), (self.directory / ENDED).open(errors="replace") as lines:
             for line in lines:
@@ -104,7 +104,7 @@ class Generations:
     def _read(self, kernel_id: str) -> dict[str, int]:
         record: Any = None
         try:
-            # An empty one is what a crash leaves on some disks: it knows nothing, as on a machine that is new.
+            # A crash leaves an empty file on some disks: it counts as no record.
             record = json.loads(self._path(kernel_id).read_text() or "{}")
         except FileNotFoundError:
             pass
@@ -124,8 +124,8 @@ class Generations:
         path = self._path(kernel_id)
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # Two that read the same record would each write back what the other has not raised.
-            with FileLock(self.directory / ".lock", timeout=_PATIENCE, mode=0o600):
+            # Locked: of two processes that read the same record, one would undo the other's change.
+            with FileLock(self.directory / ".lock", timeout=_TIMEOUT, mode=0o600):
                 record = self._read(kernel_id)
                 for name, value in facts.items():
                     record[name] = max(record[name], value)

@@ -1,6 +1,6 @@
 """The keys that seal manifests: one directory a user, one file a key, the newest seals and all of them verify.
 
-They lie outside the image directory, so who can write images cannot seal them.  A key is 32 random bytes; its name
+They lie outside the image directory, so whoever can write images cannot seal them.  A key is 32 random bytes; its name
 begins with the moment it was made.  Several processes may make the first key at once: then there are two, which harms
 nothing, so no lock is needed.
 """
@@ -27,7 +27,7 @@ _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
 
 
 def default_key_dir() -> Path:
-    """``gpu-ckpt/keys`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_KEYS``."""
+    """Return ``gpu-ckpt/keys`` below Jupyter's data directory, or ``$JUPYTER_GPU_CKPT_KEYS``."""
     override = os.environ.get("JUPYTER_GPU_CKPT_KEYS")
     return Path(override) if override else data_directory("keys")
 
@@ -40,7 +40,7 @@ class Key:
     secret: bytes = field(repr=False)
 
     def mac(self, text: bytes) -> str:
-        """HMAC-SHA256 over ``text``, in hex."""
+        """Return the HMAC-SHA256 of ``text``, in hex."""
         return hmac.new(self.secret, text, hashlib.sha256).hexdigest()
 
 
@@ -51,20 +51,20 @@ class Keyring:
         self.directory = directory or default_key_dir()
 
     def ids(self) -> list[str]:
-        """Names of the keys, oldest first."""
+        """Return the names of the keys, oldest first."""
         if not self.directory.is_dir():
             return []
         self._require_private(self.directory, stat.S_ISDIR, 0o077)
         return sorted(path.name for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
 
     def current(self) -> Key:
-        """The newest key, made now if there is none."""
+        """Return the newest key; make one if there is none."""
         ids = self.ids()
         key = self.get(ids[-1]) if ids else None
         return key or self.rotate()
 
     def get(self, id: str) -> Key | None:
-        """The key of that name; None when there is none."""
+        """Return the key of that name, or None."""
         path = self.directory / id
         if not _NAME.fullmatch(id) or not path.exists():
             return None

@@ -1,8 +1,7 @@
-"""The names that a dump gives to open files whose own names had been deleted: removed with an image that is dropped.
+"""The hard links that a dump makes of open, deleted files: removed with an image that is deleted without a restore.
 
-CRIU (``--link-remap``) makes a hard link, ``link_remap.NN``, in the directory that the file was opened in, so that a
-restore can open it again; the restore removes it.  Where an image is deleted and nobody came back from it, nobody else
-would.
+CRIU (``--link-remap``) makes a link, ``link_remap.NN``, in the directory that the file was opened in, so that a restore
+can open it again and remove the link.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _BEHIND = 1_000_000_000
 def remove(manifest: Manifest, *, current: bool) -> None:
     """Remove the links of an image that has just been deleted.
 
-    ``current``: nobody came back from it.  Then the links are the image's as long as they are the same file; else the
-    kernel may have another image by now, with links of the same names, and only those go that were never touched.
+    ``current``: it was not restored.  Then the links are the image's as long as they are the same file; else the kernel
+    may have another image by now, with links of the same names, and only untouched links are removed.
     """
     files = manifest.fingerprint.get("files")
     for name, was in files.items() if isinstance(files, dict) else ():
-        # The manifest need not be one that was proved.
+        # The manifest may not have been verified.
         if not (isinstance(was, dict) and was.get("made") and images.is_made_name(name)):
             continue
         with contextlib.suppress(OSError):
@@ -40,15 +39,15 @@ def remove(manifest: Manifest, *, current: bool) -> None:
 
 
 def remove_of_dump(directory: Path, since: int) -> None:
-    """Remove the links of the dump in ``directory``, begun at ``since`` (ns since the epoch), which is given up."""
+    """Remove the links of the discarded dump in ``directory``, begun at ``since`` (ns since the epoch)."""
     for path in map(Path, images.made_names(directory)):
         with contextlib.suppress(OSError):
-            if _regular(path).st_ctime_ns > since - _BEHIND:  # else CRIU met a file of that name, and made none
+            if _regular(path).st_ctime_ns > since - _BEHIND:  # else the file is older than the dump
                 Path(path).unlink()
 
 
 def _regular(path: Path) -> os.stat_result:
-    """The status of a regular file itself, not of what a symbolic link leads to.  Raises `OSError`."""
+    """Return the status of a regular file; symbolic links are not followed.  Raises `OSError`."""
     facts = path.lstat()
     if not stat.S_ISREG(facts.st_mode):
         raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""The manifest of an image: what it holds, and what a restore needs to know before it starts.
+"""The manifest of an image: its files, and the facts that a restore needs before it starts.
 
 Written after everything it lists, so a directory without a manifest is no image.  The JSON form is written down in
 ``manifest.schema.json``; `VERSION` counts its changes, and a reader refuses every version but its own.
@@ -17,7 +17,7 @@ from ..errors import ImageFormat
 from .layout import RESERVED
 
 VERSION = 1
-#: An image has some thirty files, and a manifest some ten kilobytes; what is beyond these was not made by us.
+#: Limits far beyond an image's thirty files and a manifest's ten kilobytes: anything larger was not made by us.
 MOST_FILES = 100_000
 MOST_BYTES = 64 << 20
 _MOST = 2**63
@@ -27,7 +27,7 @@ _Text = str | bytes
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of an image as it is stored: its size, and its BLAKE3 in hex."""
+    """The size of one stored file of an image, and its BLAKE3 in hex."""
 
     bytes: int
     blake3: str
@@ -58,9 +58,9 @@ class Manifest:
     #: Device memory by GPU UUID, and the UUIDs of every GPU of the node in the driver's order.
     device_bytes: dict[str, int] = field(default_factory=dict)
     node_gpus: list[str] = field(default_factory=list)
-    #: Whether the process has CUDA state that the driver must bring back.
+    #: Whether the process has CUDA state that the driver must restore.
     cuda: bool = False
-    #: The agent's report of what it found inside the kernel (versions, threads, sockets that will come back closed).
+    #: The agent's report on the kernel (versions, threads, sockets that will be closed after a restore).
     report: dict[str, Any] = field(default_factory=dict)
     #: Seconds by step, of the checkpoint that made this image.
     steps: dict[str, float] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     #: One up with every checkpoint of this kernel.
     generation: int = 0
-    #: What the node had that a node which restores this must have too (`match.fingerprint`).
+    #: The facts of this node that a restoring node must match (`node.fingerprint`).
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    #: What CRIU forgets of each process, by its pid, and a restore puts back (`inventory`).
+    #: The settings of each process, by pid, that CRIU omits and a restore applies again (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory beside CRIU's files (`device_memory`); 0 where CRIU's files have all of it.
     swapped_bytes: int = 0
@@ -80,23 +80,23 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of the image."""
+        """Bytes of all files of the image."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
-        """The manifest as it is written to disk."""
+        """Return the manifest as it is written to disk."""
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The manifest as the objects of JSON."""
+        """Return the manifest as JSON objects."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, text: _Text) -> Manifest:
-        """Read a manifest.  Raises `ImageFormat` with the version when it is another, or with what is wrong with it.
+        """Parse a manifest.  Raises `ImageFormat` with the version if it is another, or with the defect.
 
-        Nothing is believed of a text because it is sealed: names cannot lead out of the image's directory, and numbers
-        are what they are said to be.
+        A sealed text is checked as any other: names cannot lead out of the image's directory, and every field has its
+        type.
         """
         if len(text) > MOST_BYTES:
             raise ImageFormat("The image's manifest is too large to be one.", bytes=len(text))
@@ -113,7 +113,7 @@ class Manifest:
 
 
 def safe_name(name: str) -> bool:
-    """Whether ``name`` can be that of a file in an image: relative, downwards, one spelling, nothing hidden."""
+    """Return whether ``name`` is valid for a file in an image: relative, downwards, one spelling, nothing hidden."""
     parts = name.split("/")
     return (
         1 <= len(parts) <= 4
@@ -124,7 +124,7 @@ def safe_name(name: str) -> bool:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which a name comes twice can mean two things to two readers."""
+    """Refuse a JSON object with a repeated name, which two readers could understand differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name comes twice")
@@ -132,7 +132,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _facts(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `Manifest`, each of its type.  Raises `ImageFormat`."""
+    """Return the fields of a `Manifest`, each of its type.  Raises `ImageFormat`."""
     facts = {}
     for each in dataclasses.fields(Manifest):
         if each.name not in data:
@@ -177,7 +177,7 @@ def _each(kind: type, rule: Callable[[object], bool]) -> Callable[[object], bool
     return check
 
 
-#: What a value must be, by the annotation of its field.
+#: The check of a value, by the annotation of its field.
 _RULES: dict[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),

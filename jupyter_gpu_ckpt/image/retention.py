@@ -1,4 +1,4 @@
-"""Which images may go when there are too many, too old or too large ones.  Pure: it chooses, `Store.remove` deletes."""
+"""The choice of images to delete when there are too many, too old or too large ones.  Pure; `Store.remove` deletes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .image import Image
 
 @dataclass(frozen=True)
 class Limits:
-    """What is to be left: images for each kernel, their age in seconds, the bytes of all together.  None: no limit."""
+    """Limits on images for each kernel, on their age in seconds, and on the bytes of all together.  None: no limit."""
 
     keep_last: int | None = None
     max_age: float | None = None
@@ -19,9 +19,9 @@ class Limits:
 
 
 def choose(images: Iterable[Image], limits: Limits, now: float, protected: Callable[[Image], bool]) -> list[Image]:
-    """The images that go, oldest first.
+    """Return the images to delete, oldest first.
 
-    ``protected`` ones never go, whatever the limits say; they count all the same.  ``now``: seconds since the epoch.
+    A ``protected`` image is never chosen, but it counts.  ``now``: seconds since the epoch.
     """
     newest_first = sorted(images, key=lambda image: (image.manifest.created, image.id), reverse=True)
     kept: list[Image] = []

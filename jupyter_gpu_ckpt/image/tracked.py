@@ -1,7 +1,7 @@
 """Shared memory, semaphores and temporary files of a kernel that will not come back from its image.
 
-While a kernel lives its resource trackers know them, and remove them when it ends; those of a kernel that sleeps are in
-the image, and end with that.  What they would have removed is in the agent's report (`agent.trackers`).
+A living kernel's resource trackers remove them at its end; those of a sleeping kernel are in the image and end with it.
+The agent's report lists what they would have removed (`agent.trackers`).
 """
 
 from __future__ import annotations

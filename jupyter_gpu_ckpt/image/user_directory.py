@@ -1,4 +1,4 @@
-"""The directory that a user's images lie in: 0700, the user's own, made on first use.
+"""The directory of a user's images: 0700, the user's own, made on first use.
 
 Where an administrator names one directory for all users, each has a directory of the name of the user's uid below it.
 Such a directory belongs to root and is sticky (1777, as ``/tmp``), so that nobody can take another's away; or root has
@@ -26,7 +26,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def of_user(named: Path) -> Path:
-    """Where this user's images lie if ``named`` is the image directory that was set; nothing is made."""
+    """Return the directory of this user's images for the configured directory ``named``; nothing is made."""
     try:
         facts = named.stat()
     except OSError:
@@ -36,9 +36,9 @@ def of_user(named: Path) -> Path:
 
 
 def prepare(named: Path) -> None:
-    """Make this user's directory, and prove that images can be written and claimed there.
+    """Make this user's directory, and test that images can be written and claimed there.
 
-    Raises `StoreShared` for a directory that others can enter or take away, whose mode is not ours to change;
+    Raises `StoreShared` for a directory that others can enter or remove, whose mode is not ours to change;
     `StoreUnsuitable` for a file system without hard links; `StoreUnwritable`, `NoSpace`.
     """
     own = of_user(named)
@@ -50,13 +50,13 @@ def prepare(named: Path) -> None:
         if not own.exists():
             own.mkdir(parents=True, exist_ok=True, mode=0o700)
             own.chmod(0o700)  # whatever the umask
-            if problem := obstacle(named):  # somebody else was faster
+            if problem := obstacle(named):  # another process was faster
                 raise problem
         _require_links(own)
 
 
 def obstacle(named: Path) -> StoreShared | None:
-    """What `prepare` would say about others who can enter or take away the directory; nothing is made.
+    """Return what `prepare` would raise because others can enter or remove the directory; nothing is made.
 
     Called from the doctor too.  Raises `OSError`.
     """
@@ -78,8 +78,8 @@ def obstacle(named: Path) -> StoreShared | None:
 
 
 def is_private(own: Path) -> bool:
-    """Whether nobody but this user can enter the directory.  Raises `OSError`."""
-    # In a directory that others can write to, a link would be somebody's trick; elsewhere it is the user's way there.
+    """Return whether only this user can enter the directory.  Raises `OSError`."""
+    # In a directory that others can write to, a link may be an attack; elsewhere the user made it.
     facts = own.lstat() if own.parent.stat().st_mode & 0o022 else own.stat()
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
 
@@ -98,7 +98,7 @@ def _shareable(named: Path) -> StoreShared | None:
 
 
 def _require_links(own: Path) -> None:
-    """Claims are exclusive links: they alone tell two hosts apart that share a directory (`lease`)."""
+    """Require hard links, by which hosts that share a directory make claims (`lease`)."""
     probe = own / f".probe-{secrets.token_hex(4)}"
     probe.touch(0o600)
     linked = probe.with_name(f"{probe.name}-linked")

@@ -1,15 +1,14 @@
-"""Whether an image is what a checkpoint of this user wrote: a seal over the manifest, and a hash of every file.
+"""Verification that an image is as a checkpoint of this user wrote it: a seal of the manifest, a hash of every file.
 
-`verify` proves it before CRIU, which trusts its images completely, sees one byte.  The order is part of the proof: the
-seal over the exact bytes of the manifest first, so nothing of a forged one is interpreted; then names, kinds and sizes,
-so nothing but plain files of the stated size is opened; then the content.  Hashes are BLAKE3: a tree hash, faster than
-any disk here on one core.
+`verify` runs before CRIU, which trusts its images completely, reads one byte.  The order matters: first the seal over
+the exact bytes of the manifest, so nothing of a forged one is interpreted; then names, kinds and sizes, so only plain
+files of the stated size are opened; then the content.  BLAKE3 on one core is faster than our disks.
 
-A restore need not wait for all of it: CRIU copies the kernel's memory (`layout.PAGES`, nearly all of an image) and
-looks at nothing in it, so `begin` proves everything else at once and the memory beside the restore, and the restored
-processes stay stopped until that is proved too.
+A restore need not wait for all of it: CRIU copies the kernel's memory (`layout.PAGES`, nearly all of an image) without
+interpreting it.  So `begin` verifies everything else at once and the memory beside the restore; the restored processes
+stay stopped until then.
 
-What it does not prove is in docs/threat-model.md: who can run programs as this user can do all that this user can.
+Limits are in docs/threat-model.md: whoever can run programs as this user can do all that this user can.
 """
 
 from __future__ import annotations
@@ -34,23 +33,23 @@ from .keys import ALGORITHM, Key, Keyring
 from .layout import DEVICE_FILES, MANIFEST, PAGES_FILES, RESERVED, SEAL
 from .manifest import MOST_BYTES, FileEntry, Manifest
 
-#: Told the bytes of each block that was hashed; from the thread that called.
+#: Called with the bytes of each block that was hashed, from the caller's thread.
 Progress = Callable[[int], object]
 
 
 def read_manifest(path: Path) -> bytes:
-    """The bytes of the manifest of the image at ``path``.  Raises `OSError`, `ImageFormat`."""
+    """Read the manifest of the image at ``path``.  Raises `OSError`, `ImageFormat`."""
     return _read_plain(path / MANIFEST, MOST_BYTES)
 
 
 def seal(path: Path, key: Key) -> None:
-    """Vouch for the manifest of the image at ``path``; the seal is on disk when this returns.  Raises `OSError`."""
+    """Write the seal of the manifest of the image at ``path``, durably.  Raises `OSError`."""
     text = json.dumps({"algorithm": ALGORITHM, "key": key.id, "mac": key.mac(read_manifest(path))})
     write_atomically(path / SEAL, text, durable=True)
 
 
 def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manifest:
-    """Prove the image at ``path``; returns its manifest, read from the very bytes that were proved.
+    """Verify the image at ``path``; return its manifest, read from the very bytes that were verified.
 
     Raises `ImageForged` when no key of ``keys`` made its seal, `ImageDamaged` for anything but exactly the files of the
     manifest, `ImageFormat`, `KeyUnusable`.
@@ -79,7 +78,7 @@ def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
 
 
 def require_sealed(path: Path, keys: Keyring) -> Manifest:
-    """The first part of `verify`: the manifest is one that this user sealed.  Raises as that does."""
+    """Do the first part of `verify`: check that this user sealed the manifest, and return it.  Raises as `verify`."""
     id = path.name
     try:
         text = read_manifest(path)
@@ -94,8 +93,8 @@ def require_sealed(path: Path, keys: Keyring) -> Manifest:
 
 def _verify_seal(path: Path, text: bytes, keys: Keyring) -> None:
     try:
-        told = json.loads(_read_plain(path / SEAL, 4096))
-        algorithm, id, mac = (told[name] for name in ("algorithm", "key", "mac"))
+        seal = json.loads(_read_plain(path / SEAL, 4096))
+        algorithm, id, mac = (seal[name] for name in ("algorithm", "key", "mac"))
     except FileNotFoundError as error:
         raise ImageForged("The image is not sealed.", image=path.name) from error
     except (OSError, ImageFormat, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -110,7 +109,7 @@ def _verify_seal(path: Path, text: bytes, keys: Keyring) -> None:
 
 
 def require_tree(path: Path, manifest: Manifest) -> None:
-    """The second part of `verify`: exactly the files of the manifest, plain and of their sizes."""
+    """Do the second part of `verify`: check for exactly the manifest's files, plain and of their sizes."""
     try:
         found = {name: 0 if name.endswith("/") else facts.st_size for name, facts in tree(path)}
     except OSError as error:
@@ -125,10 +124,10 @@ def require_tree(path: Path, manifest: Manifest) -> None:
 
 
 def tree(path: Path, shared: Container[str] = ()) -> Iterator[tuple[str, os.stat_result]]:
-    """Every file below an image but the `RESERVED` ones, by its name in a manifest, and directories, with a "/" added.
+    """Yield every file of an image but the `RESERVED` ones, by its name in a manifest; directories with a final "/".
 
-    ``shared``: files that may have other names as well.  Raises `OSError`, and `ImageDamaged` for what is neither a
-    directory nor a plain file of one name and this user's.
+    ``shared``: files that may have several links.  Raises `OSError`, and `ImageDamaged` for anything but directories
+    and plain files of this user with one link.
     """
     for directory, subdirectories, names in os.walk(path, onerror=_raise):
         at = Path(directory)
@@ -164,9 +163,9 @@ def _verify_content(path: Path, files: Mapping[str, FileEntry], progress: Progre
 
 
 def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] | None = None) -> dict[str, FileEntry]:
-    """The manifest's `files` for what is below ``path``; ``punch``: stretches of zeros become holes on the way.
+    """Hash the files below ``path`` for the manifest; with ``punch`` zeros become holes on the way.
 
-    ``known``: files that were hashed as they were written; the kernel may still have them, too.  Raises as `tree`.
+    ``known``: entries of files that were hashed as they were written; the kernel may link to them.  Raises as `tree`.
     """
     found = dict(known or {})
     with reader() as pool:
@@ -180,7 +179,7 @@ def entries(path: Path, *, punch: bool = False, known: Mapping[str, FileEntry] |
 def digest(
     path: Path, size: int, pool: ThreadPoolExecutor, *, punch: bool = False, progress: Progress | None = None
 ) -> str:
-    """BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
+    """Return the BLAKE3 of the first ``size`` bytes of a file, in hex.  Raises `OSError`."""
     hasher = blake3(max_threads=blake3.AUTO)
     fd = os.open(path, (os.O_RDWR if punch else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with contextlib.closing(os.fdopen(fd, "r+b" if punch else "rb", buffering=0)):
@@ -194,7 +193,7 @@ def digest(
 
 
 def _read_plain(path: Path, most: int) -> bytes:
-    """A file that is one, and no larger than ``most`` bytes.  Raises `OSError`, `ImageFormat`."""
+    """Read a plain file of at most ``most`` bytes.  Raises `OSError`, `ImageFormat`."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         facts = os.fstat(fd)

@@ -41,7 +41,7 @@ def kernel(fast_kernel, monkeypatch) -> FastKernel:
 
 
 def spilled(kernel: FastKernel) -> list[Path]:
-    return sorted(kernel.store.root.glob(".draft-blocks-*/*.img"))
+    return sorted(kernel.store.root.glob(".draft-spill-*/*.img"))
 
 
 def leftovers(kernel: FastKernel) -> list[Path]:

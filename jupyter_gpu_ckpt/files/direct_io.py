@@ -45,7 +45,7 @@ def read(path: Path, into: memoryview, length: int, offset: int = 0) -> memoryvi
 
 
 def write(path: Path, data: memoryview, length: int, *, offset: int = 0, size: int) -> None:
-    """Write the first ``length`` bytes of a `buffer` at ``offset`` of a file of ``size`` bytes; make the file.
+    """Write the first ``length`` bytes of a `buffer` at ``offset`` of a file of ``size`` bytes, made if missing.
 
     ``offset``: aligned.  Raises `OSError`.
     """
@@ -57,20 +57,12 @@ def write(path: Path, data: memoryview, length: int, *, offset: int = 0, size: i
         _write(path, data, length, offset, size, 0)
 
 
-def same(first: memoryview, second: memoryview) -> bool:
-    """Return whether two views of buffers are equal, at the rate of memory."""
-    if not len(first) or len(first) != len(second):
-        return len(first) == len(second)
-    return bool(_libc.memcmp(_address(first), _address(second), len(first)) == 0)
-
-
 def is_zero(data: memoryview) -> bool:
     """Return whether a buffer is all zeros: its first byte is, and every byte equals the one before it."""
-    return not len(data) or (data[0] == 0 and same(data[1:], data[:-1]))
-
-
-def _address(data: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+    if not len(data) or data[0] != 0:
+        return not len(data)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    return bool(_libc.memcmp(address + 1, address, len(data) - 1) == 0)
 
 
 def _read(path: Path, into: memoryview, length: int, offset: int, flag: int) -> memoryview:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..files import direct_io
+
 BLOCK = 4 << 20
 #: Blocks read at a time, and threads.
 DEPTH = 8
@@ -22,9 +24,7 @@ DEPTH = 8
 HOLE = 64 << 10
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # <linux/falloc.h>
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_ZEROS = ctypes.create_string_buffer(BLOCK)
 
 
 def reader() -> ThreadPoolExecutor:
@@ -68,12 +68,10 @@ def punch_zeros(fd: int, block: memoryview, offset: int) -> int:
 
     A hole reads as zeros.  A file system without holes keeps the zeros: 0.
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(block))
-    zeros = ctypes.addressof(_ZEROS)
     freed, start = 0, -1
     for at in range(0, len(block) + 1, HOLE):
         length = min(HOLE, len(block) - at)
-        if length == HOLE and _libc.memcmp(address + at, zeros, HOLE) == 0:
+        if length == HOLE and direct_io.is_zero(block[at : at + HOLE]):
             start = at if start < 0 else start
         elif start >= 0:
             if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset + start, at - start) != 0:

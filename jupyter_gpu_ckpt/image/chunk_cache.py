@@ -62,7 +62,7 @@ class ChunkCache:
         """Bytes of cached chunks.  From any thread."""
         return sum(entry.bytes for entry in list(self._entries.values()))
 
-    def adopt(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
+    def reuse(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
         """Fill the empty cache with the device memory ``directory`` of an image that is being removed.
 
         ``entries``: as they were verified when that image was restored.  Raises `OSError`; then the cache stays empty.

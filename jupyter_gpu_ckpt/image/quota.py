@@ -95,7 +95,7 @@ class QuotaReservation:
         """Reserve ``needed`` bytes in all.  Raises `QuotaExceeded`, `StoreUnwritable`; then nothing has changed."""
         if needed <= self._reserved:
             return
-        with mapped_errors(self._root), _turn(self._root):
+        with mapped_errors(self._root), _locked(self._root):
             in_use = with_reservations(self._count(), self._root, without=self._path)
             if (error := refusal(self._quota, in_use, self._kernel_id, needed)) is not None:
                 raise error
@@ -140,7 +140,7 @@ def _abandoned(draft: Path, reservation: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _turn(root: Path) -> Iterator[None]:
+def _locked(root: Path) -> Iterator[None]:
     lock = FileLock(root / _LOCK, timeout=_TIMEOUT, mode=0o600)
     try:
         lock.acquire()

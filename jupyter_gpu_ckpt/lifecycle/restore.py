@@ -267,4 +267,4 @@ def _keep_chunks(kernel: KernelState, path: Path) -> None:
     if wanted and manifest.swapped_bytes and manifest.encryption is None:
         with contextlib.suppress(OSError):  # a sweep has removed it
             kernel.chunks = ChunkCache(store.root)
-            kernel.chunks.adopt(path / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))
+            kernel.chunks.reuse(path / layout.CRIU / layout.DEVICE, device_memory.entries(manifest))

@@ -350,7 +350,7 @@ class Remote:
                 raise
             host = str(claim.get("hostname", ""))
             raise ImageBusy(
-                f"Image {id} was taken by {host or 'another host'}.",
+                f"Image {id} was claimed by {host or 'another host'}.",
                 hint="Use the kernel there. If that host is gone for good, pull a copy with --keep.",
                 image=id,
                 hostname=host,

@@ -245,7 +245,7 @@ def test_no_other_host_takes_what_is_archived(store, remote, tmp_path, monkeypat
     elsewhere = Store(tmp_path / "elsewhere", store.keys)
     with monkeypatch.context() as another:
         another.setattr(remote_module.socket, "gethostname", lambda: "another")
-        with pytest.raises(ImageBusy, match="was taken by"):
+        with pytest.raises(ImageBusy, match="was claimed by"):
             remote.pull(image.id, elsewhere)
     with image.lease():
         archive.fetch_content(image, store, remote)

@@ -63,13 +63,10 @@ def test_another_error_is_no_reason_to_try_again(tmp_path):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_zeros_and_sameness(length):
-    one, other = direct_io.buffer(2 << 20)[:length], direct_io.buffer(2 << 20)[:length]
-    assert direct_io.is_zero(one)
-    assert direct_io.same(one, other)
+def test_zeros(length):
+    data = direct_io.buffer(2 << 20)[:length]
+    assert direct_io.is_zero(data)
     for at in {0, length // 2, length - 1} if length else ():
-        one[at] = 1
-        assert not direct_io.is_zero(one)
-        assert not direct_io.same(one, other)
-        one[at] = 0
-    assert not direct_io.same(one, direct_io.buffer(2 << 20)[: length + 1])
+        data[at] = 1
+        assert not direct_io.is_zero(data)
+        data[at] = 0

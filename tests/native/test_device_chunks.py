@@ -218,7 +218,7 @@ def test_what_was_kept_makes_room_for_an_image(kernel, monkeypatch, whose):
         full = root / "full"
         full.mkdir()
         (full / "000000.img").write_bytes(bytes(kernel.blocks))
-        other.adopt(full, {"000000.img": FileEntry(kernel.blocks, "")})
+        other.reuse(full, {"000000.img": FileEntry(kernel.blocks, "")})
     assert kept(kernel)
     room = kernel.blocks * 2
     monkeypatch.setattr(Store, "free", lambda _: room - sum(path.stat().st_size for path in kept(kernel)))
@@ -268,7 +268,7 @@ def test_a_disk_that_is_full_all_the_same_is_tried_again_without_what_is_kept(ke
     full = kernel.store.root / "full"
     full.mkdir()
     (full / "000000.img").write_bytes(bytes(8 << 20))
-    other.adopt(full, {"000000.img": FileEntry(8 << 20, "")})
+    other.reuse(full, {"000000.img": FileEntry(8 << 20, "")})
     write, failed = direct_io.write, []
 
     def full_once(*arguments, **options):

@@ -92,4 +92,4 @@ def test_the_checks_are_those_of_the_doctor():
         check for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for check in re.findall(r"`(.+?)`", cell)
     }
     source = inspect.getsource(checks)
-    assert named == set(re.findall(r'(?:Finding\(|check(?:, \w+)? = )"([a-z-]+)"', source))
+    assert named == set(re.findall(r'(?:Finding\(|judge\(|check(?:, \w+)? = )"([a-z-]+)"', source))

@@ -98,7 +98,7 @@ async def test_what_a_killed_sender_had_sent_goes_when_the_kernel_is_back(store,
         cold.start()
         await until(lambda: any(image.id in message for message in caplog.messages))
         await cold.stop()
-    assert "is removed" in caplog.text
+    assert "was removed" in caplog.text
     assert list((tmp_path / "cold").iterdir()) == []
     assert not list(store.root.glob(f".{image.id}*"))
 

@@ -13,7 +13,7 @@ from ..errors import CudaError, UnsupportedFile
 from ..image import layout
 from ..image.manifest import Manifest
 from ..image.store import Store
-from ..node.fingerprint import fingerprint, look
+from ..node.fingerprint import fingerprint, inspect_node
 from ..node.match import Mismatch, match
 from .preflight import available_memory
 
@@ -82,14 +82,14 @@ def mismatches(
     if unencrypted and free >= manifest.swapped_bytes:  # the disk takes what host memory is too small for
         wanted = {**wanted, "memory": max(0, wanted.get("memory", 0) - manifest.swapped_bytes)}
     gpus = _gpus(node) if manifest.cuda else []
-    here = look(
+    here = inspect_node(
         wanted,
         criu=node.criu_version,
         gpus=gpus,
         memory=available_memory(),
         disk=free,
         hashes=node.store.hashes,
-        go_on=lambda: not cancelled(),
+        cancelled=cancelled,
     )
     node.store.hashes.begin()  # to save what had to be read
     mapping: Mapping[str, str] | None = None

@@ -1,15 +1,15 @@
-"""The fingerprint of the node an image was made on: what another node must have in common with it.
+"""The fingerprint of the node an image was made on: properties that another node must share.
 
-A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at the checkpoint, `look` answers the same
-questions on the node the image is to be restored on, and `match` compares the two.
+A fingerprint is plain JSON, part of the manifest.  `fingerprint` takes it at the checkpoint, `inspect_node` collects
+the same facts on the node the image is to be restored on, and `match` compares the two.
 
 Sizes are bytes.  Keys: ``architecture``, ``kernel`` (the release of Linux), ``cpu`` (features), ``criu`` and ``glibc``
-(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `node`), ``ports``, ``sockets`` (unix sockets in
-the file system), ``cuda`` (the version the driver knows; empty: the kernel never used CUDA, and nothing about GPUs is
-asked), ``driver``, ``gpus``, ``device_bytes`` (by UUID), ``memory`` and ``disk``.
+(versions), ``machine``, ``files`` and ``packages`` and ``mounts`` (see `facts`), ``ports``, ``sockets`` (unix sockets
+in the file system), ``cuda`` (the version the driver knows; empty: the kernel never used CUDA, and GPUs are not
+compared), ``driver``, ``gpus``, ``device_bytes`` (by UUID), ``memory`` and ``disk``.
 
-A file is known by its identity (`node.identity`), noted after the dump, which itself may have changed it by a link; by
-its hash, as far as `Hashes` has it; by size and build-id.
+A file is identified by its identity (`facts.identity`), noted after the dump, which itself may have changed it by a
+link; by its hash, as far as `Hashes` has it; by size and build-id.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def fingerprint(
     device_bytes: Mapping[str, int] | None = None,
     memory: int = 0,
 ) -> dict[str, Any]:
-    """Taken at a checkpoint, when the dump has been written.
+    """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
     Parameters
     ----------
     files, ports:
-        What the dump says the kernel holds: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and ``made``;
-        ``family``, ``type``, ``address`` and ``number``.
+        Those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and ``made`` of each file;
+        ``family``, ``type``, ``address`` and ``number`` of each port.
     criu:
         The version of CRIU that made the dump.
     sockets:
         Files of unix sockets: ``path``, ``inode`` and ``mtime`` (ns).
     hashes:
-        Knows the contents of files; None: none is noted.
+        Hashes of files; None: none is noted.
     gpus:
         All GPUs of the node in the driver's order: ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
     cuda, device_bytes:
-        Whether the kernel used CUDA, and how much memory it held by UUID.
+        Whether the kernel used CUDA, and its device memory by UUID.
     memory:
-        How much host memory the restored kernel takes.
+        Host memory that the restored kernel takes.
     """
     points = node.mounts()
     mounts = _Mounts(points)
@@ -79,7 +79,7 @@ def fingerprint(
     }
 
 
-def look(
+def inspect_node(
     wanted: Facts,
     *,
     criu: str,
@@ -87,17 +87,17 @@ def look(
     memory: int,
     disk: int,
     hashes: Hashes | None = None,
-    go_on: Callable[[], bool] = lambda: True,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """What this node answers to the questions of a fingerprint.
+    """Collect the facts of this node that are to be compared with the fingerprint ``wanted``.
 
-    ``gpus`` with ``free`` bytes as well; ``memory`` and ``disk`` are what is free.  A file is read only if its identity
-    does not say that it is the same, and only while ``go_on`` says so; what was not read has no hash.
+    ``gpus`` have ``free`` bytes as well; ``memory`` and ``disk`` are the free bytes.  A file is read only if its
+    identity differs, and until ``cancelled`` returns True; a file that was not read has no hash.
     """
     points = node.mounts()
     return {
         **_self(criu),
-        "files": {path: _present(path, was, hashes, go_on) for path, was in wanted.get("files", {}).items()},
+        "files": {path: _present(path, was, hashes, cancelled) for path, was in wanted.get("files", {}).items()},
         "packages": {directory: node.installed(directory) for directory in wanted.get("packages", {})},
         "mounts": {point: points.get(point, "") for point in wanted.get("mounts", {})},
         "ports": [
@@ -126,7 +126,7 @@ def _self(criu: str) -> dict[str, Any]:
 
 
 class _Mounts:
-    """Mount points and their types, asked for many files of few directories."""
+    """Mount points and their types, cached by directory."""
 
     def __init__(self, points: Mapping[str, str]) -> None:
         self._points = points
@@ -147,10 +147,10 @@ class _Mounts:
 
 
 def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
-    """By path: ``size``, ``mode``, ``build_id``, identity, how it is used, and whether a restore insists on the size.
+    """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
-    ``open``, ``mapped``, ``writes`` and ``code`` (as program code) are how; ``made``: by the dump, for a restore to
-    remove.
+    Its uses are ``open``, ``mapped``, ``writes`` and ``code`` (as program code); ``made``: by the dump, for a restore
+    to remove.
     """
     held: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -162,7 +162,7 @@ def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
         for use in ("writes", "code", "made"):
             entry[use] = entry[use] or bool(file.get(use))
         entry["checked"] = entry["checked"] or entry["made"]
-        if file["size"] is not None:  # the dump's own words, where it has any, are what the restore goes by
+        if file["size"] is not None:  # CRIU compares with the size in the dump
             entry |= {"size": file["size"], "checked": True}
         if file["mode"] is not None:
             entry["mode"] = file["mode"]
@@ -182,8 +182,8 @@ def _noted(path: str, file: Facts, kind: str) -> dict[str, Any]:
     return entry
 
 
-def _present(path: str, was: Facts, hashes: Hashes | None, go_on: Callable[[], bool]) -> dict[str, Any] | None:
-    """The facts of the file at ``path``, with ``same`` if they say that it is what it was; else with its content."""
+def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[], bool]) -> dict[str, Any] | None:
+    """Return the facts of the file at ``path``; ``same`` if they are those of ``was``, else its build-id and hash."""
     now = node.file_facts(path)
     if now is None:
         return None
@@ -193,5 +193,5 @@ def _present(path: str, was: Facts, hashes: Hashes | None, go_on: Callable[[], b
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
         if hashes is not None and was.get("blake3") and now["size"] == was["size"]:
-            now["blake3"] = hashes.of(path, now, go_on)
+            now["blake3"] = hashes.of(path, now, cancelled)
     return now

@@ -1,17 +1,16 @@
 """Content hashes of the files that kernels use, computed once for each state of a file.
 
-A kernel maps hundreds of libraries, of gigabytes together, and most of them never change.  `Hashes` remembers the
-BLAKE3 of a file by its identity (`node.identity`): device, inode, size, mtime and ctime.  Linux sets ctime itself at
-every change, so another content means another identity, but for these cases, in which nothing is remembered:
+A kernel maps hundreds of libraries, of gigabytes together, and most of them never change.  `Hashes` caches the BLAKE3
+of a file by its identity (`facts.identity`): device, inode, size, mtime and ctime.  Linux sets ctime itself at every
+change, so another content means another identity, but for these cases, in which nothing is cached:
 
-- The file was changed so shortly before it was read that a later change could fall into the same tick of the clock that
-  files are stamped by.
-- The stamp is one of whole seconds: a file system that is coarse, or an image of one whose times were chosen.  Such a
-  file is remembered by this process alone: while it runs, no other image comes to be where that one is mounted.
-- The file's identity after it was read is not the one before.
+- The file was changed so shortly before it was read that a later change could get the same time stamp.
+- The stamp is one of whole seconds: a coarse file system, or an image of one whose times were chosen.  Such a hash is
+  cached by this process alone: while it runs, no other image is mounted in the place of that one.
+- The file's identity changed while it was read.
 
-What is remembered lies beside the images in `FILE`, 0600, at most `MOST_KEPT` of them, the least used go first.  A file
-that is lost, damaged or written by two servers at once costs time, and nothing else.
+The cache lies beside the images in `FILE`, 0600, with `MOST_KEPT` hashes at most; the least used are removed first.  If
+it is lost, damaged or written by two servers at once, that costs nothing but time.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from .facts import Facts, identity, open_regular
 
 #: In the image directory.
 FILE = ".hashes.json"
-#: Files that are remembered; a kernel with PyTorch has some 300.
+#: Hashes in the cache; a kernel with PyTorch has some 300 files.
 MOST_KEPT = 4096
-#: Bytes that are hashed while somebody waits, of all files of one kernel that are not known yet.
+#: Bytes that `of_kernel` hashes while its caller waits, of all files of one kernel that are not cached yet.
 AT_ONCE = 16 << 20
-#: Bytes of the largest file that is hashed behind a kernel's back, and of all of one kernel.
+#: Bytes of the largest file that is hashed in the background, and of all files of one kernel.
 LARGEST, LATER = 2 << 30, 8 << 30
-#: Nanoseconds: a change that is younger than this may be followed by another one with the same stamp.
+#: Nanoseconds: a younger change may be followed by another one with the same stamp.
 _SETTLED = 2_000_000_000
 _SECOND = 1_000_000_000
 _BLOCK = 1 << 20
@@ -48,7 +47,7 @@ _VERSION = 1
 
 
 class Hashes:
-    """The hashes of files of this node, remembered in the image directory ``root``.  May be used from any thread."""
+    """The hashes of files of this node, cached in the image directory ``root``.  Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / FILE
@@ -60,19 +59,19 @@ class Hashes:
         self._thread: threading.Thread | None = None
 
     def known(self, facts: Facts) -> str:
-        """The hash of the file with these facts (`node.file_facts`) in hex; empty if it is not remembered."""
+        """Return the cached hash of the file with these facts (`facts.file_facts`) in hex; empty without one."""
         key = _key(facts)
         with self._lock:
             self._load()
             found = self._kept.pop(key, "")
             if found:
-                self._kept[key] = found  # the last one is the one that was used last
+                self._kept[key] = found  # the last one was used last
         return found
 
-    def of(self, path: str, facts: Facts, go_on: Callable[[], bool] = lambda: True) -> str:
-        """The same, reading the file if need be; empty if it cannot be read or is not the one of ``facts`` any more.
+    def of(self, path: str, facts: Facts, cancelled: Callable[[], bool] = lambda: False) -> str:
+        """Return the hash, reading the file if need be; empty if it cannot be read or has other ``facts`` by now.
 
-        ``go_on`` is asked for each block; False ends it without a result.
+        ``cancelled`` is called after each MiB; True ends the reading without a result.
         """
         if found := self.known(facts):
             return found
@@ -86,7 +85,7 @@ class Hashes:
                 block = bytearray(_BLOCK)
                 while count := file.readinto(block):
                     hasher.update(memoryview(block)[:count])
-                    if not go_on():
+                    if cancelled():
                         return ""
                 if identity(os.fstat(file.fileno())) != _identity(facts):
                     return ""
@@ -100,10 +99,10 @@ class Hashes:
         return found
 
     def of_kernel(self, files: Iterable[tuple[str, Facts, bool]]) -> dict[str, str]:
-        """The hashes of a kernel's files (path, facts, whether it may write to it) by path, as far as they are cheap.
+        """Return the hashes of a kernel's files (path, facts, whether it may write to it) by path, if they are cheap.
 
-        Those that are not known are read, the smallest first, up to `AT_ONCE` bytes; of the others `begin` finds out
-        those that the kernel does not write to, for its next image.
+        Those that are not cached are read, the smallest first, up to `AT_ONCE` bytes.  `begin` reads those of the
+        others that the kernel does not write to, for its next image.
         """
         found, unknown = {}, []
         for path, facts, writes in files:
@@ -124,38 +123,42 @@ class Hashes:
         return found
 
     def begin(self) -> None:
-        """Hash what `of_kernel` left, on a thread of its own that gives way to everything else; save what is new."""
+        """Hash the files that `of_kernel` has left, on a thread of the lowest priority, and save the cache."""
         with self._lock:
             if self._thread is None and (self._pending or self._unsaved):
-                # No daemon: it must not be in the middle of anything when the interpreter ends, and does not keep it.
+                # No daemon: it must not be interrupted when the interpreter ends, and `_work` ends soon then.
                 self._thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
                 self._thread.start()
 
     def settle(self) -> None:
-        """Wait until nothing is left to do."""
+        """Wait until the background thread has ended."""
         while (thread := self._thread) is not None:
             thread.join()
 
     def _work(self) -> None:
         with contextlib.suppress(OSError):  # of the thread alone, as Linux has it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        wanted = threading.main_thread().is_alive
+        main = threading.main_thread()
+
+        def cancelled() -> bool:
+            return not main.is_alive()
+
         while True:
             with self._lock:
-                if not self._pending or not wanted():
+                if not self._pending or cancelled():
                     self._pending.clear()
                     break
                 path, facts = self._pending.popitem()
-            self.of(path, facts, wanted)
+            self.of(path, facts, cancelled)
         self._save()
         with self._lock:
             self._thread = None
-            more = bool(self._pending) and wanted()  # just added, and nobody at it
+            more = bool(self._pending) and not cancelled()  # just added, without a thread
         if more:
             self.begin()
 
     def sweep(self) -> None:
-        """Remove what a process left that ended while it saved; one that saves just now does it again next time."""
+        """Remove files of a process that ended while it saved; one that saves just now does it again next time."""
         remove_leftovers(self._path)
 
     # -- the file; called with the lock held, but for `_save`
@@ -174,7 +177,7 @@ class Hashes:
         with self._lock:
             if not self._unsaved:
                 return
-            self._load()  # what another server has found out meanwhile
+            self._load()  # hashes that another server has saved meanwhile
             for key in list(self._kept)[:-MOST_KEPT]:
                 del self._kept[key]
             lasting = {key: found for key, found in self._kept.items() if _lasts(key)}
@@ -185,7 +188,7 @@ class Hashes:
 
 
 def _parsed(path: Path) -> dict[str, str]:
-    """What is remembered; nothing if it cannot be read or is not what `Hashes` writes."""
+    """Read the cache; empty if it cannot be read or is not in the form that `Hashes` writes."""
     try:
         with open_regular(str(path)) as file:
             data: Any = json.loads(file.read(MOST_KEPT * 512))

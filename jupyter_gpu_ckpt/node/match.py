@@ -1,7 +1,6 @@
-"""What a node lacks of the one an image was made on: two fingerprints (`fingerprint`) compared.
+"""The differences between this node and the one an image was made on: two fingerprints (`fingerprint`) compared.
 
-One `Mismatch` for each thing that is different.  A hard one means that the restore would fail, or that the kernel would
-break later without a word.
+A hard `Mismatch` means that the restore would fail, or that the kernel would break silently later.
 """
 
 from __future__ import annotations
@@ -11,21 +10,23 @@ import shlex
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import gt, ne
+from typing import Any
 
 from ..errors import ChangedFile, GpuCkptError, MissingFile, NodeUnfit, PortTaken, SocketTaken
 from ..terminal_text import printable
 from ..units import size
 from .facts import LINGERS, Facts
-from .fingerprint import fingerprint, look
+from .fingerprint import fingerprint, inspect_node
 
-__all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "look", "match", "require"]
+__all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "inspect_node", "match", "require"]
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One difference.  ``field``: a stable word for programs; ``hard``: the image is not restored here because of it.
+    """One difference.  ``field``: a stable word for programs; ``hard``: the image cannot be restored here.
 
-    ``path`` is the file it is about, if it is about one.
+    ``path``: the file that differs, if it is a file.
     """
 
     field: str
@@ -43,11 +44,11 @@ class Mismatch:
 def match(
     wanted: Facts, found: Facts, *, accept_changed_files: bool = False, gpu_map: Mapping[str, str] | None = None
 ) -> list[Mismatch]:
-    """Every difference that matters, the hard ones first.
+    """Return every difference that matters, the hard ones first.
 
-    ``accept_changed_files``: a data file that is not what it was is taken as it is now (soft).  ``gpu_map``: on which
-    GPU each one of the image goes; by default on itself, or else in the order of both nodes.  A fingerprint that lacks
-    a key (of an older image) is not asked about it.
+    ``accept_changed_files``: a changed data file is accepted as it is now (soft).  ``gpu_map``: the GPU here for each
+    one of the image; by default the same one, or else in the order of both nodes.  Only keys that ``wanted`` has are
+    compared.
     """
     mismatches: list[Mismatch] = []
     for key, compare in _COMPARE.items():
@@ -61,12 +62,12 @@ def match(
 
 
 def accepted_files(mismatches: Iterable[Mismatch]) -> list[str]:
-    """The changed files that a restore is to take as they are."""
+    """Return the changed files that a restore accepts as they are."""
     return sorted({each.path for each in mismatches if each.field == "file_changed" and not each.hard})
 
 
 def require(mismatches: Sequence[Mismatch]) -> None:
-    """Raise the error of the hard mismatches, with all of them in its details: nothing was started."""
+    """Raise the error of the hard mismatches, if there are any, with all of them in its details."""
     hard = [mismatch for mismatch in mismatches if mismatch.hard]
     if not hard:
         return
@@ -91,65 +92,43 @@ _ERRORS: dict[str, type[GpuCkptError]] = {
 
 # -- one comparison a key
 
+_Comparison = Callable[[Facts, Facts], Iterator[Mismatch]]
 
-def _architecture(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if wanted["architecture"] != found["architecture"]:
-        yield Mismatch(
-            "architecture",
-            "CPU architecture",
-            wanted["architecture"],
-            found["architecture"],
-            "Restore it on a node of that architecture.",
-            hard=True,
-        )
+
+def _compared(
+    field: str,
+    what: str,
+    differs: Callable[[Any, Any], bool],
+    advice: str,
+    *,
+    shown: Callable[[Any], str] = str,
+    wanted_form: str = "{}",
+    absent: str = "none",
+    hard: bool = True,
+) -> _Comparison:
+    """Compare one value of two fingerprints: a mismatch if it ``differs``."""
+
+    def compare(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+        was, now = wanted[field], found[field]
+        if differs(was, now):
+            yield Mismatch(field, what, wanted_form.format(shown(was) or absent), shown(now) or absent, advice, hard)
+
+    return compare
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _size(count: int) -> str:
+    return size(count, 2)
 
 
 def _cpu(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
     if missing := sorted(set(wanted["cpu"]) - set(found["cpu"])):
-        yield Mismatch(
-            "cpu",
-            "CPU features",
-            ", ".join(missing),
-            "a CPU without them",
-            "The kernel has chosen code that needs them; restore it on a node with the same or a newer CPU.",
-            hard=True,
-        )
-
-
-def _kernel(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if _version(found["kernel"])[:2] < _version(wanted["kernel"])[:2]:
-        yield Mismatch(
-            "kernel",
-            "Linux",
-            f"{wanted['kernel']} or newer",
-            found["kernel"],
-            "What is saved may use what an older Linux does not have; update this node.",
-            hard=True,
-        )
-
-
-def _criu(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if _version(found["criu"]) < _version(wanted["criu"]):
-        yield Mismatch(
-            "criu",
-            "CRIU",
-            f"{wanted['criu']} or newer",
-            found["criu"],
-            "Run `jupyter gpu-ckpt install-criu` on this node.",
-            hard=True,
-        )
-
-
-def _glibc(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if wanted["glibc"] != found["glibc"]:
-        yield Mismatch(
-            "glibc",
-            "C library (glibc)",
-            wanted["glibc"] or "another one",
-            found["glibc"] or "another one",
-            "The kernel has the old one mapped; use the same operating system image on both nodes.",
-            hard=True,
-        )
+        advice = "The kernel has chosen code that needs them; restore it on a node with the same or a newer CPU."
+        yield Mismatch("cpu", "CPU features", ", ".join(missing), "a CPU without them", advice, hard=True)
 
 
 def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
@@ -172,86 +151,78 @@ def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
 
 
 def _mounts(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    advice = "Files below it are meant to be the same ones; mount it here."
     for point, kind in wanted["mounts"].items():
-        here = found["mounts"].get(point, "")
-        if here != kind:
-            yield Mismatch(
-                "mount",
-                f"Mount {point}",
-                kind,
-                here or "nothing mounted there",
-                "Files below it are meant to be the same ones; mount it here.",
-                hard=False,
-                path=point,
-            )
+        if (here := found["mounts"].get(point, "")) != kind:
+            yield Mismatch("mount", f"Mount {point}", kind, here or "nothing mounted there", advice, False, point)
 
 
 def _ports(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
     for port in found["ports"]:
-        if port["problem"]:
-            yield Mismatch(
-                "port",
-                f"Port {port['number']} on {port['address']}",
-                "free: the kernel listens there",
-                port["problem"],
-                "Wait a minute, then try again."
-                if port["problem"] == LINGERS
-                else "End the process that uses it, or restore the kernel on another node.",
-                hard=True,
-            )
+        if problem := port["problem"]:
+            advice = "End the process that uses it, or restore the kernel on another node."
+            if problem == LINGERS:
+                advice = "Wait a minute, then try again."
+            what = f"Port {port['number']} on {port['address']}"
+            yield Mismatch("port", what, "free: the kernel listens there", problem, advice, hard=True)
 
 
 def _sockets(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
+    advice = "End the process that listens there and remove the file, or restore the kernel on another node."
     for socket in found["sockets"]:
-        if socket["problem"]:
-            yield Mismatch(
-                "socket",
-                f"Unix socket {socket['path']}",
-                "the kernel's own, or nothing",
-                socket["problem"],
-                "End the process that listens there and remove the file, or restore the kernel on another node.",
-                hard=True,
-                path=socket["path"],
-            )
+        if problem := socket["problem"]:
+            path = socket["path"]
+            yield Mismatch("socket", f"Unix socket {path}", "the kernel's own, or nothing", problem, advice, True, path)
 
 
-def _memory(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if found["memory"] < wanted["memory"]:
-        yield Mismatch(
-            "memory",
-            "Free host memory",
-            size(wanted["memory"], 2),
-            size(found["memory"], 2),
-            "Free some on this node, or checkpoint another kernel.",
-            hard=True,
-        )
-
-
-def _disk(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
-    if found["disk"] < wanted["disk"]:
-        yield Mismatch(
-            "disk",
-            "Free disk space in the image directory",
-            size(wanted["disk"], 2),
-            size(found["disk"], 2),
-            "The kernel can come back, but its next checkpoint will not fit; free some.",
-            hard=False,
-        )
-
-
-_COMPARE: dict[str, Callable[[Facts, Facts], Iterator[Mismatch]]] = {
-    "architecture": _architecture,
+_COMPARE: dict[str, _Comparison] = {
+    "architecture": _compared("architecture", "CPU architecture", ne, "Restore it on a node of that architecture."),
     "cpu": _cpu,
-    "kernel": _kernel,
-    "criu": _criu,
-    "glibc": _glibc,
+    "kernel": _compared(
+        "kernel",
+        "Linux",
+        lambda was, now: _version(now)[:2] < _version(was)[:2],
+        "The saved state may need what an older Linux does not have; update this node.",
+        wanted_form="{} or newer",
+    ),
+    "criu": _compared(
+        "criu",
+        "CRIU",
+        lambda was, now: _version(now) < _version(was),
+        "Run `jupyter gpu-ckpt install-criu` on this node.",
+        wanted_form="{} or newer",
+    ),
+    "glibc": _compared(
+        "glibc",
+        "C library (glibc)",
+        ne,
+        "The kernel has the old one mapped; use the same operating system image on both nodes.",
+        absent="another one",
+    ),
     "packages": _packages,
     "mounts": _mounts,
     "ports": _ports,
     "sockets": _sockets,
-    "memory": _memory,
-    "disk": _disk,
+    "memory": _compared(
+        "memory", "Free host memory", gt, "Free some on this node, or checkpoint another kernel.", shown=_size
+    ),
+    "disk": _compared(
+        "disk",
+        "Free disk space in the image directory",
+        gt,
+        "The kernel can come back, but its next checkpoint will not fit; free some.",
+        shown=_size,
+        hard=False,
+    ),
 }
+
+#: The same of an image that needs GPUs.
+_COMPARE_CUDA: tuple[_Comparison, ...] = (
+    _compared(
+        "driver", "NVIDIA driver", ne, "The kernel has the driver's library mapped; install the same version here."
+    ),
+    _compared("cuda", "CUDA version of the driver", ne, "It comes with the driver; install the same version here."),
+)
 
 
 #: What ``stat(2)`` calls the kinds of files.
@@ -277,27 +248,14 @@ def _files(
                 "file_missing", path, f"{size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
             )
         elif _kind(was) and _kind(now) != _kind(was):
-            yield Mismatch(
-                "file_changed",
-                path,
-                _KINDS.get(_kind(was), "another kind of file"),
-                _KINDS.get(_kind(now), "another kind of file"),
-                "Put it back.",
-                hard=True,
-                path=path,
-            )
+            before, after = (_KINDS.get(_kind(file), "another kind of file") for file in (was, now))
+            yield Mismatch("file_changed", path, before, after, "Put it back.", True, path)
         elif now.get("same"):
             continue
         elif was["build_id"] and now["build_id"] != was["build_id"]:
-            yield Mismatch(
-                "build",
-                path,
-                f"build-id {was['build_id'][:12]}",
-                f"build-id {now['build_id'][:12]}" if now["build_id"] else "no build-id",
-                "The kernel has this program code mapped; install the same version as on the other node.",
-                hard=True,
-                path=path,
-            )
+            before, after = f"build-id {was['build_id'][:12]}", f"build-id {now['build_id'][:12]}"
+            advice = "The kernel has this program code mapped; install the same version as on the other node."
+            yield Mismatch("build", path, before, after if now["build_id"] else "no build-id", advice, True, path)
         else:
             yield from _changed(path, was, now, accept)
             if stat.S_ISDIR(now["mode"]):
@@ -311,22 +269,20 @@ def _kind(file: Facts) -> int:
 
 
 def _replaced_directory(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
-    # Of a device with another number nothing is known: it may be the same one, mounted again.
+    # A device with another number may be the same one, mounted again.
     if here and "inode" in was and now["device"] == was["device"] and now["inode"] != was["inode"]:
         advice = "It was replaced: put the old one back. " + _ACCEPT
-        yield Mismatch(
-            "file_changed", path, "the directory there was", "another one", advice, hard=not accept, path=path
-        )
+        yield Mismatch("file_changed", path, "the directory there was", "another one", advice, not accept, path)
 
 
 _DELETED = "The kernel has it open under a name that was deleted; put it back as it was."
-_ACCEPT = "Or have it taken as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
+_ACCEPT = "Or accept it as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
 
 
 def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) -> Iterator[Mismatch]:
-    """What a file of the same kind, mode and size is told by: its hash, or where there is none, what else is known."""
+    """Compare files of the same kind, mode and size by their hashes, or where there is none, by their identities."""
     if not was["checked"] or "inode" not in was:
-        return  # only appended to, or of an image that notes nothing more
+        return  # only appended to, or without a noted identity
     if was.get("blake3") and now.get("blake3"):
         if was["blake3"] == now["blake3"]:
             return
@@ -334,24 +290,29 @@ def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) 
     elif _unwritten(was, now) or was["build_id"]:
         return
     elif not here or was["device"] != now["device"]:
-        return  # another copy of it, or the same one on a device that was mounted again: its size is all that is known
+        return  # a copy, or the same file on a device that was mounted again: nothing but the size can be compared
     elif was["inode"] != now["inode"]:
         before, after = "the file there was", "another one"
     else:
         before, after = "as it was", "written to since"
+    yield Mismatch("file_changed", path, before, after, *_judged(was, False, accept), path)
+
+
+def _judged(was: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
+    """Return the advice about a changed file, and whether it is hard.  ``mapped``: memory depends on its size."""
+    if was.get("made"):
+        return _DELETED, True
     if was.get("code"):
-        advice, hard = "The kernel has this program code mapped; put it back as it was.", True
-    elif was.get("made"):
-        advice, hard = _DELETED, True
-    elif accept:
-        advice, hard = "The kernel goes on with it as it is now.", False
-    else:
-        advice, hard = "Put it back. " + _ACCEPT, True
-    yield Mismatch("file_changed", path, before, after, advice, hard, path)
+        return "The kernel has this program code mapped; put it back as it was.", True
+    if mapped:
+        return "The kernel has it mapped into its memory; put it back as it was.", True
+    if accept:
+        return "The kernel continues with it as it is now.", False
+    return "Put it back. " + _ACCEPT, True
 
 
 def _unwritten(was: Facts, now: Facts) -> bool:
-    """Whether it is the file that it was, with nothing but its rights, its names or its device's number changed."""
+    """Whether it is the same file, with nothing but its rights, names or device number changed."""
     return bool(was["inode"] == now["inode"] and was["mtime"] == now["mtime"])
 
 
@@ -367,50 +328,22 @@ def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismat
             path=path,
         )
     if stat.S_ISDIR(now["mode"]) or now["size"] == was["size"] or not (was["checked"] or was["open"]):
-        return  # the size of a directory says nothing
+        return  # the size of a directory is of no importance
+    # Beyond the end of a mapped file there is no memory: an access ends the process (SIGBUS).
+    mapped = bool(was["build_id"] or (was["mapped"] and now["size"] < was["size"]))
+    advice, hard = _judged(was, mapped, accept)
     if not was["checked"]:
-        advice, hard = "The kernel only appends to it, and goes on at its end.", False
-    elif was.get("made"):
-        advice, hard = _DELETED, True
-    elif was["build_id"] or was.get("code") or (was["mapped"] and now["size"] < was["size"]):
-        # Beyond the end of a mapped file there is no memory: a touch of it ends the process (SIGBUS).
-        advice, hard = "The kernel has it mapped into its memory; put it back as it was.", True
-    elif accept:
-        advice, hard = "The kernel goes on with it as it is now.", False
-    else:
-        advice = "Put it back, or have it taken as it is: `jupyter gpu-ckpt match IMAGE --accept-changed-files`."
-        hard = True
+        advice, hard = "The kernel only appends to it, and continues at its end.", False
     yield Mismatch("file_changed", path, f"{was['size']} bytes", f"{now['size']} bytes", advice, hard, path)
 
 
 def _gpus(wanted: Facts, found: Facts, gpu_map: Mapping[str, str] | None) -> Iterator[Mismatch]:
-    if wanted["driver"] != found["driver"]:
-        yield Mismatch(
-            "driver",
-            "NVIDIA driver",
-            wanted["driver"],
-            found["driver"] or "none",
-            "The kernel has the driver's library mapped; install the same version here.",
-            hard=True,
-        )
-    if wanted["cuda"] != found["cuda"]:
-        yield Mismatch(
-            "cuda",
-            "CUDA version of the driver",
-            wanted["cuda"],
-            found["cuda"] or "none",
-            "It comes with the driver; install the same version here.",
-            hard=True,
-        )
-    if len(wanted["gpus"]) != len(found["gpus"]):
-        yield Mismatch(
-            "gpu_count",
-            "Number of GPUs",
-            str(len(wanted["gpus"])),
-            str(len(found["gpus"])),
-            "The driver maps every GPU of the one node to one of the other; use a node with as many.",
-            hard=True,
-        )
+    for compare in _COMPARE_CUDA:
+        yield from compare(wanted, found)
+    before, after = len(wanted["gpus"]), len(found["gpus"])
+    if before != after:
+        advice = "The driver maps every GPU of the one node to one of the other; use a node with as many."
+        yield Mismatch("gpu_count", "Number of GPUs", str(before), str(after), advice, hard=True)
         return
     here = {gpu["uuid"]: gpu for gpu in found["gpus"]}
     for was, goes_to in zip(wanted["gpus"], _successors(wanted["gpus"], found["gpus"], gpu_map), strict=True):
@@ -437,14 +370,7 @@ def _gpu(was: Facts, now: Facts | None, uuid: str, needed: int) -> Iterator[Mism
         yield Mismatch("gpu_model", what, was["name"], now["name"], advice, hard=True)
     if now["total"] < was["total"]:
         advice = "Use a GPU with as much memory."
-        yield Mismatch("gpu_memory", what, size(was["total"], 2), size(now["total"], 2), advice, hard=True)
+        yield Mismatch("gpu_memory", what, _size(was["total"]), _size(now["total"]), advice, hard=True)
     if now["free"] < needed:
         advice = "Nothing is lost: checkpoint another kernel there, or name another GPU."
-        yield Mismatch(
-            "device_memory", what, f"{size(needed, 2)} free", f"{size(now['free'], 2)} free", advice, hard=True
-        )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+        yield Mismatch("device_memory", what, f"{_size(needed)} free", f"{_size(now['free'])} free", advice, True)

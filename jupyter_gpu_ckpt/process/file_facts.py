@@ -1,9 +1,7 @@
-"""What Linux itself knows of a file, without waiting for the server that has it.
+"""Facts about a file that Linux has in memory, without waiting for the server of its file system.
 
-The file may lie on a network file system or in a program (FUSE) whose answer never comes, and whoever waits for it
-waits as long.  ``statx(2)`` with ``AT_STATX_DONT_SYNC`` and ``openat2(2)`` with ``RESOLVE_CACHED`` (Linux 5.12) do not.
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+The file may lie on a network file system or in a program (FUSE) that never answers, and ``stat(2)`` waits as long.
+``statx(2)`` with ``AT_STATX_DONT_SYNC`` and ``openat2(2)`` with ``RESOLVE_CACHED`` (Linux 5.12) do not.
 """
 
 from __future__ import annotations
@@ -17,19 +15,16 @@ import signal
 import struct
 from dataclasses import dataclass
 
-from jupyter_gpu_ckpt.process import kernel_calls
+from jupyter_gpu_ckpt.process import kernel_calls, syscalls
 
-#: Seconds that `patient` gives the server of a file.
-PATIENCE = 2.0
+#: Seconds that `within_timeout` waits for the server of a file.
+TIMEOUT = 2.0
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = -100, 0x1000, 0x4000
 _STATX_TYPE, _STATX_MODE, _STATX_MTIME, _STATX_INO = 0x1, 0x2, 0x40, 0x100
 #: ``struct statx``, and where the mode, the inode, the time of the last change and the device of a device file are.
 _STATX_BYTES, _AT_MODE, _AT_MTIME, _AT_DEVICE = 256, 28, 112, 128
-_SYS_OPENAT2 = 437  # the same on all architectures
 _RESOLVE_CACHED = 0x20
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -43,15 +38,14 @@ class FileFacts:
 
 
 def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
-    """Facts of a file, as Linux has them in memory; raises `OSError`.
+    """Return the facts of a file that Linux has in memory; raises `OSError`.
 
-    The path is walked as always: only for ``/proc/PID/fd/N`` is nobody asked.
+    The path is walked as always, which may wait; not so for ``/proc/PID/fd/N``.
     """
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     wanted = _STATX_TYPE | _STATX_MODE | _STATX_MTIME | _STATX_INO
-    if _libc.statx(directory, os.fsencode(path), _AT_STATX_DONT_SYNC | flags, wanted, buffer):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
+    statx = syscalls.libc.statx
+    syscalls.check(statx(directory, os.fsencode(path), _AT_STATX_DONT_SYNC | flags, wanted, buffer), f"statx {path}")
     mode, inode = struct.unpack_from("=H2xQ", buffer, _AT_MODE)
     seconds, nanoseconds = struct.unpack_from("=qI", buffer, _AT_MTIME)
     major, minor = struct.unpack_from("=II", buffer, _AT_DEVICE)
@@ -59,14 +53,14 @@ def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
 
 
 def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:
-    """The same of a path all names of which Linux has in memory; `BlockingIOError` where it would have to ask.
+    """Return the same of a path all names of which Linux has in memory; `BlockingIOError` for another path.
 
-    A path through ``/proc/PID/root`` never is such a path: ``directory`` is a descriptor of that, then.
+    A path through ``/proc/PID/root`` is never in memory: pass a descriptor of that as ``directory``.
     """
     how = ctypes.create_string_buffer(struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_CACHED), 24)
     name = ctypes.create_string_buffer(os.fsencode(path))
     try:
-        fd = kernel_calls.call(_SYS_OPENAT2, directory, ctypes.addressof(name), ctypes.addressof(how), 24)
+        fd = kernel_calls.call("openat2", directory, ctypes.addressof(name), ctypes.addressof(how), 24)
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # an older Linux, or one that forbids the call
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path) from error
@@ -77,11 +71,11 @@ def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:
         os.close(fd)
 
 
-def patient(path: str, directory: int = _AT_FDCWD) -> FileFacts:
-    """The same of any path; raises `OSError`, `TimeoutError` where no answer comes in `PATIENCE` seconds.
+def within_timeout(path: str, directory: int = _AT_FDCWD) -> FileFacts:
+    """Return the same of any path; raises `OSError`, `TimeoutError` where no answer comes in `TIMEOUT` seconds.
 
-    Where Linux would have to ask, a process of its own does.  One without an answer is killed, and reaped, when Linux
-    lets go of it, by whoever reaps the caller's children.
+    A child process waits for the server of a file.  If that does not answer, the child is killed, and reaped with the
+    caller's other children when Linux ends its wait.
     """
     with contextlib.suppress(BlockingIOError):
         return cached(path, directory)
@@ -93,7 +87,7 @@ def patient(path: str, directory: int = _AT_FDCWD) -> FileFacts:
                 _answer(path, directory, writing)
         finally:
             os.close(writing)
-        words = answer.read(256).split() if select.select([answer], [], [], PATIENCE)[0] else []
+        words = answer.read(256).split() if select.select([answer], [], [], TIMEOUT)[0] else []
     os.kill(pid, signal.SIGKILL)
     if not words:
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)

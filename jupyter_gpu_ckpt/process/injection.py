@@ -1,9 +1,7 @@
-"""Questions to a stopped process that only the process itself can answer, and settings that only it can make.
+"""System calls made in the name of a stopped process: state that only it can read, settings that only it can make.
 
-Each is a system call in the name of one of its threads (`ptrace.Tracee.call`).  What a call reads or writes in memory
-lies on the thread's own stack meanwhile, and what was there is put back.
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+One of its threads makes the call (`ptrace.Tracee.call`).  Memory that a call reads or writes lies on the thread's own
+stack meanwhile, whose content is put back.
 """
 
 from __future__ import annotations
@@ -15,10 +13,11 @@ import os
 import signal
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import kernel_calls, syscalls
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS, Numbers
+from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, Machine, ProcessMemory, Tracee, system_call_gate
 
 PR_SET_PDEATHSIG = 1
@@ -35,18 +34,14 @@ _THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING, _USER_SESSIO
 _KCMP_VM = 1
 _SIGINFO_BYTES = 128
 _MCL_FUTURE = 2
-_SYS_LANDLOCK_CREATE_RULESET = 444  # the same on all architectures
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 
 
 class Injection:
-    """The first thread of a stopped process, ours until the end of `into`."""
+    """The first thread of a stopped process, traced until the end of `into`."""
 
-    def __init__(
-        self, pid: int, machine: Machine, numbers: Numbers, leader: Tracee, memory: ProcessMemory, gate: int
-    ) -> None:
+    def __init__(self, pid: int, machine: Machine, leader: Tracee, memory: ProcessMemory, gate: int) -> None:
         self.pid = pid
-        self.numbers = numbers
         self._machine = machine
         self._leader = leader
         self._memory = memory
@@ -55,21 +50,21 @@ class Injection:
     @classmethod
     @contextlib.contextmanager
     def into(cls, pid: int) -> Iterator[Injection | None]:
-        """Hold the first thread of ``pid``, all of whose threads are in a group stop; it is so again afterwards.
+        """Trace the first thread of ``pid``, all of whose threads are in a group stop, before and after.
 
-        None on a machine whose registers nobody wrote down.  Raises `OSError`.
+        None on a machine that `ptrace` does not know.  Raises `OSError`.
         """
-        if MACHINE is None or NUMBERS is None:
+        if MACHINE is None:
             yield None
             return
         with ProcessMemory(pid) as memory:
             gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
             with Tracee(MACHINE, pid) as leader:
-                yield cls(pid, MACHINE, NUMBERS, leader, memory, gate)
+                yield cls(pid, MACHINE, leader, memory, gate)
 
-    def call(self, number: int, *arguments: int, tid: int = 0) -> int:
-        """Run a system call in the process's name; its result, negative for an error.  ``tid``: by another thread."""
-        words = [argument & (1 << 64) - 1 for argument in arguments]
+    def call(self, name: str, *arguments: int, tid: int = 0) -> int:
+        """Make a system call in the process, by the thread ``tid`` (0: the first).  Negative results are errors."""
+        number, words = NUMBERS[name], [argument & (1 << 64) - 1 for argument in arguments]
         words += [0] * (6 - len(words))
         if tid in (0, self.pid):
             return self._leader.call(self._gate, number, *words)
@@ -77,8 +72,8 @@ class Injection:
             return tracee.call(self._gate, number, *words)
 
     @contextlib.contextmanager
-    def room(self, data: bytes, tid: int = 0) -> Iterator[int]:
-        """Put ``data`` into the thread's stack for as long as the body lasts; its address."""
+    def on_stack(self, data: bytes, tid: int = 0) -> Iterator[int]:
+        """Write ``data`` to the thread's stack for as long as the body lasts.  Yields its address."""
         if tid in (0, self.pid):
             stack = self._leader.words()[self._machine.sp]
         else:
@@ -92,26 +87,21 @@ class Injection:
         finally:
             self._memory.write(address, kept)
 
-    def read(self, address: int, size: int) -> bytes:
-        """Memory of the process."""
-        return self._memory.read(address, size)
-
-    # -- questions
+    # -- state
 
     def settings(self) -> dict[str, int]:
         """Settings of the process that CRIU forgets, by name; those that are as in a new process are left out."""
         found = {}
-        prctl, arch_prctl = self.numbers.prctl, self.numbers.arch_prctl
-        if (policy := self.call(prctl, PR_MCE_KILL_GET)) in (0, 1):
+        if (policy := self.call("prctl", PR_MCE_KILL_GET)) in (0, 1):
             found["mce_kill"] = policy
-        if (bits := self.call(prctl, PR_GET_MDWE)) > 0:
+        if (bits := self.call("prctl", PR_GET_MDWE)) > 0:
             found["mdwe"] = bits
-        if self.call(prctl, PR_GET_MEMORY_MERGE) > 0:
+        if self.call("prctl", PR_GET_MEMORY_MERGE) > 0:
             found["memory_merge"] = 1
         if self._locks_future():
             found["lock_future"] = 1
-        if arch_prctl is not None:
-            if self.call(arch_prctl, ARCH_GET_CPUID) == 0:
+        if "arch_prctl" in NUMBERS:
+            if self.call("arch_prctl", ARCH_GET_CPUID) == 0:
                 found["no_cpuid"] = 1
             if self._has_tiles():
                 found["tiles"] = 1
@@ -120,11 +110,11 @@ class Injection:
     def _locks_future(self) -> bool:
         """Whether memory is locked as it is mapped (``mlockall(MCL_FUTURE)``), which only a new mapping shows."""
         before = self._locked()
-        address = self.call(self.numbers.mmap, 0, mmap.PAGESIZE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        address = self.call("mmap", 0, mmap.PAGESIZE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         if address < 0:
             return address == -errno.EAGAIN  # it would be, and is more than the limit allows
         locked = self._locked() > before
-        self.call(self._machine.munmap, address, mmap.PAGESIZE)
+        self.call("munmap", address, mmap.PAGESIZE)
         return locked
 
     def _locked(self) -> int:
@@ -132,48 +122,46 @@ class Injection:
 
     def _has_tiles(self) -> bool:
         """Whether the process was permitted to use AMX."""
-        assert self.numbers.arch_prctl is not None
-        with self.room(bytes(8)) as address:
-            if self.call(self.numbers.arch_prctl, ARCH_GET_XCOMP_PERM, address) != 0:
+        with self.on_stack(bytes(8)) as address:
+            if self.call("arch_prctl", ARCH_GET_XCOMP_PERM, address) != 0:
                 return False
-            (permitted,) = struct.unpack("=Q", self.read(address, 8))
+            (permitted,) = struct.unpack("=Q", self._memory.read(address, 8))
         return bool(permitted >> _XTILEDATA & 1)
 
     def unproven(self, user: int) -> Iterator[str]:
-        """State that does not come back, as noun phrases.  ``user``: whose the process is."""
-        keyctl = self.numbers.keyctl
-        if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _THREAD_KEYRING) > 0:
+        """State that does not come back, as noun phrases.  ``user``: the process's user id."""
+        if self.call("keyctl", KEYCTL_GET_KEYRING_ID, _THREAD_KEYRING) > 0:
             yield "a keyring of a thread"
-        if self.call(keyctl, KEYCTL_GET_KEYRING_ID, _PROCESS_KEYRING) > 0:
+        if self.call("keyctl", KEYCTL_GET_KEYRING_ID, _PROCESS_KEYRING) > 0:
             yield "a keyring of its own"
         with contextlib.suppress(OSError):  # a Linux without keyrings
-            mine = kernel_calls.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
-            theirs = self.call(keyctl, KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
-            # Who has joined none has its user's, and a process may have changed its user.
+            mine = kernel_calls.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+            theirs = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+            # A process that has joined none has its user's, and may have changed its user.
             changed = user != os.getuid()
             if theirs != mine and not (changed and theirs == self._user_session()):
                 yield "a session keyring of its own"
             # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
-            if os.geteuid() != 0 and kernel_calls.call(keyctl, KEYCTL_READ, _USER_KEYRING) > 0:
+            if os.geteuid() != 0 and kernel_calls.call("keyctl", KEYCTL_READ, _USER_KEYRING) > 0:
                 yield "keys in the user's keyring"
-        if self.numbers.modify_ldt is not None:
-            with self.room(bytes(8)) as address:
-                if self.call(self.numbers.modify_ldt, 0, address, 8) > 0:
+        if "modify_ldt" in NUMBERS:
+            with self.on_stack(bytes(8)) as address:
+                if self.call("modify_ldt", 0, address, 8) > 0:
                     yield "segments of its own (modify_ldt)"
 
     def end_of(self, child: int) -> int | None:
-        """How a child has ended that is still to be waited for, as ``wait(2)`` gives it; None where there is none."""
-        with self.room(bytes(_SIGINFO_BYTES)) as address:
+        """Return the ``wait(2)`` status of an ended child that nobody has waited for; None without such a child."""
+        with self.on_stack(bytes(_SIGINFO_BYTES)) as address:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if self.call(self.numbers.waitid, os.P_PID, child, address, options) != 0:
+            if self.call("waitid", os.P_PID, child, address, options) != 0:
                 return None
-            code, pid, status = struct.unpack("=8xi4xi4xi", self.read(address, 28))
+            code, pid, status = struct.unpack("=8xi4xi4xi", self._memory.read(address, 28))
         if pid != child:
             return None
         return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))
 
     def _user_session(self) -> int:
-        return self.call(self.numbers.keyctl, KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
+        return self.call("keyctl", KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
 
     def confined(self, tids: Sequence[int], user: int, group: int) -> bool:
         """Whether one of the threads, all of that user and group, is in a Landlock domain that the caller is not in.
@@ -193,21 +181,20 @@ class Injection:
 
     def _may_not_see(self, tid: int, other: int) -> bool:
         with contextlib.suppress(ProcessLookupError):  # it ended
-            return self.call(self.numbers.kcmp, tid, other, _KCMP_VM, tid=tid) == -errno.EPERM
+            return self.call("kcmp", tid, other, _KCMP_VM, tid=tid) == -errno.EPERM
         return False
 
     # -- settings
 
-    def make(self, settings: dict[str, int]) -> list[str]:
-        """Set what `settings` gave; the names of what could not be set."""
-        prctl, arch_prctl = self.numbers.prctl, self.numbers.arch_prctl or -1
-        calls = {
-            "mce_kill": (prctl, PR_MCE_KILL, PR_MCE_KILL_SET, settings.get("mce_kill", 0)),
-            "lock_future": (self.numbers.mlockall, _MCL_FUTURE),
-            "memory_merge": (prctl, PR_SET_MEMORY_MERGE, 1),
-            "no_cpuid": (arch_prctl, ARCH_SET_CPUID, 0),
-            "tiles": (arch_prctl, ARCH_REQ_XCOMP_PERM, _XTILEDATA),
-            "mdwe": (prctl, PR_SET_MDWE, settings.get("mdwe", 0)),
+    def apply(self, settings: dict[str, int]) -> list[str]:
+        """Make the settings that `settings` has returned.  Return the names of those that failed."""
+        calls: dict[str, tuple[Any, ...]] = {
+            "mce_kill": ("prctl", PR_MCE_KILL, PR_MCE_KILL_SET, settings.get("mce_kill", 0)),
+            "lock_future": ("mlockall", _MCL_FUTURE),
+            "memory_merge": ("prctl", PR_SET_MEMORY_MERGE, 1),
+            "no_cpuid": ("arch_prctl", ARCH_SET_CPUID, 0),
+            "tiles": ("arch_prctl", ARCH_REQ_XCOMP_PERM, _XTILEDATA),
+            "mdwe": ("prctl", PR_SET_MDWE, settings.get("mdwe", 0)),
         }
         return [name for name, call in calls.items() if name in settings and self.call(*call) < 0]
 
@@ -215,14 +202,14 @@ class Injection:
 def has_landlock() -> bool:
     """Whether this Linux has Landlock, and lets the caller use it."""
     try:
-        return kernel_calls.call(_SYS_LANDLOCK_CREATE_RULESET, 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
+        return kernel_calls.call("landlock_create_ruleset", 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
     except OSError:  # not built in, or not switched on; or forbidden to the caller, and so to all that it starts
         return False
 
 
 @contextlib.contextmanager
 def _bystander(user: int, group: int) -> Iterator[int]:
-    """A process of that user, outside of any domain that the caller is not in, that all of the user's may look into."""
+    """A process of that user, in no domain that the caller is not in, which all of the user's may look into."""
     ready, report = os.pipe2(os.O_CLOEXEC)
     try:
         pid = os.fork()

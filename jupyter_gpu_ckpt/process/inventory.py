@@ -1,22 +1,21 @@
-"""What a process is made of, and which of it is proven to come back from a dump and a restore.
+"""The state of a process tree, and which of it is proven to survive a dump and a restore.
 
-`inspect` reads a process tree from ``/proc``, by ``pidfd_getfd(2)``, ``kcmp(2)`` and, where the processes are stopped,
-by system calls in their own name (`injection`).  It finds three things:
+`inspect` reads it from ``/proc``, by ``pidfd_getfd(2)``, ``kcmp(2)`` and, where the processes are stopped, by system
+calls in their own name (`injection`).  It finds three things:
 
-*refusals*: state of a kind that is not on the lists of this module.  The lists say what is proven: each kind went
+*refusals*: state of a kind that is not on the lists of this module.  The lists have what is proven: each kind went
 through a dump and a restore by root and by an ordinary user, and its test is in ``tests/engine/test_process_state.py``.
-What is not on them is refused by its name while the kernel still lives.
+A kind that is not on them is refused by its name while the kernel still lives.
 
 *notes*: state that CRIU forgets and that `reapply` puts back before the restored processes run.
 
-*inventory*: threads, descriptors and mappings, which CRIU's image must have, all of them (`tasks.missing`).
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+*inventory*: threads, descriptors and mappings, all of which CRIU's image must have (`tasks.missing`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
@@ -27,9 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, kernel_calls, sockets
+from jupyter_gpu_ckpt.process import file_facts, kernel_calls, sockets, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
+from jupyter_gpu_ckpt.process.ptrace import MACHINE
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
 
@@ -37,13 +36,13 @@ Notes = dict[str, Any]
 
 # -- what is proven
 
-#: Character devices by number: what is read from them and written to them has no state.
-_DEVICES = {(1, 3): "null", (1, 5): "zero", (1, 7): "full", (1, 8): "random", (1, 9): "urandom"}
-#: Terminals (5:0 tty, 5:2 ptmx, 136-143 pts) have a judge of their own; device files of GPUs are `cuda.device_files`'s.
+#: Character devices without a state, by number: null, zero, full, random, urandom.
+_STATELESS_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
+#: tty, ptmx and pts: `terminals` checks them, and `cuda.device_files` the device files of GPUs.
 _TERMINALS = {(5, 0), (5, 2), *((major, minor) for major in range(136, 144) for minor in range(256))}
-#: What an open file on such a file system is, by its name in ``/proc/PID/mountinfo``.
+#: Refused files, by the name of their file system in ``/proc/PID/mountinfo``.
 _FILE_SYSTEMS = {"mqueue": "a POSIX message queue", "hugetlbfs": "a file in huge pages (hugetlbfs)"}
-#: What ``statfs(2)`` says of a memfd in huge pages, which is on no mount that ``mountinfo`` shows.
+#: ``statfs(2)`` of a memfd in huge pages, which is on no mount that ``mountinfo`` shows.
 _HUGETLBFS_MAGIC = 0x958458F6
 #: Kernel objects without a file, by the name that ``/proc/PID/fd`` shows.
 _ANONYMOUS = frozenset({"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "[pidfd]", "inotify"})
@@ -60,72 +59,40 @@ _ANONYMOUS_NAMES = {
     "bpf_link": "a BPF link",
 }
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that say nothing.
-_MAPPING_FLAGS = frozenset(
-    (
-        "rd",
-        "wr",
-        "ex",
-        "sh",
-        "mr",
-        "mw",
-        "me",
-        "ms",
-        "gd",
-        "lo",
-        "sr",
-        "rr",
-        "dc",
-        "ac",
-        "nr",
-        "dd",
-        "sd",
-        "mg",
-        "hg",
-        "nh",
-        "wf",
-        "dp",
-        "gu",
-        "lf",
-        "sl",
-        "dw",  # before Linux 5.15: of a program's own file
-        "bt",  # of aarch64: of every library that is built for it
-    )
-)
+#: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.
+_MAPPING_FLAGS = "rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl dw bt"
 #: The same of files on persistent memory (DAX), and only of files.
-_DAX_FLAGS = frozenset(("mm", "sf"))
+_DAX_FLAGS = {"mm", "sf"}
 #: Rings of io_setup(2), which have a flag (``de``) that memory of devices has too.
 _ASYNCHRONOUS_IO = "/[aio]"
 _MAPPING_NAMES = {
     "ht": "memory in huge pages (MAP_HUGETLB)",
     "ss": "a shadow stack",
-    "um": "memory that a userfaultfd watches",
-    "uw": "memory that a userfaultfd watches",
-    "ui": "memory that a userfaultfd watches",
-    "io": "memory of a device",
-    "pf": "memory of a device",
-    "mm": "memory of a device",
+    **dict.fromkeys(("um", "uw", "ui"), "memory that a userfaultfd watches"),
+    **dict.fromkeys(("io", "pf", "mm"), "memory of a device"),
 }
-#: Paths below /dev that are mapped as memory and no device's, or are `cuda.device_files`'s.
+#: Paths below /dev whose memory is no device's, or is checked by `cuda.device_files`.
 _MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
-#: Mappings that Linux makes for every process, and that need no restore of ours.
+#: Mappings that Linux makes for every process.
 _OF_LINUX = re.compile(r"\[(vdso|vvar|vvar_vclock|vsyscall)\]$")
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "user", "uts")
-_NAMESPACE_NAMES = {
+_NAMESPACES = {
+    "cgroup": "cgroup",
     "ipc": "IPC",
     "mnt": "mount",
     "net": "network",
     "pid": "PID",
     "pid_for_children": "PID",
+    "user": "user",
     "uts": "UTS",
 }
-#: What ``/proc/PID/status`` says of a defence against speculation that ``prctl(2)`` switched on (here: number, value).
+#: Defences against speculation in ``/proc/PID/status``, and how ``prctl(2)`` switches them on (number, value).
 _SPECULATION = {
     "Speculation_Store_Bypass": (0, {"thread mitigated": 4, "thread force mitigated": 8}),
     "SpeculationIndirectBranch": (1, {"conditional disabled": 4, "conditional force disabled": 8}),
 }
 
-#: File systems of the network, below which Linux mounts others of the same kind as somebody enters them.
-_MOUNTED_BY_LINUX = frozenset({"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"})
+#: File systems of the network, below which Linux mounts others of the same kind when a process enters them.
+_MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 
 _O_DIRECT = 0o40000
 _CAP_SYS_ADMIN = 1 << 21
@@ -136,35 +103,30 @@ _SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 @dataclass
 class Found:
-    """What `inspect` found: see the head of this module.  All of it is plain JSON."""
+    """The result of `inspect`: see the head of this module.  All of it is plain JSON."""
 
     refusals: list[dict[str, str]] = field(default_factory=list)
     notes: dict[str, Notes] = field(default_factory=dict)
     inventory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Names of system calls that the host forbids to all: what they tell was not asked.
+    #: Names of system calls that the host forbids to all: the state that they read is not checked.
     unasked: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
-        """Note a refusal: a noun phrase, what it is about (``file``, ``socket`` or ``state``), what to do about it."""
+        """Note a refusal: a noun phrase, its kind (``file``, ``socket`` or ``state``), and how to avoid it."""
         refusal = {"what": what, "kind": kind, "hint": hint}
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON."""
-        return {
-            "refusals": self.refusals,
-            "notes": self.notes,
-            "inventory": self.inventory,
-            "unasked": self.unasked,
-        }
+        """The same as a dict."""
+        return dataclasses.asdict(self)
 
 
 def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
-    """Those of a capsule's mounts that somebody in it has made.
+    """The mounts of a capsule that processes in it have made.
 
-    ``before``: what there was before the kernel; ``outside``: mounts of the host.  Linux itself mounts what lies below
-    a file system of the network as somebody enters it, and does so again.
+    ``before``: mounts older than the kernel; ``outside``: mounts of the host.  Those below a file system of the network
+    are made by Linux itself, and after a restore again.
     """
     known = {mount.number for mount in before}
     kinds = {mount.number: mount.filesystem for mount in now}
@@ -185,11 +147,11 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
     root:
         The pid of the kernel, a child of the caller, which has the capabilities over it.
     stopped:
-        All threads are in a group stop: also look at what only a stopped process shows.
+        All threads are in a group stop: also inspect what only a stopped process shows.
     allow_unconfined:
         The administrator lets a kernel that is confined by Landlock come back without that.
     own:
-        What was mounted in the capsule since the kernel began (`own_mounts`).
+        Mounts made in the capsule since the kernel began (`own_mounts`).
 
     A process or thread that ends meanwhile is left out.  Raises `OSError` where ``/proc`` cannot be read.
     """
@@ -201,7 +163,7 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
     found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
-            _Process(pid, set(tree), found, mine).look(stopped, allow_unconfined)
+            _Process(pid, set(tree), found, mine).inspect(stopped, allow_unconfined)
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
@@ -210,7 +172,7 @@ def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Se
 
 
 def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
-    """Refuse a process that the caller may not look into, or not in the way that gave ``error``."""
+    """Refuse a process that the caller may not inspect, or not by the call that raised ``error``."""
     if procfs.is_ending(pid):
         return
     try:
@@ -240,7 +202,7 @@ def _tree(root: int) -> Iterator[int]:
 
 
 def _optional(path: str) -> str:
-    """A file that this Linux may be built without; empty then.  The end of its process is raised."""
+    """Read a file; empty on a Linux that is built without it.  The end of its process is raised."""
     try:
         return procfs.read(path)
     except ProcessLookupError:
@@ -251,7 +213,7 @@ def _optional(path: str) -> str:
 
 @dataclass(frozen=True)
 class _OwnState:
-    """The same of the caller, PID 1 of the capsule, from which CRIU inherits what it does not restore."""
+    """State of the caller, PID 1 of the capsule: restored processes inherit from it what CRIU does not restore."""
 
     affinity: set[int]
     slice: bytes
@@ -282,10 +244,9 @@ class _OwnState:
 
 
 def _slice(tid: int) -> bytes:
-    if NUMBERS is None:
-        return b""
-    with contextlib.suppress(OSError):
-        return kernel_calls.scheduling(NUMBERS, tid)
+    if MACHINE is not None:
+        with contextlib.suppress(OSError):
+            return kernel_calls.scheduling(tid)
     return b""
 
 
@@ -298,7 +259,7 @@ def _namespaces(root: str) -> dict[str, str]:
 
 
 class _Process:
-    """One process, looked at piece by piece."""
+    """The inspection of one process."""
 
     def __init__(self, pid: int, tree: set[int], found: Found, mine: _OwnState) -> None:
         self.pid = pid
@@ -311,8 +272,8 @@ class _Process:
         self.eventfds: dict[str, list[int]] = {}
         self.epolls: dict[int, list[dict[str, int]]] = {}
 
-    def look(self, stopped: bool, allow_unconfined: bool) -> None:
-        """Fill `Found` with what there is of this process."""
+    def inspect(self, stopped: bool, allow_unconfined: bool) -> None:
+        """Add this process's state to `Found`."""
         if procfs.stat(self.pid).has_ended:
             return
         if (directory := os.readlink(f"{self.root}/root")) != "/":
@@ -323,7 +284,7 @@ class _Process:
         self.mapping_names()
         if stopped:
             self.mappings()
-            self.ask(allow_unconfined)
+            self.injected(allow_unconfined)
         if self.notes:
             self.found.notes[str(self.pid)] = self.notes
         self.found.inventory[str(self.pid)] = self.inventory
@@ -331,7 +292,7 @@ class _Process:
     # -- threads
 
     def threads(self) -> None:
-        """Attributes that each thread has of its own."""
+        """Attributes of each thread."""
         tids = procfs.threads(self.pid)
         self.inventory["threads"] = tids
         noted: dict[str, Notes] = {}
@@ -351,7 +312,7 @@ class _Process:
             self.notes["threads"] = noted
 
     def thread(self, tid: int) -> Notes:
-        """What is to be put back of one thread."""
+        """Return the notes of one thread."""
         root = f"{self.root}/task/{tid}"
         status = procfs.status(self.pid, tid)
         self.confinement(tid, root, status)
@@ -366,12 +327,12 @@ class _Process:
             if status.get(name) in values:
                 notes.setdefault("speculation", []).append([number, values[status[name]]])
         with contextlib.suppress(FileNotFoundError), open(f"{root}/numa_maps", "rb", buffering=0) as file:
-            # One line is made at a time, and no more than is asked for: the first mapping is of the program.
+            # Linux writes a line at a time, and no more than is read: the first mapping is of the program.
             policy = file.read(64).decode(errors="replace").split()
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
-        if NUMBERS is not None:
-            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(NUMBERS, tid)):
+        if MACHINE is not None:
+            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(tid)):
                 notes["io_priority"] = priority
             self.sharing(tid)
             attributes = _slice(tid)
@@ -383,7 +344,7 @@ class _Process:
         return notes
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
-        """What confines a thread: all of it must come back, or the thread would have rights that it gave away."""
+        """Confinement of a thread: all of it must come back, or the thread would regain rights that it gave up."""
         if tid != self.pid and (status.get("Uid"), status.get("Gid")) != self.user:
             self.found.refuse("a thread of another user", hint="End that thread.")
         seccomp = status.get("Seccomp", "0")
@@ -393,8 +354,8 @@ class _Process:
         namespaces = _namespaces(root)
         for name, other in self.mine.namespaces.items():
             if namespaces and namespaces.get(name) != other:  # it has none at all once it has ended
-                shown = _NAMESPACE_NAMES.get(name, name)
-                self.found.refuse(f"a {shown} namespace of its own", hint="Use it in a process of its own.")
+                hint = "Use it in a process of its own."
+                self.found.refuse(f"a {_NAMESPACES[name]} namespace of its own", hint=hint)
         with contextlib.suppress(FileNotFoundError):  # CRIU makes a time namespace for what it restores
             if os.readlink(f"{root}/ns/time") != os.readlink(f"{root}/ns/time_for_children"):
                 self.found.refuse("a time namespace for its children", hint="Use it in a process of its own.")
@@ -404,15 +365,14 @@ class _Process:
             self.suspects.append(tid)
 
     def sharing(self, tid: int) -> None:
-        """CRIU takes for granted that threads share descriptors and directories (``unshare(2)`` of one thread)."""
-        assert NUMBERS is not None
+        """Refuse threads with descriptors or directories of their own (``unshare(2)``): CRIU does not save those."""
         if tid != self.pid and "kcmp" not in self.mine.forbidden:
             for what, number in (("descriptors", kernel_calls.KCMP_FILES), ("directories", kernel_calls.KCMP_FS)):
-                if kernel_calls.call(NUMBERS.kcmp, self.pid, tid, number, 0, 0):
+                if kernel_calls.call("kcmp", self.pid, tid, number, 0, 0):
                     self.found.refuse(f"a thread with {what} of its own (unshare)", hint="End that thread.")
 
     def numa_policy(self, text: str) -> str:
-        """A NUMA policy as Linux writes it; refused where it cannot be put back."""
+        """Return a NUMA policy as Linux writes it; refuse one that cannot be reapplied."""
         if not readable_policy(text):
             self.found.refuse(f"a NUMA policy of an unknown kind ({text})")
         return text
@@ -436,18 +396,17 @@ class _Process:
     # -- descriptors
 
     def descriptors(self) -> None:
-        """Every open descriptor, by its kind."""
+        """All open descriptors."""
         numbers = procfs.descriptors(self.pid)
         self.inventory["descriptors"] = numbers
         self.candidates: list[tuple[str, bytes]] | None = None
         self.mounts: dict[str, str] | None = None
         self.sockets: dict[int, Notes] = {}
         seen: set[str] = set()
-        pidfd = os.pidfd_open(self.pid)
-        try:
+        with syscalls.pidfd_of(self.pid) as self.pidfd:
             for number in numbers:
                 try:
-                    self.descriptor(pidfd, number, seen)
+                    self.descriptor(number, seen)
                 except FileNotFoundError:  # closed since
                     pass
                 except (PermissionError, ProcessLookupError):  # of the whole process
@@ -455,28 +414,26 @@ class _Process:
                 except OSError as error:
                     shown = f"{self.shown_target(number)}, descriptor {number}: {os.strerror(error.errno or 0)}"
                     self.refuse_file(f"a file that cannot be reached ({shown})", "Close it and try again.")
-        finally:
-            os.close(pidfd)
         if self.sockets:
             self.notes["sockets"] = {str(number): notes for number, notes in self.sockets.items()}
         if self.eventfds:
             self.notes["semaphores"] = [self.registrations(numbers) for numbers in self.eventfds.values()]
 
-    def descriptor(self, pidfd: int, number: int, seen: set[str]) -> None:
-        """One descriptor: judge its kind, and note what CRIU forgets of it.
+    def descriptor(self, number: int, seen: set[str]) -> None:
+        """One descriptor: refuse an unproven kind, and note what CRIU forgets of it.
 
-        Nothing here may ask the server of a file, which may never answer (`facts`).
+        Nothing here may wait for the server of a file, which may never answer (`file_facts`).
         """
         path = f"{self.root}/fd/{number}"
         target = os.readlink(path)
         if target.startswith("socket:["):  # what has a name in a file system begins with a slash
             if target not in seen and "pidfd_getfd" not in self.mine.forbidden:
-                # All descriptors of a socket share what it is set to.
-                self.socket(pidfd, number)
+                # All descriptors of a socket share its options.
+                self.socket(number)
             seen.add(target)
             return
         if target.startswith("anon_inode:"):
-            self.anonymous(pidfd, number, target.removeprefix("anon_inode:"))
+            self.anonymous(number, target.removeprefix("anon_inode:"))
             return
         facts = file_facts.of(path)
         kind = facts.mode
@@ -484,7 +441,7 @@ class _Process:
             if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
         elif stat.S_ISCHR(kind):
-            if facts.device not in _DEVICES and facts.device not in _TERMINALS and not target.startswith("/dev/nvidia"):
+            if facts.device not in _STATELESS_DEVICES | _TERMINALS and not target.startswith("/dev/nvidia"):
                 self.refuse_file(f"the device {target} (descriptor {number})")
         elif stat.S_ISBLK(kind):
             self.refuse_file(f"the device {target} (descriptor {number})")
@@ -494,21 +451,21 @@ class _Process:
             if what := self.file_system(target, number):
                 self.refuse_file(f"{what} ({target}, descriptor {number})")
         elif stat.S_ISDIR(kind):
-            self.directory(pidfd, number, target)
+            self.directory(number, target)
         elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
 
     def shown_target(self, number: int) -> str:
-        """What a descriptor is open on, as far as Linux says."""
+        """The name of the file of a descriptor, as far as Linux has it."""
         try:
             return os.readlink(f"{self.root}/fd/{number}")
         except OSError:
             return "a name that is too long"
 
     def file_system(self, target: str, number: int) -> str:
-        """What keeps a regular file from coming back because of the file system it lies on; empty where nothing does.
+        """Why a regular file's file system keeps it from coming back, as a noun phrase; empty if it does not.
 
-        Of mounts that nobody sees only memfd's are Linux's own for certain: others may be a server's.
+        Of the mounts that no process sees only memfd's are Linux's own for certain: others may be a server's.
         """
         if not target.startswith("/"):  # a namespace
             return ""
@@ -522,23 +479,18 @@ class _Process:
             return _FILE_SYSTEMS["hugetlbfs"] if huge else ""
         return "a POSIX message queue, or a file whose file system is mounted nowhere"
 
-    def directory(self, pidfd: int, number: int, path: str) -> None:
-        """A notification on a directory (``F_NOTIFY``) shows by the owner that ``fs/notify/dnotify`` gives the file."""
-        if "pidfd_getfd" in self.mine.forbidden:
-            return
-        descriptor = kernel_calls.descriptor_of(pidfd, number)
-        try:
-            with contextlib.suppress(OSError):  # O_PATH: there is nothing to be notified of
+    def directory(self, number: int, path: str) -> None:
+        """Refuse a notification on a directory (``F_NOTIFY``): ``fs/notify/dnotify`` gives its file an owner."""
+        if "pidfd_getfd" not in self.mine.forbidden:
+            with kernel_calls.borrowed(self.pidfd, number) as descriptor, contextlib.suppress(OSError):  # O_PATH
                 if fcntl.fcntl(descriptor, fcntl.F_GETOWN):
                     hint = "Close the directory and try again."
                     self.refuse_file(f"a notification on the directory {path} (F_NOTIFY, descriptor {number})", hint)
-        finally:
-            os.close(descriptor)
 
     def refuse_file(self, what: str, hint: str = "") -> None:
         self.found.refuse(what, "file", hint)
 
-    def anonymous(self, pidfd: int, number: int, name: str) -> None:
+    def anonymous(self, number: int, name: str) -> None:
         """A kernel object without a file."""
         if name not in _ANONYMOUS:
             shown = _ANONYMOUS_NAMES.get(name) or _ANONYMOUS_NAMES.get(f"[{name}]") or f"a kernel object of kind {name}"
@@ -552,27 +504,24 @@ class _Process:
             if facts.get("eventfd-semaphore", "0") == "1":
                 self.eventfds.setdefault(facts["eventfd-id"], []).append(number)
         elif name == "[eventpoll]":
-            self.epoll(pidfd, number, text)
+            self.epoll(number, text)
         elif name == "[pidfd]":
             pid = int(procfs.fields(text).get("Pid", "-1"))
             if pid not in self.tree and pid != -1:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
-            self.inotify(pidfd, number)
+            self.inotify(number)
         elif name == "[timerfd]":
-            self.timer(pidfd, number, text)
+            self.timer(number, text)
 
-    def timer(self, pidfd: int, number: int, text: str) -> None:
-        """CRIU takes a periodic timer that went off and was not read for one that is not set: it shows no time left."""
+    def timer(self, number: int, text: str) -> None:
+        """Note a periodic timer that went off and was not read: it shows no time left, so CRIU takes it for unset."""
         facts = procfs.fields(text)
         interval = timer_time(facts["it_interval"])
         if not interval or timer_time(facts["it_value"]) or "pidfd_getfd" in self.mine.forbidden:
             return
-        descriptor = kernel_calls.descriptor_of(pidfd, number)
-        try:
+        with kernel_calls.borrowed(self.pidfd, number) as descriptor:
             kernel_calls.rearm_timer(descriptor)
-        finally:
-            os.close(descriptor)
         facts = procfs.fdinfo(self.pid, number)
         self.notes.setdefault("timers", {})[str(number)] = {
             "clock": int(facts["clockid"]),
@@ -582,31 +531,22 @@ class _Process:
             "interval": interval,
         }
 
-    def inotify(self, pidfd: int, number: int) -> None:
-        """CRIU finds the watched files by their handles, which an ordinary user may not open."""
+    def inotify(self, number: int) -> None:
+        """Refuse a watch of an ordinary user, whose CRIU may not open the watched files by their handles."""
         hint = "Stop what watches files (watchdog, watchfiles, an autoreloader) and try again."
         if os.geteuid() != 0:
             self.refuse_file(f"an inotify watch (descriptor {number})", hint)
-            return
-        if "pidfd_getfd" in self.mine.forbidden:
-            return
-        descriptor = kernel_calls.descriptor_of(pidfd, number)
-        try:
-            if kernel_calls.readable_bytes(descriptor):
-                self.refuse_file(f"an inotify watch with events not read yet (descriptor {number})", hint)
-        finally:
-            os.close(descriptor)
+        elif "pidfd_getfd" not in self.mine.forbidden:
+            with kernel_calls.borrowed(self.pidfd, number) as descriptor:
+                if kernel_calls.readable_bytes(descriptor):
+                    self.refuse_file(f"an inotify watch with events not read yet (descriptor {number})", hint)
 
-    def epoll(self, pidfd: int, number: int, text: str) -> None:
-        """Note what an epoll instance watches; it may be a semaphore, whose registration goes with it."""
+    def epoll(self, number: int, text: str) -> None:
+        """Note the registrations of an epoll instance: those of a semaphore are made again with it."""
         if "pidfd_getfd" not in self.mine.forbidden:
-            descriptor = kernel_calls.descriptor_of(pidfd, number)
-            try:
-                with contextlib.suppress(OSError):  # a Linux without them
-                    if any(parameters := kernel_calls.epoll_parameters(descriptor)):
-                        self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
-            finally:
-                os.close(descriptor)
+            with kernel_calls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
+                if any(parameters := kernel_calls.epoll_parameters(fd)):
+                    self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
         entries = []
         for line in text.splitlines():
             if line.startswith("tfd:"):
@@ -630,9 +570,9 @@ class _Process:
         ]
         return {"descriptors": numbers, "epolls": watched}
 
-    def socket(self, pidfd: int, number: int) -> None:
-        """One socket: judge its kind and what is queued in it, and note the options that CRIU forgets."""
-        with kernel_calls.socket_of(pidfd, number) as sock:
+    def socket(self, number: int) -> None:
+        """One socket: refuse an unproven kind or queue, and note the options that CRIU forgets."""
+        with kernel_calls.socket_of(self.pidfd, number) as sock:
             queued = int(procfs.fdinfo(self.pid, number).get("scm_fds", "0"))
             if what := sockets.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
@@ -662,27 +602,24 @@ class _Process:
                 self.sockets[number] = notes
 
     def facts_of(self, path: str) -> file_facts.FileFacts:
-        """Facts of the file at a path of the process."""
+        """Return the facts of the file at a path of the process."""
         directory = os.open(f"{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return file_facts.patient(path.lstrip("/"), directory)
+            return file_facts.within_timeout(path.lstrip("/"), directory)
         finally:
             os.close(directory)
 
     # -- memory
 
     def mapping_names(self) -> None:
-        """Mappings of a kind that is not proven, by what ``/proc/PID/maps`` calls them."""
+        """Refuse mappings of an unproven kind, by their names in ``/proc/PID/maps``."""
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
             if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
                 self.shared_memory(mapping.end)
 
     def shared_memory(self, end: int) -> None:
-        """An ordinary user's CRIU cannot save shared memory that mremap(2) has enlarged: nothing lies behind its end.
-
-        Whoever reads there gets an error instead of bytes.
-        """
+        """Refuse shared memory that mremap(2) has enlarged: an ordinary user's CRIU cannot read beyond its old end."""
         with open(f"{self.root}/mem", "rb", buffering=0) as memory:
             try:
                 os.pread(memory.fileno(), 1, end - 1)
@@ -718,7 +655,7 @@ class _Process:
             start, end = int(low, 16), int(high, 16)
             ranges.append([start, end])
             flags = set(facts[facts.rindex("VmFlags:") + 8 :].split()) if "VmFlags:" in facts else set()
-            proven = _MAPPING_FLAGS
+            proven = set(_MAPPING_FLAGS.split())
             if name.startswith(_ASYNCHRONOUS_IO):
                 proven |= {"de"}  # it is refused by its name
             elif name.startswith("/") and not name.startswith("/dev/"):
@@ -747,11 +684,11 @@ class _Process:
         if placed:
             self.notes["numa"] = placed
 
-    # -- what only the process itself can be asked
+    # -- by system calls of the process itself
 
-    def ask(self, allow_unconfined: bool) -> None:
-        """Questions in the name of the stopped process."""
-        if NUMBERS is None:
+    def injected(self, allow_unconfined: bool) -> None:
+        """State that only the stopped process itself can read."""
+        if MACHINE is None:
             return
         with Injection.into(self.pid) as injection:
             if injection is None:
@@ -770,7 +707,7 @@ class _Process:
                 )
 
     def ended_children(self, injection: Injection) -> None:
-        """Linux may hide from an ordinary user's CRIU how a child ended that CRIU itself had made again."""
+        """Refuse an ended child that CRIU itself had restored: Linux may hide its exit code from an ordinary user."""
         for child in procfs.children(self.pid):
             seen = procfs.stat(child)
             if seen.state == "Z" and injection.end_of(child) not in (None, seen.exit_code):
@@ -781,6 +718,6 @@ class _Process:
 
 
 def describe(refusals: list[dict[str, str]]) -> str:
-    """The refusals as words: the first three, and how many more."""
+    """The refusals in words: the first three, and the number of the others."""
     shown = ", ".join(refusal["what"] for refusal in refusals[:3])
     return shown + (f" and {len(refusals) - 3} more" if len(refusals) > 3 else "")

@@ -1,11 +1,12 @@
-"""System calls about other processes that the standard library has no function for, by their numbers in Linux.
+"""System calls about other processes that the standard library has no function for, by their names in Linux.
 
 Source: ``kcmp(2)``, ``ioprio_set(2)``, ``sched_setattr(2)``, ``pidfd_getfd(2)`` and the system call tables of
-``arch/*/include/generated``.  Standard library only, as `ptrace`: a capsule's init imports this module.
+``arch/*/include/generated``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,116 +15,55 @@ import socket
 import struct
 import termios
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from jupyter_gpu_ckpt.process import syscalls
+from jupyter_gpu_ckpt.process.syscalls import check, libc, pidfd_getfd, pidfd_of
 
 KCMP_FILES, KCMP_FS = 2, 3
 _SEM_GETPID = 11
 IOPRIO_WHO_PROCESS = 1
 #: ``struct sched_attr`` with its last two fields, of uclamp.
-SCHED_ATTR_BYTES = 56
-
+_SCHED_ATTR_BYTES = 56
 _EPIOCSPARAMS, _EPIOCGPARAMS = 0x40088A01, 0x80088A02
 _TFD_IOC_SET_TICKS = 0x40085400
 
-
-@dataclass(frozen=True)
-class Numbers:
-    """System call numbers of one architecture."""
-
-    kcmp: int
-    ioprio_get: int
-    ioprio_set: int
-    sched_getattr: int
-    sched_setattr: int
-    personality: int
-    prctl: int
-    keyctl: int
-    mbind: int
-    set_mempolicy: int
-    eventfd2: int
-    dup3: int
-    close: int
-    epoll_ctl: int
-    mlock2: int
-    mlockall: int
-    mmap: int
-    waitid: int
-    mseal: int = 462
-    #: Only x86 has these.
-    modify_ldt: int | None = None
-    arch_prctl: int | None = None
-
-
-_TABLES = {
-    "x86_64": Numbers(
-        kcmp=312,
-        ioprio_get=252,
-        ioprio_set=251,
-        sched_getattr=315,
-        sched_setattr=314,
-        personality=135,
-        prctl=157,
-        keyctl=250,
-        mbind=237,
-        set_mempolicy=238,
-        eventfd2=290,
-        dup3=292,
-        close=3,
-        epoll_ctl=233,
-        mlock2=325,
-        mlockall=151,
-        mmap=9,
-        waitid=247,
-        modify_ldt=154,
-        arch_prctl=158,
-    ),
-    "aarch64": Numbers(
-        kcmp=272,
-        ioprio_get=31,
-        ioprio_set=30,
-        sched_getattr=275,
-        sched_setattr=274,
-        personality=92,
-        prctl=167,
-        keyctl=219,
-        mbind=235,
-        set_mempolicy=237,
-        eventfd2=19,
-        dup3=24,
-        close=57,
-        epoll_ctl=21,
-        mlock2=284,
-        mlockall=230,
-        mmap=222,
-        waitid=95,
-    ),
+#: Numbers of system calls on x86_64 and aarch64.
+_BY_MACHINE = {
+    "kcmp": (312, 272),
+    "ioprio_get": (252, 31),
+    "ioprio_set": (251, 30),
+    "sched_getattr": (315, 275),
+    "sched_setattr": (314, 274),
+    "personality": (135, 92),
+    "prctl": (157, 167),
+    "keyctl": (250, 219),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "eventfd2": (290, 19),
+    "dup3": (292, 24),
+    "close": (3, 57),
+    "epoll_ctl": (233, 21),
+    "mlock2": (325, 284),
+    "mlockall": (151, 230),
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "waitid": (247, 95),
 }
-#: Of this host, or None where nobody wrote them down.
-NUMBERS = _TABLES.get(os.uname().machine)
+_MACHINES = ("x86_64", "aarch64")
+#: The numbers of this host; without those of `_BY_MACHINE` on another machine.
+NUMBERS = {"openat2": 437, "landlock_create_ruleset": 444, "mseal": 462}  # the same on all machines
+if os.uname().machine in _MACHINES:
+    NUMBERS |= {name: numbers[_MACHINES.index(os.uname().machine)] for name, numbers in _BY_MACHINE.items()}
+if os.uname().machine == "x86_64":
+    NUMBERS |= {"modify_ldt": 154, "arch_prctl": 158}
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
-_libc.syscall.argtypes = [ctypes.c_long, *[ctypes.c_ulong] * 5]
 #: ``struct itimerspec``: interval and time until it goes off, each in seconds and nanoseconds.
 _TIMER = struct.Struct("=4q")
 
 
-def call(number: int, *arguments: int) -> int:
-    """Run system call ``number``; raises `OSError`.  A negative argument is sent as the kernel reads it."""
-    words = [argument & (1 << 64) - 1 for argument in arguments]
-    result = int(_libc.syscall(number, *words, *[0] * (5 - len(words))))
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{_name_of(number)}: {os.strerror(error)}")
-    return result
-
-
-def _name_of(number: int) -> str:
-    """A system call's name, where it is one of `Numbers`."""
-    names = {own: name for name, own in vars(NUMBERS).items()} if NUMBERS is not None else {}
-    return names.get(number, f"system call {number}")
+def call(name: str, *arguments: int) -> int:
+    """Make a system call; raises `OSError`.  A negative argument is sent as the kernel reads it."""
+    words = [ctypes.c_ulong(argument) for argument in (*arguments, *[0] * (5 - len(arguments)))]
+    return check(libc.syscall(ctypes.c_long(NUMBERS[name]), *words), name)
 
 
 def forbidden() -> set[str]:
@@ -131,42 +71,39 @@ def forbidden() -> set[str]:
 
     The host forbids them to all (a seccomp filter of a container), or this Linux was built without them.
     """
-    if (numbers := NUMBERS) is None:
+    if "kcmp" not in NUMBERS:
         return set()
     pid = os.getpid()
     found: set[str] = set()
-    pidfd = os.pidfd_open(pid)
-    try:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        try:
-            questions: dict[str, Callable[[], object]] = {
-                "kcmp": lambda: call(numbers.kcmp, pid, pid, KCMP_FILES, 0, 0),
-                "ioprio_get": lambda: io_priority(numbers, pid),
-                "pidfd_getfd": lambda: os.close(syscalls.pidfd_getfd(pidfd, reading)),
-            }
-            for name, ask in questions.items():
-                try:
-                    ask()
-                except OSError as error:
-                    if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
-                        raise
-                    found.add(name)
-        finally:
-            os.close(reading)
-            os.close(writing)
-    finally:
-        os.close(pidfd)
+    with open("/dev/null") as file, pidfd_of(pid) as pidfd:
+        trials: dict[str, Callable[[], object]] = {
+            "kcmp": lambda: call("kcmp", pid, pid, KCMP_FILES, 0, 0),
+            "ioprio_get": lambda: io_priority(pid),
+            "pidfd_getfd": lambda: os.close(pidfd_getfd(pidfd, file.fileno())),
+        }
+        for name, trial in trials.items():
+            try:
+                trial()
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                    raise
+                found.add(name)
     return found
 
 
-def descriptor_of(pidfd: int, number: int) -> int:
-    """Duplicate descriptor ``number`` of another process: a descriptor of the caller's own, closed on exec."""
-    return syscalls.pidfd_getfd(pidfd, number)
+@contextlib.contextmanager
+def borrowed(pidfd: int, number: int) -> Iterator[int]:
+    """Duplicate descriptor ``number`` of another process, for as long as the body lasts."""
+    descriptor = pidfd_getfd(pidfd, number)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def socket_of(pidfd: int, number: int) -> socket.socket:
     """The socket behind descriptor ``number`` of another process, as an object that must be closed."""
-    descriptor = syscalls.pidfd_getfd(pidfd, number)
+    descriptor = pidfd_getfd(pidfd, number)
     try:
         return socket.socket(fileno=descriptor)
     except OSError:
@@ -174,31 +111,28 @@ def socket_of(pidfd: int, number: int) -> socket.socket:
         raise
 
 
-def io_priority(numbers: Numbers, tid: int) -> int:
+def io_priority(tid: int) -> int:
     """The I/O priority of a thread; 0 where none was set."""
-    return call(numbers.ioprio_get, IOPRIO_WHO_PROCESS, tid)
+    return call("ioprio_get", IOPRIO_WHO_PROCESS, tid)
 
 
-def scheduling(numbers: Numbers, tid: int) -> bytes:
+def scheduling(tid: int) -> bytes:
     """``struct sched_attr`` of a thread."""
-    buffer = ctypes.create_string_buffer(SCHED_ATTR_BYTES)
-    call(numbers.sched_getattr, tid, ctypes.addressof(buffer), SCHED_ATTR_BYTES, 0)
+    buffer = ctypes.create_string_buffer(_SCHED_ATTR_BYTES)
+    call("sched_getattr", tid, ctypes.addressof(buffer), _SCHED_ATTR_BYTES, 0)
     return buffer.raw
 
 
-def set_scheduling(numbers: Numbers, tid: int, attributes: bytes) -> None:
-    """Write what `scheduling` gave."""
-    buffer = ctypes.create_string_buffer(attributes, SCHED_ATTR_BYTES)
-    call(numbers.sched_setattr, tid, ctypes.addressof(buffer), 0)
+def set_scheduling(tid: int, attributes: bytes) -> None:
+    """Set what `scheduling` returns."""
+    buffer = ctypes.create_string_buffer(attributes, _SCHED_ATTR_BYTES)
+    call("sched_setattr", tid, ctypes.addressof(buffer), 0)
 
 
-def file_system(fd: int | str) -> int:
+def file_system(path: str) -> int:
     """The magic number of the file system a file lies on (``statfs(2)``); raises `OSError`."""
     buffer = ctypes.create_string_buffer(256)
-    done = _libc.fstatfs(fd, buffer) if isinstance(fd, int) else _libc.statfs(os.fsencode(fd), buffer)
-    if done:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    check(libc.statfs(os.fsencode(path), buffer), "statfs")
     return int(ctypes.c_long.from_buffer(buffer).value)
 
 
@@ -211,13 +145,13 @@ def semaphore_users() -> Iterator[int]:
         return
     for row in rows:
         for number in range(int(row[3])):
-            pid = int(_libc.semctl(int(row[1]), number, _SEM_GETPID))
+            pid = int(libc.semctl(int(row[1]), number, _SEM_GETPID))
             if pid > 0:
                 yield pid
 
 
 def readable_bytes(fd: int) -> int:
-    """How many bytes can be read now (``FIONREAD``)."""
+    """Bytes that can be read now (``FIONREAD``)."""
     (count,) = struct.unpack("=i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
     return int(count)
 
@@ -228,24 +162,22 @@ def epoll_parameters(fd: int) -> bytes:
 
 
 def set_epoll_parameters(fd: int, parameters: bytes) -> None:
-    """Write what `epoll_parameters` gave."""
+    """Set what `epoll_parameters` returns."""
     fcntl.ioctl(fd, _EPIOCSPARAMS, parameters)
 
 
 def rearm_timer(fd: int) -> None:
-    """Have a periodic timerfd that went off and was not read count on; its reader sees the same as otherwise.
+    """Rearm a periodic timerfd that went off and was not read; its reader notices nothing.
 
     Linux stops such a timer until somebody reads it or asks for its time (``fs/timerfd.c: do_timerfd_gettime``), and
     then adds the times that it would have gone off.
     """
-    if _libc.timerfd_gettime(fd, ctypes.create_string_buffer(_TIMER.size)):
-        raise OSError(ctypes.get_errno(), "timerfd_gettime")
+    check(libc.timerfd_gettime(fd, ctypes.create_string_buffer(_TIMER.size)), "timerfd_gettime")
 
 
 def set_timer(fd: int, flags: int, value: int, interval: int, ticks: int) -> None:
     """Set a timerfd (``timerfd_settime(2)``), times in nanoseconds, and how often it has gone off unread."""
     buffer = ctypes.create_string_buffer(_TIMER.pack(*divmod(interval, 10**9), *divmod(value, 10**9)), _TIMER.size)
-    if _libc.timerfd_settime(fd, flags, buffer, None):
-        raise OSError(ctypes.get_errno(), "timerfd_settime")
+    check(libc.timerfd_settime(fd, flags, buffer, None), "timerfd_settime")
     if ticks:
         fcntl.ioctl(fd, _TFD_IOC_SET_TICKS, struct.pack("=Q", ticks))

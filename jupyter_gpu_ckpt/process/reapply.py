@@ -1,9 +1,6 @@
-"""Puts back what CRIU forgets of a process, before the restored process runs.
+"""Reapply to a restored process what CRIU forgets, before it runs.
 
-The notes are those of `inventory.inspect`.  They were taken when the process was stopped for its dump, and are put
-back when CRIU has restored it and it has not run since.
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+The notes are those of `inventory.inspect`, taken when the process was stopped for its dump.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import injection, kernel_calls
 from jupyter_gpu_ckpt.process import sockets as socket_state
 from jupyter_gpu_ckpt.process.injection import Injection
+from jupyter_gpu_ckpt.process.syscalls import pidfd_of
 
 Notes = dict[str, Any]
 
@@ -33,14 +31,14 @@ _POLICIES = {"default": 0, "prefer": 1, "bind": 2, "interleave": 3, "local": 4}
 _WITH_NODES = ("prefer", "bind", "interleave")
 _POLICY_FLAGS = {"static": 1 << 15, "relative": 1 << 14}
 _NODES = 1024
-#: Of `Injection.make`: a program that has them would misbehave, or could do more, without them.
+#: Of `Injection.apply`: a program that has them would misbehave, or could do more, without them.
 _VITAL_SETTINGS = frozenset({"lock_future", "mdwe", "no_cpuid", "tiles"})
 #: ``struct epoll_event``: packed on x86 only.
 _EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 
 
 def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
-    """Put back the notes of each process, by its pid; what could not be, in words.
+    """Reapply the notes of each process, by its pid.  Return what could not be reapplied, in words.
 
     The first list is what a kernel must not run without: what protects others from it, and what its own locks are made
     of.  The second is what another machine may lack: processors, memory nodes, network devices.
@@ -58,12 +56,12 @@ def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
 
 
 def readable_policy(text: str) -> bool:
-    """Whether a policy can be put back that ``/proc/PID/numa_maps`` shows so."""
+    """Whether a policy that ``/proc/PID/numa_maps`` shows as ``text`` can be reapplied."""
     return _policy(text) is not None
 
 
 def timer_time(text: str) -> int:
-    """Nanoseconds of a time as a timerfd's fdinfo writes it: ``(seconds, nanoseconds)``."""
+    """Nanoseconds of a time in the form of a timerfd's fdinfo: ``(seconds, nanoseconds)``."""
     seconds, nanoseconds = text.strip("()").split(",")
     return int(seconds) * 10**9 + int(nanoseconds)
 
@@ -94,7 +92,7 @@ class _Restorer:
         self.failed: list[str] = []
 
     def run(self) -> None:
-        """Put everything back, and note what fails."""
+        """Reapply everything, and note what fails."""
         with self.trying("settings of the process"):
             self.process()
         for tid, notes in self.notes.get("threads", {}).items():
@@ -119,7 +117,7 @@ class _Restorer:
                 kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
 
     def needs_injection(self) -> bool:
-        """Whether some note can only be put back in the name of the process."""
+        """Whether some note can only be reapplied by a system call of the process itself."""
         own = {"personality", "speculation", "numa", "death_signal"}
         threads = self.notes.get("threads", {}).values()
         return bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"}) or any(
@@ -154,42 +152,30 @@ class _Restorer:
 
     @contextlib.contextmanager
     def borrowed(self, number: int) -> Iterator[int]:
-        """A descriptor of the process, as one of ours."""
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            descriptor = kernel_calls.descriptor_of(pidfd, number)
-        finally:
-            os.close(pidfd)
-        try:
+        """Duplicate a descriptor of the process for as long as the body lasts."""
+        with pidfd_of(self.pid) as pidfd, kernel_calls.borrowed(pidfd, number) as descriptor:
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def thread(self, tid: int, notes: Notes) -> None:
         """Settings of a thread that others may make."""
-        numbers = kernel_calls.NUMBERS
         if "affinity" in notes:
             with self.trying(f"CPU affinity {notes['affinity']} of thread {tid}"):
                 os.sched_setaffinity(tid, notes["affinity"])
         if "timer_slack_ns" in notes:
             with self.trying(f"timer slack of thread {tid}"), open(f"/proc/{tid}/timerslack_ns", "w") as file:
                 file.write(str(notes["timer_slack_ns"]))
-        if numbers is None:
-            return
         if "io_priority" in notes:
             with self.trying(f"I/O priority of thread {tid}"):
-                who, priority = kernel_calls.IOPRIO_WHO_PROCESS, notes["io_priority"]
-                kernel_calls.call(numbers.ioprio_set, who, tid, priority)
+                kernel_calls.call("ioprio_set", kernel_calls.IOPRIO_WHO_PROCESS, tid, notes["io_priority"])
         if "slice_ns" in notes:
             with self.trying(f"time slice of thread {tid}"):
-                attributes = bytearray(kernel_calls.scheduling(numbers, tid))
+                attributes = bytearray(kernel_calls.scheduling(tid))
                 attributes[24:32] = int(notes["slice_ns"]).to_bytes(8, "little")
-                kernel_calls.set_scheduling(numbers, tid, bytes(attributes))
+                kernel_calls.set_scheduling(tid, bytes(attributes))
 
     def sockets(self) -> None:
         """Options and memberships."""
-        pidfd = os.pidfd_open(self.pid)
-        try:
+        with pidfd_of(self.pid) as pidfd:
             for number, notes in self.notes["sockets"].items():
                 with self.trying(f"socket {number}"), kernel_calls.socket_of(pidfd, int(number)) as sock:
                     failed = socket_state.reapply(sock, notes.get("options", {}))
@@ -197,10 +183,8 @@ class _Restorer:
                     for group in notes.get("groups", ()):
                         with self.trying(f"multicast on {group['device']} of socket {number}"):
                             socket_state.join(sock, group)
-        finally:
-            os.close(pidfd)
 
-    # -- in the process's name
+    # -- by system calls of the process itself
 
     def inject(self, inside: Injection) -> None:
         """Settings that only the process can make; those that forbid later ones come last."""
@@ -210,18 +194,18 @@ class _Restorer:
         for start, end, policy in self.notes.get("numa", ()):
             with self.policy(inside, policy) as (mode, address):
                 self.require(
-                    inside.call(inside.numbers.mbind, start, end - start, mode, address, _NODES, _MPOL_MF_NONE),
+                    inside.call("mbind", start, end - start, mode, address, _NODES, _MPOL_MF_NONE),
                     f"NUMA policy {policy}",
                 )
         for start, end in self.notes.get("locked_on_fault", ()):
-            done = inside.call(inside.numbers.mlock2, start, end - start, _MLOCK_ONFAULT)
+            done = inside.call("mlock2", start, end - start, _MLOCK_ONFAULT)
             self.require(done, "memory locked on fault")
         for tid, notes in self.notes.get("threads", {}).items():
             with self.trying(f"settings of thread {tid}"):
                 self.inject_thread(inside, int(tid), notes)
         for start, end in self.notes.get("sealed", ()):
-            self.require(inside.call(inside.numbers.mseal, start, end - start, 0), "sealed memory (mseal)", vital=True)
-        failed = inside.make(self.notes.get("settings", {}))
+            self.require(inside.call("mseal", start, end - start, 0), "sealed memory (mseal)", vital=True)
+        failed = inside.apply(self.notes.get("settings", {}))
         for name in failed:
             (self.vital if name in _VITAL_SETTINGS else self.failed).append(f"{name} (process {self.pid})")
 
@@ -232,43 +216,40 @@ class _Restorer:
         if parsed is None:
             raise ValueError(f"NUMA policy {text!r}")
         mode, nodes = parsed
-        with inside.room(nodes, tid) as address:
+        with inside.on_stack(nodes, tid) as address:
             yield mode, address if any(nodes) else 0
 
     def inject_thread(self, inside: Injection, tid: int, notes: Notes) -> None:
         """Settings that only the thread itself can make."""
-        numbers = inside.numbers
         if "numa" in notes:
             with self.policy(inside, notes["numa"], tid) as (mode, address):
-                done = inside.call(numbers.set_mempolicy, mode, address, _NODES if address else 0, tid=tid)
+                done = inside.call("set_mempolicy", mode, address, _NODES if address else 0, tid=tid)
                 self.require(done, f"NUMA policy {notes['numa']} of thread {tid}")
         if "personality" in notes:
-            self.require(
-                inside.call(numbers.personality, notes["personality"], tid=tid), f"personality of thread {tid}"
-            )
+            self.require(inside.call("personality", notes["personality"], tid=tid), f"personality of thread {tid}")
         for which, value in notes.get("speculation", ()):
-            done = inside.call(numbers.prctl, injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
+            done = inside.call("prctl", injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
             self.require(done, f"speculation control of thread {tid}", vital=True)
         if "death_signal" in notes:
-            done = inside.call(numbers.prctl, injection.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
+            done = inside.call("prctl", injection.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
             self.require(done, f"PR_SET_PDEATHSIG of thread {tid}")
 
     def semaphore(self, inside: Injection, semaphore: Notes) -> None:
-        """Give the place of a plain eventfd to a semaphore of the same count, and register that where it was."""
-        numbers, descriptors = inside.numbers, semaphore["descriptors"]
+        """Replace a plain eventfd by a semaphore of the same count, also in the epoll instances that watch it."""
+        descriptors = semaphore["descriptors"]
         facts = procfs.fdinfo(self.pid, descriptors[0])
         if facts.get("eventfd-semaphore", "0") == "1":
             return  # this CRIU knows of them
         count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
-        made = inside.call(numbers.eventfd2, count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
+        made = inside.call("eventfd2", count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
         if made < 0:
             self.require(made, "an eventfd that is a semaphore", vital=True)
             return
         for number in descriptors:
             closes = int(procfs.fdinfo(self.pid, number)["flags"], 8) & os.O_CLOEXEC
-            self.require(inside.call(numbers.dup3, made, number, closes), f"semaphore {number}", vital=True)
-        inside.call(numbers.close, made)
+            self.require(inside.call("dup3", made, number, closes), f"semaphore {number}", vital=True)
+        inside.call("close", made)
         for watched in semaphore["epolls"]:
-            with inside.room(_EVENT.pack(watched["events"], watched["data"])) as address:
-                done = inside.call(numbers.epoll_ctl, watched["epoll"], _EPOLL_CTL_ADD, watched["fd"], address)
+            with inside.on_stack(_EVENT.pack(watched["events"], watched["data"])) as address:
+                done = inside.call("epoll_ctl", watched["epoll"], _EPOLL_CTL_ADD, watched["fd"], address)
                 self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}", vital=True)

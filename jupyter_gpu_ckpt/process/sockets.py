@@ -1,11 +1,8 @@
-"""What a socket of a kernel has been set to, and whether a dump brings it back.
+"""Options and queues of a kernel's sockets, and whether they survive a dump and a restore.
 
 CRIU restores some options of a socket (``criu/sockets.c``, ``criu/sk-inet.c`` of release 4.2) and forgets the others
-without a word.  `options` reads those it forgets, as far as they are not what a new socket of the same kind has;
-`reapply` sets what is not as it was.  A connection to the outside comes back closed, so only sockets that listen, that
-are bound or that were never connected are asked.
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+silently.  `options` reads those it forgets that differ from a new socket's; `reapply` sets them again.  A connection to
+the outside comes back closed, so only sockets that listen, that are bound or that were never connected are inspected.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from jupyter_gpu_ckpt.process import kernel_calls
+from jupyter_gpu_ckpt.process import kernel_calls, syscalls
 
 _TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
 _SO_PASSCRED = 16
@@ -32,102 +29,43 @@ _LONGEST = 256
 _FILTER = struct.Struct("=I4x128sII")
 _ADDRESS_BYTES = 128
 
+
+def _table(text: str) -> dict[str, int]:
+    """Numbers of options by name, from words ``NAME NUMBER ...``."""
+    words = text.split()
+    return {name: int(number) for name, number in zip(words[::2], words[1::2], strict=True)}
+
+
 #: Options that CRIU forgets, by level: the numbers of ``include/uapi/{asm-generic/socket,linux/{in,in6,tcp,udp}}.h``.
-_SOCKET = {
-    "SO_NO_CHECK": 11,
-    "SO_TIMESTAMP": 29,
-    "SO_TIMESTAMPNS": 35,
-    "SO_TIMESTAMPING": 37,
-    "SO_TIMESTAMP_NEW": 63,
-    "SO_TIMESTAMPNS_NEW": 64,
-    "SO_TIMESTAMPING_NEW": 65,
-    "SO_RXQ_OVFL": 40,
-    "SO_PEEK_OFF": 42,
-    "SO_SELECT_ERR_QUEUE": 45,
-    "SO_BUSY_POLL": 46,
-    "SO_MAX_PACING_RATE": 47,
-    "SO_INCOMING_CPU": 49,
-    "SO_ZEROCOPY": 60,
-    "SO_TXTIME": 61,
-    "SO_PREFER_BUSY_POLL": 69,
-    "SO_TXREHASH": 74,
-    "SO_RCVMARK": 75,
-    "SO_PASSPIDFD": 76,
-    "SO_RCVPRIORITY": 82,
-    "SO_PASSRIGHTS": 83,
-}
-_TCP = {
-    "TCP_MAXSEG": 2,
-    "TCP_SYNCNT": 7,
-    "TCP_LINGER2": 8,
-    "TCP_DEFER_ACCEPT": 9,
-    "TCP_WINDOW_CLAMP": 10,
-    "TCP_CONGESTION": 13,
-    "TCP_THIN_LINEAR_TIMEOUTS": 16,
-    "TCP_USER_TIMEOUT": 18,
-    "TCP_FASTOPEN": 23,
-    "TCP_NOTSENT_LOWAT": 25,
-    "TCP_SAVE_SYN": 27,
-    "TCP_FASTOPEN_CONNECT": 30,
-    "TCP_FASTOPEN_NO_COOKIE": 34,
-    "TCP_INQ": 36,
-    "TCP_TX_DELAY": 37,
-    "TCP_RTO_MAX_MS": 44,
-    "TCP_RTO_MIN_US": 45,
-    "TCP_DELACK_MAX_US": 46,
-}
-_UDP = {"UDP_ENCAP": 100, "UDP_NO_CHECK6_TX": 101, "UDP_NO_CHECK6_RX": 102, "UDP_SEGMENT": 103, "UDP_GRO": 104}
-_IP = {
-    "IP_OPTIONS": 4,
-    "IP_RECVOPTS": 6,
-    "IP_RETOPTS": 7,
-    "IP_MTU_DISCOVER": 10,
-    "IP_RECVERR": 11,
-    "IP_RECVTTL": 12,
-    "IP_RECVTOS": 13,
-    "IP_PASSSEC": 18,
-    "IP_TRANSPARENT": 19,
-    "IP_RECVORIGDSTADDR": 20,
-    "IP_MINTTL": 21,
-    "IP_CHECKSUM": 23,
-    "IP_BIND_ADDRESS_NO_PORT": 24,
-    "IP_RECVFRAGSIZE": 25,
-    "IP_RECVERR_RFC4884": 26,
-    "IP_MULTICAST_IF": 32,
-    "IP_MULTICAST_TTL": 33,
-    "IP_MULTICAST_LOOP": 34,
-    "IP_MULTICAST_ALL": 49,
-    "IP_UNICAST_IF": 50,
-    "IP_LOCAL_PORT_RANGE": 51,
-}
-_IPV6 = {
-    "IPV6_UNICAST_HOPS": 16,
-    "IPV6_MULTICAST_IF": 17,
-    "IPV6_MULTICAST_HOPS": 18,
-    "IPV6_MULTICAST_LOOP": 19,
-    "IPV6_MTU_DISCOVER": 23,
-    "IPV6_RECVERR": 25,
-    "IPV6_MULTICAST_ALL": 29,
-    "IPV6_RECVERR_RFC4884": 31,
-    "IPV6_FLOWINFO_SEND": 33,
-    "IPV6_RECVPKTINFO": 49,
-    "IPV6_RECVHOPLIMIT": 51,
-    "IPV6_RECVHOPOPTS": 53,
-    "IPV6_RECVRTHDR": 56,
-    "IPV6_RECVDSTOPTS": 58,
-    "IPV6_RECVPATHMTU": 60,
-    "IPV6_DONTFRAG": 62,
-    "IPV6_RECVTCLASS": 66,
-    "IPV6_TCLASS": 67,
-    "IPV6_AUTOFLOWLABEL": 70,
-    "IPV6_ADDR_PREFERENCES": 72,
-    "IPV6_MINHOPCOUNT": 73,
-    "IPV6_RECVORIGDSTADDR": 74,
-    "IPV6_TRANSPARENT": 75,
-    "IPV6_UNICAST_IF": 76,
-    "IPV6_RECVFRAGSIZE": 77,
-    "IPV6_FREEBIND": 78,
-}
+_SOCKET = _table("""
+    SO_NO_CHECK 11  SO_TIMESTAMP 29  SO_TIMESTAMPNS 35  SO_TIMESTAMPING 37  SO_TIMESTAMP_NEW 63  SO_TIMESTAMPNS_NEW 64
+    SO_TIMESTAMPING_NEW 65  SO_RXQ_OVFL 40  SO_PEEK_OFF 42  SO_SELECT_ERR_QUEUE 45  SO_BUSY_POLL 46
+    SO_MAX_PACING_RATE 47  SO_INCOMING_CPU 49  SO_ZEROCOPY 60  SO_TXTIME 61  SO_PREFER_BUSY_POLL 69  SO_TXREHASH 74
+    SO_RCVMARK 75  SO_PASSPIDFD 76  SO_RCVPRIORITY 82  SO_PASSRIGHTS 83
+""")
+_TCP = _table("""
+    TCP_MAXSEG 2  TCP_SYNCNT 7  TCP_LINGER2 8  TCP_DEFER_ACCEPT 9  TCP_WINDOW_CLAMP 10  TCP_CONGESTION 13
+    TCP_THIN_LINEAR_TIMEOUTS 16  TCP_USER_TIMEOUT 18  TCP_FASTOPEN 23  TCP_NOTSENT_LOWAT 25  TCP_SAVE_SYN 27
+    TCP_FASTOPEN_CONNECT 30  TCP_FASTOPEN_NO_COOKIE 34  TCP_INQ 36  TCP_TX_DELAY 37  TCP_RTO_MAX_MS 44
+    TCP_RTO_MIN_US 45  TCP_DELACK_MAX_US 46
+""")
+_UDP = _table("""
+    UDP_ENCAP 100  UDP_NO_CHECK6_TX 101  UDP_NO_CHECK6_RX 102  UDP_SEGMENT 103  UDP_GRO 104
+""")
+_IP = _table("""
+    IP_OPTIONS 4  IP_RECVOPTS 6  IP_RETOPTS 7  IP_MTU_DISCOVER 10  IP_RECVERR 11  IP_RECVTTL 12  IP_RECVTOS 13
+    IP_PASSSEC 18  IP_TRANSPARENT 19  IP_RECVORIGDSTADDR 20  IP_MINTTL 21  IP_CHECKSUM 23  IP_BIND_ADDRESS_NO_PORT 24
+    IP_RECVFRAGSIZE 25  IP_RECVERR_RFC4884 26  IP_MULTICAST_IF 32  IP_MULTICAST_TTL 33  IP_MULTICAST_LOOP 34
+    IP_MULTICAST_ALL 49  IP_UNICAST_IF 50  IP_LOCAL_PORT_RANGE 51
+""")
+_IPV6 = _table("""
+    IPV6_UNICAST_HOPS 16  IPV6_MULTICAST_IF 17  IPV6_MULTICAST_HOPS 18  IPV6_MULTICAST_LOOP 19  IPV6_MTU_DISCOVER 23
+    IPV6_RECVERR 25  IPV6_MULTICAST_ALL 29  IPV6_RECVERR_RFC4884 31  IPV6_FLOWINFO_SEND 33  IPV6_RECVPKTINFO 49
+    IPV6_RECVHOPLIMIT 51  IPV6_RECVHOPOPTS 53  IPV6_RECVRTHDR 56  IPV6_RECVDSTOPTS 58  IPV6_RECVPATHMTU 60
+    IPV6_DONTFRAG 62  IPV6_RECVTCLASS 66  IPV6_TCLASS 67  IPV6_AUTOFLOWLABEL 70  IPV6_ADDR_PREFERENCES 72
+    IPV6_MINHOPCOUNT 73  IPV6_RECVORIGDSTADDR 74  IPV6_TRANSPARENT 75  IPV6_UNICAST_IF 76  IPV6_RECVFRAGSIZE 77
+    IPV6_FREEBIND 78
+""")
 AF_UNIX, SOCK_DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
 _INET = (socket.AF_INET, socket.AF_INET6)
 #: Kinds of sockets that come back: family, type, protocol.
@@ -151,8 +89,8 @@ _PROTOCOLS = {1: "an ICMP (ping) socket", 58: "an ICMP (ping) socket", 132: "an 
 #: Sockets, by inode, in which an empty message was found: `_has_empty_message` finds each but once.
 _with_empty_message: set[int] = set()
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_fresh: dict[tuple[int, int, int], dict[str, str]] = {}
+#: Options of new sockets, by kind.
+_defaults: dict[tuple[int, int, int], dict[str, str]] = {}
 
 
 def kind_of(sock: socket.socket) -> tuple[int, int, int]:
@@ -161,9 +99,9 @@ def kind_of(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def refusal(sock: socket.socket, descriptors: int) -> str:
-    """What keeps the socket from coming back, as a noun phrase; empty where nothing does.
+    """Why the socket cannot come back, as a noun phrase; empty if it can.
 
-    ``descriptors``: how many are queued in it, from its fdinfo.
+    ``descriptors``: the number of those queued in it, from its fdinfo.
     """
     family, kind, protocol = kind_of(sock)
     if family == socket.AF_UNIX:
@@ -206,15 +144,12 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _waiting(sock: socket.socket) -> bool:
-    """Whether something waits to be received or accepted; takes nothing out."""
+    """Whether data or a connection waits to be received or accepted; removes nothing."""
     return bool(_events(sock) & select.POLLIN)
 
 
 def _has_data(sock: socket.socket) -> bool:
-    """Whether there are bytes to be received.
-
-    A look would move the place that SO_PEEK_OFF keeps: where that is set, there are taken to be some.
-    """
+    """Whether there are bytes to be received; assumed where SO_PEEK_OFF is set, as a peek would move its offset."""
     try:
         if sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0:
             return True
@@ -226,9 +161,9 @@ def _has_data(sock: socket.socket) -> bool:
 def _has_empty_message(sock: socket.socket) -> bool:
     """Whether an empty message is queued in a unix socket of messages: CRIU takes it for the end of the queue.
 
-    With ``SO_PEEK_OFF`` Linux shows each message by its turn, but an empty one only to the first who looks
-    (``net/core/datagram.c: __skb_try_recv_from_queue``), which would be CRIU at the next try: found ones are remembered
-    until the queue is empty.
+    With ``SO_PEEK_OFF`` Linux shows one message after the other, but an empty one to the first peek only
+    (``net/core/datagram.c: __skb_try_recv_from_queue``), not to CRIU's: such sockets are remembered until the queue is
+    empty.
     """
     inode = os.fstat(sock.fileno()).st_ino
     events = _events(sock)
@@ -253,7 +188,7 @@ def _has_empty_message(sock: socket.socket) -> bool:
 
 
 def _peeks_empty(sock: socket.socket, *, ends: bool) -> bool:
-    """``ends``: the connection's end comes behind the last message, again and again."""
+    """Whether a peek finds an empty message.  ``ends``: peeks beyond the last message find the connection's end."""
     empty = False
     while True:
         try:
@@ -301,11 +236,10 @@ def options(sock: socket.socket) -> dict[str, str]:
         _TCP_LISTEN,
     ):
         return {}
-    if kind not in _fresh:
+    if kind not in _defaults:
         with socket.socket(*kind) as new:
-            _fresh[kind] = _read(new)
-    fresh = _fresh[kind]
-    return {name: value for name, value in _read(sock).items() if value != fresh.get(name)}
+            _defaults[kind] = _read(new)
+    return {name: value for name, value in _read(sock).items() if value != _defaults[kind].get(name)}
 
 
 def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
@@ -328,7 +262,7 @@ def _read(sock: socket.socket) -> dict[str, str]:
 
 
 def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
-    """Set options that are not as they were; the names of those that cannot be set."""
+    """Set the options that differ from ``wanted``.  Return the names of those that cannot be set."""
     failed = []
     now = _read(sock)
     for level, table in _tables(kind_of(sock)):
@@ -347,9 +281,9 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
 
 
 def groups(pid: int) -> list[tuple[str, bytes]]:
-    """Groups that somebody in the network namespace of ``pid`` has joined: interface and ``sockaddr_storage``.
+    """Groups that any process in the network namespace of ``pid`` has joined: interface and ``sockaddr_storage``.
 
-    From ``/proc/PID/net/igmp`` and ``igmp6``, which do not say whose they are.
+    From ``/proc/PID/net/igmp`` and ``igmp6``, which do not name the sockets.
     """
     found: list[tuple[str, bytes]] = []
     device = ""
@@ -382,27 +316,26 @@ def memberships(sock: socket.socket, candidates: list[tuple[str, bytes]]) -> lis
             filter_ = _source_filter(sock, level, socket.if_nametoindex(device), address)
             if filter_ is not None:
                 mode, sources = filter_
-                found.append(
-                    {"device": device, "level": level, "address": address.hex(), "mode": mode, "sources": sources}
-                )
+                facts = {"device": device, "level": level, "address": address.hex()}
+                found.append({**facts, "mode": mode, "sources": sources})
     return found
 
 
 def _source_filter(sock: socket.socket, level: int, index: int, address: bytes) -> tuple[int, list[str]] | None:
-    room = 64
+    capacity = 64
     while True:
-        buffer = ctypes.create_string_buffer(_FILTER.size + room * _ADDRESS_BYTES)
-        _FILTER.pack_into(buffer, 0, index, address, 0, room)
+        buffer = ctypes.create_string_buffer(_FILTER.size + capacity * _ADDRESS_BYTES)
+        _FILTER.pack_into(buffer, 0, index, address, 0, capacity)
         length = ctypes.c_uint(len(buffer))
-        if _libc.getsockopt(sock.fileno(), level, _MCAST_MSFILTER, buffer, ctypes.byref(length)):
+        if syscalls.libc.getsockopt(sock.fileno(), level, _MCAST_MSFILTER, buffer, ctypes.byref(length)):
             if ctypes.get_errno() in (errno.EADDRNOTAVAIL, errno.EINVAL, errno.ENODEV, errno.ENOPROTOOPT):
                 return None
             raise OSError(ctypes.get_errno(), "MCAST_MSFILTER")
         _, _, mode, count = _FILTER.unpack_from(buffer)
-        if count <= room:
-            lot = buffer.raw[_FILTER.size :]
-            return mode, [lot[at * _ADDRESS_BYTES : (at + 1) * _ADDRESS_BYTES].hex() for at in range(count)]
-        room = count
+        if count <= capacity:
+            starts = range(_FILTER.size, _FILTER.size + count * _ADDRESS_BYTES, _ADDRESS_BYTES)
+            return mode, [buffer.raw[at : at + _ADDRESS_BYTES].hex() for at in starts]
+        capacity = count
 
 
 def join(sock: socket.socket, group: dict[str, Any]) -> None:

@@ -1,15 +1,16 @@
-"""The few Linux system calls the standard library has no function for, each declared once, with one error funnel.
+"""System calls the standard library has no function for: namespaces, mounts, capabilities, descriptors of others.
 
 Names and numbers are the kernel's own (``include/uapi/linux/{sched,mount,prctl,capability}.h``), so that a reader can
 look them up in the manual pages ``unshare(2)``, ``mount(2)``, ``pidfd_getfd(2)``, ``prctl(2)``, ``capset(2)``.
-Standard library only: a capsule's init imports this module with nothing else of the package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
+from collections.abc import Iterator
 
 CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
@@ -53,11 +54,12 @@ CAPABILITIES_FOR_CRIU = {
     "CAP_CHECKPOINT_RESTORE": 40,
 }
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
 
 
-def _check(result: int, what: str) -> int:
-    """The one place where a failed call becomes an `OSError` that says which call it was."""
+def check(result: int, what: str) -> int:
+    """Return the result of a call of `libc`; raise `OSError` with the call's name if it failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -66,67 +68,68 @@ def _check(result: int, what: str) -> int:
 
 def unshare(flags: int) -> None:
     """Leave the namespaces named by ``flags`` for new ones (``os.unshare`` exists from Python 3.12 only)."""
-    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+    check(libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
 def mount(source: str | None, target: str, fstype: str | None, flags: int, options: str | None = None) -> None:
     """``mount(2)``; ``options``: the file system's own."""
     arguments = [None if text is None else os.fsencode(text) for text in (source, target, fstype)]
     data = None if options is None else os.fsencode(options)
-    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
+    check(libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {fstype or 'flags'} on {target}")
 
 
 def umount(target: str) -> None:
     """``umount2(2)``, also of what is in use; it then ends with its last use."""
-    _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
+    check(libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 
 def pidfd_getfd(pidfd: int, number: int) -> int:
     """A copy of another process's descriptor ``number``, close-on-exec.  Needs the right to trace that process."""
-    return _check(
-        _libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)),
+    return check(
+        libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)),
         "pidfd_getfd",
     )
 
 
-def get_descriptor(pid: int, number: int) -> int:
-    """The same of the process ``pid``."""
+@contextlib.contextmanager
+def pidfd_of(pid: int) -> Iterator[int]:
+    """A pidfd of the process ``pid``, open for as long as the body lasts."""
     pidfd = os.pidfd_open(pid)
     try:
-        return pidfd_getfd(pidfd, number)
+        yield pidfd
     finally:
         os.close(pidfd)
 
 
 def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 0) -> int:
     """``prctl(2)`` with integer arguments."""
-    return _check(_libc.prctl(option, *(ctypes.c_ulong(a) for a in (arg2, arg3, arg4, arg5))), f"prctl({option})")
+    return check(libc.prctl(option, *(ctypes.c_ulong(a) for a in (arg2, arg3, arg4, arg5))), f"prctl({option})")
 
 
 def set_name(name: str) -> None:
     """Name the calling thread, as ``ps`` shows it (15 bytes at most)."""
-    _check(_libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
+    check(libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
 def raise_ambient(capabilities: dict[str, int]) -> None:
     """Let programs started by this process keep ``capabilities``: into the inheritable, then the ambient set."""
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
     buffer = ctypes.create_string_buffer(24)
-    _check(_libc.capget(ctypes.c_char_p(header), buffer), "capget")
+    check(libc.capget(ctypes.c_char_p(header), buffer), "capget")
     words = list(struct.unpack("=6I", buffer.raw))  # effective, permitted, inheritable of the low, then the high 32
     for number in capabilities.values():
         words[2 + 3 * (number // 32)] |= 1 << (number % 32)
-    _check(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words))), "capset")
+    check(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words))), "capset")
     for number in capabilities.values():
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of the calling thread."""
+    """Drop every capability of the calling thread."""
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))), "capset")
+    check(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))), "capset")
 
 
 def clear_ambient() -> None:
-    """Programs started from here on get no capability: the kernel of a notebook is an ordinary process."""
+    """Let programs started from here on have no capability: a notebook's kernel is an ordinary process."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)

@@ -200,7 +200,8 @@ class Terminals:
             return
         if device is None:
             return
-        found = syscalls.get_descriptor(pid, fd)
+        with syscalls.pidfd_of(pid) as pidfd:
+            found = syscalls.pidfd_getfd(pidfd, fd)
         if os.major(device) in _SLAVES:
             known, number = self._slaves, _number(device)
         else:

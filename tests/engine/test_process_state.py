@@ -846,10 +846,10 @@ def forbid(monkeypatch, name, unless):
     """Have Linux forbid system call ``name``, where ``unless`` does not say of its arguments that it may be made."""
     real = kernel_calls.call
 
-    def call(number, *arguments):
-        if number == getattr(kernel_calls.NUMBERS, name) and not unless(*arguments):
+    def call(made, *arguments):
+        if made == name and not unless(*arguments):
             raise PermissionError(errno.EPERM, f"{name}: {os.strerror(errno.EPERM)}")
-        return real(number, *arguments)
+        return real(made, *arguments)
 
     monkeypatch.setattr(kernel_calls, "call", call)
 
@@ -886,7 +886,7 @@ def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, 
     real = procfs.read
     smaps = SMAPS.replace("NAME", name).replace("FLAGS", flags)
     monkeypatch.setattr(procfs, "read", lambda path: smaps if path.endswith("/smaps") else real(path))
-    monkeypatch.setattr(process_state, "NUMBERS", None)
+    monkeypatch.setattr(process_state, "MACHINE", None)
     found = process_state.inspect(os.getpid(), stopped=True)
     assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused
     assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]

@@ -32,7 +32,7 @@ def test_an_open_file_whose_server_is_silent_is_looked_at_without_it(silent, hom
         silent.fall_silent()
         began = time.monotonic()
         assert capsule.inspect()["refusals"] == []
-        assert time.monotonic() - began < file_facts.PATIENCE + 10
+        assert time.monotonic() - began < file_facts.TIMEOUT + 10
         assert subject.tell("answer = 41 + 1") == "42"
         silent.end()  # the process could not close the file before
 
@@ -40,7 +40,7 @@ def test_an_open_file_whose_server_is_silent_is_looked_at_without_it(silent, hom
 def test_a_path_whose_server_is_silent_is_given_up(silent):
     silent.fall_silent()
     with pytest.raises(TimeoutError):
-        file_facts.patient(f"{silent.place}/file")
+        file_facts.within_timeout(f"{silent.place}/file")
 
 
 def test_no_descriptor_is_judged_by_a_call_that_asks_a_server(monkeypatch, tmp_path):
@@ -71,6 +71,6 @@ def test_a_file_that_cannot_be_reached_is_refused_by_its_name(monkeypatch, tmp_p
 def test_the_facts_of_a_file_are_those_of_stat(path):
     status = os.stat(path)
     expected = (status.st_mode, (os.major(status.st_rdev), os.minor(status.st_rdev)))
-    for facts in (file_facts.of(path), file_facts.patient(path)):
+    for facts in (file_facts.of(path), file_facts.within_timeout(path)):
         assert (facts.mode, facts.device) == expected
         assert path.startswith("/proc") or (facts.inode, facts.mtime_ns) == (status.st_ino, status.st_mtime_ns)

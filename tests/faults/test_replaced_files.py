@@ -239,11 +239,11 @@ async def test_nobody_waits_for_a_large_file_to_be_read(subject, array, ends, mo
     array.touch()
     reading, of = threading.Event(), Hashes.of
 
-    def endless(self, path, facts, go_on=lambda: True):
+    def endless(self, path, facts, cancelled=lambda: False):
         if path != str(array):
-            return of(self, path, facts, go_on)
+            return of(self, path, facts, cancelled)
         reading.set()
-        while go_on():
+        while not cancelled():
             time.sleep(0.001)
         return ""
 

@@ -209,9 +209,9 @@ hashes.AT_ONCE = 0
 one, path = hashes.Hashes(Path(sys.argv[1])), sys.argv[1] + "/large"
 one.of_kernel([(path, node.file_facts(path), False)])
 begun = threading.Event()
-def waited(path, facts, go_on):
+def waited(path, facts, cancelled):
     begun.set()
-    while go_on():
+    while not cancelled():
         time.sleep(0.001)
     return ""
 one.of = waited

@@ -39,7 +39,7 @@ def taken(data: Path, **more: Any) -> dict[str, Any]:
 
 
 def seen(wanted: dict[str, Any]) -> dict[str, Any]:
-    return match.look(wanted, criu="4.2.1", gpus=[GPU], memory=64 * GIB, disk=64 * GIB)
+    return match.inspect_node(wanted, criu="4.2.1", gpus=[GPU], memory=64 * GIB, disk=64 * GIB)
 
 
 def test_the_node_an_image_was_made_on_matches(data):
@@ -95,19 +95,19 @@ def test_a_newer_node_is_no_mismatch(data):
 
 def test_a_kernel_that_never_used_cuda_fits_a_node_without_a_gpu(data):
     wanted = taken(data, cuda=False, device_bytes={})
-    assert match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)) == []
+    assert match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)) == []
 
 
 def test_a_cuda_kernel_does_not_fit_a_node_without_a_gpu(data):
     wanted = taken(data)
-    found = match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB))
+    found = match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB))
     assert [mismatch.field for mismatch in found] == ["driver", "cuda", "gpu_count"]
 
 
 def test_free_memory_is_asked_of_the_gpu_the_kernel_goes_to(data):
     gpus = [GPU, {**GPU, "uuid": "GPU-b"}]
     wanted = taken(data, gpus=gpus)
-    here = match.look(wanted, criu="4.2.1", gpus=[{**gpus[0], "free": 0}, gpus[1]], memory=GIB, disk=GIB)
+    here = match.inspect_node(wanted, criu="4.2.1", gpus=[{**gpus[0], "free": 0}, gpus[1]], memory=GIB, disk=GIB)
     assert [mismatch.field for mismatch in match.match(wanted, here)] == ["device_memory"]
     swapped = {"GPU-a": "GPU-b", "GPU-b": "GPU-a"}
     assert match.match(wanted, here, gpu_map=swapped) == []
@@ -115,7 +115,7 @@ def test_free_memory_is_asked_of_the_gpu_the_kernel_goes_to(data):
 
 
 def test_an_image_of_an_older_release_has_no_fingerprint_and_is_asked_nothing():
-    assert match.match({}, match.look({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
+    assert match.match({}, match.inspect_node({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
 
 
 def test_packages_that_differ_are_named_and_only_warned_about(tmp_path, data):
@@ -234,7 +234,7 @@ def held(path: Path, hashes: Hashes | None = None, **more: Any) -> dict[str, Any
 
 
 def compared(wanted: dict[str, Any], hashes: Hashes | None = None, **options: Any) -> list[tuple[str, bool]]:
-    here = match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
+    here = match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
     return [(mismatch.field, mismatch.hard) for mismatch in match.match(wanted, here, **options)]
 
 
@@ -374,7 +374,7 @@ def test_a_named_pipe_in_the_place_of_a_file(tmp_path, accept, size):
     wanted = held(path, hashes, size=size)
     path.unlink()
     os.mkfifo(path)
-    here = match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
+    here = match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB, hashes=hashes)
     (mismatch,) = match.match(wanted, here, accept_changed_files=accept)
     assert (mismatch.wanted, mismatch.found, mismatch.hard) == ("a file", "a named pipe", True)
 
@@ -443,4 +443,4 @@ def test_a_unix_socket_that_another_process_has_made_since_is_told(tmp_path):
         other.bind(str(path))
         assert compared(wanted) == [("socket", True)], "also where it has the inode of the old one"
         with pytest.raises(SocketTaken):
-            match.require(match.match(wanted, match.look(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)))
+            match.require(match.match(wanted, match.inspect_node(wanted, criu="4.2.1", gpus=[], memory=GIB, disk=GIB)))

@@ -1,17 +1,17 @@
-"""What keeps a kernel alive when CRIU is killed while it dumps it.  Runs in a capsule's init, the parent of both.
+"""Keep a kernel alive when CRIU is killed while it dumps it.  Runs in a capsule's init, the parent of both.
 
-For a dump CRIU holds every thread by ptrace and runs code of its own in them.  When it is killed, Linux lets go of the
-threads where they are: in that code, or at a trap, of which the process then dies (``kernel/signal.c: ptrace_stop``
-keeps the SIGTRAP that its tracer cannot take back any more).  Three things before the dump make all of that mendable:
+For a dump CRIU traces every thread and runs code of its own in them.  When it is killed, Linux detaches the threads
+where they are: in that code, or at a trap, of which the process then dies (``kernel/signal.c: ptrace_stop`` keeps the
+SIGTRAP that its tracer cannot take back any more).  Three measures before the dump make all of that repairable:
 
 1. *The processes are stopped by SIGSTOP.*  A thread whose tracer dies goes back into that stop (``kernel/ptrace.c:
-   __ptrace_unlink``) before it runs one more instruction, so nothing of CRIU's code is run to any effect.
+   __ptrace_unlink``) before it runs one more instruction, so CRIU's code has no more effect.
 2. *SIGTRAP has a handler*, at an address where nothing is.  It never runs, because the stop comes first; but a signal
    with a handler does not kill.  It travels into the image, so that every restore takes it away too (`unguard`).
-3. *Registers, signal masks and what CRIU overwrites* are kept here, and put back if CRIU does not end well.
+3. *Registers, signal masks and the memory that CRIU overwrites* are saved here, and put back if CRIU fails.
 
-One thread may have gone on by itself: the parasite in the main thread sees that CRIU is gone and returns to the
-program, which runs until Linux takes the tracer away.  Such a thread is recognized by where it is, and left as it is.
+One thread may have continued by itself: the parasite in the main thread sees that CRIU is gone and returns to the
+program, which runs until Linux removes the tracer.  Such a thread is recognized by its program counter, and left alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 @dataclass
 class _Thread:
-    """What a thread was before CRIU came."""
+    """A thread's state before the dump."""
 
     regsets: dict[int, bytes]
     mask: int
@@ -65,6 +65,8 @@ class _Thread:
 
 @dataclass
 class _SavedProcess:
+    """A process's state before the dump."""
+
     pid: int
     machine: Machine
     mappings: list[MemoryMapping]
@@ -79,9 +81,10 @@ class _SavedProcess:
 
 
 def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool:
-    """Stop ``pid`` and all its threads; False: they were stopped.  Raises `TimeoutError`; they go on then.
+    """Stop ``pid`` and all its threads.  Return False if they were stopped before.
 
-    Threads in ``frozen`` leave it and stop where they are parked: not one instruction of the program is run.
+    Threads in ``frozen`` are released into the stop: they run not one more instruction of the program.  Raises
+    `TimeoutError`; all run on then.
     """
     if _all_stopped(pid):
         return False
@@ -112,27 +115,24 @@ def _lives(pid: int) -> bool:
 
 
 def resume(pid: int, leader: Tracee | None = None) -> None:
-    """End the stop of a process without its own handler of SIGCONT being called: the stop was none of its business.
+    """End the stop of a process without a call of its own handler of SIGCONT.
 
-    ``leader``: its main thread, where the caller holds that.  Raises `ProcessLookupError`.
+    ``leader``: its main thread, if the caller traces that.  Raises `ProcessLookupError`.
     """
-    held: ExitStack = ExitStack()
-    with held:
+    with ExitStack() as stack:
         if MACHINE is not None and _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
-                memory = held.enter_context(ProcessMemory(pid))
+                memory = stack.enter_context(ProcessMemory(pid))
                 gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
-                held.enter_context(_uncaught(leader or held.enter_context(Tracee(MACHINE, pid)), gate, memory))
+                stack.enter_context(_uncaught(leader or stack.enter_context(Tracee(MACHINE, pid)), gate, memory))
         os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def _uncaught(leader: Tracee, gate: int, memory: ProcessMemory) -> Iterator[None]:
-    """Have Linux drop each SIGCONT as one that is neither caught nor blocked."""
-    action, mask = (
-        _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0)),
-        leader.mask,
-    )
+    """Let SIGCONT be neither caught nor blocked for as long as the body lasts."""
+    action = _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0))
+    mask = leader.mask
     leader.mask = mask & ~_CONT
     try:
         yield
@@ -142,7 +142,7 @@ def _uncaught(leader: Tracee, gate: int, memory: ProcessMemory) -> Iterator[None
 
 
 def _signals(pid: int, tid: int, *fields: str) -> int:
-    """The signals that are in one of these fields of proc_pid_status(5), bit 0 being signal 1."""
+    """Return the signals in these fields of proc_pid_status(5), bit 0 being signal 1."""
     found, status = 0, procfs.status(pid, tid)
     for name in fields:
         found |= int(status.get(name, "0"), 16)
@@ -150,46 +150,46 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
 
 
 def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> Iterator[tuple[int, bool]]:
-    """``root`` and its descendants, each of them stopped (by us?): a stopped parent makes no more.
+    """Stop ``root`` and its descendants, a parent before its children.  Yields each, and whether it ran before.
 
-    ``frozen``: of threads of ``root``, see `stop`.
+    ``frozen``: threads of ``root``, see `stop`.
     """
-    fresh = [root]
-    while fresh:
-        pid = fresh.pop()
+    pending = [root]
+    while pending:
+        pid = pending.pop()
         if _state(pid, pid) == "Z":
             continue
         yield pid, stop(pid, deadline, frozen if pid == root else None)
-        fresh += procfs.children(pid)
+        pending += procfs.children(pid)
 
 
 def _action(leader: Tracee, gate: int, memory: ProcessMemory, number: int, new: bytes | None = None) -> bytes:
-    """Set what a signal does (None: leave it), as `_SIGACTION`; what it did."""
+    """Set a signal's `_SIGACTION`, if there is a ``new`` one.  Return the one it had."""
     machine = leader.machine
-    # The stopped thread's own stack lends the room; what was there is put back.
-    room = leader.words()[machine.sp] & ~15
-    kept = memory.read(room, 2 * _SIGACTION.size)
-    at = 0
+    # On the stopped thread's own stack, whose content is put back.
+    buffer = leader.words()[machine.sp] & ~15
+    content = memory.read(buffer, 2 * _SIGACTION.size)
+    address = 0
     try:
         if new is not None:
-            at = room + _SIGACTION.size
-            memory.write(at, new)
-        if result := leader.call(gate, machine.rt_sigaction, number, at, room, 8):
+            address = buffer + _SIGACTION.size
+            memory.write(address, new)
+        if result := leader.call(gate, machine.rt_sigaction, number, address, buffer, 8):
             raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
-        return memory.read(room, _SIGACTION.size)
+        return memory.read(buffer, _SIGACTION.size)
     finally:
-        memory.write(room, kept)
+        memory.write(buffer, content)
 
 
 def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | None = None) -> int:
-    """Set SIGTRAP's handler (None: leave it); the handler it had."""
+    """Set SIGTRAP's handler, if one is given.  Return the handler it had."""
     # All signals wait while it would run, so that no other handler is entered after it.
     new = None if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
     return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
 
 
 def _inspect(machine: Machine, pid: int) -> _SavedProcess:
-    """What has to be known of a stopped process, and SIGTRAP's guard in place."""
+    """Save the state of a stopped process, and set SIGTRAP's guard."""
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
     threads = {}
@@ -234,9 +234,9 @@ def _unguard(machine: Machine, pid: int) -> None:
 
 
 def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
-    """Take SIGTRAP's guard away from restored processes, and let them go on: they were stopped when dumped.
+    """Remove SIGTRAP's guard from restored processes, and let them run: they were stopped when dumped.
 
-    ``frozen``: of ``root``, all of whose threads but the CUDA driver's stay in it.  Raises `OSError`.
+    ``frozen``: gets all threads of ``root`` but the CUDA driver's, which alone run.  Raises `OSError`.
     """
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
@@ -250,13 +250,12 @@ def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
 
 
 def _repair(process: _SavedProcess) -> None:
-    """Make a process what it was before CRIU came.  It is stopped before and after."""
+    """Put a process back into its state before the dump.  It is stopped before and after."""
     pid, machine, gate = process.pid, process.machine, process.gate
     stop(pid, time.monotonic() + STOP_TIMEOUT)
-    with ProcessMemory(pid) as memory, ExitStack() as held:
-        tracees = {
-            tid: held.enter_context(Tracee(machine, tid)) for tid in procfs.threads(pid) if tid in process.threads
-        }
+    with ProcessMemory(pid) as memory, ExitStack() as stack:
+        tids = [tid for tid in procfs.threads(pid) if tid in process.threads]
+        tracees = {tid: stack.enter_context(Tracee(machine, tid)) for tid in tids}
         leader = tracees[pid]
         if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
             memory.write(process.entry, process.entry_bytes)
@@ -274,7 +273,7 @@ def _repair(process: _SavedProcess) -> None:
             elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
                 tracee.mask = before.mask
             if _signals(pid, tid, "SigPnd") & _TRAP:
-                tracee.call(gate, machine.getpid)  # a trap that waits for it comes first, and is dropped
+                tracee.call(gate, machine.getpid)  # a pending trap is delivered first, and dropped
         if displaced:
             for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
                 leader.call(gate, machine.close, descriptor)
@@ -287,7 +286,7 @@ def _repair(process: _SavedProcess) -> None:
 
 
 def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
-    """Whether the main thread is where CRIU put it, or where it was; else it has gone on by itself."""
+    """Whether the main thread is where CRIU put it, or where it was; else it has continued by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
     at = leader.words()[process.machine.pc]
@@ -296,7 +295,7 @@ def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryM
 
 
 def _changed(before: list[MemoryMapping], now: list[MemoryMapping]) -> Iterator[MemoryMapping]:
-    """Those of ``before`` whose protection is another one ``now``."""
+    """The mappings of ``before`` that have another protection ``now``."""
     for was in before:
         for mapping in now:
             if mapping.start < was.end and was.start < mapping.end and mapping.permissions[:3] != was.permissions[:3]:
@@ -310,7 +309,7 @@ def _protection(mapping: MemoryMapping) -> int:
 
 
 class CriuGuard:
-    """Stops a process tree for a dump, and afterwards makes good what CRIU left.
+    """Stops a process tree for a dump, and repairs afterwards what CRIU left.
 
     Parameters
     ----------
@@ -319,17 +318,17 @@ class CriuGuard:
     deadline:
         `time.monotonic` by which all threads must have stopped.
     frozen:
-        Of ``root``: its threads stop where they are parked, and those that wait in the CUDA driver's code are parked
-        again before the process goes on.
+        Frozen threads of ``root``, which stop where they are; those that wait in the CUDA driver's code are frozen
+        again before the process runs on.
 
-    Raises `OSError`, of which `TimeoutError` is one; everything goes on as before then.
+    Raises `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
     def __init__(self, root: int, deadline: float, frozen: FrozenThreads | None = None) -> None:
         self._root = root
         self._frozen = frozen
         self._pids: list[int] = []
-        #: Those that ran before: a process that somebody else had stopped is not ours to let go on.
+        #: Processes that ran before: those that somebody else had stopped stay stopped.
         self._ran: list[int] = []
         self._processes: list[_SavedProcess] = []
         try:
@@ -340,10 +339,10 @@ class CriuGuard:
                 if MACHINE is not None:
                     self._processes.append(_inspect(MACHINE, pid))
             for pid in self._pids:
-                # One that is still on its way back into the stop would be taken by CRIU for one that runs.
+                # CRIU would take a process that is still on its way back into the stop for one that runs.
                 stop(pid, deadline)
         except BaseException as error:
-            # Of all, and not of `_processes` only: `_inspect` may have failed after it had set the guard.
+            # Not only those in `_processes`: `_inspect` may have failed after it had set the guard.
             unknown = self._unguard_all()
             self.resume()
             if unknown:
@@ -351,7 +350,7 @@ class CriuGuard:
             raise
 
     def _unguard_all(self) -> str:
-        """Why not, if not."""
+        """Remove all guards.  Return why not, if not."""
         why: list[str] = []
         if MACHINE is None:
             return ""
@@ -364,22 +363,22 @@ class CriuGuard:
         return ", ".join(why)
 
     def finish(self, success: bool) -> None:
-        """CRIU has ended: success, and the processes stay stopped, or not, and they go on as if it had never been.
+        """Leave the processes stopped after CRIU's ``success``; else repair them and let them run.
 
-        Raises `OSError`; what could be done was done.
+        Raises `OSError` after everything else was done.
         """
-        with ExitStack() as last:
+        with ExitStack() as stack:
             if not success:
-                last.callback(self.resume)
+                stack.callback(self.resume)
             for process in self._processes:
-                last.callback(self._after, process, success)
+                stack.callback(self._after, process, success)
 
     @staticmethod
     def _after(process: _SavedProcess, success: bool) -> None:
         try:
             if success:
                 _unguard(process.machine, process.pid)
-                stop(process.pid, time.monotonic() + STOP_TIMEOUT)  # it is on its way back into the stop
+                stop(process.pid, time.monotonic() + STOP_TIMEOUT)  # until it is back in the stop
             else:
                 _repair(process)
         except Exception:
@@ -387,7 +386,7 @@ class CriuGuard:
                 raise
 
     def resume(self) -> None:
-        """Let all processes run that ran before.  Raises `OSError` after they do: what could not be put right."""
+        """Let all processes run that ran before.  Raises `OSError` after that if something could not be undone."""
         failures = []
         for pid in self._ran:
             try:

@@ -36,7 +36,7 @@ UNSHIFTED = Clocks(0, 0)
 
 
 def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
-    """Leave the host's namespaces; the next child is PID 1 of the new ones.
+    """Enter new namespaces; the next child is PID 1 of them.
 
     The uid is kept: only the caller's own uid and gid are mapped, each to itself.  The clock offsets must be written
     before the first process enters the time namespace, hence before that child is made.
@@ -48,8 +48,8 @@ def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID | syscalls.CLONE_NEWTIME)
-    # They count from the clocks of the host itself, and this process may be in a time namespace already; the new one
-    # has begun with that one's.
+    # Offsets count from the clocks of the host itself, and this process may be in a time namespace already, whose
+    # offsets the new one has at first.
     with open("/proc/self/timens_offsets") as file:
         rows = [line.split() for line in file]
     outer = {row[0]: int(row[1]) * 1_000_000_000 + int(row[2]) for row in rows}
@@ -60,29 +60,28 @@ def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
 
 
 def mount_proc() -> None:
-    """A ``/proc`` that shows the capsule's processes.
+    """Mount a ``/proc`` that shows the capsule's processes.
 
-    Mounts of the host still arrive (slave), so that an automounted home works; none goes back.
+    Mounts of the host still propagate into the capsule (slave), so that an automounted home works; none goes back.
     """
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
 
 
 def mount_terminals(user: bool) -> None:
-    """Give the capsule pseudo-terminals of its own: a ``/dev/pts`` that no process outside has a terminal in.
+    """Mount a ``/dev/pts`` of the capsule's own, in which no other process has a pseudo-terminal.
 
-    CRIU can bring a terminal back only under its old number, which on the host's ``/dev/pts`` may be taken by then,
-    and only with its old owner, which in a user namespace must be mapped: there the group ``tty`` is not.  Here every
-    number is free when a kernel comes back, and the files belong to the user (devpts(5)).  Without ``user`` namespace
-    the group is the one that the host gives its terminals.
+    CRIU can restore a terminal only under its old number, which on the host's ``/dev/pts`` may be taken by then, and
+    only with its old owner, which must be mapped in a user namespace: there the group ``tty`` is not.  Here every
+    number is free when a kernel is restored, and the files belong to the user (devpts(5)).  Without ``user`` namespace
+    the group is that of the host's terminals.
 
-    Raises `OSError` where that cannot be had; the capsule then has what the host has (`terminals.obstacle`).
+    Raises `OSError` where that fails; the capsule then has the host's terminals (`terminals.obstacle`).
     """
     group = "" if user else _terminal_group()
     options = f"newinstance,ptmxmode=0666,mode=0620{group}"
     syscalls.mount("devpts", _TERMINALS, "devpts", syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
-    # A link to it, or a device beside it, opens the new file system already; what a container's runtime has mounted
-    # there does not.
+    # A link to it, or a device beside it, opens the new file system already; a mount of a container's runtime does not.
     if os.path.lexists(_MULTIPLEXER) and os.path.realpath(_MULTIPLEXER) != f"{_TERMINALS}/ptmx":
         try:
             syscalls.mount(f"{_TERMINALS}/ptmx", _MULTIPLEXER, None, syscalls.MS_BIND)
@@ -92,17 +91,17 @@ def mount_terminals(user: bool) -> None:
 
 
 def _terminal_group() -> str:
-    """The option that gives new terminals the host's group for them; empty where it has none."""
+    """The mount option for the group of the host's terminals; empty where it has none."""
     options = [mount.options for mount in procfs.mounts() if (mount.point, mount.filesystem) == (_TERMINALS, "devpts")]
     return next((f",{word}" for word in (options[-1] if options else ()) if word.startswith("gid=")), "")
 
 
 def mount_under_old_path(directory: int, old: str) -> None:
-    """Show the kernel its directory (a descriptor) where it was before: its sockets keep their paths for life.
+    """Mount the kernel's directory (a descriptor) at its old path: sockets keep their paths for life.
 
     Where that path cannot be made (another user's directory, ``/run/user/...`` of a session that this host does not
-    have), an empty file system covers the nearest directory above it, for this capsule only: what is there is out of
-    the user's reach anyhow.  One at the top of the tree is not covered: it has more in it than that.
+    have), an empty file system covers the nearest directory above it, for this capsule only: the user cannot reach its
+    content anyhow.  A directory at the top of the tree is never covered: the kernel needs its other content.
     """
     try:
         os.makedirs(old, mode=0o700, exist_ok=True)
@@ -123,9 +122,9 @@ HOST_MEMORY = "host-memory"
 
 
 def mount_host_memory(directory: str) -> str:
-    """Mount a file system in memory there, and return its path.  It ends with the capsule, and CRIU leaves it alone.
+    """Mount a file system in memory, and return its path.  It ends with the capsule, and CRIU does not save it.
 
-    Of huge pages, where the system gives them (tmpfs(5)): they make the rate at which it is filled.
+    It has huge pages where the system has them (tmpfs(5)): copies into it are faster.
     """
     path = f"{directory}/{HOST_MEMORY}"
     os.makedirs(path, mode=0o700, exist_ok=True)
@@ -136,6 +135,6 @@ def mount_host_memory(directory: str) -> str:
         try:
             syscalls.mount("tmpfs", path, "tmpfs", flags, options)
         except OSError:
-            os.rmdir(path)  # else it would be taken for one
+            os.rmdir(path)  # else it would be taken for a mounted one
             raise
     return path

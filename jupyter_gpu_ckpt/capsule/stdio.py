@@ -1,4 +1,4 @@
-"""The kernel's raw stdout and stderr on their way to the capsule's own: what the kernel writes past its notebook.
+"""Copy the kernel's raw stdout and stderr to the capsule's own: output that does not go to the notebook.
 
 Runs in PID 1 of a capsule (`init`), which answers its owner in the same loop: nothing here may block.
 """
@@ -11,17 +11,17 @@ import select
 import selectors
 import stat
 
-#: Bytes kept for a reader that is behind; what comes while they are full is dropped.
+#: Bytes kept for a slow reader; more output is dropped.
 BACKLOG = 1 << 20
 
 
 class Pipe:
     """A pipe between the kernel's raw stdout or stderr and ours.
 
-    ``inode`` names the pipe in CRIU's images: on restore CRIU is told to put our new pipe in the place of the old one.
+    ``inode`` names the pipe in CRIU's images: on restore CRIU replaces the old pipe by our new one.
 
-    The kernel never waits for whoever reads our stdout: up to `BACKLOG` bytes wait for a slow reader, and the rest of
-    what the kernel writes is dropped.  Everything is dropped once nobody holds the other end.
+    The kernel never waits for the reader of our stdout: `BACKLOG` bytes at most wait for a slow reader, and further
+    output is dropped.  All output is dropped once the other end is closed.
     """
 
     def __init__(self, target: int, selector: selectors.BaseSelector) -> None:
@@ -31,10 +31,10 @@ class Pipe:
         self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.reader, False)
         self.inode = os.fstat(self.writer).st_ino
-        selector.register(self.reader, selectors.EVENT_READ, self.take)
+        selector.register(self.reader, selectors.EVENT_READ, self.read)
 
-    def take(self) -> None:
-        """Called when the kernel has written, or closed its end."""
+    def read(self) -> None:
+        """Read from the kernel.  Called when it has written, or closed its end."""
         try:
             data = os.read(self.reader, 65536)
         except BlockingIOError:
@@ -45,11 +45,11 @@ class Pipe:
         self.flush()
 
     def flush(self) -> None:
-        """Hand on what our stdout takes now; called again when it takes more."""
+        """Write as much as our stdout takes now.  Called again when it takes more."""
         try:
             while self._backlog and (count := self._target.write(self._backlog)):
                 del self._backlog[:count]
-        except OSError:  # nobody holds the other end
+        except OSError:  # the other end is closed
             self._backlog.clear()
         watched = self._target.fd in self._selector.get_map()
         if self._backlog and not watched:
@@ -64,9 +64,9 @@ class Target:
     def __init__(self, shared: int) -> None:
         mode = os.fstat(shared).st_mode
         self.fd = os.dup(shared)
-        #: Whether a write takes as long as it takes: a regular file's do not depend on a reader.
-        self._patient = stat.S_ISREG(mode)
-        #: Whether the descriptor is in blocking mode, so that it must be asked for room first.
+        #: Writes to a regular file do not wait for a reader.
+        self._is_file = stat.S_ISREG(mode)
+        #: Whether the descriptor is in blocking mode, so that it must be polled first.
         self._blocking = True
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             # Opened anew, because O_NONBLOCK on the shared one would be its owner's too.  Not allowed for a terminal of
@@ -78,15 +78,15 @@ class Target:
                 self.fd, self._blocking = own, False
 
     def write(self, data: bytearray) -> int:
-        """Write what there is room for now; how many bytes that were.  Raises `OSError` when nobody can read them."""
-        if self._patient:
+        """Write what fits now.  Return the number of bytes.  Raises `OSError` when the other end is closed."""
+        if self._is_file:
             return os.write(self.fd, data)
         if self._blocking:
-            room = select.poll()
-            room.register(self.fd, select.POLLOUT)
-            if not room.poll(0):
+            poll = select.poll()
+            poll.register(self.fd, select.POLLOUT)
+            if not poll.poll(0):
                 return 0
-            # A pipe or socket that says it has room takes this much at once.
+            # A pipe or socket that is ready takes this much at once.
             return os.write(self.fd, data[: select.PIPE_BUF])
         try:
             return os.write(self.fd, data)

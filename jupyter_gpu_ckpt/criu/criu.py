@@ -1,9 +1,9 @@
 """CRIU's two verbs, run inside a capsule: `Criu.dump` and `Criu.restore`.
 
 No policy and no hidden retries.  The option table is fixed and printable; every call has a deadline; CRIU's log is read
-here, and only here, to turn a failure into an error class with a cause a notebook user understands.
+here, and only here, to turn a failure into an error class with a cause that a notebook user understands.
 
-CRIU runs without its CUDA plugin: the plugin can fail silently and let a dump "succeed" without the device state.  CUDA
+CRIU runs without its CUDA plugin, which can fail silently and let a dump "succeed" without the device state.  CUDA
 state is suspended before the dump (`cuda.driver`), so for CRIU the process is an ordinary one.
 """
 
@@ -44,7 +44,7 @@ from . import images
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that all threads of a kernel are given to be where they hold nothing.
+#: Seconds in which all threads of a kernel must be frozen.
 FREEZE_TIMEOUT = 5.0
 #: Options of both verbs, and why.  A dump and its restore must agree on them.
 OPTIONS: tuple[tuple[str, ...], ...] = (
@@ -58,13 +58,13 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("-v2",),  # errors and warnings
 )
 
-#: CRIU needs no more of the environment; a user's LD_PRELOAD must not reach it.
+#: The whole environment of CRIU: a user's LD_PRELOAD must not reach it.
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What became of a restore: its seconds, and what the processes lack of what was noted, in words."""
+    """The result of a restore: its seconds, and the noted state that could not be reapplied, in words."""
 
     seconds: float
     changed: list[str]
@@ -136,7 +136,7 @@ class Criu:
     Parameters
     ----------
     argv:
-        How to start CRIU: a path, or a loader with its arguments and a path (`install.find`).
+        The beginning of the command line: a path, or a loader with its arguments and a path (`install.find`).
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -174,7 +174,7 @@ class Criu:
         log, output = work / f"{verb}.log", work / f"{verb}.out"
         try:
             for stale in (log, output):
-                # A CRIU that ends before it opens its log must not be explained by the log of the one before.
+                # A CRIU that ends before it opens its log must not be explained by an earlier log.
                 stale.unlink(missing_ok=True)
         except OSError as error:
             raise RuntimeDirectory(f"{work} cannot be written: {error.strerror}.") from error
@@ -184,7 +184,7 @@ class Criu:
                 cwd=work,
                 output=output,
                 timeout=timeout,
-                # A half-restored process is ended with the capsule anyhow; one that is being dumped is the user's work.
+                # A half-restored process ends with the capsule anyhow; a dumped one is the user's work.
                 grace=GRACE if verb == "dump" else 0.0,
                 env=ENVIRONMENT,
                 inherit_pipes=inherit_pipes,
@@ -200,16 +200,16 @@ class Criu:
         finally:
             if work != capsule.directory:
                 for source in (log, output):
-                    with contextlib.suppress(OSError):  # for who looks for it there, if there is room
+                    with contextlib.suppress(OSError):  # users look there; it may be full
                         shutil.copy(source, capsule.directory)
-        if ran.unrepaired:  # it goes on all the same, with what was there for CRIU's sake still in it
-            _log.warning("After CRIU's %s the kernel was not put right: %s", verb, ran.unrepaired)
+        if ran.unrepaired:  # the kernel runs on all the same
+            _log.warning("The kernel could not be repaired after CRIU's %s: %s", verb, ran.unrepaired)
         return ran
 
     def dump(
         self, capsule: Capsule, directory: Path, *, timeout: float, freeze: bool = False, work: Path | None = None
     ) -> float:
-        """Write the kernel of ``capsule`` to ``directory``; returns seconds.
+        """Dump the kernel of ``capsule`` to ``directory``.  Return the seconds.
 
         ``work``: the directory of CRIU's log, by default the capsule's, which gets a copy of it anyhow.
 
@@ -226,7 +226,7 @@ class Criu:
                 raise
             except CapsuleError as error:
                 raise KernelBusy(
-                    "A thread of the kernel is never in a place where it can be stopped safely.",
+                    "A thread of the kernel is never where it can be stopped safely.",
                     hint="It is in the C library or the CUDA driver all the time: try again when it has ended.",
                     cause=error.message,
                 ) from error
@@ -246,13 +246,13 @@ class Criu:
         before_running: Callable[[], object] = lambda: None,
         notes: Mapping[str, Any] | None = None,
     ) -> Restored:
-        """Bring the process tree in ``directory`` to life in the empty ``capsule``.
+        """Restore the process tree in ``directory`` into the empty ``capsule``.
 
         ``pid`` is the kernel's inner pid and ``pipes`` the inodes of its stdout and stderr, both from the manifest.
-        ``before_running`` is called when the processes are there and stopped: what it raises keeps them from running.
+        ``before_running`` is called when the processes are restored and stopped; if it raises, they do not run.
         ``freeze``: see `Capsule.attach_kernel`.  ``notes``: see `Capsule.reapply`.  Raises `CriuError` when CRIU fails
         or a note that the kernel must not run without cannot be reapplied.
-        After failure the image is untouched, and whatever half-restored process there is ends with the capsule.
+        After failure the image is untouched, and half-restored processes end with the capsule.
         """
         options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
@@ -261,15 +261,15 @@ class Criu:
         before_running()
         vital, changed = capsule.reapply(notes) if notes else ([], [])
         if vital:
-            raise CriuError(f"The kernel cannot be made what it was: {'; '.join(vital)}.", lacking=vital)
+            raise CriuError(f"The kernel's state could not be restored: {'; '.join(vital)}.", lacking=vital)
         if changed:
-            _log.warning("The kernel comes back without what it was set to: %s", "; ".join(changed))
+            _log.warning("The kernel is restored without these settings: %s", "; ".join(changed))
         capsule.attach_kernel(pid, frozen=freeze)
         return Restored(ran.seconds, changed)
 
 
 def _is_full(directory: Path) -> bool:
-    """Whether nothing can be made there any more, as far as its file system says so."""
+    """Whether the file system of ``directory`` has no free blocks or inodes; False where it does not report them."""
     try:
         facts = os.statvfs(directory)
     except OSError:
@@ -278,7 +278,7 @@ def _is_full(directory: Path) -> bool:
 
 
 def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace:
-    """The error class and sentence for a failed run, from CRIU's log."""
+    """Return the error for a failed run, from CRIU's log."""
     lines: list[str] = []
     for source in (log, output):
         try:

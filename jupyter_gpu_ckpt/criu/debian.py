@@ -1,12 +1,12 @@
-"""Fetches CRIU from a Debian archive without touching the system, and unpacks what is needed to run it.
+"""Fetch CRIU from a Debian archive without changes to the system, and unpack the files needed to run it.
 
 apt itself does the work - sources, proxy, signatures, hashes, dependencies - in a private state directory: an empty
 ``status`` makes it download the whole closure down to libc, so that the result runs beside any older distribution's
 libraries.  No root is needed.  Standard library only.
 
-Suites are tried newest first.  ``sid`` is the one that is never behind; that it is Debian's unstable does not matter
-here, because its libraries come along and nothing is installed.  The others are for the days on which CRIU's
-dependencies cannot be fulfilled in ``sid``, and for mirrors that do not carry it.
+Suites are tried newest first.  ``sid`` always has the latest CRIU; that it is Debian's unstable does not matter here,
+because its libraries come along and nothing is installed.  The others are for days on which CRIU's dependencies cannot
+be fulfilled in ``sid``, and for mirrors without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..subprocesses import CLEAN_ENVIRONMENT, Completed, run
 
 SUITES = ("sid", "testing", "stable-backports", "stable")
 
-#: Where the package ``debian-archive-keyring`` keeps Debian's keys; the second name since Debian 13.
+#: Debian's keys in the package ``debian-archive-keyring``; the second name since Debian 13.
 KEYRINGS = (
     Path("/usr/share/keyrings/debian-archive-keyring.gpg"),
     Path("/usr/share/keyrings/debian-archive-keyring.pgp"),
@@ -38,8 +38,7 @@ BY_HAND = (
 APT_TIMEOUT_S = 180.0
 
 #: apt's settings for the private state; ``{}`` are filled in by `PrivateApt`.  Read after the machine's own
-#: configuration (apt.conf(5), ``-c``), whose proxies and transports therefore stay in force, but whose hooks and pins
-#: must not.
+#: configuration (apt.conf(5), ``-c``): its proxies and transports stay in force, its hooks and pins must not.
 _CONFIGURATION = """\
 Dir::State "{directory}/state";
 Dir::State::status "{directory}/status";
@@ -69,8 +68,7 @@ APT::Keep-Downloaded-Packages "true";
 
 @dataclass(frozen=True)
 class Fetched:
-    """An unpacked CRIU: the tree (``usr/sbin/criu``, ``usr/lib/<triplet>/``), and ``{package: version}`` it came
-    from."""
+    """An unpacked CRIU: the tree (``usr/sbin/criu``, ``usr/lib/<triplet>/``) and its packages' versions by name."""
 
     tree: Path
     packages: dict[str, str]
@@ -78,7 +76,7 @@ class Fetched:
 
 
 def require_tools() -> None:
-    """Raise `CriuMissing` with what to do by hand unless apt and dpkg are here."""
+    """Raise `CriuMissing` with a hint for an installation by hand unless apt and dpkg are here."""
     missing = [name for name in ("apt-get", "apt-cache", "dpkg", "dpkg-deb") if shutil.which(name) is None]
     if missing:
         raise CriuMissing(
@@ -88,7 +86,7 @@ def require_tools() -> None:
 
 
 def archive_keyring() -> Path:
-    """The Debian archive's keys; metadata that they did not sign is refused."""
+    """Return the file of the Debian archive's keys; metadata without their signature is refused."""
     for keyring in KEYRINGS:
         if keyring.is_file():
             return keyring
@@ -99,14 +97,13 @@ def archive_keyring() -> Path:
 
 
 def mirrors() -> list[str]:
-    """The Debian mirrors of the machine's own apt sources, those known to be Debian's first.
+    """Return the Debian mirrors of the machine's own apt sources, those known to be Debian's first.
 
     apt reads its sources itself (``apt-get indextargets``), so both formats are understood.  Where the package lists
-    were deleted, as in container images, apt does not know whose a source is; it is kept, and the archive keyring
-    decides.
+    were deleted, as in container images, apt does not know the origin of a source; then the archive keyring decides.
     """
-    places: dict[str, str] = {}
-    # with release information apt lists only what it has downloaded, without it everything
+    origins: dict[str, str] = {}
+    # with release information apt lists only downloaded indexes, without it all
     for option in ("--release-info", "--no-release-info"):
         everything = ("-o", "APT::Get::IndexTargets::Filtered=false")
         listed = _apt("apt-get", "indextargets", option, *everything, "Created-By: Packages", what="apt's sources")
@@ -116,38 +113,38 @@ def mirrors() -> list[str]:
             if fields.get("Component") == "main" and not uri.startswith("cdrom:"):
                 # the security archive has only suites of its own
                 security = "security" in fields.get("Release", "")
-                places.setdefault(uri, "security" if security else fields.get("Origin", ""))
-    return [uri for wanted in ("Debian", "") for uri, origin in places.items() if origin == wanted]
+                origins.setdefault(uri, "security" if security else fields.get("Origin", ""))
+    return [uri for wanted in ("Debian", "") for uri, origin in origins.items() if origin == wanted]
 
 
 def fetch(
-    work: Path, floor: tuple[int, ...], say: Callable[[str], None], *, mirror: str | None, keyring: Path | None
+    work: Path, floor: tuple[int, ...], report: Callable[[str], None], *, mirror: str | None, keyring: Path | None
 ) -> Fetched:
-    """Download CRIU >= ``floor`` and everything it needs into ``work``, and unpack it there.
+    """Download CRIU >= ``floor`` and its dependencies into ``work``, and unpack them there.
 
-    Raises `CriuMissing` when no mirror and suite has it, with each one's reason in the details; ``work`` is then partly
-    filled and the caller's to remove.
+    ``report`` gets progress lines.  Raises `CriuMissing` when no mirror and suite has it, with each one's reason in the
+    details.  The caller removes ``work``.
     """
     require_tools()
     keys = keyring or archive_keyring()
-    places = [mirror] if mirror else mirrors()
-    if not places:
+    uris = [mirror] if mirror else mirrors()
+    if not uris:
         raise CriuMissing(
             "This machine's apt sources name no Debian mirror.",
             hint=f"Give one with --mirror URL (the keys: package debian-archive-keyring). Or: {BY_HAND}",
         )
     tried: list[str] = []
-    for number, place in enumerate(places, 1):
+    for number, uri in enumerate(uris, 1):
         for suite in SUITES:
-            apt = PrivateApt(work / f"apt-{number}-{suite}", place, suite, keys)
-            say(f"Looking for CRIU in Debian {suite} (mirror {number} of {len(places)}) ...")
+            apt = PrivateApt(work / f"apt-{number}-{suite}", uri, suite, keys)
+            report(f"Looking for CRIU in Debian {suite} (mirror {number} of {len(uris)}) ...")
             try:
                 apt.update()
                 version = apt.candidate()
                 if version is None or not at_least(version, floor):
                     tried.append(f"mirror {number}, {suite}: has {version or 'none'}")
                     continue
-                say(f"Downloading CRIU {version} and its libraries ...")
+                report(f"Downloading CRIU {version} and its libraries ...")
                 packages = apt.download()
             except CriuMissing as error:
                 tried.append(f"mirror {number}, {suite}: {error.message}")
@@ -169,8 +166,8 @@ class PrivateApt:
         self._mirror = mirror
         for name in ("state/lists/partial", "cache/archives/partial"):
             (directory / name).mkdir(parents=True)
-        # apt started by root downloads as the user _apt, who must be able to get at the lists; nothing here is secret
-        # but a password that the mirror's address may carry
+        # apt started by root downloads as the user _apt, who must reach the lists; nothing here is secret but a
+        # password that the mirror's address may contain
         for parent in (directory.parent, directory):
             parent.chmod(0o755)
         (directory / "status").touch()
@@ -182,27 +179,27 @@ class PrivateApt:
 
     def update(self) -> None:
         """Fetch and verify the suite's package list."""
-        self._run("apt-get", "update", what="the package list cannot be had or verified")
+        self._run("apt-get", "update", what="the package list cannot be fetched or verified")
 
     def candidate(self) -> str | None:
-        """The Debian version of the suite's ``criu``; ``None`` without one."""
+        """Return the Debian version of the suite's ``criu``; ``None`` without one."""
         return candidate(self._run("apt-cache", "policy", "criu", what="the package list cannot be read").out)
 
     def download(self) -> list[Path]:
-        """The packages of CRIU's dependency closure, computed, downloaded and verified by apt."""
+        """Download and verify the packages of CRIU's dependency closure."""
         install = ("install", "--yes", "--download-only", "--no-install-recommends", "criu")
-        self._run("apt-get", *install, what="the packages cannot be had")
+        self._run("apt-get", *install, what="the packages cannot be downloaded")
         return sorted((self._directory / "cache/archives").glob("*.deb"))
 
     def _run(self, program: str, *arguments: str, what: str) -> Completed:
         try:
             return _apt(program, "-c", str(self._directory / "apt.conf"), *arguments, what=what)
-        except CriuMissing as error:  # the address may carry a password, and the reader knows his own mirror
+        except CriuMissing as error:  # the address may contain a password, and the user knows the mirror
             raise CriuMissing(error.message.replace(self._mirror.rstrip("/"), "<mirror>")) from None
 
 
 def candidate(policy: str) -> str | None:
-    """The version that ``apt-cache policy`` would install."""
+    """Return the candidate version in the output of ``apt-cache policy``."""
     match = re.search(r"^\s*Candidate:\s*(\S+)", policy, re.MULTILINE)
     return None if match is None or match.group(1) == "(none)" else match.group(1)
 
@@ -212,9 +209,8 @@ def at_least(version: str, floor: tuple[int, ...]) -> bool:
     return run(["dpkg", "--compare-versions", version, "ge", ".".join(map(str, floor))], timeout_s=10).status == 0
 
 
-def keep_what_runs(tree: Path, destination: Path) -> None:
-    """Copy CRIU, its loader and the libraries the loader names from ``tree`` into ``destination``, in the same
-    layout."""
+def copy_runtime(tree: Path, destination: Path) -> None:
+    """Copy CRIU, its loader and the libraries that the loader lists, in the same layout."""
     try:
         criu, loader = program_and_loader(tree)
     except FileNotFoundError:
@@ -224,17 +220,17 @@ def keep_what_runs(tree: Path, destination: Path) -> None:
     libraries = loader.parent
     listed = _checked([loader, "--library-path", libraries, "--list", criu], "list CRIU's libraries")
     needed = {Path(path) for path in re.findall(r"=> (\S+) \(0x", listed.out)} - {loader}
-    strangers = sorted(str(path) for path in needed if path.parent != libraries)
-    if strangers or "not found" in listed.out:
-        raise CriuMissing(f"The unpacked CRIU is not complete: {', '.join(strangers) or listed.tail()}")
+    outside = sorted(str(path) for path in needed if path.parent != libraries)
+    if outside or "not found" in listed.out:
+        raise CriuMissing(f"The unpacked CRIU is not complete: {', '.join(outside) or listed.tail()}")
     for source in (criu, loader, *sorted(needed)):
         target = destination / source.relative_to(tree)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)  # follows the link, so that the file gets the name the loader asks for
+        shutil.copy2(source, target)  # follows the link: the file must have the name that the loader uses
 
 
 def program_and_loader(tree: Path) -> tuple[Path, Path]:
-    """CRIU and the dynamic loader of an unpacked tree; raises `FileNotFoundError` if ``tree`` is not one."""
+    """Return CRIU and the dynamic loader of an unpacked tree; raises `FileNotFoundError` if ``tree`` is none."""
     criu = tree / "usr/sbin/criu"
     loaders = sorted(tree.glob("usr/lib/*/ld-linux-*.so.*"))
     if not criu.is_file() or not loaders:
@@ -243,19 +239,19 @@ def program_and_loader(tree: Path) -> tuple[Path, Path]:
 
 
 def _name_and_version(package: Path) -> tuple[str, str]:
-    """``name_version_arch.deb``, as apt names what it downloads (a ``:`` is written ``%3a``)."""
+    """Parse ``name_version_arch.deb``, apt's name of a downloaded package (a ``:`` is written ``%3a``)."""
     name, version, _ = package.stem.split("_")
     return name, version.replace("%3a", ":")
 
 
 def _apt(program: str, *arguments: str, what: str) -> Completed:
-    # these belong to the machine's way to its mirror
+    # the machine reaches its mirror by these
     own = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy") or name == "APT_CONFIG"}
     return _checked([program, *arguments], what, CLEAN_ENVIRONMENT | own)
 
 
 def _checked(argv: list[str | Path], what: str, env: dict[str, str] | None = None) -> Completed:
-    """Run a program that must succeed; `CriuMissing` otherwise, with its last words."""
+    """Run a program that must succeed; raises `CriuMissing` with the end of its output."""
     try:
         done = run([str(word) for word in argv], timeout_s=APT_TIMEOUT_S, env=env)
     except (TimeoutError, OSError) as error:

@@ -1,9 +1,9 @@
-"""What CRIU wrote about a kernel's files, and what in it may be changed: the size a file must have, a device's owner.
+"""CRIU's image files about a kernel's files, and changes to them: the size a file must have, a device's owner.
 
 CRIU refuses to restore a process whose open or mapped file has another size or mode than at the dump
 (``validate_file`` in its files-reg.c; no option turns that off).  Both are optional fields of the record in
-``files.img``: what a record does not have is not compared.  So a restore that accepts a changed file is given a *view*
-of the image, links to everything but with a ``files.img`` of its own; the image itself is never written to.
+``files.img``: a missing field is not compared.  So a restore that accepts a changed file gets a *view* of the image:
+links to all files but ``files.img``, which it has of its own.  The image itself is never written to.
 
 The format (CRIU's wiki, "Images"; its criu/include/magic.h and images/*.proto): two magic numbers, then records, each a
 length and a protobuf message.  Only the wire format of protobuf is needed here, and a few fields of seven messages.
@@ -53,7 +53,7 @@ _VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS = 4, 5, 6, 7
 _VMA_KEYS = tuple(bytes([number << 3]) for number in (_VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS))
 _VARINTS = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
 _VMA_OF_FILE = 1 << 6 | 1 << 7
-#: A name that a dump with ``--link-remap`` gives to an open file whose own name was deleted (files-reg.c).
+#: The name that a dump with ``--link-remap`` gives to an open file whose own name was deleted (files-reg.c).
 _LINK_NAME = re.compile(r"link_remap\.\d+")
 
 Field = tuple[int, int, int | bytes]
@@ -61,12 +61,12 @@ Field = tuple[int, int, int | bytes]
 
 @dataclass(frozen=True)
 class RegularFile:
-    """A regular file or directory the kernel holds.
+    """A regular file or directory that the kernel uses.
 
-    ``size`` in bytes, None where a restore does not insist on one: of directories, and of files that are only appended
-    to.  ``mode`` as in ``stat(2)``, ``open``: there is a descriptor for it, else it is mapped, or is the root or
-    working directory.  ``writes``: the kernel may write to it, ``code``: it is mapped as program code.  ``made``: the
-    name is one that the dump itself made, for a file whose own name had been deleted; a restore removes it.
+    ``size`` in bytes, None where a restore does not compare it: of directories, and of files that are only appended
+    to.  ``mode`` as in ``stat(2)``.  ``open``: it has a descriptor; else it is mapped, or is the root or working
+    directory.  ``writes``: the kernel may write to it; ``code``: it is mapped as program code.  ``made``: the dump has
+    given it this name, as its own had been deleted; a restore removes it.
     """
 
     path: str
@@ -89,10 +89,10 @@ class Port:
 
 
 def regular_files(directory: Path) -> list[RegularFile]:
-    """What the kernel of the dump in ``directory`` holds, ordered by path.
+    """Return the files that the kernel of the dump in ``directory`` uses, ordered by path.
 
-    Left out is what travels in the image or is made anew: deleted files, devices, and /proc, of which every capsule has
-    its own.  Raises `ImageFormat`.
+    Without those that are in the image or made anew: deleted files, devices, and /proc, of which every capsule has its
+    own.  Raises `ImageFormat`.
     """
     opened, deleted, made = _opened(directory), set(), set()
     for remap in _remaps(directory):
@@ -120,9 +120,9 @@ def regular_files(directory: Path) -> list[RegularFile]:
 
 
 def made_names(directory: Path) -> list[str]:
-    """The names that the dump in ``directory`` gave to files whose own names had been deleted; a restore removes them.
+    """Return the names that the dump in ``directory`` gave to files whose own names had been deleted.
 
-    Whatever cannot be read of a dump that was not finished is passed over.
+    A restore removes them.  Empty for an unfinished dump that cannot be read.
     """
     try:
         made = {number_of(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
@@ -133,16 +133,16 @@ def made_names(directory: Path) -> list[str]:
 
 
 def is_made_name(path: str) -> bool:
-    """Whether ``path`` is of the form of a name that a dump makes."""
+    """Whether ``path`` has the form of a name that a dump makes."""
     return path.startswith("/") and bool(_LINK_NAME.fullmatch(os.path.basename(path)))
 
 
 def unrestorable(directory: Path) -> list[str]:
-    """The files below /proc that the kernel holds and CRIU cannot open on restore, ordered by path.
+    """Return the files below /proc that the kernel uses and CRIU cannot open on restore, ordered by path.
 
-    Measured with CRIU 4.2.1, as root and as an ordinary user: an open file or directory of a process comes back, for
-    the process exists when its files are opened.  Those of one of its threads do not: the threads are made last.  Nor
-    does a working directory there, whose name CRIU does not even note whole.  Raises `ImageFormat`.
+    Measured with CRIU 4.2.1, as root and as an ordinary user: an open file or directory of a process is restored, as
+    the process exists when its files are opened.  Those of one of its threads are not: the threads are made last.  Nor
+    is a working directory there, whose name CRIU does not even save completely.  Raises `ImageFormat`.
     """
     opened, found = _opened(directory), set()
     for fields in _regular(directory):
@@ -152,7 +152,7 @@ def unrestorable(directory: Path) -> list[str]:
         thread = re.match(r"/proc/(\d+)/task/(\d+)(/|$)", path)
         elsewhere = number_of(fields, _REG_ID) not in opened and mode is not None and stat.S_ISDIR(mode)
         if (thread and thread[1] != thread[2]) or (elsewhere and path.strip("/") != "proc"):
-            # Of a working directory /proc/PID CRIU writes what comes after it in memory, too.
+            # For a working directory /proc/PID CRIU also writes the bytes that follow it in memory.
             found.add(path if re.fullmatch(r"[\w./-]+", path, re.ASCII) else "/".join(path.split("/")[:3]))
     return sorted(found)
 
@@ -169,7 +169,7 @@ def _regular(directory: Path) -> Iterator[list[Field]]:
 
 
 def _opened(directory: Path) -> set[int | None]:
-    """The ids of files that there are descriptors for."""
+    """Return the ids of files that have descriptors."""
     return {
         number_of(fields, _FDINFO_ID)
         for path in directory.glob("fdinfo-*.img")
@@ -187,20 +187,20 @@ def _is_link(remap: list[Field]) -> bool:
 
 
 def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
-    """The ids of files that are mapped for all to see what the kernel writes, and of those mapped as program code."""
+    """Return the ids of files that are mapped shared and writable, and of those mapped as program code."""
     areas: set[tuple[bytes, ...]] = set()
     for path in directory.glob("mm-*.img"):
         for record in records(path, MM_MAGIC):
             for number, _, value in fields_of(record):
                 if number == _MM_VMAS and isinstance(value, bytes):
-                    # Thousands of them, all fields of which are varints: only what is different is decoded.
+                    # Thousands of them, all fields of which are varints: only different ones are decoded.
                     words = _VARINTS.findall(value)
-                    told = dict(zip(words[::2], words[1::2], strict=False))
-                    areas.add(tuple(told.get(key, b"\0") for key in _VMA_KEYS))
+                    fields = dict(zip(words[::2], words[1::2], strict=False))
+                    areas.add(tuple(fields.get(key, b"\0") for key in _VMA_KEYS))
     writes: set[int | None] = set()
     code: set[int | None] = set()
     for area in areas:
-        id, protection, flags, status = (_varint(word, 0)[0] for word in area)
+        id, protection, flags, status = (varint(word, 0)[0] for word in area)
         if status & _VMA_OF_FILE:
             if protection & mmap.PROT_EXEC:
                 code.add(id)
@@ -210,7 +210,7 @@ def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
 
 
 def ports(directory: Path) -> list[Port]:
-    """The TCP ports the kernel of the dump in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
+    """Return the TCP ports that the kernel in ``directory`` listens on, and its UDP ports.  Raises `ImageFormat`."""
     found = set()
     for record in records(directory / _FILES, FILES_MAGIC):
         fields = submessage(record, _ENTRY_INET)
@@ -226,7 +226,7 @@ def ports(directory: Path) -> list[Port]:
 
 
 def view(directory: Path, target: Path, changed: Container[str]) -> Path:
-    """Make ``target`` a view of the dump in ``directory`` that asks for no size or mode of the ``changed`` paths.
+    """Make ``target`` a view of the dump in ``directory`` without the sizes and modes of the ``changed`` paths.
 
     Returns ``target``, whose links must be removed when the restore is over.  Raises `ImageFormat`, `OSError`.
     """
@@ -249,11 +249,11 @@ def view(directory: Path, target: Path, changed: Container[str]) -> Path:
 
 
 def clear_device_owners(directory: Path) -> None:
-    """Make a restore from the fresh dump in ``directory`` leave the owners of terminal devices alone.
+    """Remove the owners of terminal devices from the fresh dump in ``directory``, so that a restore keeps them.
 
     CRIU gives every terminal the owner that it had.  Pseudo-terminals are made anew and need that; a device such as
-    /dev/tty is the host's: an ordinary user may not change its owner, whom a user namespace does not even have a number
-    for, and root had better not.  Both fields are optional.  Raises `ImageFormat`, `OSError`.
+    /dev/tty is the host's: an ordinary user may not change its owner, which has no number in a user namespace, and root
+    should not.  Both fields are optional.  Raises `ImageFormat`, `OSError`.
     """
     path = directory / _TTY_INFO
     if not path.exists():
@@ -275,7 +275,7 @@ def _name(fields: list[Field]) -> str:
 
 
 def submessage(record: bytes, wanted: int) -> list[Field]:
-    """The fields of one kind of file in a record of files.img; none for a file of another kind."""
+    """Return the fields of one kind of file in a record of files.img; none for a file of another kind."""
     for number, _, value in fields_of(record):
         if number == wanted and isinstance(value, bytes):
             return fields_of(value)
@@ -283,7 +283,7 @@ def submessage(record: bytes, wanted: int) -> list[Field]:
 
 
 def records(path: Path, magic: int) -> Iterator[bytes]:
-    """The records of one image file, whose kind is its second magic number.  Raises `ImageFormat`."""
+    """Yield the records of one image file, whose kind is its second magic number.  Raises `ImageFormat`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -302,21 +302,21 @@ def records(path: Path, magic: int) -> Iterator[bytes]:
 
 
 def fields_of(message: bytes) -> list[Field]:
-    """A protobuf message as (number, wire type, value), in its order; CRIU uses no groups."""
+    """Parse a protobuf message into (number, wire type, value), in its order; CRIU uses no groups."""
     found: list[Field] = []
     at = 0
     try:
         while at < len(message):
             key = message[at]
-            key, at = (key, at + 1) if key < 0x80 else _varint(message, at)
+            key, at = (key, at + 1) if key < 0x80 else varint(message, at)
             number, kind = key >> 3, key & 7
             value: int | bytes
             if kind == _VARINT:
-                value, at = _varint(message, at)
+                value, at = varint(message, at)
             else:
                 if kind == _BYTES:
                     length = message[at]
-                    length, at = (length, at + 1) if length < 0x80 else _varint(message, at)
+                    length, at = (length, at + 1) if length < 0x80 else varint(message, at)
                 else:
                     length = {_FIXED64: 8, _FIXED32: 4}[kind]
                 value, at = message[at : at + length], at + length
@@ -328,7 +328,8 @@ def fields_of(message: bytes) -> list[Field]:
     return found
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def varint(data: bytes, at: int = 0) -> tuple[int, int]:
+    """Parse a varint; return its value and the offset behind it."""
     value = shift = 0
     while True:
         byte = data[at]
@@ -342,7 +343,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def encode(field: Field) -> bytes:
-    """A field as the bytes that `fields_of` reads."""
+    """Encode a field as `fields_of` parses it."""
     number, kind, value = field
     key = _encode_varint(number << 3 | kind)
     if isinstance(value, int):
@@ -359,7 +360,7 @@ def _encode_varint(value: int) -> bytes:
 
 
 def number_of(fields: list[Field], wanted: int) -> int | None:
-    """The first value of the numeric field ``wanted``; None without one."""
+    """Return the first value of the numeric field ``wanted``; None without one."""
     return next((value for number, _, value in fields if number == wanted and isinstance(value, int)), None)
 
 
@@ -374,6 +375,6 @@ def _numbers(fields: list[Field], wanted: int) -> list[int]:
         else:
             at = 0
             while at < len(value):
-                word, at = _varint(value, at)
+                word, at = varint(value, at)
                 found.append(word)
     return found

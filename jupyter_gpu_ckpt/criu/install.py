@@ -1,4 +1,4 @@
-"""Finds a CRIU that is fit, or gets one: `find`, `check`, `install`.
+"""Find a fit CRIU, or install one: `find`, `check`, `install`.
 
 Standard library only, and importable before anything is pip-installed: ``scripts/install-criu`` starts here.
 
@@ -48,7 +48,7 @@ Origin = Literal["system", "unpacked", "environment"]
 class CriuBinary:
     """A CRIU that starts.
 
-    ``argv`` is what to put before CRIU's own arguments: its path, or a loader with its library path and CRIU's path.
+    ``argv`` comes before CRIU's own arguments: its path, or a loader with its library path and CRIU's path.
     """
 
     argv: tuple[str, ...]
@@ -65,7 +65,7 @@ class CriuBinary:
 
 @dataclass(frozen=True)
 class Check:
-    """The answer of ``criu check``."""
+    """The result of ``criu check``."""
 
     ok: bool
     what: str
@@ -76,7 +76,7 @@ def dotted(version: Sequence[int]) -> str:
 
 
 def default_prefix() -> Path:
-    """The directory of unpacked trees, one directory a release."""
+    """Return the directory of unpacked trees, one for each release."""
     return data_directory("criu")
 
 
@@ -84,14 +84,14 @@ def default_prefix() -> Path:
 
 
 def find() -> CriuBinary:
-    """The CRIU to use: the one named by ``$JUPYTER_GPU_CKPT_CRIU``, else a fit one of the system, else an unpacked one.
+    """Find the CRIU to use: that of ``$JUPYTER_GPU_CKPT_CRIU``, else a fit one of the system, else an unpacked one.
 
-    Each candidate is started once (``--version``, about 5 ms).  Raises `CriuMissing` with what was found and why it is
-    unfit; one that was named explicitly and is unfit is never silently replaced by another.
+    Each candidate is started once (``--version``, about 5 ms).  Raises `CriuMissing` with the unfit candidates; an
+    unfit CRIU that was named explicitly is never silently replaced by another.
     """
     unfit: list[str] = []
     named = os.environ.get(VARIABLE)
-    for argv, origin in _named(Path(named)) if named else _candidates():
+    for argv, origin in _candidates(named):
         try:
             binary = CriuBinary(argv, version_of(argv), origin)
         except CriuMissing as error:
@@ -112,52 +112,51 @@ def find() -> CriuBinary:
 
 
 def version_of(argv: Sequence[str]) -> tuple[int, ...]:
-    """The release that ``argv`` says it is; raises `CriuMissing` if it does not start or is no CRIU."""
+    """Return the release of the CRIU at ``argv``; raises `CriuMissing` if it does not start or is no CRIU."""
     try:
         done = run([*argv, "--version"], timeout_s=VERSION_TIMEOUT_S)
     except (OSError, TimeoutError) as error:
         raise CriuMissing(f"{argv[-1]} does not start: {error}") from None
     match = re.search(r"^Version: (\d+(?:\.\d+)*)", done.out, re.MULTILINE)
     if done.status != 0 or match is None:
-        raise CriuMissing(f"{argv[-1]} does not say its version: {done.tail(1)}")
+        raise CriuMissing(f"{argv[-1]} reports no version: {done.tail(1)}")
     return tuple(map(int, match.group(1).split(".")))
 
 
-def _named(place: Path) -> Iterator[tuple[tuple[str, ...], Origin]]:
-    yield from ((argv, "environment") for argv in _started_by(place))
-
-
-def _candidates() -> Iterator[tuple[tuple[str, ...], Origin]]:
+def _candidates(named: str | None) -> Iterator[tuple[tuple[str, ...], Origin]]:
+    if named:
+        yield from ((argv, "environment") for argv in _started_by(Path(named)))
+        return
     path = os.pathsep.join((os.environ.get("PATH", ""), *SYSTEM_DIRECTORIES))
     if system := shutil.which("criu", path=path):
         yield (system,), "system"
     yield from ((argv, "unpacked") for argv in _started_by(default_prefix()))
 
 
-def _started_by(place: Path) -> Iterator[tuple[str, ...]]:
-    """How to start the CRIU at ``place``: a program, an unpacked tree (or the program in one), or trees by release."""
-    place = place.absolute()
-    if place.is_file():
+def _started_by(path: Path) -> Iterator[tuple[str, ...]]:
+    """Argument lists for the CRIUs at ``path``: a program, an unpacked tree (or its program), or trees by release."""
+    path = path.absolute()
+    if path.is_file():
         # the program of an unpacked tree needs that tree's libraries, unless it is the system's own
-        trees, programs = [place.parents[2]] if len(place.parents) > 3 else [], [place]
+        trees, programs = [path.parents[2]] if len(path.parents) > 3 else [], [path]
     else:
-        trees = [place, *sorted((p for p in _subdirectories(place) if _release(p.name)), key=_by_release, reverse=True)]
-        programs = [place / "usr/sbin/criu", place / "sbin/criu"]
+        trees = [path, *sorted((p for p in _subdirectories(path) if _release(p.name)), key=_by_release, reverse=True)]
+        programs = [path / "usr/sbin/criu", path / "sbin/criu"]
     unpacked = False
     for tree in trees:
         with contextlib.suppress(FileNotFoundError):
             criu, loader = debian.program_and_loader(tree)
-            if place.is_dir() or criu == place:
+            if path.is_dir() or criu == path:
                 unpacked = True
                 yield str(loader), "--library-path", str(loader.parent), str(criu)
     if not unpacked:
         yield from ((str(program),) for program in programs if program.is_file())
 
 
-def _subdirectories(place: Path) -> list[Path]:
+def _subdirectories(path: Path) -> list[Path]:
     try:
-        return [entry for entry in place.iterdir() if entry.is_dir()]
-    except OSError:  # not there, or not ours to read: nothing to offer
+        return [entry for entry in path.iterdir() if entry.is_dir()]
+    except OSError:  # missing or unreadable
         return []
 
 
@@ -173,12 +172,11 @@ def _by_release(tree: Path) -> tuple[int, ...]:
 
 
 def check(binary: CriuBinary) -> Check:
-    """What ``criu check`` says about this kernel, with the rights that CRIU will really have.
+    """Run ``criu check`` with the rights that CRIU will have in a capsule.
 
-    Root asks directly.  An ordinary user has no right that CRIU needs, outside a user namespace: there the answer is
-    asked for inside throw-away namespaces, with ``--unprivileged`` and a capsule's capabilities.  Best effort: CRIU
-    checks features of the kernel, not whether a given process can be dumped; one that passes here can still meet its
-    limits. Never raises; at most `CHECK_TIMEOUT_S` seconds.
+    Directly as root; else, as an ordinary user has CRIU's rights in a user namespace only, inside throw-away
+    namespaces, with ``--unprivileged`` and a capsule's capabilities.  CRIU checks features of Linux, not whether a
+    given process can be dumped.  Never raises; at most `CHECK_TIMEOUT_S` seconds.
     """
     if os.geteuid() == 0:
         try:
@@ -227,94 +225,96 @@ def install(
     allow_system_install: bool = True,
     mirror: str | None = None,
     keyring: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> CriuBinary:
-    """Make sure that there is a fit CRIU, by the gentlest way that works, and return it.
+    """Return a fit CRIU, the first of these that works:
 
-    1. One that is there already: named in ``$JUPYTER_GPU_CKPT_CRIU``, or the system's, if ``criu check`` is content.
+    1. The one that ``$JUPYTER_GPU_CKPT_CRIU`` names, or the system's, if ``criu check`` succeeds.
     2. As root: the distribution's own package, if that is new enough.
     3. Debian's package with its libraries, unpacked under ``prefix`` (default: `default_prefix`), which needs no root.
 
-    ``force_unpack`` goes to 3 (and finds what an earlier run left there).  ``say`` gets progress lines for people.
-    Raises `CriuMissing`.  *After failure* nothing is left behind.
+    ``force_unpack`` skips 1 and 2 (and finds an earlier run's tree).  ``report`` gets progress lines.  Raises
+    `CriuMissing`.  *After failure* nothing is left behind.
     """
     prefix = (prefix or default_prefix()).absolute()
     if not force_unpack:
         if os.environ.get(VARIABLE):
             try:
                 return find()
-            except CriuMissing as error:  # what it names may be what is to be made now
-                say(error.message)
-        if system := _fit_system(say):
+            except CriuMissing as error:  # it may name a tree that is to be unpacked now
+                report(error.message)
+        if system := _fit_system(report):
             return system
-        if allow_system_install and os.geteuid() == 0 and _system_install(say) and (system := _fit_system(say)):
+        if allow_system_install and os.geteuid() == 0 and _system_install(report) and (system := _fit_system(report)):
             return system
     for argv in _started_by(prefix):
         with contextlib.suppress(CriuMissing):
             there = CriuBinary(argv, version_of(argv), "unpacked")
             if there.fit:
-                say(f"CRIU {dotted(there.version)} is already there.")
+                report(f"CRIU {dotted(there.version)} is already there.")
                 return there
-    return _unpack(prefix, say, mirror, keyring)
+    return _unpack(prefix, report, mirror, keyring)
 
 
-def _fit_system(say: Callable[[str], None]) -> CriuBinary | None:
-    for argv, origin in _candidates():
+def _fit_system(report: Callable[[str], None]) -> CriuBinary | None:
+    for argv, origin in _candidates(None):
         if origin != "system":
             continue
         try:
             binary = CriuBinary(argv, version_of(argv), origin)
         except CriuMissing as error:
-            say(error.message)
+            report(error.message)
             continue
         if not binary.fit:
-            say(f"The system's CRIU is {dotted(binary.version)}; {dotted(FLOOR)} is needed.")
+            report(f"The system's CRIU is {dotted(binary.version)}; {dotted(FLOOR)} is needed.")
         elif (answer := check(binary)).ok:
-            say(f"The system's CRIU {dotted(binary.version)} is fit.")
+            report(f"The system's CRIU {dotted(binary.version)} is fit.")
             return binary
         else:
-            say(f"The system's CRIU {dotted(binary.version)} does not work here: {answer.what}")
+            report(f"The system's CRIU {dotted(binary.version)} does not work here: {answer.what}")
     return None
 
 
-def _system_install(say: Callable[[str], None]) -> bool:
-    """Install the distribution's package, if apt already knows one that is new enough.  No ``apt-get update``:
-    refreshing the machine's package lists is its administrator's business, and the other way needs none of it."""
+def _system_install(report: Callable[[str], None]) -> bool:
+    """Install the distribution's package, if apt already knows one that is new enough.
+
+    No ``apt-get update``: the machine's package lists are its administrator's, and unpacking does not need them.
+    """
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return False
     try:
         version = debian.candidate(run(["apt-cache", "policy", "criu"], timeout_s=60).out)
         if version is None or not debian.at_least(version, FLOOR):
-            say(f"The distribution's CRIU is {version or 'not known to apt'}; {dotted(FLOOR)} is needed.")
+            report(f"The distribution's CRIU is {version or 'not known to apt'}; {dotted(FLOOR)} is needed.")
             return False
-        say(f"Installing the distribution's CRIU {version} ...")
+        report(f"Installing the distribution's CRIU {version} ...")
         done = run(
             ["apt-get", "install", "--yes", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=60", "criu"],
             timeout_s=SYSTEM_INSTALL_TIMEOUT_S,
             env={**CLEAN_ENVIRONMENT, "DEBIAN_FRONTEND": "noninteractive"},
         )
     except (OSError, TimeoutError) as error:
-        say(f"The distribution's CRIU was not installed: {error}")
+        report(f"The distribution's CRIU was not installed: {error}")
         return False
     if done.status != 0:
-        say(f"The distribution's CRIU was not installed: {done.tail()}")
+        report(f"The distribution's CRIU was not installed: {done.tail()}")
     return done.status == 0
 
 
-def _unpack(prefix: Path, say: Callable[[str], None], mirror: str | None, keyring: Path | None) -> CriuBinary:
-    """Fetch, prune, try, and only then rename into ``prefix``: whoever looks there sees a whole tree or none."""
+def _unpack(prefix: Path, report: Callable[[str], None], mirror: str | None, keyring: Path | None) -> CriuBinary:
+    """Fetch, prune, try, and only then rename into ``prefix``, which has a complete tree at all times, or none."""
     debian.require_tools()
     try:
         prefix.mkdir(parents=True, exist_ok=True)
-        # in the same file system as its final place, or the rename would not be atomic
+        # in the same file system as ``prefix``, or the rename would not be atomic
         fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=prefix))
     except OSError as error:
-        hint = "Name another place with --prefix."
+        hint = "Name another directory with --prefix."
         raise CriuMissing(f"{prefix} cannot be written: {error.strerror}", hint=hint) from error
     try:
         with tempfile.TemporaryDirectory(prefix="gpu-ckpt-criu-") as work:
-            fetched = debian.fetch(Path(work), FLOOR, say, mirror=mirror, keyring=keyring)
-            debian.keep_what_runs(fetched.tree, fresh)
+            fetched = debian.fetch(Path(work), FLOOR, report, mirror=mirror, keyring=keyring)
+            debian.copy_runtime(fetched.tree, fresh)
         (argv,) = _started_by(fresh)
         version = version_of(argv)
         if version < FLOOR:
@@ -328,26 +328,25 @@ def _unpack(prefix: Path, say: Callable[[str], None], mirror: str | None, keyrin
         (fresh / "criu.json").write_text(json.dumps(about, indent=1) + "\n")
         fresh.chmod(stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
         final = prefix / dotted(version)
-        _put_in_place(fresh, final)
+        _rename_tree(fresh, final)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     (argv,) = _started_by(final)
     binary = CriuBinary(argv, version_of(argv), "unpacked")
-    say(f"CRIU {dotted(version)} is unpacked.")
+    report(f"CRIU {dotted(version)} is unpacked.")
     return binary
 
 
-def _put_in_place(fresh: Path, final: Path) -> None:
-    """Rename ``fresh`` to ``final``.  A tree that another run has just finished there is as good and may be in use
-    already: it stays.  A broken one is moved aside first."""
+def _rename_tree(fresh: Path, final: Path) -> None:
+    """Rename ``fresh`` to ``final``, and replace a broken tree there; one that works may be in use, and stays."""
     for argv in _started_by(final):
         with contextlib.suppress(CriuMissing):
             version_of(argv)
             return
     if final.exists():
-        aside = fresh.with_name(fresh.name.replace(".new-", ".old-"))
-        final.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        broken = fresh.with_name(fresh.name.replace(".new-", ".old-"))
+        final.rename(broken)
+        shutil.rmtree(broken, ignore_errors=True)
     fresh.rename(final)
 
 
@@ -372,11 +371,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--mirror", metavar="URL", help="Debian mirror (default: the machine's own apt sources)")
     parser.add_argument("--keyring", type=Path, metavar="FILE", help="keys that sign the mirror (default: Debian's)")
-    parser.add_argument("--check", action="store_true", help="only say what there is")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON on standard output")
+    parser.add_argument("--check", action="store_true", help="only report the CRIU that is there")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
     options = parser.parse_args(argv)
 
-    def say(line: str) -> None:
+    def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     try:
@@ -389,14 +388,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 allow_system_install=not options.no_system,
                 mirror=options.mirror,
                 keyring=options.keyring,
-                say=say,
+                report=report,
             )
         )
     except GpuCkptError as error:
         if options.json:
             print(json.dumps({"error": error.as_dict()}))
         else:
-            say(str(error))
+            report(str(error))
         return error.exit_status
     answer = check(binary)
     if options.json:
@@ -404,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"CRIU {dotted(binary.version)} ({binary.origin}): {' '.join(binary.argv)}\ncriu check: {answer.what}")
     if not options.check and not _is_used(binary):
-        say(f"To use it, set {VARIABLE}={(options.prefix or default_prefix()).absolute()}")
+        report(f"To use it, set {VARIABLE}={(options.prefix or default_prefix()).absolute()}")
     return 0 if answer.ok or not options.check else CriuMissing.exit_status
 
 

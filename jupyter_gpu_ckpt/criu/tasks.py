@@ -1,7 +1,7 @@
-"""What CRIU wrote about a kernel's processes: that all of them is there, and the one thing in it that must not be.
+"""CRIU's image files about a kernel's processes: check that they are complete, and remove death signals.
 
-A dump is believed only as far as its files show it: every thread, descriptor and mapping that ``/proc`` showed while
-the processes were stopped must be in them.  The format is that of `images`.
+A dump is trusted only as far as its files show it: every thread, descriptor and mapping that ``/proc`` showed while the
+processes were stopped must be in them.  The format is that of `images`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .images import (
     number_of,
     records,
     submessage,
+    varint,
 )
 
 _CORE_MAGIC = 0x55053847
@@ -39,22 +40,22 @@ _MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7
 
 
 def remove_death_signals(directory: Path) -> dict[int, int]:
-    """Take PR_SET_PDEATHSIG out of a fresh dump; the signals, by thread.
+    """Remove PR_SET_PDEATHSIG from a fresh dump.  Return the signals, by thread.
 
-    CRIU restores it while the parent is its own process, whose end then sends the signal.  It is put back when CRIU has
-    ended.  Raises `ImageFormat`, `OSError`.
+    CRIU restores it while the parent is its own process, whose end then sends the signal.  `reapply` sets it when CRIU
+    has ended.  Raises `ImageFormat`, `OSError`.
     """
     found = {}
     for path in sorted(directory.glob("core-*.img")):
         (record,) = records(path, _CORE_MAGIC)
         fields = fields_of(record)
-        for place, (number, kind, value) in enumerate(fields):
+        for index, (number, kind, value) in enumerate(fields):
             if number == _CORE_THREAD and isinstance(value, bytes):
                 thread = fields_of(value)
                 if signal := number_of(thread, _THREAD_DEATH_SIGNAL):
                     found[int(path.stem.partition("-")[2])] = signal
                     kept = b"".join(encode(field) for field in thread if field[0] != _THREAD_DEATH_SIGNAL)
-                    fields[place] = (number, kind, kept)
+                    fields[index] = (number, kind, kept)
                     _rewrite(path, _CORE_MAGIC, b"".join(map(encode, fields)))
     return found
 
@@ -65,7 +66,7 @@ def _rewrite(path: Path, magic: int, record: bytes) -> None:
 
 
 def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the dump in ``directory`` lacks of the processes it was made of, as noun phrases.
+    """Return the parts of the processes that the dump in ``directory`` lacks, as noun phrases.
 
     ``inventory`` is that of `inventory.inspect`, taken while the processes were stopped.  Raises `ImageFormat`.
     """
@@ -99,7 +100,7 @@ def has_external_peer(directory: Path) -> bool:
 
 
 def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
-    """The descriptors of a process: its record names the file that lists them, which processes may share."""
+    """Yield the descriptors of a process: its record names the file that lists them, which processes may share."""
     for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
         table = number_of(fields_of(record), _IDS_FILES)
         for entry in records(directory / f"fdinfo-{table}.img", FDINFO_MAGIC):
@@ -107,24 +108,17 @@ def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
 
 
 def _mappings(directory: Path, pid: str) -> list[tuple[int, int]]:
-    """The mappings of a process as CRIU saved them, by address."""
+    """Return the mappings of a process as CRIU saved them, by address."""
     saved = []
     for record in records(directory / f"mm-{pid}.img", MM_MAGIC):
         for number, _, value in fields_of(record):
             if number == _MM_MAPPINGS and isinstance(value, bytes) and (found := _MAPPING.match(value)):
-                saved.append((_varint(found[1]), _varint(found[2])))
+                saved.append((varint(found[1])[0], varint(found[2])[0]))
     return sorted(saved)
 
 
-def _varint(data: bytes) -> int:
-    value = 0
-    for place, byte in enumerate(data):
-        value |= (byte & 0x7F) << 7 * place
-    return value
-
-
 def _uncovered(saved: Sequence[tuple[int, int]], mappings: Iterable[Sequence[int]]) -> Iterator[int]:
-    """The addresses of mappings that are not wholly in ``saved``, which may have joined or split them."""
+    """Yield the addresses of mappings that are not completely in ``saved``, which may have joined or split them."""
     at = 0
     for start, end in sorted((low, high) for low, high in mappings):
         reached = start

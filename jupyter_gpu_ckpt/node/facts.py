@@ -1,4 +1,4 @@
-"""Facts about this node that a process carries in its memory, and takes for granted when it is restored elsewhere."""
+"""Facts about this node that a process depends on, also when it is restored elsewhere."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NT_GNU_BUILD_ID = 3
 _PT_NOTE = 4
 #: Bytes of an ELF file's tables that are read; a damaged header may promise any number.
 _ENOUGH = 1 << 16
-#: File systems whose files are what Linux says at the moment, and have neither a content nor times of their own.
+#: File systems whose files Linux generates when they are read, without a content or times of their own.
 _PSEUDO = frozenset(
     ("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "configfs", "bpf", "pstore", "efivarfs")
     + ("binfmt_misc", "fusectl", "selinuxfs", "mqueue", "devpts", "nsfs", "resctrl", "rpc_pipefs")
 )
-#: File systems on which a directory may have another inode number when it is looked at again (overlayfs.rst: "xino";
-#: FUSE and CIFS make numbers up), and how the names of such begin.
+#: Prefixes of file systems on which a directory's inode number may change (overlayfs.rst: "xino"; FUSE and CIFS make
+#: numbers up).
 _RENUMBERED = ("overlay", "fuse", "cifs", "smb3", "9p", "aufs")
 _DISTRIBUTION = re.compile(r"(?P<name>.+?)-(?P<version>[^-]+)\.(dist|egg)-info")
 
@@ -62,10 +62,10 @@ Facts = Mapping[str, Any]
 
 
 def machine() -> str:
-    """What tells this machine from others: its machine-id(5) and host name.
+    """Return an identifier of this machine: its machine-id(5) and host name.
 
-    Containers may all have those of their image, and of a set of them each its old name on another host: where the root
-    is an overlay, or there is no id, a machine is one only until it is booted again.
+    Containers may all have those of their image, and keep their names on another host: where the root is an overlay, or
+    there is no id, the identifier changes with each boot.
     """
     id, root = "", mounts().get("/", "")
     with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ def machine() -> str:
 def file_facts(path: str) -> dict[str, Any] | None:
     """Size in bytes, mode as in ``stat(2)``, device, inode, and mtime and ctime in ns; None when there is no file.
 
-    Opens nothing: what is at ``path`` may be another user's named pipe by now.
+    Opens nothing: the file at ``path`` may be another user's named pipe by now.
     """
     try:
         status = os.stat(path)
@@ -100,9 +100,9 @@ def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
 def same_file(was: Facts, now: Facts) -> bool:
     """Whether ``now`` is the file of ``was``, unchanged, going by their identities alone.
 
-    A device may have another number when it is mounted again (Btrfs, NFS, overlay, after a boot).  That is not minded
-    if Linux stamped the file: ctime has a fraction of a second then.  In an image of a file system (squashfs) the times
-    are whoever's made it, and two of them may agree.
+    A device may have another number when it is mounted again (Btrfs, NFS, overlay, after a boot).  That is ignored if
+    Linux stamped the file: ctime has a fraction of a second then.  In an image of a file system (squashfs) the times
+    are arbitrary, and those of two images may agree.
     """
     if "inode" not in was or any(was[name] != now[name] for name in ("inode", "size", "mtime", "ctime")):
         return False
@@ -120,25 +120,22 @@ def keeps_inodes(kind: str) -> bool:
 
 
 def taken(path: str, inode: int, mtime: int) -> str:
-    """What is at the path of a unix socket, if it is not the file that the socket left there; else empty.
+    """Return a description of the file at a unix socket's path, if it is not the socket's own; else empty.
 
-    Opens nothing, and connects to nothing.  An inode alone says nothing: the next file may get that of a removed one.
+    Opens nothing, and connects to nothing.  An inode alone is not enough: the next file may get that of a removed one.
     """
     try:
         status = os.lstat(path)
     except OSError:
-        return ""  # it was removed, or cannot be reached: a restore makes it again
+        return ""  # removed, or out of reach: a restore makes it again
     if (status.st_ino, status.st_mtime_ns) == (inode, mtime) and stat.S_ISSOCK(status.st_mode):
         return ""
     return "a socket of another process" if stat.S_ISSOCK(status.st_mode) else "another file"
 
 
 def open_regular(path: str) -> FileIO:
-    """Open a regular file for reading, and nothing else: no pipe that waits for a writer, no device that minds.
-
-    Raises `OSError`; for another kind of file too.
-    """
-    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing yet, so nobody can exchange it from here on
+    """Open a regular file for reading.  Raises `OSError`, also for other kinds: a pipe would wait for a writer."""
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # a reference: the file cannot be exchanged from here on
     try:
         if not stat.S_ISREG(os.fstat(found).st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", path)
@@ -148,10 +145,10 @@ def open_regular(path: str) -> FileIO:
 
 
 def build_id(path: str) -> str:
-    """The build-id in a 64-bit ELF file's notes (elf(5), ``NT_GNU_BUILD_ID``), in hex; empty when there is none."""
+    """Return the build-id in a 64-bit ELF file's notes (elf(5), ``NT_GNU_BUILD_ID``), in hex; empty without one."""
     with contextlib.suppress(OSError, ValueError, OverflowError, struct.error), open_regular(path) as file:
         head = file.read(64)
-        if head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian: all that CRIU and CUDA run on
+        if head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian: CRIU and CUDA support nothing else
             return ""
         (start,) = struct.unpack_from("<Q", head, 32)
         size, count = struct.unpack_from("<HH", head, 54)
@@ -210,7 +207,7 @@ def unbindable(address: str, number: int, family: int = socket.AF_INET, kind: in
     """Why a port cannot be bound now; empty when it can."""
     try:
         with socket.socket(family, kind) as trial:
-            if kind == socket.SOCK_STREAM:  # as CRIU and ZMQ do: connections that linger are in nobody's way
+            if kind == socket.SOCK_STREAM:  # as CRIU and ZMQ do: lingering connections do not matter to them
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((address, number))
     except OSError as error:
@@ -220,7 +217,7 @@ def unbindable(address: str, number: int, family: int = socket.AF_INET, kind: in
     return ""
 
 
-#: Why a port cannot be bound for a minute at most (tcp(7)): nobody has it any more.
+#: Why a port that no process has any more cannot be bound for up to a minute (tcp(7)).
 LINGERS = "connections that were closed linger there, for a minute at most"
 
 # States of connections that no process has any more (include/net/tcp_states.h).
@@ -228,7 +225,7 @@ _CLOSING = frozenset({"04", "05", "06", "07", "09", "0B"})
 
 
 def _lingers(number: int) -> bool:
-    """Whether a TCP port of this host has nothing but connections that were closed."""
+    """Whether a TCP port of this host has only closed connections."""
     states = set()
     for row in [*procfs.sockets("tcp"), *procfs.sockets("tcp6")]:
         if int(row[1].rpartition(":")[2], 16) == number:

@@ -1,11 +1,11 @@
-"""What sleeping kernels need of the node they are to wake on, in a form that says nothing else about them.
+"""Requirements of sleeping kernels on the node they are to wake on, in a form that reveals nothing else about them.
 
-`of` takes it out of a fingerprint (`match`): the part that a scheduler can choose a node by.  Files, packages, ports
-and free memory are not in it: they are asked on the node itself, by `match`, before every wake.
+`of` extracts them from a fingerprint (`match`): the part that a scheduler can choose a node by.  Files, packages, ports
+and free memory are not in it: `match` compares them on the node itself, before every wake.
 
-The JSON form is what a server publishes for the hub (`server.placement`) and the hub reads (`hub.placement`).  It comes
-from the user's side, so nothing of it is believed beyond its form: `parse` lets through names and versions in which no
-scheduler can see an option, an operator or a new line.
+A server publishes the JSON form for the hub (`server.placement`, `hub.placement`).  It comes from the user's side, so
+it is not trusted: `parse` accepts only names and versions in which no scheduler can see an option, an operator or a new
+line.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class GpuModel:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a node must have.  An empty value asks nothing.
+    """Properties that a node must have.  An empty value requires nothing.
 
-    ``linux``: the release at least, major and minor.  ``gpus``: one for each GPU that the kernel's node had, sorted;
-    none where the kernel never used CUDA.  ``memory``: bytes of host memory.
+    ``linux``: the oldest release, major and minor.  ``gpus``: one for each GPU of the kernel's last node, sorted; none
+    if the kernel never used CUDA.  ``memory``: bytes of host memory.
     """
 
     architecture: str = ""
@@ -60,9 +60,9 @@ class Requirements:
     memory: int = 0
 
     def with_(self, other: Requirements) -> Requirements | None:
-        """What a node must have for both, or None where no node can.
+        """Combine two requirements; None if no node fulfils both.
 
-        Kernels wake one by one, when somebody uses them: memory is asked for the largest, not for all at once.
+        Kernels wake one by one, when they are used: memory is required for the largest, not for all at once.
         """
         for name in ("architecture", "glibc", "driver", "gpus"):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -90,7 +90,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class NodeChoice:
-    """The one node to ask for, and whom it suits: ``together`` kernels, while ``others`` need another kind of node."""
+    """The node to request: it suits ``together`` kernels, while ``others`` need another kind of node."""
 
     requirements: Requirements
     together: int
@@ -98,23 +98,21 @@ class NodeChoice:
 
 
 def plan(kernels: Sequence[Requirements]) -> NodeChoice:
-    """Which node to ask for, of kernels in the order in which they went to sleep.
+    """Choose the node to request for kernels in the order in which they went to sleep.
 
-    Where no node suits all of them, the last one decides, and then each that goes together with those before it: people
-    come back to what they did last.
+    Where no node suits all of them, the latest kernels have precedence: people come back to their latest work.
     """
-    asked, others = Requirements(), []
-    for one in reversed(kernels):
-        both = asked.with_(one)
-        if both is None:
-            others.append(one)
+    chosen, others = Requirements(), []
+    for kernel in reversed(kernels):
+        if (both := chosen.with_(kernel)) is None:
+            others.append(kernel)
         else:
-            asked = both
-    return NodeChoice(asked, len(kernels) - len(others), tuple(others))
+            chosen = both
+    return NodeChoice(chosen, len(kernels) - len(others), tuple(others))
 
 
 def of(fingerprint: Mapping[str, Any]) -> Requirements:
-    """The requirements in a fingerprint; keys that an older image lacks are not asked about."""
+    """Return the requirements in a fingerprint; missing keys require nothing."""
     cuda = bool(fingerprint.get("cuda"))
     release = re.match(r"(\d+)\.(\d+)", str(fingerprint.get("kernel", "")))
     return Requirements(
@@ -131,7 +129,7 @@ def of(fingerprint: Mapping[str, Any]) -> Requirements:
 
 
 def to_json(kernels: Iterable[Requirements]) -> str:
-    """The published form: what is needed, and neither whose kernels these are nor what is in them."""
+    """Return the published form: the requirements alone, without ids or contents of kernels."""
     found = [{**dataclasses.asdict(one), "cpu": sorted(one.cpu)} for one in kernels]
     return json.dumps({"version": VERSION, "kernels": found}, indent=1, sort_keys=True)
 
@@ -146,7 +144,7 @@ def parse(text: str | bytes) -> list[Requirements]:
             raise ValueError("of another version, or too many kernels")
         return [_parsed(**one) for one in data["kernels"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ImageFormat("What is published of the sleeping kernels cannot be read.") from error
+        raise ImageFormat("The published requirements of the sleeping kernels cannot be read.") from error
 
 
 def _parsed(architecture: Any, cpu: Any, linux: Any, glibc: Any, driver: Any, gpus: Any, memory: Any) -> Requirements:

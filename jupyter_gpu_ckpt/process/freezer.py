@@ -1,10 +1,8 @@
-"""All threads of a process at rest but for a few, for as long as somebody needs them not to run.
+"""Stop all threads of a process but a few, by ptrace, while device memory is copied or CRIU works.
 
-A thread is parked where it can hold nothing that others need: in a system call that waits, or in code that is neither
-the C library's nor the CUDA driver's (a thread stopped inside ``malloc`` would keep its lock).  One that is elsewhere
-is let run on for a moment and looked at again.
-
-Standard library only, as `ptrace`: a capsule's init imports this module.
+A thread is frozen where it can hold no lock that others need: in a system call that waits, or in code that is neither
+the C library's nor the CUDA driver's (a thread stopped inside ``malloc`` would keep its lock).  A thread that is
+elsewhere runs on for a moment before the next try.
 """
 
 from __future__ import annotations
@@ -23,39 +21,39 @@ from dataclasses import dataclass, field
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process.ptrace import WALL, Machine, Tracee
 
-#: Threads of the CUDA driver, which does what others ask of it in them, and of the library that moves device memory.
-#: The one that suspends and resumes is called by a number in hexadecimal, as ``cuda00001400006``.
+#: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
+#: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.
 _KEPT_RUNNING = re.compile(r"(cuda-EvtHandlr|cuda[0-9a-f]{11}|gpu-ckpt-(fast|copy))$")
-#: Another one of such a name is the driver's, of a release that we do not know, or somebody's who should be parked.
+#: Another such name may be the driver's, of a release that we do not know, or of a thread that should be frozen.
 _AMBIGUOUS = re.compile(r"cuda(-|[0-9a-f]{4})")
-#: Libraries whose locks everybody needs, whoever waits for one: a thread may hold another lock meanwhile.
+#: Libraries whose locks all threads need: a thread that waits for one may hold another lock meanwhile.
 _COMMON_LIBRARIES = re.compile(r"/(libc|ld|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan)([-_.][^/]*)?$")
 #: glibc's arenas but for the first begin at a multiple of this, with their lock in the first bytes (malloc/arena.c).
 _ARENA, _ARENA_HEAD = 64 << 20, 64
 #: futex(2): FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private ones and the clock.
 _FUTEX_COMMAND, _FUTEX_WAITS = 0x7F, (0, 9)
-#: The one by which glibc waits for a mutex; condition variables and semaphores, of Python's locks, wait by the other.
+#: glibc waits for a mutex by the first; condition variables and semaphores, of Python's locks, wait by the other.
 _FUTEX_MUTEX = 0
-#: Code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs: by file name.
-#: Not by how it begins alone: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
+#: File names of code in which a thread may hold a lock that the driver, or a thread that is made meanwhile, needs.
+#: Whole names: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
     r"(^\[vdso\]"  # where the driver looks at the clock while it waits for the GPU
     r"|/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
     r"|[^/]*_fastpath)([-_.][^/]*)?)$"
 )
-#: Through which system calls are made, by whom the stack tells; and the CUDA driver.
+#: Code that makes system calls for others, whose names are on the stack; and the CUDA driver.
 _C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
 _DRIVER = re.compile(r"/libcuda[.][^/]*$")
-#: Of the stack of a thread that waits: the C library's own frames are much smaller.
+#: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
 
 
 class FrozenThreads:
-    """The threads of one process that are held by ptrace; `leave` lets them go on.  Only its own thread may use it.
+    """The threads of one process that are stopped by ptrace, until `release`.  Belongs to the thread that made it.
 
-    Each way to park raises `TimeoutError` when a thread cannot be parked by ``deadline`` (of ``time.monotonic``), and
-    `OSError` where the process is gone, another traces a thread of it, or one has a name that could be the CUDA
-    driver's.  *After failure* the threads that were parked before are parked, and all others go on.
+    The methods that freeze raise `TimeoutError` when a thread cannot be frozen by ``deadline`` (of ``time.monotonic``),
+    and `OSError` where the process is gone, another process traces a thread of it, or a thread's name could be the CUDA
+    driver's.  *After failure* the threads that were frozen before stay frozen, and all others run on.
     """
 
     def __init__(self, machine: Machine, pid: int) -> None:
@@ -68,15 +66,15 @@ class FrozenThreads:
 
     @property
     def leader(self) -> Tracee | None:
-        """The main thread, if it is parked."""
+        """The main thread, if it is frozen."""
         return self._frozen.get(self._pid)
 
     def freeze_all(self, deadline: float, *, insist: bool = False) -> None:
-        """Park all threads but the CUDA driver's and its library's, each in a place where it holds nothing.
+        """Freeze all threads but the CUDA driver's and its library's, each where it holds no lock.
 
-        ``insist``: there is no other way than to park them all.  One of a doubtful name is somebody's, and in the
-        second half of the time any system call will do that has nothing to do with memory: a thread that writes to a
-        full pipe stays there.
+        ``insist``: the caller has no alternative.  A thread with an ambiguous name is frozen, too, and in the second
+        half of the time any system call is accepted that does not concern memory: a thread that writes to a full pipe
+        stays there.
         """
         strict_until = (time.monotonic() + deadline) / 2
         self._repeat(
@@ -86,14 +84,14 @@ class FrozenThreads:
         )
 
     def freeze_stopped(self, deadline: float) -> None:
-        """The same with threads that stand in a group stop, wherever they stand: whoever stopped them chose the place.
+        """Freeze threads that are in a group stop, wherever they are.
 
-        The stop may end then (SIGCONT), and those who are parked do not notice.
+        The stop may end then (SIGCONT), and the frozen threads do not run.
         """
         self._repeat(deadline, lambda *_: True, insist=True)
 
     def freeze_waiting_in_driver(self) -> None:
-        """Park the threads that wait in a system call which the CUDA driver's own code made.
+        """Freeze the threads that wait in a system call which the CUDA driver's own code made.
 
         While the driver's state is suspended, pages that such a thread reads when its wait ends are not there: a
         signal or a tracer must not end the wait.  Threads that only wait at the driver's lock are safe either way.
@@ -114,7 +112,7 @@ class FrozenThreads:
             raise
 
     def release(self) -> None:
-        """Let all go on."""
+        """Let all frozen threads run."""
         self._release(set(self._frozen))
 
     def _release(self, tids: set[int]) -> None:
@@ -127,14 +125,14 @@ class FrozenThreads:
         try:
             while not self._freeze(may_freeze, insist):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be parked")
+                    raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be frozen")
                 time.sleep(0.0005)
         except BaseException:
             self._release(set(self._frozen) - before)
             raise
 
     def _freeze(self, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> bool:
-        """Park whom we can; whether that is everybody."""
+        """Freeze the threads that can be frozen now.  Return whether these are all."""
         shared = _Shared.of(self._pid)
         for tid in procfs.threads(self._pid):
             with contextlib.suppress(*procfs.GONE):  # it ended
@@ -170,9 +168,9 @@ class FrozenThreads:
                 self._reap(tid)
 
     def _reap(self, tid: int) -> None:
-        """A thread that ended as our tracee: until we have seen that, it holds up the end of its process.
+        """Wait for a thread that ended while we traced it: until then its process cannot end.
 
-        Not where we are the parent: then the end of the process is for whoever waits for its child.
+        Not for our own child: its end is for the loop that reaps children.
         """
         with contextlib.suppress(OSError):
             if tid != self._pid or procfs.stat(self._pid).parent != os.getpid():
@@ -181,7 +179,7 @@ class FrozenThreads:
     def _is_at_rest(self, tid: int) -> bool:
         try:
             seen = procfs.stat(self._pid, tid)
-        except procfs.GONE:  # it ended, and what it made meanwhile is in no list of ours
+        except procfs.GONE:  # it ended, and the threads that it made meanwhile are not listed
             return False
         # The first thread stays as a zombie while there are others.
         return (
@@ -190,7 +188,7 @@ class FrozenThreads:
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)
-        if call is None:  # killed where it stood
+        if call is None:  # it runs, or was killed
             return False
         if call.number < 0:
             return call.pc not in shared.code
@@ -200,7 +198,7 @@ class FrozenThreads:
                 return False  # it wakes another, and may hold a second lock meanwhile
             waits_for_common_lock = address % _ARENA < _ARENA_HEAD or address in shared.data
             if command == _FUTEX_MUTEX and waits_for_common_lock:
-                return False  # it waits for malloc's lock, or the linker's, whose holder goes on meanwhile
+                return False  # it waits for malloc's lock, or the linker's, whose holder runs meanwhile
         elif lenient and call.number not in self._machine.memory:
             return True
         reads_file = call.number == self._machine.read and self._is_file(call.arguments[0])
@@ -228,7 +226,7 @@ class FrozenThreads:
         return False
 
     def _is_file(self, descriptor: int) -> bool:
-        """Whoever reads a file waits for nobody, and may hold a lock: the linker while it loads a library."""
+        """Whether a descriptor is a file: a thread that reads one may hold a lock, as the linker does."""
         try:
             return stat.S_ISREG(os.stat(f"/proc/{self._pid}/fd/{descriptor}").st_mode)
         except OSError:
@@ -237,7 +235,7 @@ class FrozenThreads:
 
 @dataclass(frozen=True)
 class _SystemCall:
-    """The system call that a thread is in: its number (-1: none), arguments, and where the thread stands."""
+    """The system call that a thread is in: its number (-1: none), arguments, stack pointer and program counter."""
 
     number: int
     arguments: tuple[int, ...]
@@ -246,7 +244,7 @@ class _SystemCall:
 
     @classmethod
     def of(cls, pid: int, tid: int) -> _SystemCall | None:
-        """By proc_pid_syscall(5); None of a thread that runs."""
+        """Read proc_pid_syscall(5); None of a thread that runs."""
         with open(f"/proc/{pid}/task/{tid}/syscall") as file:
             words = file.read().split()
         if words[0] == "running":
@@ -256,7 +254,7 @@ class _SystemCall:
 
 
 class _AddressRanges:
-    """Ranges of addresses, added in ascending order, none over another."""
+    """Ranges of addresses, added in ascending order, without overlaps."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -267,13 +265,13 @@ class _AddressRanges:
         self._ends.append(end)
 
     def __contains__(self, address: int) -> bool:
-        place = bisect.bisect_right(self._begins, address) - 1
-        return place >= 0 and address < self._ends[place]
+        index = bisect.bisect_right(self._begins, address) - 1
+        return index >= 0 and address < self._ends[index]
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """Where code is in which a thread may hold a lock that others need, and where such locks lie."""
+    """Addresses of code in which a thread may hold a lock that others need, and of such locks."""
 
     code: _AddressRanges = field(default_factory=_AddressRanges)
     data: _AddressRanges = field(default_factory=_AddressRanges)
@@ -284,7 +282,7 @@ class _Shared:
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
-        """Of a process, by proc_pid_maps(5)."""
+        """Those of a process, by proc_pid_maps(5)."""
         found = cls()
         for begin, end, permissions, path in procfs.maps(pid):
             if "x" in permissions:

@@ -1,7 +1,6 @@
-"""A stopped thread of another process, held by ``ptrace(2)``: its registers, signal mask, system calls in its name.
+"""A stopped thread of another process, traced by ``ptrace(2)``: its registers, signal mask, system calls in its name.
 
-Names and numbers are the kernel's own (``include/uapi/linux/{ptrace,elf}.h``).  Standard library only: a capsule's init
-imports this module.
+Names and numbers are the kernel's own (``include/uapi/linux/{ptrace,elf}.h``).
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ NT_X86_SHSTK = 0x204
 NT_ARM_HW_BREAK = 0x402
 
 WALL = 0x40000000
-#: What a tracee that stops for `PTRACE_SYSCALL` says, and no signal can be.
+#: The stop signal of a tracee that stops for `PTRACE_SYSCALL`; no real signal has this number.
 SYSCALL_STOP = signal.SIGTRAP | 0x80
-#: All signals blocked but SIGTRAP, which breaks a process that meets a trap while it is blocked.
+#: All signals blocked but SIGTRAP: a process that meets a trap while that is blocked dies.
 ALL_BUT_SIGTRAP = (1 << 64) - 1 & ~(1 << signal.SIGTRAP - 1)
-#: Seconds a thread has to reach a stop that it is bound for.
+#: Seconds that a thread has to reach a stop.
 STOP_TIMEOUT = 5.0
 _REGSET_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a system call and its parts stand in NT_PRSTATUS (an array of 64-bit words), and the numbers we use."""
+    """The words of a system call in NT_PRSTATUS (an array of 64-bit words), and numbers of system calls."""
 
     instruction: bytes
     pc: int
@@ -57,9 +56,9 @@ class Machine:
     number: int
     result: int
     arguments: tuple[int, ...]
-    #: The word that says "in system call N": -1, or a changed ``pc`` is taken for a call to be restarted.
+    #: The word of the system call's number: -1 there, or Linux takes a changed ``pc`` for a call to be restarted.
     in_call: int | None
-    #: ``offsetof(struct user, u_debugreg[7])``: what arms the hardware breakpoints of a thread.
+    #: ``offsetof(struct user, u_debugreg[7])``: the register that arms a thread's hardware breakpoints.
     debug_control: int | None
     regsets: tuple[int, ...]
     close: int
@@ -69,9 +68,9 @@ class Machine:
     getpid: int
     read: int
     futex: int
-    #: System calls that wait for somebody else, and hold nothing meanwhile.
+    #: System calls that wait for another thread or process, and hold no lock meanwhile.
     waits: frozenset[int]
-    #: System calls about the process's memory: whoever is in one may hold the lock of an allocator.
+    #: System calls about the process's memory: a thread in one may hold the lock of an allocator.
     memory: frozenset[int]
 
 
@@ -125,10 +124,10 @@ _MACHINES = {
         memory=frozenset((214, 215, 216, 222, 226, 233)),  # brk, munmap, mremap, mmap, mprotect, madvise
     ),
 }
-#: Of this host, or None where nobody wrote it down.
+#: This host's; None on an unknown machine.
 MACHINE = _MACHINES.get(os.uname().machine)
 
-#: Threads that `Tracee.release` could not let go, because they did not stop: ours until they do (`release_late`).
+#: Threads that `Tracee.release` could not detach, because they did not stop: traced until they do (`release_late`).
 _unreleased: set[int] = set()
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -143,10 +142,9 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
 
 
 def release_late(tid: int, status: int) -> bool:
-    """Let go of a thread that has stopped, or ended, later than `Tracee.release` waited; whether it is such a one.
+    """Detach a thread that has stopped, or ended, later than `Tracee.release` waited.  Return whether it is such a one.
 
-    ``status`` is what waitpid(2) said.  A signal that the thread stopped for comes to it, but for SIGTRAP: see
-    `Tracee.call`.
+    ``status`` is waitpid(2)'s.  A signal that the thread stopped for is delivered, but for SIGTRAP: see `Tracee.call`.
     """
     if tid not in _unreleased:
         return False
@@ -164,10 +162,10 @@ class _Iovec(ctypes.Structure):
 
 
 class Tracee:
-    """A thread in a group stop (state ``T``), ours until `release`; then it is in that stop again.
+    """A thread in a group stop (state ``T``), traced until `release`; then it is in that stop again.
 
-    ``running``: a thread that runs, and is stopped by us; then it runs on.  Raises `OSError` where the thread is gone,
-    another's tracee or (else) not stopped.
+    ``running``: a thread that runs; it is stopped here, and runs on after `release`.  Raises `OSError` where the thread
+    is gone, traced by another process or, without ``running``, not stopped.
     """
 
     def __init__(self, machine: Machine, tid: int, *, running: bool = False) -> None:
@@ -190,11 +188,11 @@ class Tracee:
         self.release()
 
     def release(self) -> None:
-        """Let go; a signal it was stopped for is dropped.  One that does not stop is left for `release_late`."""
+        """Detach; drop a signal that it stopped for.  A thread that does not stop is left to `release_late`."""
         try:
             _ptrace(PTRACE_DETACH, self.tid)
         except ProcessLookupError:
-            try:  # it is gone; or somebody woke it, and only who stands is let go
+            try:  # it is gone; or it runs, and only a stopped thread can be detached
                 _ptrace(PTRACE_INTERRUPT, self.tid)
                 self._wait()
                 _ptrace(PTRACE_DETACH, self.tid)
@@ -204,13 +202,13 @@ class Tracee:
                 pass
 
     def _interrupt(self) -> None:
-        """Stop it; signals that come to it first are delivered."""
+        """Stop the thread; signals that arrive before are delivered."""
         _ptrace(PTRACE_INTERRUPT, self.tid)
         while (status := self._wait_status()) >> 8 != PTRACE_EVENT_STOP:
             _ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
 
     def _wait(self) -> int:
-        """The signal of its next stop.  Its end is left for the loop that reaps."""
+        """Wait for the next stop.  Return its signal; the thread's end is left for the loop that reaps."""
         return self._wait_status() & 0xFF
 
     def _wait_status(self) -> int:
@@ -232,7 +230,7 @@ class Tracee:
     # -- registers
 
     def regset(self, kind: int) -> bytes | None:
-        """A register set as bytes; None where the thread has none of that kind."""
+        """Return a register set as bytes; None where the thread has none of that kind."""
         buffer = ctypes.create_string_buffer(_REGSET_BYTES)
         vector = _Iovec(ctypes.addressof(buffer), _REGSET_BYTES)
         try:
@@ -244,7 +242,7 @@ class Tracee:
         return buffer.raw[: vector.length]
 
     def set_regset(self, kind: int, data: bytes) -> None:
-        """Write what `regset` gave."""
+        """Write what `regset` has returned."""
         buffer = ctypes.create_string_buffer(data, len(data))
         vector = _Iovec(ctypes.addressof(buffer), len(data))
         _ptrace(PTRACE_SETREGSET, self.tid, kind, ctypes.addressof(vector))
@@ -257,7 +255,7 @@ class Tracee:
         return list(struct.unpack(f"={len(data) // 8}Q", data))
 
     def disarm(self) -> None:
-        """Take a hardware breakpoint away.  (Where `Machine.regsets` holds the breakpoints, they were put back.)"""
+        """Remove hardware breakpoints.  (Where `Machine.regsets` has them, they were put back.)"""
         if self.machine.debug_control is not None:
             _ptrace(PTRACE_POKEUSER, self.tid, self.machine.debug_control, 0)
 
@@ -276,10 +274,10 @@ class Tracee:
     # -- a system call in its name
 
     def call(self, at: int, number: int, *arguments: int) -> int:
-        """Run system call ``number`` by the instruction at address ``at``; its result, negative for an error.
+        """Make a system call by the instruction at address ``at``.  Return its result, negative for an error.
 
-        Registers and mask are afterwards as before.  A SIGTRAP or a stop signal that waits for the thread comes to it
-        first and is dropped: the one is a trap of somebody who is gone, the other has had its effect.
+        Registers and mask are afterwards as before.  A pending SIGTRAP or stop signal is delivered first and dropped:
+        the one is a trap of a tracer that is gone, the other has had its effect.
         """
         machine = self.machine
         before, mask = self.words(), self.mask
@@ -287,8 +285,8 @@ class Tracee:
         words[machine.pc], words[machine.number] = at, number
         if machine.in_call is not None:
             words[machine.in_call] = (1 << 64) - 1
-        for place, value in zip(machine.arguments, arguments, strict=False):
-            words[place] = value
+        for index, value in zip(machine.arguments, arguments, strict=False):
+            words[index] = value
         self.mask = ALL_BUT_SIGTRAP
         try:
             self.set_words(words)
@@ -301,7 +299,7 @@ class Tracee:
         return int(result)
 
     def set_words(self, words: Sequence[int]) -> None:
-        """Write the general registers, as `words` gave them."""
+        """Write the general registers, as `words` returns them."""
         self.set_regset(NT_PRSTATUS, struct.pack(f"={len(words)}Q", *words))
 
     def _to_syscall_stop(self) -> None:
@@ -309,11 +307,11 @@ class Tracee:
             _ptrace(PTRACE_SYSCALL, self.tid)
             if self._wait() == SYSCALL_STOP:
                 return
-        raise OSError(f"thread {self.tid} comes to no system call")
+        raise OSError(f"thread {self.tid} reaches no system call")
 
 
 class ProcessMemory:
-    """``/proc/PID/mem`` of a process: writes go through whatever the mapping's protection is, as a debugger's do."""
+    """``/proc/PID/mem`` of a process: writes ignore the mapping's protection, as a debugger's do."""
 
     def __init__(self, pid: int) -> None:
         self._fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
@@ -325,7 +323,7 @@ class ProcessMemory:
         os.close(self._fd)
 
     def read(self, address: int, size: int) -> bytes:
-        """Read up to ``size`` bytes: fewer where what is mapped ends."""
+        """Read up to ``size`` bytes: fewer where the mapping ends."""
         return os.pread(self._fd, size, address)
 
     def write(self, address: int, data: bytes) -> None:
@@ -334,7 +332,7 @@ class ProcessMemory:
 
 
 def system_call_gate(machine: Machine, memory: ProcessMemory, mappings: Iterable[MemoryMapping]) -> int:
-    """Find the address of a system call instruction, in the vdso: nothing has to be written for it."""
+    """Find the address of a system call instruction in the vdso, where no code has to be written."""
     for mapping in mappings:
         if mapping.name == "[vdso]":
             offset = memory.read(mapping.start, mapping.end - mapping.start).find(machine.instruction)

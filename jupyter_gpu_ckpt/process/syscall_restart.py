@@ -1,15 +1,13 @@
-"""System calls that were waiting when their thread was stopped, and are to wait on when it runs again.
+"""Restart system calls that waited when their thread was stopped, once it runs again.
 
 A wait with a timeout that a stop interrupts is not repeated from its registers but from a note that Linux keeps for the
 thread (``restart_block``).  CRIU cannot save that note and lets the wait return early with ``EINTR``
 (``compel/arch/x86/src/lib/infect.c: get_task_regs``); ``epoll_wait(2)`` and System V semaphores return it at each
-stop (signal(7)).  A program is to see ``EINTR`` where a handler of its own has run, and nowhere else.  So each such
-thread is told to make its system call again, in the way Linux tells it by itself for waits without a timeout.
+stop (signal(7)).  A program must see ``EINTR`` only where a handler of its own has run.  So each such thread is set to
+make its system call again, in the way in which Linux itself restarts waits without a timeout.
 
-A wait until a point in time ends at that point.  ``nanosleep(2)`` goes on with the rest if its caller asked for the
-rest.  Any other timeout begins anew: such a wait may take longer than was asked for, but never less.
-
-Standard library only: a capsule's init imports this module with nothing else of the package.
+A wait until a point in time ends at that point.  ``nanosleep(2)`` continues with the rest if its caller wanted the
+rest.  Any other timeout begins anew: such a wait may take longer than its timeout, but never less.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 
 from jupyter_gpu_ckpt.process.ptrace import Machine, Tracee
 
-# include/linux/errno.h: what a system call answers inside Linux, and no program ever sees.
+# include/linux/errno.h: results of system calls inside Linux, which no program ever sees.
 ERESTARTNOINTR = 513
 ERESTART_RESTARTBLOCK = 516
 
@@ -28,7 +26,7 @@ _TIMER_ABSTIME = 1
 
 @dataclass(frozen=True)
 class _Sleep:
-    """Where ``nanosleep(2)`` and its like have the time to sleep, the place for the rest, and flags (None: none)."""
+    """Arguments of ``nanosleep(2)`` and its like: the time to sleep, the address for the rest, and flags (if any)."""
 
     request: int
     rest: int
@@ -42,9 +40,9 @@ _SLEEPS = {35: _Sleep(0, 1), 230: _Sleep(2, 3, flags=1)}
 
 
 def begin_again(tracee: Tracee, *, signals: int) -> bool:
-    """Have the stopped thread make its interrupted system call again when it runs; whether it was in such a one.
+    """Let a stopped thread repeat its interrupted system call when it runs.  Return whether it was in such a call.
 
-    ``signals``: those that wait for it.  With one of them that is not blocked the interruption is the program's own.
+    ``signals``: the pending ones.  If one of them is not blocked, the interruption is the program's own.
     """
     machine = tracee.machine
     if machine.in_call is None or signals & ~tracee.mask:

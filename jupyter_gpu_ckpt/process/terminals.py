@@ -1,22 +1,22 @@
-"""What is under way in the pseudo-terminals of stopped processes: taken out before a dump, put back after it.
+"""Unread data in the pseudo-terminals of stopped processes: drained before a dump, restored after it.
 
-CRIU saves a terminal's number, modes and window size.  Of the bytes that were written to one end and not yet read at
-the other it reads what the modes let it, and writes them to the other end again, where they are edited and echoed a
-second time; half a line is lost, and so is what is in a terminal of which only the master is open.  A master whose last
-slave was closed (its reads end with EIO: that is how a program learns that its child has ended) comes back as one that
-no slave was opened of yet, whose reads wait for ever; and exclusive mode (TIOCEXCL) does not come back.
+CRIU saves a terminal's number, modes and window size.  It reads the bytes that were written to one end and not yet read
+at the other as far as the modes allow, and writes them to the other end again, where they are edited and echoed a
+second time; half a line is lost, and so is the data in a terminal of which only the master is open.  A master whose
+last slave was closed (its reads end with EIO, by which a program learns that its child has ended) comes back as one
+without a slave so far, whose reads wait for ever; and exclusive mode (TIOCEXCL) does not come back.
 
-So a capsule's init takes all this out while the processes are stopped, with editing and echo turned off, and puts it
-back the same way: into the restored terminals before their processes run, or into the old ones when a dump is undone.
+So a capsule's init drains the terminals while the processes are stopped, with editing and echo turned off, and writes
+the data back the same way: to the restored terminals before their processes run, or to the old ones if a dump fails.
 
-Standard library only.  Sources: ioctl_tty(2), termios(3), pty(7); in Linux drivers/tty/n_tty.c (a change of ICANON
-makes what was read so far one line, so lines are written back with ICANON as it was) and drivers/tty/pty.c.
+Sources: ioctl_tty(2), termios(3), pty(7); in Linux drivers/tty/n_tty.c (a change of ICANON makes the data that has
+arrived one line, so lines are written back with ICANON as it was) and drivers/tty/pty.c.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -35,7 +35,7 @@ from typing import Any
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
 
-#: The name of the file in which a dump keeps what was under way, beside CRIU's own.
+#: The file of the drained data in a dump, beside CRIU's own files.
 FILE = "terminals.json"
 
 # Requests that the standard library does not name (include/uapi/asm-generic/ioctls.h).
@@ -46,19 +46,19 @@ _MULTIPLEXER, _SLAVES = (5, 2), range(136, 144)
 
 #: ``struct termios2``: input, output, control and local modes, line discipline, characters, speeds.
 _MODES = struct.Struct("=4IB19s2I")
-_END, _LITERAL = b"\x04", b"\x16"  # characters that stand for the end of a file, and that take the next one literally
+_END, _LITERAL = b"\x04", b"\x16"  # characters: the end of a file; the next character is taken literally
 _NUMBER_OF_CHARACTERS = 19
-#: Seconds that a silent terminal is waited for, which works at once; all of them together; each after these are over.
-_SILENCE, _PATIENCE, _MOMENT = 1.0, 2.0, 0.02
+#: Seconds to wait for one terminal, which normally answers at once; for all together; for each one after these.
+_ONE_TIMEOUT, _ALL_TIMEOUT, _LATE_TIMEOUT = 1.0, 2.0, 0.02
 #: Bytes that are written at once.  Linux keeps them in buffers of at least 256 (drivers/tty/tty_buffer.c), up to a
 #: limit that larger ones reach with fewer bytes in them.
 _CHUNK = 256
-#: Bytes that a new terminal takes on their way to its slave, where the line discipline keeps them (N_TTY_BUF_SIZE in
-#: drivers/tty/n_tty.c, less one), and on their way to its master: buffers hold some 19 KiB if filled as above.
-_MOST_TYPED, _MOST_SAID = 4095, 16384
+#: Bytes of input that a new terminal takes, where the line discipline keeps them (N_TTY_BUF_SIZE in
+#: drivers/tty/n_tty.c, less one), and of output to its master: buffers have some 19 KiB if filled as above.
+_MOST_INPUT, _MOST_OUTPUT = 4095, 16384
 
 
-#: What terminals are called, below whatever root: a runtime of containers also mounts one over another device.
+#: Names of terminals, below any root: a container runtime also mounts a terminal over another device.
 _NAMES = re.compile(r"/dev/(?:pts/[0-9]+|(?:pts/)?ptmx|tty[0-9A-Za-z]*|console)(?: \(deleted\))?$")
 
 #: Numbers of terminals that CRIU can make again: it opens new ones until it has the right number, 32 at most.
@@ -66,7 +66,7 @@ NUMBERS = range(32)
 
 
 def obstacle(pid: int) -> str:
-    """Why the pseudo-terminals of process ``pid`` could not come back, seen from outside; empty if they could."""
+    """Return why the pseudo-terminals of process ``pid`` could not be restored; empty if they could."""
     numbers = list(_numbers(pid))
     if numbers and not _has_own(pid):
         return "they are the host's: a capsule here has none of its own"
@@ -92,9 +92,9 @@ def _numbers(pid: int) -> Iterator[int]:
 
 
 def _device(pid: int, fd: int) -> int | None:
-    """The device of an open file, if it is one end of a pseudo-terminal; raises `OSError` if it is closed.
+    """Return the device of an open file, if it is one end of a pseudo-terminal; raises `OSError` if it is closed.
 
-    By its name first: whoever asks for the status of any file waits for as long as its server does not answer.
+    By its name first: stat(2) of any other file waits for its server, which may not answer.
     """
     path = f"/proc/{pid}/fd/{fd}"
     if not _NAMES.search(os.readlink(path)):
@@ -129,42 +129,43 @@ def _exists(group: int) -> bool:
 
 @dataclass
 class Content:
-    """What is under way in one terminal.
+    """Unread data in one terminal, and its state.
 
-    ``lines`` and ``rest`` are on their way to the slave: whole lines, if it reads by lines, and whatever else; ``said``
-    on its way to the master.  ``closed``: slaves were open, and none is any more.  ``exclusive``: of master and slave.
+    ``lines`` and ``rest`` are input of the slave: whole lines, if it reads by lines, and the rest; ``output`` goes to
+    the master.  ``closed``: slaves were open, and none is any more.  ``exclusive``: of master and slave.
     """
 
     lines: list[bytes] = field(default_factory=list)
     rest: bytes = b""
-    said: bytes = b""
+    output: bytes = b""
     closed: bool = False
     exclusive: tuple[bool, bool] = (False, False)
 
-    def typed(self) -> int:
-        """Bytes of the line discipline that what is on its way to the slave needs at most: a file's end takes one."""
+    def input_bytes(self) -> int:
+        """Bytes of the line discipline that the input needs at most: a file's end takes one."""
         return sum(len(line) + (line[-1:] != b"\n") for line in self.lines) + len(self.rest)
 
     def __bool__(self) -> bool:
-        return bool(self.lines or self.rest or self.said or self.closed or any(self.exclusive))
+        return bool(self.lines or self.rest or self.output or self.closed or any(self.exclusive))
 
 
 class Unsupported(OSError):
-    """A terminal of stopped processes could not come back as it is; ``strerror`` says which and why."""
+    """A terminal of stopped processes cannot be restored; ``strerror`` names the terminal and the reason."""
 
 
 class _Waiter:
-    """How long a terminal is waited for, and all together ``until`` then: one that was silent once, not any more."""
+    """Waits for one terminal, until ``deadline`` for all together; after one time-out, not any more."""
 
-    def __init__(self, until: float) -> None:
-        self._until = until
-        self._silent = False
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._timed_out = False
 
     def __call__(self, fd: int, event: int) -> bool:
-        """Whether it comes."""
-        patience = 0.0 if self._silent else min(_SILENCE, max(_MOMENT, self._until - time.monotonic()))
-        came = bool(_polled(fd, patience, event) & event)
-        self._silent = self._silent or not came
+        """Wait for ``event``; return whether it came."""
+        left = self._deadline - time.monotonic()
+        timeout = 0.0 if self._timed_out else min(_ONE_TIMEOUT, max(_LATE_TIMEOUT, left))
+        came = bool(_polled(fd, timeout, event) & event)
+        self._timed_out = self._timed_out or not came
         return came
 
 
@@ -215,9 +216,9 @@ class Terminals:
             known[number] = found
 
     def drain(self) -> None:
-        """Take out what is under way, into ``contents``.  After failure nothing is taken out.
+        """Move unread data into ``contents``.  After failure it is in the terminals again.
 
-        Raises `Unsupported` for a terminal that holds more than a new one takes.
+        Raises `Unsupported` for a terminal with more data than a new one takes.
         """
         try:
             for number in self._masters:
@@ -227,7 +228,7 @@ class Terminals:
                 finally:
                     if content:
                         self.contents[number] = content
-                if content.typed() > _MOST_TYPED or len(content.said) > _MOST_SAID:
+                if content.input_bytes() > _MOST_INPUT or len(content.output) > _MOST_OUTPUT:
                     raise _too_much(number)
         except OSError as error:
             if lost := self.restore():
@@ -238,12 +239,12 @@ class Terminals:
             raise
 
     def restore(self) -> str:
-        """Put ``contents`` into the terminals; afterwards there are none.  What is lost of them, in words.
+        """Write ``contents`` to the terminals, and clear them.  Return what is lost, in words.
 
-        One that fails keeps nothing from the others, and takes its part of the seconds that there are.
+        A failure of one terminal does not affect the others, but for the time that it takes.
         """
         contents, self.contents = self.contents, {}
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _ALL_TIMEOUT
         lost = []
         for number, content in contents.items():
             if number not in self._masters:
@@ -258,7 +259,7 @@ class Terminals:
         return "; ".join(lost)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         for known in (self._masters, self._slaves):
             while known:
                 os.close(known.popitem()[1])
@@ -266,22 +267,12 @@ class Terminals:
     def save(self, path: str) -> None:
         """Write ``contents`` to a new file, if there are any."""
         if self.contents:
-            rows = [
-                {
-                    "number": number,
-                    "lines": [_text(line) for line in content.lines],
-                    "rest": _text(content.rest),
-                    "said": _text(content.said),
-                    "closed": content.closed,
-                    "exclusive": content.exclusive,
-                }
-                for number, content in self.contents.items()
-            ]
+            rows = [{"number": number, **dataclasses.asdict(content)} for number, content in self.contents.items()]
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                json.dump(rows, file)
+                json.dump(rows, file, default=lambda data: data.decode("latin-1"))  # any byte is a character there
 
     def load(self, path: str) -> None:
-        """Take ``contents`` from a file that `save` made; there may be none."""
+        """Read ``contents`` from the file of `save`, which may not exist."""
         try:
             with open(path) as file:
                 rows: list[dict[str, Any]] = json.load(file)
@@ -289,9 +280,9 @@ class Terminals:
             rows = []
         self.contents = {
             row["number"]: Content(
-                [base64.b64decode(line) for line in row["lines"]],
-                base64.b64decode(row["rest"]),
-                base64.b64decode(row["said"]),
+                [line.encode("latin-1") for line in row["lines"]],
+                row["rest"].encode("latin-1"),
+                row["output"].encode("latin-1"),
                 row["closed"],
                 (row["exclusive"][0], row["exclusive"][1]),
             )
@@ -306,10 +297,10 @@ class Terminals:
         slave = self._slaves.get(number, -1)
         content.exclusive = bool(_word(master, _GET_EXCLUSIVE)), slave >= 0 and bool(_word(slave, _GET_EXCLUSIVE))
         if slave < 0 and not content.closed:
-            return  # nobody has opened a slave yet, and to do so would tell the master that it was closed
+            return  # no slave was opened yet, and to open one would make it a closed one for the master
         with self._plain(number) as (slave, modes):
-            # Before anything is taken out: what is full might not take all of it again, in other pieces.
-            if _word(slave, termios.FIONREAD) >= _MOST_TYPED or not all(
+            # Before anything is drained: a full terminal might not take all of it again, in other pieces.
+            if _word(slave, termios.FIONREAD) >= _MOST_INPUT or not all(
                 _polled(fd, 0, select.POLLOUT) & select.POLLOUT for fd in (master, slave)
             ):
                 raise _too_much(number)
@@ -320,12 +311,12 @@ class Terminals:
             while more := _read(slave):
                 content.rest += more
             while _polled(master, 0) & select.POLLIN:
-                content.said += os.read(master, 4096)
+                content.output += os.read(master, 4096)
 
     def _restore(self, number: int, content: Content, waiter: _Waiter) -> int:
-        """How many bytes did not fit."""
+        """Write the content; return the bytes that did not fit."""
         master, left = self._masters[number], 0
-        if content.lines or content.rest or content.said or content.closed:
+        if content.lines or content.rest or content.output or content.closed:
             with self._plain(number) as (slave, modes):
                 by_lines = _by_lines(modes)
                 local = termios.ECHO | ((termios.ICANON | termios.IEXTEN) if by_lines else 0)
@@ -333,15 +324,13 @@ class Terminals:
                 ends = _line_ends(modes)
                 typed = []
                 for line in content.lines:
-                    ended = bool(line) and line[-1:] in ends
-                    typed.append(
-                        (_literal(line[:-1], ends) + line[-1:] if ended else _literal(line, ends) + _END, line)
-                    )
+                    body, end = (line[:-1], line[-1:]) if line and line[-1:] in ends else (line, _END)
+                    typed.append((_literal(body, ends) + end, line))
                 typed.append((_literal(content.rest, ends) if by_lines else content.rest, content.rest))
                 for written, echoed in typed:
-                    # Nothing after what did not fit: a gap would be taken for what was typed.
+                    # Nothing after data that did not fit: the program must not see a gap.
                     left += len(written) if left else _type(master, written, echoed, waiter)
-                left += _write(slave, content.said, waiter)
+                left += _write(slave, content.output, waiter)
         for fd, exclusive in zip((master, self._slaves.get(number, -1)), content.exclusive, strict=True):
             if exclusive and fd >= 0:
                 fcntl.ioctl(fd, termios.TIOCEXCL)
@@ -349,7 +338,7 @@ class Terminals:
 
     @contextmanager
     def _plain(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """A slave to work with, that is not waited for, and its modes; they are put back at the end.
+        """Open a slave in non-blocking mode.  Yields it and its modes, which are restored at the end.
 
         Packet mode, in which each change is reported to the master, is off meanwhile, and so is the lock.
         """
@@ -399,7 +388,7 @@ def _line_ends(modes: bytes) -> list[bytes]:
 
 
 def _literal(data: bytes, ends: list[bytes]) -> bytes:
-    """The same bytes for a terminal that reads by lines, to which some have a meaning."""
+    """Escape the bytes that have a meaning for a terminal that reads by lines."""
     special = {_END, _LITERAL, *ends}
     return b"".join(_LITERAL + byte if byte in special else byte for byte in (bytes([each]) for each in data))
 
@@ -408,14 +397,14 @@ def _too_much(number: int) -> Unsupported:
     return Unsupported(
         errno.ENOBUFS,
         f"pseudo-terminal {number} is stopped, or holds more that was not read yet than a new one takes"
-        f" ({_MOST_TYPED} bytes to its slave, {_MOST_SAID} to its master)",
+        f" ({_MOST_INPUT} bytes to its slave, {_MOST_OUTPUT} to its master)",
     )
 
 
 def _type(master: int, typed: bytes, echoed: bytes, waiter: _Waiter) -> int:
-    """Write to the slave's input, and wait for the echo, which says that it is there: modes change for what is not.
+    """Write to the slave's input, and wait for the echo: data must have arrived before the modes change.
 
-    Returns how many bytes did not fit.
+    Returns the bytes that did not fit.
     """
     while typed:
         length = _CHUNK
@@ -424,14 +413,14 @@ def _type(master: int, typed: bytes, echoed: bytes, waiter: _Waiter) -> int:
         if left := _write(master, typed[:length], waiter, length):
             return left + len(typed[length:])
         typed = typed[length:]
-    heard = 0
-    while heard < len(echoed) and waiter(master, select.POLLIN):
-        heard += len(os.read(master, len(echoed) - heard))
+    echo = 0
+    while echo < len(echoed) and waiter(master, select.POLLIN):
+        echo += len(os.read(master, len(echoed) - echo))
     return 0
 
 
 def _write(fd: int, data: bytes, waiter: _Waiter, length: int = _CHUNK) -> int:
-    """How many bytes did not fit."""
+    """Write the data; return the bytes that did not fit."""
     while data and waiter(fd, select.POLLOUT):
         try:
             data = data[os.write(fd, data[:length]) :]
@@ -460,7 +449,3 @@ def _word(fd: int, request: int) -> int:
 
 def _set_word(fd: int, request: int, value: int) -> None:
     fcntl.ioctl(fd, request, struct.pack("i", value))
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

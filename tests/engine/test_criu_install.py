@@ -52,7 +52,7 @@ def fake_criu(path: Path, version: str, *, status: int = 0, check_status: int = 
 def unpacked(public_directory):
     """A real CRIU from a real mirror: (the prefix, what was said)."""
     said: list[str] = []
-    install(public_directory / "criu", force_unpack=True, say=said.append)
+    install(public_directory / "criu", force_unpack=True, report=said.append)
     return public_directory / "criu", said
 
 
@@ -92,7 +92,7 @@ def test_releases_are_compared_as_numbers(tmp_path, version, fit):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("#!/bin/sh\nexit 127\n", "does not say its version"), ("\x7fELF nonsense", "does not start"), ("", "")],
+    [("#!/bin/sh\nexit 127\n", "reports no version"), ("\x7fELF nonsense", "does not start"), ("", "")],
 )
 def test_one_that_does_not_start_is_unfit(tmp_path, content, why):
     broken = tmp_path / "sbin/criu"
@@ -177,7 +177,7 @@ def test_the_distributions_package_is_preferred_if_new_enough(tmp_path, monkeypa
     unpacked = CriuBinary(("/unpacked",), (4, 2, 1), "unpacked")
     monkeypatch.setattr(criu_install, "_unpack", lambda *arguments: unpacked)
     said: list[str] = []
-    assert install(say=said.append).origin == ("system" if installs else "unpacked")
+    assert install(report=said.append).origin == ("system" if installs else "unpacked")
     (order,) = [argv for argv in calls if argv[0] == "apt-get"]
     assert order[1:3] == ["install", "--yes"] and order[-1] == "criu"
     assert installs or any("no luck" in line for line in said)
@@ -221,7 +221,7 @@ def test_second_install_finds_the_first(unpacked):
     prefix, _ = unpacked
     said: list[str] = []
     began = time.monotonic()
-    binary = install(prefix, force_unpack=True, say=said.append)
+    binary = install(prefix, force_unpack=True, report=said.append)
     assert time.monotonic() - began < 1.0
     assert binary.origin == "unpacked" and "already there" in said[0]
 

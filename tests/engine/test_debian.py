@@ -108,7 +108,7 @@ def test_a_package_that_is_refused(archive, tmp_path, name, version, how, why):
 @needs_apt
 def test_metadata_signed_by_a_stranger_is_refused(archive, tmp_path):
     mirror, _ = archive("stranger", "9.9-1", signed=True)
-    assert "cannot be had or verified" in refused(tmp_path, mirror, debian.archive_keyring())
+    assert "cannot be fetched or verified" in refused(tmp_path, mirror, debian.archive_keyring())
 
 
 @needs_apt

@@ -253,7 +253,7 @@ class Capsule:
             self._socket = None
 
     def end(self) -> None:
-        """Kill the kernel, let its resource trackers remove what it left in shared memory, and `close`.
+        """Kill the kernel, let its resource trackers remove its files in shared memory, and `close`.
 
         Takes `CLEANUP_TIMEOUT` seconds at most, and hardly any where there is nothing to remove.  Not for a kernel that
         has an image: that needs what would be removed.
@@ -266,7 +266,7 @@ class Capsule:
         self.close()
 
     def is_cleaning_up(self) -> bool:
-        """Whether the kernel has ended, and its resource trackers still remove what it left in shared memory."""
+        """Whether the kernel has ended, and its resource trackers still remove its files in shared memory."""
         try:
             reply, _ = self._request({"verb": "status"}, CLEANUP_TIMEOUT)
         except (CapsuleError, CapsuleGone):
@@ -382,7 +382,7 @@ class Capsule:
             File of the data in the kernel's terminals, if there is any: a dump writes it; of another program (a
             restore) it is put into the terminals when the program has succeeded.
 
-        Raises `UnsupportedTerminal`, before the program runs, if the terminals hold too much.
+        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data.
         """
         request = {
             "verb": "run",

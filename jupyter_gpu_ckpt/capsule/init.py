@@ -82,7 +82,7 @@ class Init:
         self.may_outlive = False
         #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
         self.kept_fds: list[int] = []
-        #: Of the request being answered: the owner tells a late answer by it from the one it waits for.
+        #: Of the current request: the owner recognizes late answers to earlier ones by it.
         self.number = 0
         self.kernel = 0
         self.kernel_status: int | None = None
@@ -112,7 +112,7 @@ class Init:
     # -- the loop
 
     def serve(self) -> int:
-        """Serve until the owner has gone (and the capsule may not outlive it), or nobody came."""
+        """Serve until the owner has disconnected (and the capsule may not outlive it), or none has connected."""
         while True:
             wait = 0.02 if self.owner is None and self.kernel_status is not None else 1.0
             if self.job:
@@ -132,7 +132,7 @@ class Init:
             self.waker.recv(4096)
 
     def must_stay(self) -> bool:
-        """Whether the kernel, which nobody wants any more and which is ended here, or its cleanup still takes time."""
+        """Kill the kernel, which has no owner any more.  Return whether its end or cleanup still takes time."""
         if self.imaged or not self.kernel:
             return False
         if self.kernel_status is not None:
@@ -286,7 +286,7 @@ class Init:
     def finish_guard(job: RunningProgram, code: int) -> str:
         """Repair what CRIU left after a dump.  Return why not, if not: that must not end the kernel, as our end would.
 
-        It is also written below CRIU's output: nobody asks after a dump that succeeded.
+        The reason is also written below CRIU's output, which is not read after a dump that succeeded.
         """
         try:
             if job.guard is not None:
@@ -445,7 +445,7 @@ class Init:
         return {}
 
     def own_mounts(self) -> list[procfs.Mount]:
-        """What the kernel has mounted: an ordinary user's has no right to."""
+        """Return the kernel's own mounts; an ordinary user's kernel cannot mount."""
         if self.rootless:
             return []
         with open(self.host_mounts, errors="surrogateescape", closefd=False) as file:
@@ -499,7 +499,7 @@ class Init:
         self.kept_fds.append(fd)
         return {}
 
-    #: What an owner may ask for.  A request without a reply here is answered by its method, then or later.
+    #: An allow-list: requests come from another process.  A method that returns None answers by itself, or later.
     REQUESTS: ClassVar[dict[str, Callable[..., dict[str, Any] | None]]] = {
         "spawn": spawn,
         "run": run,
@@ -553,8 +553,8 @@ class Init:
         """Replace this process, a fresh child, by a program; a failure goes to ``report``."""
         os.setsid()
         signal.set_wakeup_fd(-1)
-        # What is ignored here would stay ignored in the program: by Python, by init, or by whoever started the server:
-        # a shell's background job ignores SIGQUIT.
+        # Signals that are ignored here would stay ignored in the program.  Python and the init ignore some, and so does
+        # the process that has started the server: a shell's background job ignores SIGQUIT.
         for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(each, signal.SIG_DFL)
         if capable:
@@ -614,7 +614,7 @@ def main(argument: str) -> int:
             namespaces.mount_terminals(rootless)
         if options.get("known_as"):
             at = "directory"
-            # Opened again: what is bound must be seen in this mount namespace.
+            # Opened again: the source of a bind mount must be in this mount namespace.
             reopened = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
             namespaces.mount_under_old_path(reopened, options["known_as"])
             os.close(reopened)

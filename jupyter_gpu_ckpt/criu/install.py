@@ -190,11 +190,11 @@ def check(binary: CriuBinary) -> Check:
         return Check(False, str(error))
     if "run" not in answers:
         refused = [f"{step}: {answer['what']}" for step, answer in answers.items() if answer]
-        return Check(False, f"cannot be asked: the namespaces CRIU runs in are refused ({', '.join(refused)})")
+        return Check(False, f"cannot run: the namespaces that CRIU needs are refused ({', '.join(refused)})")
     done_inside = answers["run"]
-    said = [line for line in done_inside["output"].splitlines() if "Error" in line]
+    errors = [line for line in done_inside["output"].splitlines() if "Error" in line]
     good = done_inside["status"] == 0
-    return Check(good, "Looks good" if good else "; ".join(said[-3:]) or done_inside["output"].strip()[-300:])
+    return Check(good, "Looks good" if good else "; ".join(errors[-3:]) or done_inside["output"].strip()[-300:])
 
 
 def probe_namespaces(argv: Sequence[str] = ()) -> dict[str, Any]:

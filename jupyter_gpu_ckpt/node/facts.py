@@ -91,8 +91,8 @@ def file_facts(path: str) -> dict[str, Any] | None:
 def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
     """Device, inode, size, mtime and ctime (ns): a file is another one, or was changed, when one of them differs.
 
-    Linux sets ctime itself, whoever changes a file however.  One hole: what other processes write through a shared
-    mapping of a file in a tmpfs leaves no trace.
+    Linux sets ctime itself at every change.  One exception: writes of other processes through a shared mapping of a
+    file in a tmpfs leave no trace.
     """
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

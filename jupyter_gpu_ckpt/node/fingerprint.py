@@ -57,16 +57,16 @@ def fingerprint(
     """
     points = node.mounts()
     mounts = _Mounts(points)
-    held = _held(files, mounts)
+    noted = _noted_files(files, mounts)
     if hashes is not None:
-        contents = ((path, file, file["writes"]) for path, file in held.items() if file["checked"] and "inode" in file)
+        contents = ((path, file, file["writes"]) for path, file in noted.items() if file["checked"] and "inode" in file)
         for path, hash in hashes.of_kernel(contents).items():
-            held[path]["blake3"] = hash
-    used = {mounts.of(path) for path in held} - {"/"}
+            noted[path]["blake3"] = hash
+    used = {mounts.of(path) for path in noted} - {"/"}
     return {
         **_self(criu),
-        "files": held,
-        "packages": node.packages(held),
+        "files": noted,
+        "packages": node.packages(noted),
         "mounts": {point: points[point] for point in sorted(used)},
         "ports": [dict(port) for port in ports],
         "sockets": [dict(socket) for socket in sockets],
@@ -146,18 +146,18 @@ class _Mounts:
         return self._points.get(self.of(path), "")
 
 
-def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
+def _noted_files(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes`` and ``code`` (as program code); ``made``: by the dump, for a restore
     to remove.
     """
-    held: dict[str, dict[str, Any]] = {}
+    noted: dict[str, dict[str, Any]] = {}
     for file in files:
         path = file["path"]
-        entry = held.get(path)
+        entry = noted.get(path)
         if entry is None:
-            entry = held[path] = _noted(path, file, mounts.type_of(path))
+            entry = noted[path] = _noted_file(path, file, mounts.type_of(path))
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made"):
             entry[use] = entry[use] or bool(file.get(use))
@@ -166,10 +166,10 @@ def _held(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
             entry |= {"size": file["size"], "checked": True}
         if file["mode"] is not None:
             entry["mode"] = file["mode"]
-    return held
+    return noted
 
 
-def _noted(path: str, file: Facts, kind: str) -> dict[str, Any]:
+def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
     facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
     entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
     entry |= {"writes": False, "code": False, "made": False}

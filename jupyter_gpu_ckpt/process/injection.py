@@ -27,7 +27,7 @@ PR_SET_SPECULATION_CTRL = 53
 PR_SET_MDWE, PR_GET_MDWE = 65, 66
 PR_SET_MEMORY_MERGE, PR_GET_MEMORY_MERGE = 67, 68
 ARCH_GET_CPUID, ARCH_SET_CPUID, ARCH_GET_XCOMP_PERM, ARCH_REQ_XCOMP_PERM = 0x1011, 0x1012, 0x1022, 0x1023
-#: The state component of AMX's tiles, the only one that has to be asked for.
+#: The state component of AMX's tiles, the only one that needs a permission.
 _XTILEDATA = 18
 KEYCTL_GET_KEYRING_ID, KEYCTL_READ = 0, 11
 _THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING, _USER_SESSION_KEYRING = -1, -2, -3, -4, -5
@@ -166,7 +166,7 @@ class Injection:
     def confined(self, tids: Sequence[int], user: int, group: int) -> bool:
         """Whether one of the threads, all of that user and group, is in a Landlock domain that the caller is not in.
 
-        A thread in a domain may not look into a process outside of it: kcmp(2) with such a process, of the same user
+        A thread in a domain may not inspect a process outside of it: kcmp(2) with such a process, of the same user
         and without capabilities, gives EPERM.  The thread with itself may; where it may not, a filter forbids the call.
         """
         if not has_landlock():
@@ -209,7 +209,7 @@ def has_landlock() -> bool:
 
 @contextlib.contextmanager
 def _bystander(user: int, group: int) -> Iterator[int]:
-    """A process of that user, in no domain that the caller is not in, which all of the user's may look into."""
+    """A process of that user, in no domain that the caller is not in, which all of the user's may inspect."""
     ready, report = os.pipe2(os.O_CLOEXEC)
     try:
         pid = os.fork()

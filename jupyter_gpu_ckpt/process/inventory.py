@@ -58,7 +58,7 @@ _ANONYMOUS_NAMES = {
     "bpf-prog": "a BPF program",
     "bpf_link": "a BPF link",
 }
-#: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that say nothing.
+#: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that do not matter.
 #: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.
 _MAPPING_FLAGS = "rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl dw bt"
 #: The same of files on persistent memory (DAX), and only of files.
@@ -674,15 +674,15 @@ class _Process:
         if on_fault:
             self.notes["locked_on_fault"] = on_fault
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
-        placed = []
+        policies = []
         for line in _optional(f"{self.root}/numa_maps").splitlines():
             words = line.split(None, 2)
             if words[1] not in ("default", own):
                 start = int(words[0], 16)
                 end = next((high for low, high in ranges if low == start), start)
-                placed.append([start, end, self.numa_policy(words[1])])
-        if placed:
-            self.notes["numa"] = placed
+                policies.append([start, end, self.numa_policy(words[1])])
+        if policies:
+            self.notes["numa"] = policies
 
     # -- by system calls of the process itself
 

@@ -169,7 +169,7 @@ def set_epoll_parameters(fd: int, parameters: bytes) -> None:
 def rearm_timer(fd: int) -> None:
     """Rearm a periodic timerfd that went off and was not read; its reader notices nothing.
 
-    Linux stops such a timer until somebody reads it or asks for its time (``fs/timerfd.c: do_timerfd_gettime``), and
+    Linux stops such a timer until a process reads it or its time (``fs/timerfd.c: do_timerfd_gettime``), and
     then adds the times that it would have gone off.
     """
     check(libc.timerfd_gettime(fd, ctypes.create_string_buffer(_TIMER.size)), "timerfd_gettime")

@@ -67,7 +67,7 @@ def check(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by ``flags`` for new ones (``os.unshare`` exists from Python 3.12 only)."""
+    """Enter new namespaces of the kinds in ``flags`` (``os.unshare`` exists from Python 3.12 only)."""
     check(libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
@@ -79,7 +79,7 @@ def mount(source: str | None, target: str, fstype: str | None, flags: int, optio
 
 
 def umount(target: str) -> None:
-    """``umount2(2)``, also of what is in use; it then ends with its last use."""
+    """``umount2(2)``; a file system in use is unmounted when its last use ends."""
     check(libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 

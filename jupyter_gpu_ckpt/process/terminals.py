@@ -207,7 +207,7 @@ class Terminals:
             known, number = self._slaves, _number(device)
         else:
             known, number = self._masters, _word(found, _GET_NUMBER)
-        if number not in NUMBERS:  # opened since `obstacle` was asked
+        if number not in NUMBERS:  # opened since the call of `obstacle`
             os.close(found)
             raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
         if number in known:
@@ -396,7 +396,7 @@ def _literal(data: bytes, ends: list[bytes]) -> bytes:
 def _too_much(number: int) -> Unsupported:
     return Unsupported(
         errno.ENOBUFS,
-        f"pseudo-terminal {number} is stopped, or holds more that was not read yet than a new one takes"
+        f"pseudo-terminal {number} is stopped, or has more unread data than a new one takes"
         f" ({_MOST_INPUT} bytes to its slave, {_MOST_OUTPUT} to its master)",
     )
 
@@ -409,7 +409,7 @@ def _type(master: int, typed: bytes, echoed: bytes, waiter: _Waiter) -> int:
     while typed:
         length = _CHUNK
         if typed[:length].endswith(_LITERAL):
-            length += 1  # what it makes literal comes with it
+            length += 1  # with the character that it escapes
         if left := _write(master, typed[:length], waiter, length):
             return left + len(typed[length:])
         typed = typed[length:]

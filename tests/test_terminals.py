@@ -202,21 +202,21 @@ REFUSED = {
         "while len(said) < 70 * 256 and select.select([], [s], [], 1)[1]:\n"
         "    piece = os.urandom(256); said += piece[:os.write(s, piece)]\n"
         "os.close(s)",
-        "pseudo-terminal 0 .* holds more",
+        "pseudo-terminal 0 .* has more",
         "got = b''\nwhile len(got) < len(said): got += os.read(m, 4096)\nassert got == said",
     ),
     "one_that_is_full": (
         "m, s = pty.openpty(); tty.setraw(s); os.set_blocking(s, False); full = 0\n"
         "while select.select([], [s], [], 0.1)[1]: full += os.write(s, bytes(255))\n"
         "os.close(s)",
-        "pseudo-terminal 0 .* holds more",
+        "pseudo-terminal 0 .* has more",
         "got = 0\nwhile got < full: got += len(os.read(m, 4096))",
     ),
     "more_lines_typed_than_a_new_one_takes": (
         "m, s = pty.openpty(); modes = termios.tcgetattr(s); modes[3] &= ~termios.ECHO\n"
         "termios.tcsetattr(s, termios.TCSANOW, modes); lines = [b'%0100d\\n' % n for n in range(60)]\n"
         "for line in lines: os.write(m, line)",
-        "pseudo-terminal 0 .* holds more",
+        "pseudo-terminal 0 .* has more",
         "assert [os.read(s, 4096) for _ in lines] == lines",
     ),
 }

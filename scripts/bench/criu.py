@@ -1,4 +1,4 @@
-"""A kernel's own memory by way of CRIU: ``python scripts/bench/criu.py [GIB]``.
+"""Dump and restore of a kernel's own memory by CRIU: ``python scripts/bench/criu.py [GIB]``.
 
 A kernel that holds so many GiB of random bytes (default: 4) is checkpointed and comes back, its image forgotten by the
 page cache before, with what might be faster: images in memory instead of on the disk (what staging there could win),

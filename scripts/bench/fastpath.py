@@ -84,7 +84,7 @@ def in_host(pid: int, host_memory: int) -> int:
 
 
 async def peak(kernel: Any) -> int:
-    """Most bytes in host memory at any moment of a suspend, looked at a hundred times a second, less those before."""
+    """Peak bytes of host memory during a suspend, sampled a hundred times a second, less those before."""
     capsule = kernel.lifecycle.capsule
     host_memory = capsule.host_memory()
     await until(

@@ -1,4 +1,4 @@
-"""What a gate costs: latency and throughput against the same kernel without one, and memory while the kernel sleeps.
+"""The cost of a gate: latency and throughput against the same kernel without one, and memory while the kernel sleeps.
 
 Run ``python scripts/bench/gate.py``; it needs ipykernel and takes about half a minute.  The limits in the last column
 are those that the design asks for; the exit status is 3 if one is missed.

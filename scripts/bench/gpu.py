@@ -126,7 +126,7 @@ def bare(gib: int, place: Path) -> dict[str, float]:
 
 
 async def ours(gib: int, place: Path, base: Path) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """One cycle of a kernel: steps of leaving, steps of returning, whole seconds."""
+    """One cycle of a kernel: steps of the checkpoint, steps of the wake, total seconds."""
     place.mkdir()
     async with notebook(place, base) as kernel:
         await kernel.run(FILL.format(gib=gib), timeout=120)

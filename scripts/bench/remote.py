@@ -46,7 +46,7 @@ def forget(place: Path) -> None:
 
 
 def rates(place: Path, theirs: Callable[[int], object], ours: Callable[[int], object], size: int) -> list[float]:
-    """MB/s of both, each the median of `ROUNDS`, in turns; the works are told which round it is."""
+    """MB/s of both, each the median of `ROUNDS`, in turns; both get the number of the round."""
     took: tuple[list[float], list[float]] = ([], [])
     for number in range(ROUNDS):
         for which, work in enumerate((theirs, ours)):

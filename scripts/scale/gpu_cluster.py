@@ -29,7 +29,7 @@ INTERVAL = 5.0
 
 @dataclass(eq=False)
 class Gpu:
-    """``free``: bytes, or 1 where one kernel at a time holds it.  ``uses``: what each kernel on it does."""
+    """``free``: bytes, or 1 where one kernel at a time occupies it.  ``uses``: the activity of each kernel on it."""
 
     number: int
     node: int
@@ -329,7 +329,7 @@ class Cluster:
     # -- GPUs
 
     def _queue(self, person: Person, fits: Callable[[Gpu], bool]) -> Generator[simpy.Event, Any, Gpu | None]:
-        """A GPU with room, in the order of asking; None for who went away before there was one."""
+        """A GPU with free memory, in the order of requests; None for a user who gave up before."""
         request = Request(person.number, person.device if self.plan.gpu_memory else 1, fits, self.env.event())
         self.waiting.append(request)
         # The emptiest first, as a scheduler spreads them.

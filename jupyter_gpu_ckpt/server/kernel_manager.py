@@ -67,11 +67,6 @@ class CheckpointKernelManagerMixin(_Base):
         provisioner = getattr(self._kernels.get(kernel_id), "provisioner", None)
         return provisioner if isinstance(provisioner, GpuCkptProvisioner) else None
 
-    def provisioners(self) -> dict[str, GpuCkptProvisioner]:
-        """Return our provisioners by kernel id, also of kernels that could only be started plainly."""
-        found = {kernel_id: self.provisioner_of(kernel_id) for kernel_id in self.list_kernel_ids()}
-        return {kernel_id: provisioner for kernel_id, provisioner in found.items() if provisioner is not None}
-
     def _state(self, kernel_id: str) -> State | None:
         """Return the state of a kernel that can be checkpointed; None of any other."""
         provisioner = self.provisioner_of(kernel_id)

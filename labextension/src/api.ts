@@ -9,7 +9,7 @@ export type State =
 
 export type Verb = 'suspend' | 'resume' | 'checkpoint' | 'restore';
 
-/** When a kernel that works is to leave: never mind and be refused, or when its cells have finished. */
+/** When to suspend a busy kernel: now, which is refused, or when its cells have finished. */
 export type When = 'now' | 'idle';
 
 export interface IFailure {
@@ -39,10 +39,10 @@ export interface IKernel {
   device_bytes_swapped_out: number;
   progress: number | null;
   failure: IFailure | null;
-  /** The newest verb that was asked for by REST. */
+  /** The newest verb that was requested by REST. */
   job: IJob | null;
   policy: IOutlook | null;
-  /** By GPU UUID; only where one kernel was asked for, null where nobody can tell. */
+  /** By GPU UUID; only in the reply for one kernel, null where it is unknown. */
   device_bytes?: Record<string, number> | null;
 }
 
@@ -169,7 +169,7 @@ const KINDS: Record<string, ServerEvent['kind']> = {
   [`${SCHEMAS}gpu_usage/v1`]: 'gpus'
 };
 
-/** An emission of the event bus as one of ours; null if it is somebody else's. */
+/** Parse an emission of the event bus; null if it is not an event of this extension. */
 export function parseEvent(emission: { schema_id: string }): ServerEvent | null {
   const kind = KINDS[emission.schema_id];
   return kind === undefined ? null : ({ ...emission, kind } as unknown as ServerEvent);

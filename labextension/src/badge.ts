@@ -1,4 +1,4 @@
-/** Beside the kernel's name: the device memory it holds, or that it sleeps and what that freed. */
+/** The badge beside the kernel's name: its device memory, or that it sleeps and the memory freed. */
 
 import { Widget } from '@lumino/widgets';
 

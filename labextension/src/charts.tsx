@@ -14,7 +14,7 @@ export interface IShare {
   label: string;
 }
 
-/** A GPU's memory, by whom it is held. */
+/** A GPU's memory by kernel. */
 export function MemoryBar(props: { total: number; shares: IShare[]; label: string }): React.JSX.Element {
   let left = 0;
   const scale = WIDTH / Math.max(1, props.total);
@@ -54,7 +54,7 @@ export function Sparkline(props: {
   );
 }
 
-/** The line's points; the last value holds until now. */
+/** The line's points; the last value extends until now. */
 export function points(history: [number, number][], total: number, now: number): string {
   const last = history[history.length - 1];
   const all = last === undefined ? [] : [...history, [now, last[1]] as [number, number]];

@@ -20,33 +20,33 @@ export class Client {
   constructor(private readonly settings: ServerConnection.ISettings) {}
 
   status(): Promise<IStatus> {
-    return this.ask('GET', 'status');
+    return this.request('GET', 'status');
   }
 
   kernels(): Promise<IKernel[]> {
-    return this.ask('GET', 'kernels');
+    return this.request('GET', 'kernels');
   }
 
   kernel(id: string): Promise<IKernel> {
-    return this.ask('GET', 'kernels', id);
+    return this.request('GET', 'kernels', id);
   }
 
   preflight(id: string): Promise<IPreflight> {
-    return this.ask('GET', 'kernels', id, 'preflight');
+    return this.request('GET', 'kernels', id, 'preflight');
   }
 
-  /** `when` says what to do about a running cell; only a kernel that is to leave is asked that. */
+  /** `when` says what to do about a running cell, for a suspend or checkpoint. */
   begin(id: string, verb: Verb, when: When = 'now'): Promise<IJob> {
     return this.send('POST', ['kernels', id, verb], when === 'idle' ? JSON.stringify({ when }) : null);
   }
 
   /** Cancel a job that waits for a cell. */
   cancel(job: string): Promise<IJob> {
-    return this.ask('DELETE', 'jobs', job);
+    return this.request('DELETE', 'jobs', job);
   }
 
   job(id: string): Promise<IJob> {
-    return this.ask('GET', 'jobs', id);
+    return this.request('GET', 'jobs', id);
   }
 
   /** Keep policies off a kernel for so many seconds; 0 ends that. */
@@ -55,24 +55,24 @@ export class Client {
   }
 
   gpus(): Promise<IGpus> {
-    return this.ask('GET', 'gpus');
+    return this.request('GET', 'gpus');
   }
 
   images(): Promise<IImage[]> {
-    return this.ask('GET', 'images');
+    return this.request('GET', 'images');
   }
 
-  /** Delete an image, also where a kernel sleeps in it: who calls this has asked the user. */
+  /** Delete an image, also where a kernel sleeps in it: the caller has asked the user. */
   async remove(id: string): Promise<void> {
     await this.send('DELETE', ['images', id], null, '?force=true');
   }
 
-  /** Have this server take over the kernel that sleeps in an image; it stays asleep. */
+  /** Attach the kernel that sleeps in an image to this server; it stays asleep. */
   attach(id: string): Promise<IKernel> {
-    return this.ask('POST', 'images', id, 'attach');
+    return this.request('POST', 'images', id, 'attach');
   }
 
-  private ask<T>(method: string, ...path: string[]): Promise<T> {
+  private request<T>(method: string, ...path: string[]): Promise<T> {
     return this.send(method, path, null);
   }
 

@@ -7,7 +7,7 @@ import type { Verb, When } from './api';
 import type { IContext } from './context';
 import { explain } from './explain';
 import type { KernelModel } from './kernel';
-import type { Announcer } from './notifications';
+import type { Notifier } from './notifications';
 import { nameOf } from './notebooks';
 import { duration } from './words';
 
@@ -23,11 +23,11 @@ export const IDS = {
 /** Seconds that a kernel can be protected for from the menu; 0 ends it. */
 export const PROTECTIONS = [1800, 7200, 28800, 86400, 0];
 
-/** Add them.  `current`: the kernel that is meant where a command has no `kernelId` among its arguments. */
-export function addCommands(context: IContext, announcer: Announcer, current: () => string | null): void {
+/** Add the commands.  `current`: the kernel of a command without a `kernelId` among its arguments. */
+export function addCommands(context: IContext, notifier: Notifier, current: () => string | null): void {
   const { commands, kernels, host, services, trans } = context;
 
-  const meant = (args: ReadonlyPartialJSONObject): KernelModel | null => {
+  const target = (args: ReadonlyPartialJSONObject): KernelModel | null => {
     const id = typeof args.kernelId === 'string' ? args.kernelId : current();
     return id === null ? null : kernels.get(id);
   };
@@ -35,10 +35,10 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   const begin = async (kernel: KernelModel, verb: Verb, when: When = 'now'): Promise<void> => {
     try {
       if (await kernels.begin(kernel.id, verb, when)) {
-        announcer.waits(kernel);
+        notifier.waits(kernel);
       }
     } catch (error) {
-      announcer.refused(kernel, verb, error);
+      notifier.refused(kernel, verb, error);
     }
   };
 
@@ -46,11 +46,11 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     label,
     caption,
     isEnabled: (args: ReadonlyPartialJSONObject) => {
-      const phase = meant(args)?.phase;
+      const phase = target(args)?.phase;
       return host.reason === '' && (phase === 'running' || (phase === 'suspended' && verb === 'checkpoint'));
     },
     execute: async (args: ReadonlyPartialJSONObject) => {
-      const kernel = meant(args);
+      const kernel = target(args);
       const when = args.when === 'idle' ? 'idle' : 'now';
       if (kernel !== null && (when === 'idle' || (await confirmed(kernel, label)))) {
         await begin(kernel, verb, when);
@@ -83,11 +83,11 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     label: trans.__('Wake kernel'),
     caption: trans.__('Bring the kernel back to the GPU, as the next cell would'),
     isEnabled: args => {
-      const phase = meant(args)?.phase;
+      const phase = target(args)?.phase;
       return phase === 'suspended' || phase === 'checkpointed';
     },
     execute: async args => {
-      const kernel = meant(args);
+      const kernel = target(args);
       if (kernel !== null) {
         await begin(kernel, kernel.phase === 'suspended' ? 'resume' : 'restore');
       }
@@ -97,14 +97,14 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   commands.addCommand(IDS.stay, {
     label: trans.__('Keep kernel awake after this cell'),
     caption: trans.__('Do not put the kernel to sleep when its cells have finished'),
-    isEnabled: args => meant(args)?.waiting != null,
+    isEnabled: args => target(args)?.waiting != null,
     execute: async args => {
-      const kernel = meant(args);
+      const kernel = target(args);
       if (kernel !== null) {
         try {
           await kernels.cancel(kernel.id);
         } catch (error) {
-          announcer.stays(kernel, error);
+          notifier.stays(kernel, error);
         }
       }
     }
@@ -123,11 +123,11 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
     },
     caption: trans.__('Idle policies leave this kernel alone; you can still put it to sleep'),
     isEnabled: args => {
-      const kernel = meant(args);
+      const kernel = target(args);
       return kernel !== null && kernel.phase !== 'plain' && (args.seconds !== 0 || isProtected(kernel));
     },
     execute: async args => {
-      const kernel = meant(args);
+      const kernel = target(args);
       if (kernel === null) {
         return;
       }
@@ -135,9 +135,9 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
       try {
         const { protected_until } = await context.client.protect(kernel.id, seconds);
         kernels.protected(kernel.id, protected_until);
-        announcer.protected(kernel, seconds);
+        notifier.protected(kernel, seconds);
       } catch (error) {
-        announcer.refused(kernel, 'checkpoint', error);
+        notifier.refused(kernel, 'checkpoint', error);
       }
     }
   });
@@ -145,9 +145,9 @@ export function addCommands(context: IContext, announcer: Announcer, current: ()
   commands.addCommand(IDS.explain, {
     label: trans.__("Why can't this kernel sleep?"),
     caption: trans.__('Whether this kernel can be put to sleep now, and if not, why'),
-    isEnabled: args => meant(args) !== null,
+    isEnabled: args => target(args) !== null,
     execute: async args => {
-      const kernel = meant(args);
+      const kernel = target(args);
       if (kernel !== null && (await explain(context, kernel))) {
         await begin(kernel, 'checkpoint', 'idle');
       }

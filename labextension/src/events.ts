@@ -5,7 +5,7 @@ import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
 
 import { parseEvent, type ServerEvent } from './api';
 
-/** Who is told. */
+/** Receives the events. */
 export interface IListener {
   take(event: ServerEvent): void;
   /** Events may have been missed. */
@@ -21,7 +21,7 @@ export function follow(services: ServiceManager.IManager, listener: IListener): 
     }
   };
   const lost = () => listener.doubt();
-  // A hidden page keeps its socket, but a browser that sleeps does not, and nobody says that it was closed.
+  // A hidden page keeps its socket, but a suspended browser does not, and gets no notice that it was closed.
   let hidden = Date.now();
   const turn = () => {
     if (document.visibilityState === 'hidden') {

@@ -16,7 +16,7 @@ interface IAnswer {
   busy?: boolean;
 }
 
-/** Ask the server, and show what it says.  Whether the kernel is to leave when its cell has finished. */
+/** Show the server's preflight.  Returns whether the kernel is to sleep when its cell has finished. */
 export async function explain(context: IContext, kernel: KernelModel): Promise<boolean> {
   const { trans } = context;
   const { head, findings, busy } = await answer(context, kernel);

@@ -7,11 +7,11 @@ import type { IContext } from './context';
 import { isProtected } from './commands';
 import type { KernelModel } from './kernel';
 import { nameOf } from './notebooks';
-import type { Announcer } from './notifications';
+import type { Notifier } from './notifications';
 import { bytes } from './words';
 
-/** Ask, if the user wants to be asked, and suspend. */
-export async function freeMemory(context: IContext, announcer: Announcer, gpu: IGpu): Promise<void> {
+/** Suspend the idle kernels of a GPU, after a question if the settings say so. */
+export async function freeMemory(context: IContext, notifier: Notifier, gpu: IGpu): Promise<void> {
   const { kernels, preferences, services, trans } = context;
   await kernels.reload();
   const leaving = Object.keys(gpu.kernels)
@@ -35,7 +35,7 @@ export async function freeMemory(context: IContext, announcer: Announcer, gpu: I
   }
   await Promise.all(
     leaving.map(kernel =>
-      kernels.begin(kernel.id, 'suspend').catch((error: unknown) => announcer.refused(kernel, 'suspend', error))
+      kernels.begin(kernel.id, 'suspend').catch((error: unknown) => notifier.refused(kernel, 'suspend', error))
     )
   );
 }

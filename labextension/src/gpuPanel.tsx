@@ -1,4 +1,4 @@
-/** The sidebar's panel: each GPU with who holds its memory, and the kernels that hold none. */
+/** The sidebar's panel: each GPU with its memory by kernel, and the kernels without device memory. */
 
 import { ReactWidget } from '@jupyterlab/ui-components';
 import { Poll } from '@lumino/polling';
@@ -14,13 +14,13 @@ import { gpuIcon, phaseIcon } from './icons';
 import { sum, type KernelModel } from './kernel';
 import { freeMemory } from './freeMemory';
 import { nameOf, pathOf } from './notebooks';
-import type { Announcer } from './notifications';
+import type { Notifier } from './notifications';
 import { bytes, duration, phase as word } from './words';
 
 export class GpuPanel extends ReactWidget {
   constructor(
     private readonly context: IContext,
-    private readonly announcer: Announcer,
+    private readonly notifier: Notifier,
     private readonly gpus: Gpus
   ) {
     super();
@@ -35,7 +35,7 @@ export class GpuPanel extends ReactWidget {
       source.changed.connect(this._renew, this);
     }
     context.services.sessions.runningChanged.connect(this._renew, this);
-    // Asks nobody: the seconds that are shown pass.
+    // Without a request: the seconds shown pass.
     this._clock = new Poll({
       name: 'gpu-ckpt:clock',
       factory: () => {
@@ -95,9 +95,14 @@ export class GpuPanel extends ReactWidget {
   private _gpu(gpu: IGpu): React.JSX.Element {
     const { services, trans } = this.context;
     const shares = Object.entries(gpu.kernels)
-      .filter(([, held]) => held > 0)
+      .filter(([, deviceBytes]) => deviceBytes > 0)
       .sort(([a], [b]) => a.localeCompare(b))
-      .map(([id, held], index) => ({ id, held, color: `jp-mod-share${index % COLORS}`, name: nameOf(services, id) }));
+      .map(([id, deviceBytes], index) => ({
+        id,
+        deviceBytes,
+        color: `jp-mod-share${index % COLORS}`,
+        name: nameOf(services, id)
+      }));
     const others = Math.max(0, gpu.used - sum(gpu.kernels));
     return (
       <section key={gpu.uuid}>
@@ -107,7 +112,7 @@ export class GpuPanel extends ReactWidget {
             className="jp-gpuCkpt-link"
             disabled={shares.length === 0}
             title={trans.__('Suspend every idle kernel on this GPU')}
-            onClick={() => void freeMemory(this.context, this.announcer, gpu)}
+            onClick={() => void freeMemory(this.context, this.notifier, gpu)}
           >
             {trans.__('Free memory')}
           </button>
@@ -115,26 +120,32 @@ export class GpuPanel extends ReactWidget {
         <MemoryBar
           total={gpu.total}
           shares={[
-            ...shares.map(({ held, color, name }) => ({ bytes: held, color, label: `${name}: ${bytes(held)}` })),
+            ...shares.map(({ deviceBytes, color, name }) => ({
+              bytes: deviceBytes,
+              color,
+              label: `${name}: ${bytes(deviceBytes)}`
+            })),
             { bytes: others, color: 'jp-mod-others', label: trans.__('Others: %1', bytes(others)) }
           ]}
           label={trans.__('%1 of %2 in use', bytes(gpu.used), bytes(gpu.total))}
         />
         <Sparkline history={gpu.history} total={gpu.total} label={trans.__('Memory in use during the last hour')} />
-        <ul>{shares.map(({ id, held, color }) => this._row(this.context.kernels.get(id), held, color))}</ul>
+        <ul>
+          {shares.map(({ id, deviceBytes, color }) => this._row(this.context.kernels.get(id), deviceBytes, color))}
+        </ul>
       </section>
     );
   }
 
-  private _row(kernel: KernelModel, held: number, color: string): React.JSX.Element {
+  private _row(kernel: KernelModel, deviceBytes: number, color: string): React.JSX.Element {
     const { commands, services, trans } = this.context;
     const args = { kernelId: kernel.id };
     const awake = kernel.phase === 'running';
-    const action = awake ? (held > 0 ? IDS.suspend : IDS.checkpoint) : IDS.wake;
+    const action = awake ? (deviceBytes > 0 ? IDS.suspend : IDS.checkpoint) : IDS.wake;
     const path = pathOf(services, kernel.id);
     const facts = [
       word(kernel.phase, trans),
-      held > 0 ? bytes(held) : '',
+      deviceBytes > 0 ? bytes(deviceBytes) : '',
       awake ? this._idle(kernel.id) : this._for(kernel)
     ];
     const icon = phaseIcon(kernel.phase);
@@ -160,13 +171,13 @@ export class GpuPanel extends ReactWidget {
           title={commands.caption(action, args)}
           onClick={() => void commands.execute(action, args)}
         >
-          {awake ? (held > 0 ? trans.__('Suspend') : trans.__('Checkpoint')) : trans.__('Wake')}
+          {awake ? (deviceBytes > 0 ? trans.__('Suspend') : trans.__('Checkpoint')) : trans.__('Wake')}
         </button>
       </li>
     );
   }
 
-  /** How long nobody has used it, by what the application knows of its kernels anyhow. */
+  /** Seconds since the kernel was used, as the application knows them. */
   private _idle(id: string): string {
     const { services, trans } = this.context;
     for (const kernel of services.kernels.running()) {

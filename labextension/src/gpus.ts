@@ -1,4 +1,4 @@
-/** The GPUs: loaded when somebody looks, then moved on by events. */
+/** The GPUs: loaded when they are shown, then updated by events. */
 
 import { type ISignal, Signal } from '@lumino/signaling';
 
@@ -12,7 +12,7 @@ export class Gpus {
 
   /** Null until they were loaded. */
   list: IGpu[] | null = null;
-  /** GPU-seconds for which kernels were off the GPUs they hold memory on. */
+  /** GPU-seconds for which kernels with device memory were off their GPUs. */
   gpuSecondsFreed = 0;
 
   get changed(): ISignal<this, void> {

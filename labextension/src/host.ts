@@ -1,4 +1,4 @@
-/** What the doctor says of the host: asked once, since it is the same until somebody mends it. */
+/** The doctor's result for the host: requested once, since it rarely changes. */
 
 import { type ISignal, Signal } from '@lumino/signaling';
 
@@ -16,7 +16,7 @@ export class Host {
     return this._facts;
   }
 
-  /** Why no kernel can leave; empty if they can, or if nobody knows yet. */
+  /** Why no kernel can be checkpointed; empty if they can, or if it is not known yet. */
   get reason(): string {
     return this._facts === null || this._facts.fit.cpu ? this._missing : this._facts.reason.cpu;
   }

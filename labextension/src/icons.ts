@@ -1,4 +1,4 @@
-/** Icons: a GPU board whose face tells what the kernel is. */
+/** Icons: a GPU board whose face shows the kernel's state. */
 
 import { LabIcon } from '@jupyterlab/ui-components';
 

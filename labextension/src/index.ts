@@ -19,7 +19,7 @@ import { Gpus } from './gpus';
 import { Host } from './host';
 import { Kernels } from './kernels';
 import { NotebookKernels } from './notebooks';
-import { Announcer } from './notifications';
+import { Notifier } from './notifications';
 import { Preferences } from './preferences';
 import { Sleepers } from './sleepers';
 import { followWidgets } from './sleepingWidgets';
@@ -46,7 +46,7 @@ function activate(
   const host = new Host(client);
   const gpus = new Gpus(client);
   const context: IContext = { client, commands: app.commands, host, kernels, preferences, services, trans };
-  const announcer = new Announcer(context);
+  const notifier = new Notifier(context);
 
   if (settings !== null) {
     preferences
@@ -69,7 +69,7 @@ function activate(
     const node = app.contextMenuHitTest(node => node.dataset.context?.startsWith('gpu-ckpt:') ?? false);
     return node?.dataset.context?.slice('gpu-ckpt:'.length);
   };
-  addCommands(context, announcer, () => {
+  addCommands(context, notifier, () => {
     return pointed() ?? notebooks?.currentWidget?.sessionContext.session?.kernel?.id ?? null;
   });
   notebooks?.currentChanged.connect(() => app.commands.notifyCommandChanged());
@@ -106,7 +106,7 @@ function activate(
   }
   running?.add(new Sleepers(context));
 
-  const panel = new GpuPanel(context, announcer, gpus);
+  const panel = new GpuPanel(context, notifier, gpus);
   const showPanel = () => {
     if (preferences.values.showGpuPanel && !panel.isAttached) {
       app.shell.add(panel, 'right', { rank: 600, type: 'GPU' });

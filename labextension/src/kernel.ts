@@ -2,7 +2,7 @@
 
 import type { IFailure, IJob, IKernel, IOutlook, ServerEvent, State, Verb } from './api';
 
-/** What a person is told a kernel is; `plain`: no kernel of ours, or one that can only run. */
+/** The state shown to the user; `plain`: a kernel that cannot be checkpointed. */
 export type Phase =
   'plain' | 'running' | 'suspending' | 'suspended' | 'checkpointing' | 'checkpointed' | 'waking' | 'dead';
 
@@ -51,23 +51,23 @@ export class KernelModel {
   checkpointable = false;
   reason: string | null = null;
   image: string | null = null;
-  /** Seconds since the epoch at which the kernel came into its state; null if nobody saw it. */
+  /** Seconds since the epoch at which the kernel came into its state; null if unknown. */
   since: number | null = null;
-  /** Device memory held now; null where nobody can tell. */
-  held: number | null = null;
+  /** Device memory in use now; null where it is unknown. */
+  deviceBytes: number | null = null;
   /** Device memory that is off the GPUs. */
   swappedOut = 0;
   progress: IProgress | null = null;
   failure: IFailure | null = null;
   policy: IOutlook | null = null;
-  /** A verb that was asked for here and that the server has not begun yet. */
-  asked: Verb | null = null;
-  /** The job by which the kernel leaves when its cells have finished. */
+  /** A verb that was requested here and that the server has not begun yet. */
+  requested: Verb | null = null;
+  /** The job that suspends or checkpoints the kernel when its cells have finished. */
   waiting: IJob | null = null;
 
   get phase(): Phase {
-    if (this.asked !== null) {
-      return BECOMING[this.asked];
+    if (this.requested !== null) {
+      return BECOMING[this.requested];
     }
     return this.state === null || !this.checkpointable ? 'plain' : PHASES[this.state];
   }
@@ -87,7 +87,7 @@ export class KernelModel {
     return this.state !== null && VERBS[this.state] !== undefined;
   }
 
-  /** Take over what the server says.  A document that was asked for before an event came may be older than it. */
+  /** Apply the server's document.  One that was requested before an event came may be older than it. */
   load(document: IKernel): void {
     this.name = document.name;
     this.state = document.state;
@@ -100,7 +100,7 @@ export class KernelModel {
     this.policy = document.policy;
     this.waiting = document.job?.status === 'waiting' ? document.job : null;
     if (document.device_bytes !== undefined) {
-      this.held = document.device_bytes && sum(document.device_bytes);
+      this.deviceBytes = document.device_bytes && sum(document.device_bytes);
     }
     if (document.progress === null) {
       this.progress = null;
@@ -122,7 +122,7 @@ export class KernelModel {
         this.since = now;
         this.image = event.image;
         this.checkpointable = true;
-        this.asked = this.waiting = null;
+        this.requested = this.waiting = null;
         const verb = VERBS[event.state];
         if (verb !== undefined) {
           this.progress = { verb, step: '', fraction: 0, bytes: null, expected: 0, began: now };
@@ -131,7 +131,7 @@ export class KernelModel {
         this.progress = null;
         this.swappedOut = event.state === 'running' || event.state === 'dead' ? 0 : event.device_bytes;
         if (this.swappedOut > 0 || event.state !== 'running') {
-          this.held = 0;
+          this.deviceBytes = 0;
         }
         const done = event.previous === null ? undefined : VERBS[event.previous];
         if (done === undefined || event.state !== GOALS[done]) {
@@ -150,14 +150,14 @@ export class KernelModel {
         return null;
       case 'failure':
         this.failure = event;
-        this.asked = this.waiting = null;
+        this.requested = this.waiting = null;
         return { verb: event.verb, seconds: 0, freed: 0, failure: event };
       case 'protection':
         this.protect(event.protected_until, now);
         return null;
       case 'gpus':
         if (this.checkpointable && this.state === 'running') {
-          this.held = event.gpus.reduce((bytes, gpu) => bytes + (gpu.kernels[this.id] ?? 0), 0);
+          this.deviceBytes = event.gpus.reduce((bytes, gpu) => bytes + (gpu.kernels[this.id] ?? 0), 0);
         }
         return null;
     }

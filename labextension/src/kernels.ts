@@ -4,7 +4,7 @@
  * The event bus drops what happens while its socket is down and does not say that it was.  So whenever that is possible
  * (a kernel's own connection came back, a request failed, the page was hidden) the events count as doubtful: everything
  * is loaded again, at least once, and polled until an event shows that they flow, or for a minute; never in a hidden
- * tab.  A verb that is under way and of which nothing is heard is asked after, too.
+ * tab.  A verb under way without events is polled, too.
  */
 
 import { Poll } from '@lumino/polling';
@@ -28,19 +28,19 @@ export interface IEnded {
   outcome: IOutcome;
 }
 
-/** Milliseconds between two looks while events are doubtful, and for how long those go on. */
+/** Milliseconds between two polls while events are unreliable, and for how long these continue. */
 const LOOK = 3000;
 const DOUBT = 60000;
 
 /** Milliseconds after which a verb that was taken must have shown in an event. */
 const SETTLED = 1000;
 
-/** Milliseconds without an event after which a verb under way is asked after: its end may have been missed. */
+/** Milliseconds without an event after which a verb under way is polled: its end may have been missed. */
 const SILENCE = 10000;
 
-/** Milliseconds between two looks at a kernel that was heard to be awake, and how many there are. */
+/** Milliseconds between two polls of a kernel that seems awake, and their number. */
 const HEARD = 200;
-const LOOKS = 20;
+const TRIES = 20;
 
 export class Kernels {
   constructor(
@@ -96,7 +96,7 @@ export class Kernels {
     return model;
   }
 
-  /** Ask the server about one kernel, with the device memory it holds. */
+  /** Load one kernel from the server, with its device memory. */
   async load(id: string): Promise<void> {
     const before = this._events.get(id);
     try {
@@ -107,7 +107,7 @@ export class Kernels {
         this._attend(model);
         this._changed.emit(model);
       } else if (model !== undefined) {
-        await this.load(id); // an event came meanwhile: what was asked is older
+        await this.load(id); // an event came meanwhile: the reply is older
       }
     } catch (error) {
       if (isGone(error)) {
@@ -137,7 +137,7 @@ export class Kernels {
     }
     for (const document of documents) {
       if (this._events.get(document.id) !== before.get(document.id)) {
-        this._owed = true; // what was asked is older than the event, but that may be no more than a step's
+        this._owed = true; // the reply is older than the event, which may be a step's only
         continue;
       }
       const model = this._models.get(document.id) ?? new KernelModel(document.id);
@@ -155,13 +155,13 @@ export class Kernels {
    */
   async begin(id: string, verb: Verb, when: When = 'now'): Promise<boolean> {
     const model = this.get(id);
-    model.asked = verb;
+    model.requested = verb;
     this._changed.emit(model);
     try {
       const job = await this.source.begin(id, verb, when);
-      if (model.asked === verb) {
+      if (model.requested === verb) {
         if (job.status === 'waiting') {
-          model.asked = null;
+          model.requested = null;
           model.waiting = job;
           this._attend(model);
           this._changed.emit(model);
@@ -171,13 +171,13 @@ export class Kernels {
       }
       return job.status === 'waiting';
     } catch (error) {
-      model.asked = null;
+      model.requested = null;
       this._changed.emit(model);
       throw error;
     }
   }
 
-  /** Let the kernel stay after its cells.  Throws what the client throws; one that is leaving already leaves. */
+  /** Keep the kernel awake after its cells.  Throws the client's errors, also if the verb has begun. */
   async cancel(id: string): Promise<void> {
     const model = this.get(id);
     const job = model.waiting;
@@ -201,7 +201,7 @@ export class Kernels {
    * The kernel printed something, so it is awake.
    *
    * Should it count as asleep, then the events of its wake were missed: those of a kernel arrive before its outputs.
-   * Its last step is done only after the outputs begin, so the server may have to be asked more than once.
+   * Its last step is done only after the outputs begin, so several requests may be needed.
    */
   async heard(id: string): Promise<void> {
     const missed = (model = this._models.get(id)) => model?.asleep && (model.resting || this.doubtful);
@@ -211,7 +211,7 @@ export class Kernels {
     this._heard.add(id);
     try {
       await this.load(id);
-      for (let looks = 1; looks < LOOKS && this._models.get(id)?.asleep; looks++) {
+      for (let looks = 1; looks < TRIES && this._models.get(id)?.asleep; looks++) {
         await new Promise(resolve => setTimeout(resolve, HEARD));
         await this.load(id);
       }
@@ -244,7 +244,7 @@ export class Kernels {
     if (event.kind === 'state' && event.state === 'dead') {
       this.forget(model.id);
     } else if (known === undefined || (event.kind === 'state' && event.state === 'running')) {
-      void this.load(model.id); // its name, what it holds, what the policy will do
+      void this.load(model.id); // its name, its memory, the policy's plan
     }
   }
 
@@ -258,7 +258,7 @@ export class Kernels {
 
   /** Events may have been missed. */
   doubt(): void {
-    this._owed = true; // an event that comes before the look shows only that events flow again
+    this._owed = true; // an event before the poll shows only that events flow again
     this._doubtUntil = this._now() + DOUBT;
     void this._poll.refresh();
   }
@@ -271,9 +271,9 @@ export class Kernels {
     Signal.clearData(this);
   }
 
-  /** The server took a verb.  Should no event tell of it, it was refused at once, or events are missing. */
+  /** The server accepted a verb.  Without an event it was refused at once, or events are missing. */
   private _expect(model: KernelModel, { id, verb }: IJob): void {
-    const missing = () => model.asked === verb; // a verb's first event, whatever it says of the state, ends that
+    const missing = () => model.requested === verb; // a verb's first event, whatever it says of the state, ends that
     const look = async () => {
       if (!missing()) {
         return;
@@ -282,7 +282,7 @@ export class Kernels {
       if (!missing()) {
         return;
       }
-      model.asked = null;
+      model.requested = null;
       if (job.error !== null) {
         const failure = { verb, step: '', ...job.error };
         this._changed.emit(model);
@@ -318,7 +318,7 @@ export class Kernels {
   /** Kernels that are looked at because they were heard. */
   private readonly _heard = new Set<string>();
   private _doubtUntil = 0;
-  /** Whether events may be missing since the last look began, or that failed. */
+  /** Whether events may be missing since the last poll began, or that failed. */
   private _owed = false;
 }
 

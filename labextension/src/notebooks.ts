@@ -16,7 +16,7 @@ const SPOKEN = new Set(['execute_input', 'execute_result', 'display_data', 'stre
 export class NotebookKernels {
   constructor(private readonly kernels: Kernels) {}
 
-  /** The kernel of a document: one object as long as that is open, whoever asks. */
+  /** The kernel of a document: one object as long as that is open. */
   of(context: ISessionContext): NotebookKernel {
     let found = this._open.get(context);
     if (found === undefined) {
@@ -104,7 +104,7 @@ export class NotebookKernel implements IDisposable {
       return;
     }
     this._hurried = Date.now();
-    kernel.reconnect().catch(() => undefined); // it goes on trying by itself
+    kernel.reconnect().catch(() => undefined); // it retries by itself
   }
 
   private readonly _changed = new Signal<this, void>(this);

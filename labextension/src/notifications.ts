@@ -39,7 +39,7 @@ function isClosed({ id, at }: IShown): boolean {
   return id !== null && Date.now() - at > 2 * DRAWN && document.getElementById(id) === null;
 }
 
-export class Announcer {
+export class Notifier {
   constructor(private readonly context: IContext) {
     context.kernels.changed.connect(this._follow, this);
     context.kernels.ended.connect(this._end, this);
@@ -52,7 +52,7 @@ export class Announcer {
     this._fail(kernel, { verb, step: '', code, hint, left }, (error as Error).message);
   }
 
-  /** The kernel leaves when its cells have finished. */
+  /** Notify that the kernel sleeps when its cells have finished. */
   waits(kernel: KernelModel): void {
     const { commands, preferences, services, trans } = this.context;
     if (preferences.values.notifications === 'all') {
@@ -66,7 +66,7 @@ export class Announcer {
     }
   }
 
-  /** That the kernel leaves could not be taken back. */
+  /** Notify that the kernel could not be kept awake. */
   stays(kernel: KernelModel, error: unknown): void {
     const { preferences, services, trans } = this.context;
     if (preferences.values.notifications !== 'none') {
@@ -179,7 +179,7 @@ export class Announcer {
     }
   }
 
-  /** The event has the error's code and hint; its words are kept for whoever asked for the verb. */
+  /** The event has the error's code and hint; only the reply to the verb's request has its text. */
   private async _explainFailure(kernel: KernelModel, failure: IFailure): Promise<void> {
     let cause = failure.code;
     try {
@@ -236,7 +236,7 @@ export class Announcer {
     }
   }
 
-  /** What had failed is done, or nobody wants it any more. */
+  /** Dismiss a failure: the verb has succeeded since, or is not wanted any more. */
   private _dismissFailure(kernelId: string): void {
     const id = this._failures.get(kernelId);
     if (id !== undefined) {

@@ -1,4 +1,4 @@
-/** The section "Sleeping kernels" of the running sessions: those of this server, and images nobody has taken up. */
+/** The section "Sleeping kernels" of the running sessions: those of this server, and images without a server. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import { PathExt } from '@jupyterlab/coreutils';
@@ -15,7 +15,7 @@ import { sum } from './kernel';
 import { pathOf } from './notebooks';
 import { bytes, duration } from './words';
 
-/** Milliseconds after which the images are asked for again where that failed. */
+/** Milliseconds after which a failed request for the images is repeated. */
 const AGAIN = 3000;
 
 export class Sleepers implements IRunningSessions.IManager {
@@ -36,7 +36,7 @@ export class Sleepers implements IRunningSessions.IManager {
       }
     });
     context.services.sessions.runningChanged.connect(() => this._changed.emit());
-    // Where no notebook is open nothing else asks for a kernel.
+    // Without an open notebook nothing else loads the kernels.
     context.host.changed.connect(({ facts }) => {
       if (facts !== null) {
         this.refreshRunning();
@@ -56,7 +56,7 @@ export class Sleepers implements IRunningSessions.IManager {
   }
 
   running(): IRunningSessions.IRunningItem[] {
-    // A kernel that has just come back runs before its image is deleted, and no event tells of that.
+    // A kernel that was just woken runs before its image is deleted, and no event reports that.
     const { kernels } = this.context;
     return this._images
       .filter(image => kernels.find(image.kernel_id)?.phase !== 'running')
@@ -74,7 +74,7 @@ export class Sleepers implements IRunningSessions.IManager {
       },
       () => {
         if (look === this._looks) {
-          this._known = null; // so that the next change of any kernel has it asked again
+          this._known = null; // so that the next change of any kernel repeats the request
           setTimeout(() => this.context.kernels.doubt(), AGAIN);
         }
       }
@@ -136,7 +136,7 @@ export class Sleepers implements IRunningSessions.IManager {
     return pathOf(this.context.services, image.kernel_id) || image.notebook || '';
   }
 
-  /** Open the notebook.  A kernel without a server is taken over first; it sleeps on until a cell is run. */
+  /** Open the notebook.  A kernel without a server is attached first; it sleeps on until a cell is run. */
   private async _open(image: IImage, here: boolean): Promise<void> {
     const { client, commands, kernels, services, trans } = this.context;
     try {

@@ -62,7 +62,7 @@ class SleepingWidgets {
     }
     for (const [output, shown] of this._shown) {
       if (shown.isThere) {
-        shown.tell(model);
+        shown.showState(model);
       } else {
         this._shown.delete(output); // the widget has come, or the output is gone
       }
@@ -114,7 +114,7 @@ class Placeholder {
     return this._node.parentNode === this.output && this.output.isConnected;
   }
 
-  tell(kernel: KernelModel): void {
+  showState(kernel: KernelModel): void {
     const { commands, trans } = this.context;
     const waking = kernel.phase === 'waking';
     const text = waking

@@ -48,7 +48,7 @@ export class WakingCells {
       waiting.line = new Line();
       place(cell, waiting.line);
     }
-    waiting.line.tell(this._text(kernel), kernel.progress?.fraction ?? 0);
+    waiting.line.showProgress(this._text(kernel), kernel.progress?.fraction ?? 0);
   }
 
   private _text(kernel: KernelModel): string {
@@ -57,7 +57,7 @@ export class WakingCells {
     switch (kernel.phase) {
       case 'suspending':
       case 'checkpointing':
-        return trans.__('[*] the kernel is leaving, and comes back for this cell … %1 %', percent);
+        return trans.__('[*] the kernel is being put to sleep and wakes for this cell … %1 %', percent);
       default:
         return trans.__('[*] waking kernel … %1 %', percent);
     }
@@ -87,7 +87,7 @@ class Line extends Widget {
     this.node.append(this._label, this._bar);
   }
 
-  tell(text: string, fraction: number): void {
+  showProgress(text: string, fraction: number): void {
     const percent = Math.round(100 * fraction);
     this._label.textContent = text;
     this._bar.style.width = `${percent}%`;

@@ -65,7 +65,7 @@ export function doing(verb: Verb, notebook: string, trans: TranslationBundle): s
   }
 }
 
-/** A step, in the words of whoever waits for it. */
+/** A step, in the user's words. */
 export function step(name: string, trans: TranslationBundle): string {
   switch (name) {
     case 'preflight':
@@ -149,5 +149,5 @@ export function badge(kernel: KernelModel, trans: TranslationBundle): string {
   if (kernel.phase === 'suspended' || kernel.phase === 'checkpointed') {
     return kernel.swappedOut > 0 ? trans.__('asleep, %1 freed', bytes(kernel.swappedOut)) : trans.__('asleep');
   }
-  return kernel.phase === 'running' && kernel.held ? bytes(kernel.held) : '';
+  return kernel.phase === 'running' && kernel.deviceBytes ? bytes(kernel.deviceBytes) : '';
 }

@@ -85,12 +85,12 @@ test.each([
   expect(words.duration(seconds)).toBe(text);
 });
 
-test('the badge: what is held, what was freed, or nothing', () => {
+test('the badge: what is deviceBytes, what was freed, or nothing', () => {
   const kernel = new KernelModel('k');
   expect(words.badge(kernel, trans)).toBe('');
   kernel.state = 'running';
   kernel.checkpointable = true;
-  kernel.held = 2 ** 30;
+  kernel.deviceBytes = 2 ** 30;
   expect(words.badge(kernel, trans)).toBe('1.0 GiB');
   kernel.state = 'checkpointed';
   kernel.swappedOut = 2 ** 30;

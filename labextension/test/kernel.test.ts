@@ -34,7 +34,7 @@ test('a kernel nobody has told of is plain', () => {
 
 test('a document says what the kernel is and holds', () => {
   const model = running();
-  expect([model.phase, model.held, model.asleep]).toEqual(['running', 400, false]);
+  expect([model.phase, model.deviceBytes, model.asleep]).toEqual(['running', 400, false]);
 });
 
 test('a kernel that cannot be checkpointed is plain whatever its state', () => {
@@ -46,7 +46,7 @@ test('a kernel that cannot be checkpointed is plain whatever its state', () => {
 test('where nobody can tell what it holds nothing is said', () => {
   const model = new KernelModel('k');
   model.load({ ...DOCUMENT, device_bytes: null });
-  expect(model.held).toBeNull();
+  expect(model.deviceBytes).toBeNull();
 });
 
 test('a listing, which does not say what it holds, leaves what is known', () => {
@@ -54,7 +54,7 @@ test('a listing, which does not say what it holds, leaves what is known', () => 
   const listed = { ...DOCUMENT };
   delete listed.device_bytes;
   model.load(listed);
-  expect(model.held).toBe(400);
+  expect(model.deviceBytes).toBe(400);
 });
 
 test('a checkpoint: its phases, its progress, and its outcome', () => {
@@ -65,7 +65,7 @@ test('a checkpoint: its phases, its progress, and its outcome', () => {
   expect(model.progress).toMatchObject({ fraction: 0.4, step: 'dump', bytes: 10, expected: 400 });
   const outcome = model.take(state('checkpointed', 'dumping', { image: 'i', device_bytes: 400 }), 12.5);
   expect(outcome).toEqual({ verb: 'checkpoint', seconds: 2.5, freed: 400, failure: null });
-  expect([model.phase, model.image, model.swappedOut, model.held, model.progress]).toEqual([
+  expect([model.phase, model.image, model.swappedOut, model.deviceBytes, model.progress]).toEqual([
     'checkpointed',
     'i',
     400,
@@ -109,12 +109,12 @@ test('a failure is told by its own event, not by the way back', () => {
   expect(model.failure?.code).toBe('BUSY');
 });
 
-test('a verb that was asked for shows at once, until the server says more', () => {
+test('a verb that was requested for shows at once, until the server says more', () => {
   const model = running();
-  model.asked = 'checkpoint';
+  model.requested = 'checkpoint';
   expect(model.phase).toBe('checkpointing');
   model.take(state('dumping', 'running'), 1);
-  expect(model.asked).toBeNull();
+  expect(model.requested).toBeNull();
 });
 
 test('what a running kernel holds follows the GPUs', () => {
@@ -124,7 +124,7 @@ test('what a running kernel holds follows the GPUs', () => {
     { uuid: 'GPU-b', used: 2, kernels: { k: 2 } }
   ];
   model.take({ kind: 'gpus', at: 1, gpus, gpu_seconds_freed: 0 }, 1);
-  expect(model.held).toBe(7);
+  expect(model.deviceBytes).toBe(7);
 });
 
 test('events of others are not ours', () => {

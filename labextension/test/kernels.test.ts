@@ -15,33 +15,33 @@ function state(id: string, to: State, previous: State): IStateEvent {
 /** A server with these kernels. */
 class Server implements IKernelSource {
   there = new Map([['a', kernelDocument('a')]]);
-  asked: string[] = [];
+  requested: string[] = [];
   job_: IJob = job('checkpoint');
   fail: Error | null = null;
 
   kernels(): Promise<IKernel[]> {
-    this.asked.push('kernels');
+    this.requested.push('kernels');
     return this.fail ? Promise.reject(this.fail) : Promise.resolve([...this.there.values()]);
   }
 
   kernel(id: string): Promise<IKernel> {
-    this.asked.push(id);
+    this.requested.push(id);
     const found = this.there.get(id);
     return found ? Promise.resolve(found) : Promise.reject(Object.assign(new Error('gone'), { status: 404 }));
   }
 
   begin(id: string, verb: Verb, when: When): Promise<IJob> {
-    this.asked.push(`${verb} ${id}${when === 'idle' ? ' when idle' : ''}`);
+    this.requested.push(`${verb} ${id}${when === 'idle' ? ' when idle' : ''}`);
     return this.fail ? Promise.reject(this.fail) : Promise.resolve(this.job_);
   }
 
   cancel(id: string): Promise<IJob> {
-    this.asked.push(`cancel ${id}`);
+    this.requested.push(`cancel ${id}`);
     return this.fail ? Promise.reject(this.fail) : Promise.resolve({ ...this.job_, status: 'cancelled' });
   }
 
   job(): Promise<IJob> {
-    this.asked.push('job');
+    this.requested.push('job');
     return Promise.resolve(this.job_);
   }
 }
@@ -64,21 +64,21 @@ afterEach(() => kernels.dispose());
 /** Let time pass, and what waits for it happen. */
 const pass = (milliseconds = 0) => jest.advanceTimersByTimeAsync(milliseconds);
 
-test('a kernel is loaded when it is first asked for, and once', async () => {
+test('a kernel is loaded when it is first requested for, and once', async () => {
   expect(kernels.get('a').phase).toBe('plain');
   kernels.get('a');
   await pass();
   expect(kernels.get('a').phase).toBe('running');
-  expect(server.asked).toEqual(['a']);
+  expect(server.requested).toEqual(['a']);
 });
 
-test('nothing is asked while events flow, however long', async () => {
+test('nothing is requested while events flow, however long', async () => {
   kernels.get('a');
   await pass();
   kernels.take(state('a', 'dumping', 'running'));
   kernels.take(state('a', 'checkpointed', 'dumping'));
   await pass(3600_000);
-  expect(server.asked).toEqual(['a']);
+  expect(server.requested).toEqual(['a']);
   expect(kernels.get('a').phase).toBe('checkpointed');
 });
 
@@ -94,37 +94,37 @@ test('a document that is older than an event is not believed', async () => {
   expect(kernels.get('a').phase).toBe('checkpointed');
 });
 
-test('in doubt the server is asked again and again, until an event comes', async () => {
+test('in doubt the server is requested again and again, until an event comes', async () => {
   kernels.get('a');
   await pass();
-  server.asked = [];
+  server.requested = [];
   server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   kernels.doubt();
   await pass(10_000);
   expect(kernels.get('a').phase).toBe('checkpointed');
-  const looks = server.asked.length;
+  const looks = server.requested.length;
   expect(looks).toBeGreaterThan(2);
   kernels.take(state('a', 'checkpointed', 'dumping'));
   await pass(60_000);
-  expect(server.asked.length).toBeLessThanOrEqual(looks + 1);
+  expect(server.requested.length).toBeLessThanOrEqual(looks + 1);
 });
 
 test('doubt ends by itself', async () => {
   kernels.doubt();
   await pass(61_000);
-  const looks = server.asked.length;
+  const looks = server.requested.length;
   await pass(3600_000);
-  expect(server.asked.length).toBeLessThanOrEqual(looks + 1);
+  expect(server.requested.length).toBeLessThanOrEqual(looks + 1);
 });
 
-test('in a hidden tab nobody is asked even in doubt', async () => {
+test('in a hidden tab nobody is requested even in doubt', async () => {
   kernels.dispose();
   kernels = new Kernels(server, { standby: () => true });
   kernels.doubt();
   await pass();
-  const looks = server.asked.length;
+  const looks = server.requested.length;
   await pass(60_000);
-  expect(server.asked.length).toBe(looks);
+  expect(server.requested.length).toBe(looks);
 });
 
 test('kernels that are no more are forgotten', async () => {
@@ -148,7 +148,7 @@ test('a verb shows at once, and its end is told', async () => {
   kernels.take(state('a', 'checkpointed', 'dumping'));
   expect(ended.map(({ outcome }) => outcome.verb)).toEqual(['checkpoint']);
   await pass(5000);
-  expect(server.asked).toEqual(['a', 'checkpoint a']);
+  expect(server.requested).toEqual(['a', 'checkpoint a']);
 });
 
 test('a verb that the server refuses is taken back', async () => {
@@ -199,7 +199,7 @@ test('an event right after a doubt does not take the place of the look', async (
   expect(kernels.get('a').phase).toBe('checkpointed');
 });
 
-test('a verb that is silent for long is asked after', async () => {
+test('a verb that is silent for long is requested after', async () => {
   kernels.get('a');
   await pass();
   kernels.take(state('a', 'dumping', 'running'));
@@ -215,7 +215,7 @@ test('a verb that waits for a cell shows as such, not as under way', async () =>
   await pass();
   server.job_ = job('checkpoint', { status: 'waiting' });
   await expect(kernels.begin('a', 'checkpoint', 'idle')).resolves.toBe(true);
-  expect(server.asked).toEqual(['a', 'checkpoint a when idle']);
+  expect(server.requested).toEqual(['a', 'checkpoint a when idle']);
   const model = kernels.get('a');
   expect([model.phase, model.waiting?.id]).toEqual(['running', 'j']);
   kernels.take(state('a', 'dumping', 'running'));
@@ -228,7 +228,7 @@ test('a verb that waits is taken back', async () => {
   server.job_ = job('checkpoint', { status: 'waiting' });
   await kernels.begin('a', 'checkpoint', 'idle');
   await kernels.cancel('a');
-  expect(server.asked).toContain('cancel j');
+  expect(server.requested).toContain('cancel j');
   expect(kernels.get('a').waiting).toBeNull();
 });
 
@@ -256,7 +256,7 @@ describe('a kernel that prints', () => {
     server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
     kernels.get('a');
     await pass();
-    server.asked = [];
+    server.requested = [];
   });
 
   test('is awake at once, though the events of its wake were missed', async () => {
@@ -264,7 +264,7 @@ describe('a kernel that prints', () => {
     void kernels.heard('a');
     await pass();
     expect(kernels.get('a').phase).toBe('running');
-    expect(server.asked).toEqual(['a']);
+    expect(server.requested).toEqual(['a']);
   });
 
   test('is looked at until its last step is done', async () => {
@@ -272,22 +272,22 @@ describe('a kernel that prints', () => {
     void kernels.heard('a');
     void kernels.heard('a');
     await pass(100);
-    expect(server.asked).toEqual(['a']);
+    expect(server.requested).toEqual(['a']);
     server.there.set('a', kernelDocument('a'));
     await pass(500);
     expect(kernels.get('a').phase).toBe('running');
-    expect(server.asked).toEqual(['a', 'a']);
+    expect(server.requested).toEqual(['a', 'a']);
   });
 
-  test('is asked for nothing while the events of its wake come', async () => {
+  test('is requested for nothing while the events of its wake come', async () => {
     kernels.take(state('a', 'restoring', 'checkpointed'));
     await kernels.heard('a');
-    expect(server.asked).toEqual([]);
+    expect(server.requested).toEqual([]);
   });
 
-  test('is not asked after for ever', async () => {
+  test('is not requested after for ever', async () => {
     void kernels.heard('a');
     await pass(60_000);
-    expect(server.asked.length).toBeLessThanOrEqual(20);
+    expect(server.requested.length).toBeLessThanOrEqual(20);
   });
 });

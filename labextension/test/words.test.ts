@@ -31,9 +31,9 @@ test('the status bar speaks of a kernel that sleeps, moves or is about to, and o
   expect(status()).toBeNull();
   model.load(kernelDocument('k', { state: 'checkpointed' }));
   expect(status()).toMatchObject({ text: 'Kernel asleep', does: 'wake' });
-  model.asked = 'restore';
+  model.requested = 'restore';
   expect(status()).toMatchObject({ text: 'Waking kernel, 0 %', does: null });
-  model.asked = null;
+  model.requested = null;
   const job = { id: 'j', kernel_id: 'k', verb: 'checkpoint' as const, started: 0, ended: null, error: null };
   model.load(kernelDocument('k', { job: { ...job, status: 'waiting' } }));
   expect(status()).toMatchObject({ text: 'Kernel sleeps after this cell', does: 'stay' });

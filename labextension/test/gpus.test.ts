@@ -85,7 +85,7 @@ test.each([
   expect(words.duration(seconds)).toBe(text);
 });
 
-test('the badge: what is deviceBytes, what was freed, or nothing', () => {
+test('the badge: memory in use, memory freed, or nothing', () => {
   const kernel = new KernelModel('k');
   expect(words.badge(kernel, trans)).toBe('');
   kernel.state = 'running';

@@ -109,7 +109,7 @@ test('a failure is told by its own event, not by the way back', () => {
   expect(model.failure?.code).toBe('BUSY');
 });
 
-test('a verb that was requested for shows at once, until the server says more', () => {
+test('a requested verb shows at once, until the server says more', () => {
   const model = running();
   model.requested = 'checkpoint';
   expect(model.phase).toBe('checkpointing');

@@ -64,7 +64,7 @@ afterEach(() => kernels.dispose());
 /** Let time pass, and what waits for it happen. */
 const pass = (milliseconds = 0) => jest.advanceTimersByTimeAsync(milliseconds);
 
-test('a kernel is loaded when it is first requested for, and once', async () => {
+test('a kernel is loaded at the first request for it, and once', async () => {
   expect(kernels.get('a').phase).toBe('plain');
   kernels.get('a');
   await pass();
@@ -279,7 +279,7 @@ describe('a kernel that prints', () => {
     expect(server.requested).toEqual(['a', 'a']);
   });
 
-  test('is requested for nothing while the events of its wake come', async () => {
+  test('is not polled while the events of its wake come', async () => {
     kernels.take(state('a', 'restoring', 'checkpointed'));
     await kernels.heard('a');
     expect(server.requested).toEqual([]);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import random
@@ -14,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
-from ..criu import tasks
+from ..criu import images, tasks
 from ..cuda.driver import CudaState
 from ..errors import GpuCkptError
-from ..image import chunk_cache, device_memory
+from ..image import chunk_cache, device_memory, layout
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
+from ..node.fingerprint import fingerprint
 from ..process.ports import let_ports_be_rebound
-from . import compatibility, host_memory, preflight
+from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, without_sockets
 
@@ -120,7 +122,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
             kernel.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, freeze=freeze, work=work)
-        compatibility.require_restorable(draft.criu_directory)
+        _require_restorable(draft.criu_directory)
         attempt.notes = _require_proven(kernel, draft.criu_directory)
         return draft.size()
     except BaseException:
@@ -129,6 +131,17 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
         raise
+
+
+def _require_restorable(directory: Path) -> None:
+    """Raise `UnsupportedFile` if the dump in ``directory`` has an open file that no restore could open."""
+    if found := images.unrestorable(directory):
+        more = f" and {len(found) - 1} more" if found[1:] else ""
+        message = (
+            f"The kernel holds {found[0]}{more}, which belongs to one of its threads or is its working directory: it "
+            "could not be opened again."
+        )
+        raise errors.UnsupportedFile(message, culprit=found[0], files=found)
 
 
 def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
@@ -253,14 +266,7 @@ def publish(attempt: Attempt) -> None:
         **vars(saved),
         steps=dict(attempt.seconds),
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
-        fingerprint=compatibility.dump_fingerprint(
-            draft.criu_directory,
-            engine,
-            cuda=saved.cuda,
-            device_bytes=saved.device_bytes,
-            swapped_bytes=attempt.swapped_bytes,
-            sockets=_bound_sockets(attempt),
-        ),
+        fingerprint=_fingerprint(attempt, draft.criu_directory),
         notes=attempt.notes,
         swapped_bytes=attempt.swapped_bytes,
     )
@@ -274,11 +280,24 @@ def publish(attempt: Attempt) -> None:
     attempt.traced.bytes = kernel.image.manifest.bytes
 
 
-def _bound_sockets(attempt: Attempt) -> list[dict[str, Any]]:
-    """Return the kernel's unix sockets that have a file outside its runtime directory."""
+def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
+    """Return the fingerprint of the dump in ``directory``.  Raises `ImageFormat`, `CudaError`."""
+    engine, saved = attempt.kernel.engine, attempt.kernel.saved
+    # The unix sockets with a file outside the runtime directory: a restore creates them again.
     own = f"{attempt.kernel.home.inner_dir}/"
     sockets = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
-    return [each["path"] for each in sockets if "path" in each and not each["path"]["path"].startswith(own)]
+    pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
+    return fingerprint(
+        files=map(vars, images.regular_files(directory)),
+        ports=map(dataclasses.asdict, images.ports(directory)),
+        sockets=[each["path"] for each in sockets if "path" in each and not each["path"]["path"].startswith(own)],
+        criu=engine.criu_version,
+        hashes=engine.store.hashes,
+        gpus=[dataclasses.asdict(gpu) for gpu in engine.gpus.list()] if saved.cuda else [],
+        cuda=saved.cuda,
+        device_bytes=saved.device_bytes,
+        memory=attempt.swapped_bytes + pages,
+    )
 
 
 def end_process(attempt: Attempt) -> None:

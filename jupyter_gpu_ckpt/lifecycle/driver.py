@@ -250,9 +250,10 @@ class Lifecycle:
                 verification.cancel()
             if (reading := attempt.device_read) is not None:
                 reading.cancel()
+        end = Capsule.close if ends else Capsule.cancel_criu
         for capsule in (attempt.restoring if attempt is not None else None, self.kernel.capsule):
             if capsule is not None:
-                capsule.close() if ends else capsule.cancel_criu()
+                end(capsule)
 
     def _end_gently(self) -> None:
         """End a kernel that no verb is moving and that has no image as a stock kernel ends."""
@@ -358,6 +359,7 @@ class Lifecycle:
                 self._serve(attempt.goal)
             return failure, False
         finally:
+            attempt.reservation.close()
             attempt.resources.close()
             self.kernel.attempt = None
 

@@ -152,9 +152,7 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
     state = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
     preflight.require(preflight.judge_state(state["refusals"]))
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
-        _log.warning(
-            "This host forbids %s: the state of a kernel that they report was not inspected.", ", ".join(unasked)
-        )
+        _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)
@@ -219,12 +217,7 @@ def write_ahead(kernel: KernelState) -> None:
     Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
     """
     store, kernel_id = kernel.engine.store, kernel.home.kernel_id
-    if not (
-        kernel.settings.write_ahead
-        and kernel.saved.cuda
-        and not store.vault.encrypts
-        and kernel.spill_directory is None
-    ):
+    if not kernel.settings.write_ahead or not kernel.saved.cuda or store.vault.encrypts or kernel.spill_directory:
         return
 
     def permitted(bytes: int, fresh: int) -> bool:

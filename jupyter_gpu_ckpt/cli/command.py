@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import json
 import os
 import re
@@ -156,7 +157,7 @@ class GpuCkptCommand(JupyterApp):
 
         return Store(Path(self.configured.image_dir))
 
-    @property
+    @functools.cached_property
     def terminal(self) -> Terminal:
         return Terminal()
 

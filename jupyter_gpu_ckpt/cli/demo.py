@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traitlets import Float, Unicode
-from traitlets.config import Config
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
 from ..trace import Recorder, StepEvent
 from ..units import size
 from .command import ImageCommand, Result
-from .terminal import Part, Terminal
+from .terminal import Part
 
 if TYPE_CHECKING:
     from ..kernel.provisioner import GpuCkptProvisioner
@@ -48,87 +47,43 @@ class DemoCommand(ImageCommand):
 
     def run(self) -> Result:
         logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
-        cells = _read(Path(self.extra_args[0]) if self.extra_args else quickstart())
-        config = deepcopy(self.config)
-        config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
-        config.GpuCkptProvisioner.image_dir = self.configured.image_dir
-        demo = _Demo(cells, self.kernel, config, self.timeout, None if self.as_json else self.terminal)
-        facts = asyncio.run(demo.run())
-        return facts, 0 if facts["intact"] else 1
-
-    def show(self, document: dict[str, Any]) -> None:
-        """Print nothing: the notebook's output, the tables and the result are printed as they come."""
-
-
-def quickstart() -> Path:
-    """Return the quickstart notebook of this checkout, or the one that the wheel installed."""
-    from jupyter_core.paths import jupyter_path
-
-    checkout = Path(__file__).resolve().parents[2] / "notebooks"
-    for directory in (checkout, *map(Path, jupyter_path("gpu-ckpt", "notebooks"))):
-        if (directory / "quickstart.ipynb").is_file():
-            return directory / "quickstart.ipynb"
-    raise BadRequest("The quickstart notebook is not installed.", hint="Name a notebook.")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the notebook's cells.  Raises `BadRequest` if nothing can be compared."""
-    try:
-        cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadRequest(f"{path} is not a notebook: {error}.") from error
-    middle = next((i for i, cell in enumerate(cells) if "checkpoint" in _tags(cell)), None)
-    if middle is None:
-        raise BadRequest("No cell of the notebook is tagged `checkpoint`.", hint="Tag the cell that divides it.")
-    for half in (cells[:middle], cells[middle:]):
-        if sum("fingerprint" in _tags(cell) for cell in half) != 1:
-            raise BadRequest(
-                "Nothing can be compared: each half of the notebook needs one cell tagged `fingerprint`.",
-                hint="Tag the two cells that must print the same.",
-            )
-    return cells
-
-
-class _Demo:
-    def __init__(
-        self, cells: list[dict[str, Any]], kernel_name: str, config: Config, timeout: float, out: Terminal | None
-    ) -> None:
-        self.cells = cells
-        self.kernel_name = kernel_name
-        self.config = config
-        self.timeout = timeout
-        self.out = out
+        self.halves = _read(Path(self.extra_args[0]) if self.extra_args else quickstart())
+        self.kernel_config = deepcopy(self.config)
+        self.kernel_config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+        self.kernel_config.GpuCkptProvisioner.image_dir = self.configured.image_dir
         self.fingerprints: list[str] = []
         self.failed: list[str] = []
         self.client: Any = None
+        facts = asyncio.run(self.demonstrate())
+        return facts, 0 if facts["intact"] else 1
 
     def print(self, *parts: Part) -> None:
-        if self.out is not None:
-            self.out.line(*parts)
+        if not self.as_json:
+            self.terminal.line(*parts)
             sys.stdout.flush()
 
     def title(self, text: str) -> None:
         self.print((text, "bold"))
         self.print(("-" * len(text), "bold"))
 
-    async def run(self) -> dict[str, Any]:
+    async def demonstrate(self) -> dict[str, Any]:
         from jupyter_client.kernelspec import NoSuchKernel
         from jupyter_client.manager import AsyncKernelManager
         from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
         from ..kernel.provisioner import GpuCkptProvisioner
 
-        KernelProvisionerFactory.instance(config=self.config)
-        manager = AsyncKernelManager(kernel_name=self.kernel_name, config=self.config)
+        KernelProvisionerFactory.instance(config=self.kernel_config)
+        manager = AsyncKernelManager(kernel_name=self.kernel, config=self.kernel_config)
         try:
-            manager.kernel_spec_manager.get_kernel_spec(self.kernel_name)
+            manager.kernel_spec_manager.get_kernel_spec(self.kernel)
         except NoSuchKernel as error:
             raise BadRequest(f"{error}.", hint="`jupyter kernelspec list` shows those there are.") from error
         await manager.start_kernel()
         try:
             provisioner = manager.provisioner
             if not isinstance(provisioner, GpuCkptProvisioner):
-                raise BadRequest(f"The kernelspec {self.kernel_name!r} names a provisioner of its own.")
+                raise BadRequest(f"The kernelspec {self.kernel!r} names a provisioner of its own.")
             self.client = manager.client()
             self.client.start_channels()
             try:
@@ -144,9 +99,8 @@ class _Demo:
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
         from ..lifecycle.preflight import read_process
 
-        middle = next(i for i, cell in enumerate(self.cells) if "checkpoint" in _tags(cell))
         self.title("First half")
-        await self._execute(self.cells[:middle])
+        await self._execute(self.halves[0])
         lifecycle = provisioner.lifecycle
         processes = lifecycle.capsule.processes() if lifecycle and lifecycle.capsule else []
         on_gpu = _gpu_bytes(provisioner, processes)
@@ -169,7 +123,7 @@ class _Demo:
 
         self.print()
         self.title("Second half, on the same connection")
-        await self._execute(self.cells[middle:])
+        await self._execute(self.halves[1])
         await provisioner.restore()  # waits for the end of the wake that runs
         wake = steps.completed()
         self.print()
@@ -197,25 +151,21 @@ class _Demo:
         for cell in cells:
             if cell["cell_type"] != "code":
                 continue
-            printed: list[str] = []
-
-            def collect(message: dict[str, Any], printed: list[str] = printed) -> None:
-                content = message["content"]
-                if message["msg_type"] == "stream" and content["name"] == "stdout":
-                    printed.append(content["text"])
-
+            messages: list[dict[str, Any]] = []
             source = "".join(cell["source"])
             try:
                 reply = await self.client.execute_interactive(
-                    source, timeout=self.timeout, output_hook=collect, allow_stdin=False
+                    source, timeout=self.timeout, output_hook=messages.append, allow_stdin=False
                 )
             except TimeoutError as error:
+                first = source.strip().partition("\n")[0]
                 raise KernelSilent(
-                    f"A cell did not end within {self.timeout:g} s: {_first_line(source)}",
+                    f"A cell did not end within {self.timeout:g} s: {first}",
                     hint="Give cells more time by --timeout, or use a notebook with shorter ones.",
                     left="the demo's kernel is ended",
                 ) from error
-            text = "".join(printed)
+            streams = [message["content"] for message in messages if message["msg_type"] == "stream"]
+            text = "".join(stream["text"] for stream in streams if stream["name"] == "stdout")
             for line in text.splitlines():
                 self.print(f"  {line.expandtabs()}")
             if "fingerprint" in _tags(cell):
@@ -235,8 +185,34 @@ class _Demo:
         self.print(f"  {'together':16} {sum(event.seconds or 0.0 for event in events):9.3f}")
 
 
-def _first_line(source: str) -> str:
-    return source.strip().partition("\n")[0]
+def quickstart() -> Path:
+    """Return the quickstart notebook of this checkout, or the one that the wheel installed."""
+    from jupyter_core.paths import jupyter_path
+
+    checkout = Path(__file__).resolve().parents[2] / "notebooks"
+    for directory in (checkout, *map(Path, jupyter_path("gpu-ckpt", "notebooks"))):
+        if (directory / "quickstart.ipynb").is_file():
+            return directory / "quickstart.ipynb"
+    raise BadRequest("The quickstart notebook is not installed.", hint="Name a notebook.")
+
+
+def _read(path: Path) -> list[list[dict[str, Any]]]:
+    """Return the cells of the notebook's halves.  Raises `BadRequest` if nothing can be compared."""
+    try:
+        cells: list[dict[str, Any]] = json.loads(path.read_text())["cells"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadRequest(f"{path} is not a notebook: {error}.") from error
+    middle = next((i for i, cell in enumerate(cells) if "checkpoint" in _tags(cell)), None)
+    if middle is None:
+        raise BadRequest("No cell of the notebook is tagged `checkpoint`.", hint="Tag the cell that divides it.")
+    halves = [cells[:middle], cells[middle:]]
+    for half in halves:
+        if sum("fingerprint" in _tags(cell) for cell in half) != 1:
+            raise BadRequest(
+                "Nothing can be compared: each half of the notebook needs one cell tagged `fingerprint`.",
+                hint="Tag the two cells that must print the same.",
+            )
+    return halves
 
 
 def _tags(cell: dict[str, Any]) -> list[str]:

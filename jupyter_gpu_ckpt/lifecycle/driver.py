@@ -107,8 +107,11 @@ class Lifecycle:
         return self.kernel.kept_image
 
     def device_bytes(self) -> dict[str, int]:
-        """Return the device memory that the kernel has now, in bytes by GPU UUID.  Raises `CudaError`."""
-        return host_memory.device_bytes(self.kernel)
+        """Return the device memory that the kernel has now, in bytes by GPU UUID.  Queries NVML.
+
+        Raises `CudaError` where the driver or NVML does not answer.
+        """
+        return host_memory.device_bytes(self.kernel) if self.kernel.capsule is not None else {}
 
     def resident(self) -> int:
         """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""

@@ -7,6 +7,7 @@ part of the server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -61,6 +62,7 @@ class GpuCkptApp(ExtensionApp):
     description = "Checkpoints idle kernels with their CUDA state, and wakes them on demand."
     classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, KernelPersistence, GpuUsage]  # noqa: RUF012
 
+    serverapp: ServerApp  # None only before the extension is linked
     jobs: Jobs
     monitor: KernelMonitor
     store: Store
@@ -93,7 +95,7 @@ class GpuCkptApp(ExtensionApp):
 
     def initialize_settings(self) -> None:
         """Called from jupyter_server once its kernel manager exists, on its event loop."""
-        assert self.serverapp is not None and self.serverapp.event_logger is not None
+        assert self.serverapp.event_logger is not None
         # For its traits, by their defaults and the configuration; it gets no kernel.
         provisioner = GpuCkptProvisioner(config=self.serverapp.config)
         self.store = Store(Path(provisioner.image_dir))
@@ -106,16 +108,15 @@ class GpuCkptApp(ExtensionApp):
         self.usage = GpuUsage(self.provisioners, self.monitor, self.store.named, events.usage, parent=self)
         self._publisher = Publisher(self.store, os.environ.get(VARIABLE, ""), self.serverapp.log)
         self.monitor.listeners += [Log(self.serverapp.log), events, self._metrics, self.usage, self._publisher]
-        self.monitor.on_protected.append(events.protected)
         self.idle = IdlePolicy(self.provisioners, parent=self)
         self.cold = ColdTier(self.store, provisioner.archive_url, provisioner.archive_after, self.serverapp.log)
         self._diagnosis: tuple[float, dict[str, Any]] | None = None
         self._diagnosing = asyncio.Lock()
-        manager, self._readiness = self.serverapp.kernel_manager, Readiness()
-        for target in (manager, self.serverapp.session_manager):
-            if isinstance(target, (CheckpointKernelManagerMixin, CheckpointSessionManager)):
-                target.readiness = self._readiness
+        manager, sessions, self._readiness = self.serverapp.kernel_manager, self.serverapp.session_manager, Readiness()
+        if isinstance(sessions, CheckpointSessionManager):
+            sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
+            manager.readiness = self._readiness
             manager.kernel_listeners.append(self.monitor.add)
             manager.idle_seconds = self.idle.idle_seconds
 
@@ -130,7 +131,6 @@ class GpuCkptApp(ExtensionApp):
         for the same notebook.
         """
         super().initialize()  # type: ignore[no-untyped-call]
-        assert self.serverapp is not None
         self._attaching: asyncio.Task[None] | None = None
         finished = False
 
@@ -146,11 +146,8 @@ class GpuCkptApp(ExtensionApp):
             finally:
                 finished = True
 
-        try:
+        with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
-        except RuntimeError:
-            pass
-        else:
             return
         if self.serverapp.show_config or self.serverapp.show_config_json:
             return  # it prints the configuration and ends
@@ -167,7 +164,6 @@ class GpuCkptApp(ExtensionApp):
         return self._attaching
 
     async def _attach_all(self) -> None:
-        assert self.serverapp is not None
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
             # First: attached kernels have no other owner, should this server end before it listens.
@@ -200,8 +196,8 @@ class GpuCkptApp(ExtensionApp):
             await self.cold.stop()
             await self.persistence.stop()
             await self._publisher.stop()
-            await self.jobs.close()
-            self.monitor.close()
+            await self.jobs.stop()
+            self.monitor.keep_only({})
             self._metrics.close()
         finally:
             # The server accepts no connections any more, but serves open ones, also once it has no kernels left.
@@ -211,13 +207,11 @@ class GpuCkptApp(ExtensionApp):
 
     def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
         """Return our provisioner of an existing kernel, also under a foreign kernel manager; else None."""
-        assert self.serverapp is not None
         found = getattr(self.serverapp.kernel_manager.get_kernel(kernel_id), "provisioner", None)
         return found if isinstance(found, GpuCkptProvisioner) else None
 
     def provisioners(self) -> dict[str, GpuCkptProvisioner]:
         """Return our provisioners by kernel id, also of kernels that could only be started plainly."""
-        assert self.serverapp is not None
         found = {id: self.provisioner(id) for id in self.serverapp.kernel_manager.list_kernel_ids()}
         return {id: provisioner for id, provisioner in found.items() if provisioner is not None}
 
@@ -228,7 +222,6 @@ class GpuCkptApp(ExtensionApp):
     @property
     def root(self) -> Path:
         """The directory that notebook paths are relative to."""
-        assert self.serverapp is not None
         return Path(self.serverapp.root_dir)
 
     async def attach(self, image: Image) -> None:
@@ -236,7 +229,6 @@ class GpuCkptApp(ExtensionApp):
 
         Raises `StateError` if it has an owner, or the image is not the kernel's only copy any more.
         """
-        assert self.serverapp is not None
         kernels, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if not isinstance(kernels, CheckpointKernelManagerMixin):
             raise StateError("This server's kernel manager cannot attach kernels.")
@@ -268,13 +260,11 @@ class GpuCkptApp(ExtensionApp):
 
     async def drain(self) -> dict[str, Any]:
         """Checkpoint every kernel and verify its image; return the result of the job ``drain``."""
-        assert self.serverapp is not None
-        ids = list(self.serverapp.kernel_manager.list_kernel_ids())
+        ids = self.serverapp.kernel_manager.list_kernel_ids()
         return await drain.drain(ids, self.provisioners(), self.store, self.serverapp.log)
 
     async def estimate_drain(self) -> dict[str, Any]:
         """Estimate the work of `drain`."""
-        assert self.serverapp is not None
         found = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
         return dataclasses.asdict(found)
 

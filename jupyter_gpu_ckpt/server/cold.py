@@ -44,7 +44,7 @@ class ColdTier:
         self._task = PeriodicTask("gpu-ckpt-cold-tier", self._run)
 
     def start(self) -> None:
-        """Start.  Called from the extension, on its event loop."""
+        """Called from the extension, on its event loop."""
         if self._url:
             self._task.start()
 
@@ -100,25 +100,20 @@ def main() -> None:
     try:
         with FileLock(store.root / ".cold.lock", timeout=0, mode=0o600):
             remote = Remote(options["url"])
-            _sweep(store, remote)
-            _archive(store, remote, options["after"])
+            for id, error in sweep(store, remote):
+                _report(id, error)
+            for image, outcome in archive_old(store, remote, options["after"]):
+                if not isinstance(outcome, ImageBusy | ImageNotFound):  # else its kernel is in use
+                    _report(image.id, outcome)
     except Timeout:  # another server of this user does it
         pass
     except GpuCkptError as error:
-        print(json.dumps({"image": "", "code": error.code}), flush=True)
+        _report("", error)
 
 
-def _sweep(store: Store, remote: Remote) -> None:
-    for id, error in sweep(store, remote):
-        print(json.dumps({"image": id, **({"code": error.code} if error else {})}), flush=True)
-
-
-def _archive(store: Store, remote: Remote, after: float) -> None:
-    for image, outcome in archive_old(store, remote, after):
-        if isinstance(outcome, ImageBusy | ImageNotFound):  # its kernel is in use
-            continue
-        result = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
-        print(json.dumps({"image": image.id, **result}), flush=True)
+def _report(image: str, outcome: GpuCkptError | int | None) -> None:
+    result = {"code": outcome.code} if isinstance(outcome, GpuCkptError) else {"freed": outcome}
+    print(json.dumps({"image": image, **result}), flush=True)
 
 
 def _exit_with_server() -> None:

@@ -22,64 +22,49 @@ PROTECTION = f"{_BASE}/kernel_protection/v1"
 USAGE = f"{_BASE}/gpu_usage/v1"
 
 
-def register(bus: EventLogger) -> None:
-    """Register our schemas; those that are registered already are kept."""
-    for schema_id in (STATE, STEP, FAILURE, PROTECTION, USAGE):
-        if schema_id not in bus.schemas:
-            bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
-
-
 class Events(Listener):
     """A listener of `monitor.KernelMonitor` that emits events."""
 
     def __init__(self, bus: EventLogger) -> None:
         self.bus = bus
-        register(bus)
+        for schema_id in {STATE, STEP, FAILURE, PROTECTION, USAGE} - set(bus.schemas.schema_ids):
+            bus.register_event_schema(SCHEMAS / f"{schema_id.split('/')[-2]}.yaml")
 
     def usage(self, document: dict[str, Any]) -> None:
         """Emit GPU memory by kernel."""
         self.bus.emit(schema_id=USAGE, data=document)
 
     def changed(self, change: Changed) -> None:
-        """Emit a change of state."""
         self._emit(
             STATE,
             change.kernel_id,
             state=change.state.value,
             previous=change.previous.value if change.previous else None,
-            seconds=change.seconds,
-            image=change.image,
-            device_bytes=change.device_bytes,
+            **_fields(change, "seconds", "image", "device_bytes"),
         )
 
     def stepped(self, step: Stepped) -> None:
-        """Emit the progress of a verb."""
         event = step.event
         self._emit(
             STEP,
             event.kernel_id,
-            verb=step.verb,
-            step=event.step,
             status=event.kind,
-            fraction=step.fraction,
-            bytes=event.bytes,
-            seconds=event.seconds,
-            expected_bytes=step.expected_bytes,
-            expected_seconds=step.expected_seconds,
-            code=event.code,
+            **_fields(event, "step", "bytes", "seconds", "code"),
+            **_fields(step, "verb", "fraction", "expected_bytes", "expected_seconds"),
         )
 
     def failed(self, failure: Failed) -> None:
-        """Emit the failure of a verb."""
-        fields = {name: getattr(failure, name) for name in ("verb", "step", "code", "hint", "left")}
-        self._emit(FAILURE, failure.kernel_id, **fields)
+        self._emit(FAILURE, failure.kernel_id, **_fields(failure, "verb", "step", "code", "hint", "left"))
 
     def protected(self, kernel_id: str, until: float | None) -> None:
-        """Emit that a protection was set, or (None) ended.  Called for `KernelMonitor.on_protected`."""
         self._emit(PROTECTION, kernel_id, protected_until=until)
 
     def _emit(self, schema_id: str, kernel_id: str, **data: Any) -> None:
         self.bus.emit(schema_id=schema_id, data={"kernel_id": kernel_id, **data})
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 class Log(Listener):
@@ -89,7 +74,6 @@ class Log(Listener):
         self.log = log
 
     def changed(self, change: Changed) -> None:
-        """Log the line."""
         facts = {
             "kernel": change.kernel_id,
             "from": change.previous.value if change.previous else "-",

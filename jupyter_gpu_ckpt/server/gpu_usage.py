@@ -6,6 +6,7 @@ Front ends read the events: one measurement here serves every browser tab.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,8 +22,8 @@ from ..cuda.gpus import Gpu
 from ..errors import GpuCkptError
 from ..kernel.engine import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
-from .monitor import Changed, KernelMonitor, Listener, Stepped, device_bytes
-from .periodic_task import PeriodicTask
+from .monitor import Changed, KernelMonitor, Listener, Stepped
+from .periodic_task import PeriodicTask, wait
 
 #: Seconds of history.
 HISTORY = 3600.0
@@ -71,11 +72,11 @@ class GpuUsage(Listener, LoggingConfigurable):
         self._history: dict[str, deque[tuple[float, int]]] = {}
 
     def start(self) -> None:
-        """Start.  Called from the extension, on its event loop."""
+        """Called from the extension, on its event loop."""
         self._task.start()
 
     async def stop(self) -> None:
-        """Stop.  Called from the extension."""
+        """Called from the extension."""
         await self._task.stop()
 
     async def measure(self) -> Usage:
@@ -114,21 +115,12 @@ class GpuUsage(Listener, LoggingConfigurable):
                     return  # the driver lists no GPU, and none appears while this server runs
                 self._failing = False
             except Exception as error:
-                self._log_failure(error)
-            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation by `stop`.
-            timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
-            try:
-                await self._sooner.wait()
-            finally:
-                timer.cancel()
-
-    def _log_failure(self, error: Exception) -> None:
-        """Log the first of consecutive failures.  An error of the driver needs no traceback."""
-        if not self._failing:
-            self._failing = True
-            trace = None if isinstance(error, GpuCkptError) else error
-            text = "GPU memory by kernel could not be measured; it is tried again every %g s: %s"
-            self.log.warning(text, self.interval, error, exc_info=trace)
+                if not self._failing:  # the first of consecutive failures; an error of the driver needs no traceback
+                    self._failing = True
+                    trace = None if isinstance(error, GpuCkptError) else error
+                    text = "GPU memory by kernel could not be measured; it is tried again every %g s: %s"
+                    self.log.warning(text, self.interval, error, exc_info=trace)
+            await wait(self._sooner, self.interval)
 
     def _record(self, usage: Usage) -> Usage:
         before, self._last = self._last, usage
@@ -153,14 +145,10 @@ class GpuUsage(Listener, LoggingConfigurable):
             )
         return usage
 
-    # -- as a listener
-
     def changed(self, change: Changed) -> None:
-        """A kernel has another state, and so other device memory."""
         self._sooner.set()
 
     def stepped(self, step: Stepped) -> None:
-        """Device memory was swapped out or in."""
         if step.event.kind == "completed" and step.event.step in ("cuda_suspend", "cuda_resume"):
             self._sooner.set()
 
@@ -171,11 +159,8 @@ def _measure(provisioners: Mapping[str, GpuCkptProvisioner], image_dir: Path) ->
     gpus = tuple(shared_engine(image_dir).gpus.list())
     kernels: dict[str, dict[str, int]] = {}
     for kernel_id, provisioner in provisioners.items() if gpus else ():
-        lifecycle = provisioner.lifecycle
-        try:
-            memory = device_bytes(lifecycle) if lifecycle is not None else {}
-        except GpuCkptError:
-            continue  # it is just ending, or NVML does not answer
-        for uuid, count in memory.items():
-            kernels.setdefault(uuid, {})[kernel_id] = count
+        if (lifecycle := provisioner.lifecycle) is not None:
+            with contextlib.suppress(GpuCkptError):  # it is just ending, or NVML does not answer
+                for uuid, count in lifecycle.device_bytes().items():
+                    kernels.setdefault(uuid, {})[kernel_id] = count
     return Usage(at, gpus, kernels)

@@ -29,13 +29,11 @@ from .jobs import Job, Jobs
 from .monitor import KernelMonitor
 
 OPENAPI = Path(__file__).with_name("openapi.yaml")
-VERBS = ("suspend", "resume", "checkpoint", "restore")
+METHODS = {"delete", "get", "post"}
 _PARAMETERS = {"restore": {"gpu_map", "accept_changed_files"}, "suspend": {"when"}, "checkpoint": {"when"}}
 
-Method = Callable[..., Awaitable[None]]
-
-#: What a request of each verb runs.
-_VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
+#: The method that a request of each verb runs.
+VERBS: Mapping[str, Callable[..., Awaitable[Any]]] = {
     "suspend": GpuCkptProvisioner.suspend,
     "resume": GpuCkptProvisioner.resume,
     "checkpoint": GpuCkptProvisioner.checkpoint,
@@ -53,29 +51,16 @@ class Extension(Protocol):
     idle: IdlePolicy
 
     @property
-    def root(self) -> Path:
-        """The directory that notebook paths are relative to."""
-
-    def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None:
-        """Return the provisioner of a kernel, if it is ours."""
-
-    def refresh_monitor(self) -> None:
-        """Monitor the kernels that exist now."""
-
-    async def attach(self, image: Image) -> None:
-        """Serve the kernel that sleeps in an image."""
-
-    async def drain(self) -> dict[str, Any]:
-        """Checkpoint every kernel and verify its image."""
-
-    async def estimate_drain(self) -> dict[str, Any]:
-        """Estimate the work of `drain`."""
-
-    async def status(self) -> dict[str, Any]:
-        """Return the document of ``status``."""
+    def root(self) -> Path: ...
+    def provisioner(self, kernel_id: str) -> GpuCkptProvisioner | None: ...
+    def refresh_monitor(self) -> None: ...
+    async def attach(self, image: Image) -> None: ...
+    async def drain(self) -> dict[str, Any]: ...
+    async def estimate_drain(self) -> dict[str, Any]: ...
+    async def status(self) -> dict[str, Any]: ...
 
 
-def _endpoint(method: Method) -> Method:
+def _endpoint(method: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     """Require a user who is authorized, and turn our errors into replies with code, hint and what was left behind."""
 
     @functools.wraps(method)
@@ -86,29 +71,30 @@ def _endpoint(method: Method) -> Method:
             self.set_status(models.http_status(error))
             self.reply({"message": error.message, "error": error.as_dict()})
 
-    return cast(Method, web.authenticated(authorized(reply_with_errors)))
+    return cast(Callable[..., Awaitable[None]], web.authenticated(authorized(reply_with_errors)))
 
 
 class Handler(ExtensionHandlerMixin, APIHandler):
-    """Base of all handlers of this package."""
+    """Base of all handlers of this package; their methods are made endpoints (`_endpoint`)."""
 
     auth_resource = "gpu_ckpt"
     #: Whether a POST or DELETE counts as the user's activity: a hub's request to a server that it will stop does not.
     is_activity = True
 
+    def __init_subclass__(cls) -> None:
+        for name in METHODS & vars(cls).keys():
+            setattr(cls, name, _endpoint(getattr(cls, name)))
+
     async def prepare(self) -> None:  # type: ignore[override]
-        """Called before each request."""
         self._track_activity = self.is_activity and self.request.method not in ("GET", "HEAD")
         await super().prepare()
 
     @property
     def app(self) -> Extension:
-        """The extension."""
         app: Extension = self.settings[self.name]
         return app
 
     def reply(self, document: Any) -> None:
-        """Finish with a JSON document."""
         self.finish(json.dumps(document))
 
     def reply_started(self, job: Job) -> None:
@@ -120,8 +106,7 @@ class Handler(ExtensionHandlerMixin, APIHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Called for all other errors.  RFC 9110: a 405 names the methods that are allowed."""
         if status_code == 405:
-            allowed = [name for name in ("DELETE", "GET", "POST") if name.lower() in vars(type(self))]
-            self.set_header("Allow", ", ".join(allowed))
+            self.set_header("Allow", ", ".join(sorted(METHODS & vars(type(self)).keys())).upper())
         super().write_error(status_code, **kwargs)
 
     def body(self, allowed: set[str]) -> dict[str, Any]:
@@ -157,7 +142,6 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         return provisioner
 
     def document(self, kernel_id: str) -> dict[str, Any]:
-        """Return the kernel's document."""
         provisioner = self.kernel(kernel_id)
         name = self.kernel_manager.get_kernel(kernel_id).kernel_name
         monitored, job = self.app.monitor.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
@@ -172,30 +156,24 @@ class Handler(ExtensionHandlerMixin, APIHandler):
 
 
 class StatusHandler(Handler):
-    """``status``"""
+    """``status``: the host, its GPUs, the policy, and how many kernels are in which state."""
 
-    @_endpoint
     async def get(self) -> None:
-        """The host, its GPUs, the policy, and how many kernels are in which state."""
         self.reply(await self.app.status())
 
 
 class KernelsHandler(Handler):
-    """``kernels``"""
+    """``kernels``: all kernels of this server."""
 
-    @_endpoint
     async def get(self) -> None:
-        """All kernels of this server."""
         self.app.refresh_monitor()
         self.reply([self.document(kernel_id) for kernel_id in self.kernel_manager.list_kernel_ids()])
 
 
 class KernelHandler(Handler):
-    """``kernels/<id>``"""
+    """``kernels/<id>``: one kernel, with its device memory now."""
 
-    @_endpoint
     async def get(self, kernel_id: str) -> None:
-        """One kernel, with its device memory now."""
         self.app.refresh_monitor()
         provisioner = self.kernel(kernel_id)
         on_device = await asyncio.to_thread(models.on_device, provisioner)
@@ -203,24 +181,20 @@ class KernelHandler(Handler):
 
 
 class PreflightHandler(Handler):
-    """``kernels/<id>/preflight``"""
+    """``kernels/<id>/preflight``: whether a checkpoint would be refused now."""
 
-    @_endpoint
     async def get(self, kernel_id: str) -> None:
-        """Whether a checkpoint would be refused now."""
-        self.reply(await asyncio.to_thread(models.findings, self.kernel(kernel_id)))
+        self.reply(await asyncio.to_thread(models.findings, self.checkpointable(kernel_id)))
 
 
 class VerbHandler(Handler):
-    """``kernels/<id>/{suspend,resume,checkpoint,restore}``"""
+    """``kernels/<id>/{suspend,resume,checkpoint,restore}``: begin; 202 with the job."""
 
-    @_endpoint
     async def post(self, kernel_id: str, verb: str) -> None:
-        """Begin; 202 with the job."""
         provisioner = self.checkpointable(kernel_id)
         parameters = self._parameters(verb)
         arguments = {name: value for name, value in parameters.items() if name != "when"}
-        call = functools.partial(_VERBS[verb], provisioner, **arguments)
+        call = functools.partial(VERBS[verb], provisioner, **arguments)
         turn = None
         if parameters.get("when") == "idle":
             turn = provisioner.once_idle()
@@ -245,12 +219,9 @@ class DrainHandler(Handler):
 
     is_activity = False
 
-    @_endpoint
     async def get(self) -> None:
-        """Estimate the work of a drain."""
         self.reply(await self.app.estimate_drain())
 
-    @_endpoint
     async def post(self) -> None:
         """Begin to checkpoint every kernel and to verify its image; 202 with the job."""
         self.body(set())
@@ -258,11 +229,9 @@ class DrainHandler(Handler):
 
 
 class ProtectHandler(Handler):
-    """``kernels/<id>/protect``"""
+    """``kernels/<id>/protect``: keep idle policies off the kernel for some seconds from now; 0 ends that."""
 
-    @_endpoint
     async def post(self, kernel_id: str) -> None:
-        """Keep idle policies off the kernel for some seconds from now; 0 ends that."""
         provisioner = self.checkpointable(kernel_id)
         body = self.body({"seconds"})
         if "seconds" not in body:
@@ -273,12 +242,9 @@ class ProtectHandler(Handler):
 class JobHandler(Handler):
     """``jobs/<id>``"""
 
-    @_endpoint
     async def get(self, id: str) -> None:
-        """One job."""
         self.reply(self.job(id).as_dict())
 
-    @_endpoint
     async def delete(self, id: str) -> None:
         """Cancel a job that waits until no cell runs."""
         job = self.job(id)
@@ -287,32 +253,27 @@ class JobHandler(Handler):
 
 
 class GpusHandler(Handler):
-    """``gpus``"""
+    """``gpus``: the GPUs' memory by kernel, now and during the last hour."""
 
-    @_endpoint
     async def get(self) -> None:
-        """The GPUs' memory by kernel, now and during the last hour."""
         self.reply(await self.app.usage.document())
 
 
 class ImagesHandler(Handler):
-    """``images``"""
+    """``images``: all images in the image directory."""
 
-    @_endpoint
     async def get(self) -> None:
-        """All images in the image directory."""
-        self.reply(await asyncio.to_thread(models.images, self.app.store, self.app.root))
+        self.reply(
+            await asyncio.to_thread(lambda: [models.image(each, self.app.root) for each in self.app.store.images()])
+        )
 
 
 class ImageHandler(Handler):
     """``images/<id>``"""
 
-    @_endpoint
     async def get(self, id: str) -> None:
-        """One image."""
         self.reply(await asyncio.to_thread(lambda: models.image(self.image(id), self.app.root)))
 
-    @_endpoint
     async def delete(self, id: str) -> None:
         """Delete an image; the only copy of a sleeping kernel only with ``force=true``."""
         force = self.get_query_argument("force", "false")
@@ -324,11 +285,9 @@ class ImageHandler(Handler):
 
 
 class AttachHandler(Handler):
-    """``images/<id>/attach``"""
+    """``images/<id>/attach``: attach the kernel that sleeps in the image; it sleeps on."""
 
-    @_endpoint
     async def post(self, id: str) -> None:
-        """Attach the kernel that sleeps in the image; it sleeps on."""
         self.body(set())
         image = await asyncio.to_thread(self.image, id)
         kernel_id = image.manifest.kernel_id
@@ -338,11 +297,9 @@ class AttachHandler(Handler):
 
 
 class OpenapiHandler(Handler):
-    """``openapi.yaml``"""
+    """``openapi.yaml``: the description of these routes."""
 
-    @_endpoint
     async def get(self) -> None:
-        """The OpenAPI description of these routes."""
         self.finish(await asyncio.to_thread(OPENAPI.read_bytes), set_content_type="application/yaml")
 
 

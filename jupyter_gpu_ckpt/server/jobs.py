@@ -46,10 +46,8 @@ class Job:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the job as JSON-serialisable data."""
-        return {name: getattr(self, name) for name in _FIELDS}
-
-
-_FIELDS = ("id", "kernel_id", "verb", "parameters", "status", "started", "ended", "error", "result")
+        names = ("id", "kernel_id", "verb", "parameters", "status", "started", "ended", "error", "result")
+        return {name: getattr(self, name) for name in names}
 
 
 class Jobs:
@@ -96,12 +94,11 @@ class Jobs:
         except asyncio.CancelledError:
             if job.cancelled:
                 return
-            job.error = GpuCkptError(
-                "The server stopped before the job ended.", hint="Look at the kernel's state."
-            ).as_dict()
+            error = GpuCkptError("The server stopped before the job ended.", hint="Look at the kernel's state.")
+            job.error = error.as_dict()
             raise
-        except Exception as error:
-            job.error = GpuCkptError.from_exception(error).as_dict()
+        except Exception as failure:
+            job.error = GpuCkptError.from_exception(failure).as_dict()
 
     def _ended(self, job: Job) -> None:
         job.ended = job.ended or time.time()
@@ -122,7 +119,7 @@ class Jobs:
         """Return the kernel's newest job."""
         return next((job for job in reversed(self._jobs.values()) if job.kernel_id == kernel_id), None)
 
-    async def close(self) -> None:
+    async def stop(self) -> None:
         """Stop waiting.  The verbs continue on their kernels' own threads."""
         tasks = list(self._tasks.values())
         for task in tasks:

@@ -63,12 +63,10 @@ class Metrics(Listener, Collector):
         )
 
     def changed(self, change: Changed) -> None:
-        """A kernel has another state."""
         if change.previous in VERBS and change.state not in (State.DEAD, *VERBS) and change.code is None:
             DONE.labels(VERBS[change.previous]).inc()
 
     def stepped(self, step: Stepped) -> None:
-        """A step ended."""
         event = step.event
         if event.kind == "completed":
             STEP_SECONDS.labels(event.step).observe(event.seconds or 0.0)
@@ -76,5 +74,4 @@ class Metrics(Listener, Collector):
                 FREED.inc(event.bytes)
 
     def failed(self, failure: Failed) -> None:
-        """A verb failed."""
         FAILURES.labels(failure.verb, failure.code).inc()

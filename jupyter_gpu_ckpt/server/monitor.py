@@ -15,7 +15,6 @@ from logging import Logger
 from tornado.ioloop import IOLoop
 
 from .. import errors
-from ..cuda.driver import CudaState
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import PLANS, Plan, State, Step
@@ -35,10 +34,10 @@ POLL_INTERVAL = 0.25
 #: Growth of a verb's fraction that is worth an event.
 MIN_PROGRESS = 0.005
 
-_ERRORS: dict[str, type[errors.GpuCkptError]] = {
-    error.code: error
-    for _, error in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(error, errors.GpuCkptError)
+_ERRORS = {
+    each.code: each
+    for each in vars(errors).values()
+    if isinstance(each, type) and issubclass(each, errors.GpuCkptError)
 }
 
 _LEFT = {
@@ -116,6 +115,9 @@ class Listener:
     def failed(self, failure: Failed) -> None:
         """A verb failed."""
 
+    def protected(self, kernel_id: str, until: float | None) -> None:
+        """A protection was set, until some seconds since the epoch, or (None) ended."""
+
 
 class KernelMonitor:
     """The monitored kernels by id.  Belongs to one event loop."""
@@ -124,8 +126,6 @@ class KernelMonitor:
         self.loop = loop
         self.log = log
         self.listeners: list[Listener] = []
-        #: Called with a kernel's id and until when it is protected (seconds since the epoch), or None.
-        self.on_protected: list[Callable[[str, float | None], None]] = []
         self.kernels: dict[str, MonitoredKernel] = {}
         #: GPU-seconds of device memory that was swapped out and is back, or gone.
         self.freed_gpu_seconds = 0.0
@@ -150,10 +150,6 @@ class KernelMonitor:
             self.remove(gone)
         for kernel_id, provisioner in provisioners.items():
             self.add(kernel_id, provisioner)
-
-    def close(self) -> None:
-        """Stop monitoring all kernels."""
-        self.keep_only({})
 
     def start_polling(self) -> None:
         """Poll the progress of steps until none is under way.  Called when a step has started."""
@@ -209,7 +205,6 @@ class MonitoredKernel:
             self._on_state(provisioner.lifecycle.state, measure=False)  # NVML would block the event loop
 
     def close(self) -> None:
-        """Stop listening."""
         self.step = None
         self.provisioner.sinks.remove(self._on_step)
         self.provisioner.on_state.remove(self._on_state)
@@ -222,11 +217,7 @@ class MonitoredKernel:
         self._post(lambda: self._process_step(event))
 
     def _on_protection(self, until: float | None) -> None:
-        def report() -> None:
-            for callback in self.monitor.on_protected:
-                callback(self.kernel_id, until)
-
-        self._post(report)
+        self._post(lambda: self.monitor.notify(lambda listener: listener.protected(self.kernel_id, until)))
 
     def _on_state(self, state: State, measure: bool = True) -> None:
         at, lifecycle = time.time(), self.provisioner.lifecycle
@@ -243,7 +234,7 @@ class MonitoredKernel:
                 return Sizes(device=manifest.device_bytes, image=manifest.bytes)
             if lifecycle.capsule is None:
                 return Sizes()
-            return Sizes(host=lifecycle.resident(), device=device_bytes(lifecycle))
+            return Sizes(host=lifecycle.resident(), device=lifecycle.device_bytes())
         except Exception as error:  # an estimate is not worth a checkpoint
             self.monitor.log.debug("Kernel %s could not be measured: %s", self.kernel_id, type(error).__name__)
             return Sizes()
@@ -344,17 +335,6 @@ class MonitoredKernel:
         if self.swapped_out is not None:
             self.monitor.freed_gpu_seconds += self.swapped_out.gpu_seconds(at)
             self.swapped_out = None
-
-
-def device_bytes(lifecycle: Lifecycle) -> dict[str, int]:
-    """Return the device memory of a kernel's process, in bytes by GPU UUID.  Queries NVML: not for the event loop.
-
-    Raises `CudaError` where the driver or NVML does not answer.
-    """
-    capsule, engine = lifecycle.capsule, lifecycle.engine
-    if capsule is None or engine.cuda.state(capsule.host_pid) is not CudaState.RUNNING:
-        return {}
-    return engine.gpus.used_by(capsule.host_pid)
 
 
 def _plan(before: State | None, via: State) -> Plan | None:

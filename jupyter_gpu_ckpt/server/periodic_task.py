@@ -34,3 +34,13 @@ class PeriodicTask:
             task.cancel()
             # Not `await task`: the caller's own cancellation would look the same.
             await asyncio.wait({task})
+
+
+async def wait(event: asyncio.Event, timeout: float) -> None:
+    """Wait until the event is set; set it after ``timeout`` seconds."""
+    # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation by `PeriodicTask.stop`.
+    timer = asyncio.get_running_loop().call_later(timeout, event.set)
+    try:
+        await event.wait()
+    finally:
+        timer.cancel()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from filelock import FileLock, Timeout
 from traitlets import Bool, Float
@@ -28,16 +28,7 @@ from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
 from ..paths import data_directory
 from . import drain, models
-
-
-class KernelStarter(Protocol):
-    """The part of the server's kernel manager (`AsyncMappingKernelManager`) that attaching needs."""
-
-    async def start_kernel(self, **kwargs: Any) -> str:
-        """Start a kernel; the provisioner attaches an existing one of that id that has no owner."""
-
-    def get_kernel(self, kernel_id: str) -> Any:
-        """Return the manager of one kernel."""
+from .kernel_manager import CheckpointKernelManagerMixin
 
 
 class KernelPersistence(LoggingConfigurable):
@@ -98,7 +89,9 @@ class KernelPersistence(LoggingConfigurable):
             start_new_session=True,
         )
 
-    async def attach_all(self, kernels: KernelStarter, sessions: Any, root: Path, base: Path, store: Store) -> None:
+    async def attach_all(
+        self, kernels: CheckpointKernelManagerMixin, sessions: Any, root: Path, base: Path, store: Store
+    ) -> None:
         """Attach the kernels of earlier servers.  Called when the server's event loop runs.
 
         The first listing drops a session row whose kernel is not there, and may come before the kernels are attached:
@@ -106,7 +99,8 @@ class KernelPersistence(LoggingConfigurable):
         """
         if not self.attach_on_start:
             return
-        rows = {row["kernel_id"]: dict(row) for row in _rows(sessions)}
+        # Also of kernels that do not exist.
+        rows = {row["kernel_id"]: dict(row) for row in sessions.cursor.execute("SELECT * FROM session").fetchall()}
         found = await asyncio.to_thread(find_orphans, base, store)
         for id, refusal in found.refused.items():
             self.log.error("Kernel %s could not be attached: %s", id, refusal.code)
@@ -127,17 +121,18 @@ class KernelPersistence(LoggingConfigurable):
         attached.sort(key=lambda orphan: orphan.image.manifest.created if orphan.image else float("inf"), reverse=True)
         for orphan in attached:
             if (row := rows.get(orphan.session.kernel_id)) and not await sessions.session_exists(row["path"]):
-                await sessions.save_session(**{name: row[name] for name in _ROW})
+                await sessions.save_session(**row)
         for orphan in attached:
             if orphan.session.kernel_id not in rows:
                 await self.create_session(sessions, orphan, root)
 
-    async def attach(self, kernels: KernelStarter, orphan: Orphan) -> None:
+    async def attach(self, kernels: CheckpointKernelManagerMixin, orphan: Orphan) -> None:
         """Have ``kernels`` serve an orphan under its old id; a sleeping one sleeps on."""
         session = orphan.session
         await kernels.start_kernel(kernel_id=session.kernel_id, kernel_name=session.kernel_name or None)
         # jupyter_server waits for the kernel's first status message; a sleeping kernel sends none until it is woken.
-        kernels.get_kernel(session.kernel_id).execution_state = "idle"
+        kernel: Any = kernels.get_kernel(session.kernel_id)
+        kernel.execution_state = "idle"
 
     async def create_session(self, sessions: Any, orphan: Orphan, root: Path) -> None:
         """Give an attached kernel the notebook it was started for, if that exists and has no other kernel.
@@ -188,19 +183,6 @@ class KernelPersistence(LoggingConfigurable):
         # The code alone: the text of an error may name private files.
         self.log.error(text, kernel_id, error.code if isinstance(error, GpuCkptError) else type(error).__name__)
         self.log.debug("Kernel %s: the error was:", kernel_id, exc_info=error)
-
-
-#: Columns of jupyter_server's session table that make a session.
-_ROW = ("session_id", "path", "name", "type", "kernel_id")
-
-
-def _rows(sessions: Any) -> list[Any]:
-    """Return the rows of the session database, also those whose kernels do not exist."""
-    cursor = sessions.connection.cursor()
-    sessions.cursor  # noqa: B018 - makes the table of a fresh database
-    cursor.execute("SELECT * FROM session")
-    rows: list[Any] = cursor.fetchall()
-    return rows
 
 
 def _below(path: Path, root: Path) -> bool:

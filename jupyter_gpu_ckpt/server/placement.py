@@ -56,7 +56,6 @@ class Publisher(Listener):
             await asyncio.to_thread(self._publish)
 
     def changed(self, change: Changed) -> None:
-        """Publish soon."""
         self._changed.set()
 
     async def _run(self) -> None:

@@ -19,19 +19,16 @@ class CheckpointSessionManager(SessionManager):
         super().__init__(**kwargs)
         self.readiness = Readiness()
 
-    async def list_sessions(self) -> list[dict[str, Any]]:
-        """Called from REST."""
-        await self.readiness.wait()
-        found: list[dict[str, Any]] = await super().list_sessions()
-        return found
+    # Called from REST; `session_exists` also from `persistence`.
 
-    async def session_exists(self, path: str) -> bool:
-        """Called from REST before a session is created, and by `persistence`."""
+    async def list_sessions(self) -> Any:
         await self.readiness.wait()
-        return bool(await super().session_exists(path))
+        return await super().list_sessions()
 
-    async def get_session(self, **kwargs: Any) -> dict[str, Any]:
-        """Called from REST."""
+    async def session_exists(self, path: str) -> Any:
         await self.readiness.wait()
-        found: dict[str, Any] = await super().get_session(**kwargs)
-        return found
+        return await super().session_exists(path)
+
+    async def get_session(self, **kwargs: Any) -> Any:
+        await self.readiness.wait()
+        return await super().get_session(**kwargs)

@@ -75,10 +75,10 @@ def test_the_kernel_of_the_demo_is_configured_as_others_are(store, run, configur
     asked = []
 
     async def run_nothing(self):
-        asked.append(GpuCkptProvisioner(config=self.config, kernel_id="k"))
+        asked.append(GpuCkptProvisioner(config=self.kernel_config, kernel_id="k"))
         return {"intact": True}
 
-    monkeypatch.setattr(demo._Demo, "run", run_nothing)
+    monkeypatch.setattr(demo.DemoCommand, "demonstrate", run_nothing)
     assert run("demo", "--json").status == 0
     assert (asked[0].image_dir, asked[0].slowest_rate) == (str(store.named), 7.0)
 

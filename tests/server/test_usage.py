@@ -18,7 +18,7 @@ from jupyter_gpu_ckpt.server import gpu_usage
 from jupyter_gpu_ckpt.server.events import SCHEMAS
 from jupyter_gpu_ckpt.server.gpu_usage import GpuUsage
 from jupyter_gpu_ckpt.server.monitor import KernelMonitor
-from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeGpus
 
 GIB = 2**30
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"
@@ -32,8 +32,8 @@ class World:
         self.driver = FakeDriver({A: 10 * GIB, B: 10 * GIB})
         self.pid = os.getpid()
         self.driver.start({A: 3 * GIB}, pid=self.pid)
-        engine = SimpleNamespace(cuda=FakeCuda(self.driver), gpus=FakeGpus(self.driver, directory))
-        lifecycle = SimpleNamespace(capsule=SimpleNamespace(host_pid=self.pid), engine=engine)
+        engine = SimpleNamespace(gpus=FakeGpus(self.driver, directory))
+        lifecycle = SimpleNamespace(device_bytes=lambda: engine.gpus.used_by(self.pid))
         provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
         monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
         self.told: list[dict] = []

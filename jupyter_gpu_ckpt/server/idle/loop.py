@@ -19,7 +19,7 @@ from traitlets.config import LoggingConfigurable
 
 from ...errors import GpuCkptError, InsufficientResources, PreflightError, StateError
 from ...kernel.provisioner import GpuCkptProvisioner
-from ..periodic_task import PeriodicTask
+from ..periodic_task import PeriodicTask, wait
 from .policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
 from .probe import KernelProbe
 
@@ -106,16 +106,9 @@ class IdlePolicy(LoggingConfigurable):
 
     def status(self) -> dict[str, Any]:
         """Return the settings as JSON; times in seconds, memory in bytes."""
-        return {
-            "running": self._rounds.started,
-            "suspend_after": self.suspend_after,
-            "checkpoint_after": self.checkpoint_after,
-            "kernelspecs": dict(self.kernelspecs),
-            "suspended_memory_limit": self.suspended_memory_limit,
-            "without_device_memory": self.without_device_memory,
-            "max_parallel": self.max_parallel,
-            "under_way": len(self._under_way),
-        }
+        names = (*_RULE_KEYS, "kernelspecs", "suspended_memory_limit", "without_device_memory", "max_parallel")
+        traits = {name: getattr(self, name) for name in names}
+        return {"running": self._rounds.started, **traits, "under_way": len(self._under_way)}
 
     def outlook(self, kernel_id: str) -> dict[str, Any] | None:
         """Return the policy's plan for a kernel (`Policy.outlook`), as of the last round; None before its first."""
@@ -131,19 +124,11 @@ class IdlePolicy(LoggingConfigurable):
     async def _run(self) -> None:
         while True:
             self._sooner.clear()
-            # A timer and not `wait_for`, which before Python 3.12 can lose the cancellation by `stop`.
-            timer = asyncio.get_running_loop().call_later(self.interval, self._sooner.set)
             try:
-                await self._round_or_log()
-                await self._sooner.wait()
-            finally:
-                timer.cancel()
-
-    async def _round_or_log(self) -> None:
-        try:
-            await self.round()
-        except Exception:
-            self.log.exception("The idle policy could not inspect the kernels; the next round tries again.")
+                await self.round()
+            except Exception:
+                self.log.exception("The idle policy could not inspect the kernels; the next round tries again.")
+            await wait(self._sooner, self.interval)
 
     async def round(self) -> list[Action]:
         """Inspect every kernel once and start the actions that are due; return those."""

@@ -28,7 +28,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
-from jupyter_gpu_ckpt.kernel.adoption import orphans
+from jupyter_gpu_ckpt.kernel.adoption import find_orphans
 from jupyter_gpu_ckpt.lifecycle import machine
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
@@ -69,7 +69,7 @@ class Chain:
 
     def truths(self) -> tuple[int, int]:
         """Kernels that live, and images that can be restored."""
-        living = sum(one.directory is not None for one in orphans(self.base, self.store))
+        living = sum(one.directory is not None for one in find_orphans(self.base, self.store).orphans)
         restorable = 0
         for image in self.store.images():
             try:
@@ -93,7 +93,7 @@ class Chain:
 def chain(tmp_path, runtime_base, criu_binary):
     chain = Chain(tmp_path, runtime_base)
     yield chain
-    for one in orphans(chain.base, chain.store):
+    for one in find_orphans(chain.base, chain.store).orphans:
         if one.directory is not None:
             Capsule.attach(one.directory).close()
 

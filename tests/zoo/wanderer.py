@@ -27,7 +27,7 @@ from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel.adoption import orphans
+from jupyter_gpu_ckpt.kernel.adoption import find_orphans
 
 ZOO = Path(__file__).resolve().parent
 KERNEL_ID = "0dead000-0000-4000-8000-000000000002"
@@ -36,7 +36,7 @@ KERNEL_ID = "0dead000-0000-4000-8000-000000000002"
 def truths(directory: Path, base: Path) -> tuple[int, int]:
     """Kernels that live without an owner, and images that can be restored."""
     store = Store(directory / "images")
-    living = sum(one.directory is not None for one in orphans(base, store))
+    living = sum(one.directory is not None for one in find_orphans(base, store).orphans)
     restorable = 0
     for image in store.images():
         try:

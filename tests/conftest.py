@@ -9,11 +9,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from cuda_subject import why_no_gpu
 from harness import notebook
 
 from jupyter_gpu_ckpt.criu.install import find
 from jupyter_gpu_ckpt.cuda.client import Helper
-from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
 
 #: Folders whose files run one after the other.
 _GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}

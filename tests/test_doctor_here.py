@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ordinary_user import ordinary_user
 
 from jupyter_gpu_ckpt.cli import main
 from jupyter_gpu_ckpt.criu import install
@@ -15,7 +16,6 @@ from jupyter_gpu_ckpt.doctor.checks import diagnose
 from jupyter_gpu_ckpt.errors import CriuMissing
 from jupyter_gpu_ckpt.kernel.directories import default_image_dir
 from jupyter_gpu_ckpt.subprocesses import run
-from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
 

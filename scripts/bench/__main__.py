@@ -12,9 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from limits import MISSED
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
-from jupyter_gpu_ckpt.testing.cuda_subject import why_no_gpu
+from cuda_subject import why_no_gpu
+from limits import MISSED
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (

@@ -1,17 +1,21 @@
-"""Device memory in the browser, on a server whose GPUs are fakes (`testing.fake_host`); all else is real."""
+"""Device memory in the browser, on a server whose GPUs are fakes (`fake_host`); all else is real."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from desktop import BADGE, lab, write_notebook
-
-from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
+from fake_host import allocation_cell
 
 GIB = 1 << 30
 GPU = "GPU-fake-a"
+TESTS = str(Path(__file__).resolve().parents[1])
 CONFIG = f"""
+import sys
 from pathlib import Path
-from jupyter_gpu_ckpt.testing.fake_host import install
+sys.path.append({TESTS!r})
+from fake_host import install
 install({{{GPU!r}: 16 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
 """
 

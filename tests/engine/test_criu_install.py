@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ordinary_user import ordinary_user
 
 from jupyter_gpu_ckpt import subprocesses
 from jupyter_gpu_ckpt.criu import debian
@@ -16,7 +17,6 @@ from jupyter_gpu_ckpt.criu import install as criu_install
 from jupyter_gpu_ckpt.criu.install import FLOOR, VARIABLE, CriuBinary, check, find, install
 from jupyter_gpu_ckpt.errors import CriuMissing
 from jupyter_gpu_ckpt.subprocesses import Completed
-from jupyter_gpu_ckpt.testing.ordinary_user import ordinary_user
 
 REPOSITORY = Path(__file__).parents[2]
 needs_apt = pytest.mark.skipif(shutil.which("apt-get") is None, reason="no apt here: run these on Debian or Ubuntu")

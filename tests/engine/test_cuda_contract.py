@@ -6,12 +6,12 @@ What a test here asserts, callers may rely on; what the fake does beyond it is t
 import contextlib
 
 import pytest
+from cuda_subject import CudaSubject
+from fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
-from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
-from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 MIB = 2**20
 MEMORY = 256 * MIB

@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
+from cuda_subject import CudaSubject
 
 from jupyter_gpu_ckpt.cuda.driver import Cuda
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
-from jupyter_gpu_ckpt.testing.cuda_subject import CudaSubject
 
 
 @pytest.fixture(autouse=True)

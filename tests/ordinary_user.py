@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..subprocesses import CLEAN_ENVIRONMENT, Completed, run
+import jupyter_gpu_ckpt
+from jupyter_gpu_ckpt.subprocesses import CLEAN_ENVIRONMENT, Completed, run
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(jupyter_gpu_ckpt.__file__).resolve().parent
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 In a ``jupyter_server_config.py``::
 
-    from jupyter_gpu_ckpt.testing.fake_host import install
+    import sys
+    sys.path.append(TESTS)
+    from fake_host import install
     install({"GPU-a": 8 << 30}, image_dir)
 
 A kernel of that server has device memory once it has run the cell `allocation_cell`; the memory goes with it through
@@ -16,14 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import procfs
-from ..criu.criu import Criu
-from ..criu.install import dotted, find
-from ..cuda.client import Caller
-from ..image.store import Store
-from ..kernel.engine import use_engine
-from ..lifecycle.context import Engine
-from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
+from fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.criu.install import dotted, find
+from jupyter_gpu_ckpt.cuda.client import Helper
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.kernel.engine import use_engine
+from jupyter_gpu_ckpt.lifecycle.context import Engine
 
 _MEMORY = "fake-device-memory.json"
 
@@ -82,7 +85,7 @@ def _home(pid: int) -> Path | None:
     return files[0].parent if files else None
 
 
-def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Caller] | None = None) -> FakeHost:
+def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Helper] | None = None) -> FakeHost:
     """Give this process's kernels a host with these GPUs (total bytes by UUID).
 
     ``helper`` makes the driver's caller, for instance a `fake_helper.FakeHelper`; else the driver is called directly.

@@ -206,7 +206,7 @@ class CapsuleGone(GpuCkptError, code="CAPSULE_GONE"):
 class KernelLost(GpuCkptError, code="KERNEL_LOST"):
     """The kernel's process ended, and no image brings it back by itself."""
 
-    default_hint = "Restart the kernel; it starts without its variables. If an image is kept, it is named above."
+    default_hint = "Restart the kernel; it starts without its variables."
 
 
 class ProtocolVersion(GpuCkptError, code="PROTOCOL_VERSION", exit_status=76):

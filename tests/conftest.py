@@ -12,6 +12,8 @@ import pytest
 from cuda_subject import why_no_gpu
 from harness import notebook
 
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import find
 from jupyter_gpu_ckpt.cuda.client import Helper
 
@@ -99,3 +101,38 @@ async def kernel(tmp_path, runtime_base, criu_binary):
     async with notebook(tmp_path, runtime_base) as running:
         assert running.lifecycle is not None, "started plainly"
         yield running
+
+
+@pytest.fixture
+def directory():
+    """A directory with a short path; it cannot be removed while anything is mounted in it."""
+    path = Path(tempfile.mkdtemp(prefix="gc-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def home(directory):
+    """The directory of a capsule, with one for an image in it."""
+    (directory / "image").mkdir(0o700)
+    return directory
+
+
+@pytest.fixture
+def capsule(directory):
+    with Capsule.create(directory) as capsule:
+        yield capsule
+
+
+@pytest.fixture
+def criu(criu_binary):
+    return Criu(criu_binary.argv)
+
+
+@pytest.fixture(scope="module")
+def public_directory():
+    """A directory that apt's download user and ordinary users can enter, unlike pytest's own."""
+    directory = Path(tempfile.mkdtemp(prefix="gpu-ckpt-test-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)

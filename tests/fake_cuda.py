@@ -2,7 +2,7 @@
 
 `FakeDriver` replaces the helper process and returns the driver's own numbers, so that `FakeCuda` and `FakeGpus` are the
 real `cuda.Cuda` and `gpus.Gpus` except for what they read from /proc.  The contract suite in
-``tests/engine/test_cuda_contract.py`` compares it with the real driver, also in two calls that destroy a process: a
+``tests/cuda/test_cuda_contract.py`` compares it with the real driver, also in two calls that destroy a process: a
 restore into too little memory, and one with a mapping that omits a GPU.
 """
 

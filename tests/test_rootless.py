@@ -123,9 +123,9 @@ def pytest_of(*tests: str) -> list[str]:
 @root_only
 def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
     nobody = Nobody(place, criu)
-    engine = ["tests/engine/test_capsule.py", "tests/engine/test_criu.py", "tests/engine/test_criu_guard.py"]
-    engine += ["tests/engine/test_process_state.py", "tests/test_proven_state.py"]
-    tests = pytest_of("tests/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
+    engine = ["tests/capsule/test_capsule.py", "tests/criu/test_criu.py", "tests/capsule/test_criu_guard.py"]
+    engine += ["tests/process/test_process_state.py", "tests/process/test_proven_state.py"]
+    tests = pytest_of("tests/lifecycle/test_cycle.py", *engine, "tests/test_rootless.py", "-m", "not torture")
     said = nobody.run(tests, timeout=HANGS)
     assert " passed" in said
     assert " failed" not in said
@@ -155,7 +155,10 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)
     chosen = "a_pair or data or master or half or session or refused or taken_back or awake or restarted or gone"
-    nobody.run(pytest_of("tests/test_terminals.py", "tests/test_ended_kernels.py", "-k", chosen), timeout=HANGS)
+    nobody.run(
+        pytest_of("tests/capsule/test_terminals.py", "tests/lifecycle/test_ended_kernels.py", "-k", chosen),
+        timeout=HANGS,
+    )
     assert nobody.seen == {(UID,) * 4}
 
 
@@ -163,7 +166,7 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 def test_a_user_with_supplementary_groups(place, criu):
     """They cannot be mapped into a user namespace without help; the kernel keeps them all the same, as overflow ids."""
     nobody = Nobody(place, criu, groups=(UID, 60001, 60002))
-    nobody.run(pytest_of("tests/test_cycle.py", "-k", "everything_is_there or three_cycles"), timeout=120)
+    nobody.run(pytest_of("tests/lifecycle/test_cycle.py", "-k", "everything_is_there or three_cycles"), timeout=120)
     assert nobody.seen == {(UID,) * 4}
 
 

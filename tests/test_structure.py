@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
+TESTS = Path(__file__).resolve().parent
+PACKAGE = TESTS.parent / "jupyter_gpu_ckpt"
 #: Imports nothing of the package that is not in this list.
 GROUND = {"errors", "trace", "paths", "procfs", "units", "subprocesses", "terminal_text"}
 
@@ -85,3 +86,13 @@ def test_folders_have_a_duty_and_no_circle_but_through_kernel_host():
     assert _circle(folders) == []
     assert "gate" not in folders["lifecycle"]
     assert "lifecycle" not in folders["gate"]
+
+
+def test_tests_lie_in_folders_as_modules_do():
+    """A folder of tests is called after the package's, or is one of those that test a user's whole way."""
+    whole = {"browser", "clients", "faults", "gpu", "guide", "nodes", "scale", "support", "zoo"}
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
+    assert {name for name in folders - whole if not (PACKAGE / name).is_dir()} == set()
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()} - folders == {
+        "testing"
+    }

@@ -18,8 +18,8 @@ from .terminal import Terminal
 #: Every exit status and its meaning; errors define theirs (`errors.GpuCkptError.exit_status`).
 EXIT_STATUSES = {
     0: "done",
-    1: "demo: a value is not what it was",
-    64: "the command line or the configuration cannot be understood",
+    1: "demo: a value changed",
+    64: "the command line or the configuration is invalid",
     65: "not possible in the kernel's present state",
     66: "an image is missing, in use, damaged, or does not fit this node",
     69: "this host, or a server, lacks something",
@@ -28,7 +28,7 @@ EXIT_STATUSES = {
     73: "a directory cannot be written",
     74: "a transfer failed",
     75: "not now: try again later",
-    76: "another release started the kernel, in a way that this one does not know",
+    76: "another release, with another protocol version, started the kernel",
     77: "a key cannot be used",
     130: "interrupted",
     141: "the program that read the output has ended",

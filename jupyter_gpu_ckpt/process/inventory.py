@@ -4,8 +4,8 @@
 calls in their own name (`injection`).  It finds three things:
 
 *refusals*: state of a kind that is not on the lists of this module.  The lists have what is proven: each kind went
-through a dump and a restore by root and by an ordinary user, and its test is in ``tests/engine/test_process_state.py``.
-A kind that is not on them is refused by its name while the kernel still lives.
+through a dump and a restore by root and by an ordinary user (``tests/process/test_process_state.py``).  A kind that is
+not on them is refused by its name while the kernel still lives.
 
 *notes*: state that CRIU forgets and that `reapply` puts back before the restored processes run.
 

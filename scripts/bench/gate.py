@@ -29,8 +29,7 @@ from limits import MISSED
 
 from jupyter_gpu_ckpt.gate import wire
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "kernel"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from gate_world import DEADLINE, Kernel, World
 from waiting import until

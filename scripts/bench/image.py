@@ -25,7 +25,7 @@ from jupyter_gpu_ckpt.image.blocks import BLOCK, DEPTH
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "image"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 
 from images import FACTS
 

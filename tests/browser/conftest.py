@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-
 from desktop import Desktop, built_front_end, find_chromium
 
 #: Where the pictures of a run are kept; a directory of its own if the environment names none.

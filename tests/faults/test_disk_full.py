@@ -139,7 +139,7 @@ CALLS = "write,fsync,rename,renameat,mkdir,link,linkat,chmod,fchmod,fchmodat,ope
 def test_every_call_of_a_publish_fails_once(tmp_path, strace):
     """The Nth call that changes the disk, for each N: an image that is whole, or none and nothing left over."""
     codes = []
-    images = Path(__file__).resolve().parents[1] / "image"
+    images = Path(__file__).resolve().parents[1] / "support"
     for number in range(1, 200):
         place = tmp_path / str(number)
         place.mkdir()

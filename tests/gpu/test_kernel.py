@@ -17,7 +17,7 @@ from jupyter_gpu_ckpt.errors import CriuKilled, DeviceHeld
 pytestmark = pytest.mark.gpu
 
 GIB = 1 << 30
-KILLED_CRIU = Path(__file__).parents[1] / "engine" / "killed_criu.py"
+KILLED_CRIU = Path(__file__).parents[1] / "support" / "killed_criu.py"
 
 SETUP = """
 import hashlib, json, random

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-for beside in ("server", "browser"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / beside))
-
-from desktop import find_chromium  # noqa: E402
-from fresh_machine import FreshMachine, fresh_machine, why_not  # noqa: E402
+from desktop import find_chromium
+from fresh_machine import FreshMachine, fresh_machine, why_not
 
 
 @pytest.fixture

@@ -6,17 +6,12 @@ import importlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-for beside in ("server", "browser"):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / beside))
-
-from desk import Desk  # noqa: E402
-from town import PROXY, Town, town  # noqa: E402
+from desk import Desk
+from town import PROXY, Town, town
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,19 +9,15 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
+from images import publish
 
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.server.cold import ColdTier
 from jupyter_gpu_ckpt.transfer.remote import Remote
-
-sys.path.append(str(Path(__file__).parents[1] / "image"))
-
-from images import publish
 
 LOG = logging.getLogger(__name__)
 

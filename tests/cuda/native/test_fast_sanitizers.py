@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from programs import Programs, build, why_no_sanitizer
-from subject import MIB, STOP_TIMEOUT, Control, Subject, running
+from subject import MIB, PATIENCE, Control, Subject, running
 from test_fast_faults import VERBS, calls_of, retry
 from waiting import until
 
@@ -172,6 +172,6 @@ def test_a_race_is_seen(with_tsan, doubles):
     with (
         pytest.raises((AssertionError, OSError, ValueError, subprocess.SubprocessError)),
         running(with_tsan, doubles, environment=OPTIONS) as subject,
-        ended_after(STOP_TIMEOUT, subject),
+        ended_after(PATIENCE, subject),
     ):
         hammer(subject, 3, 20, lambda _: contextlib.nullcontext())

@@ -105,7 +105,7 @@ os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt", "doctor", "-
 
 
 def spoiled(fault: str, *arguments: str) -> dict[str, dict]:
-    environment = dict(os.environ) | {"PYTHONPATH": str(Path(checks.__file__).parents[1])}
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(checks.__file__).parents[2])}
     return told(run([sys.executable, "-c", SPOILER, fault, *arguments], timeout_s=120, env=environment))
 
 

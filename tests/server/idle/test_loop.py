@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt.kernel.agent_requests import AgentRequests
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy, memory_of_host
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 #: The kernels here have no GPU.
 ALL = {"without_device_memory": True}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jupyter_gpu_ckpt.criu.install import CriuBinary
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def needed() -> list[Path]:

@@ -21,7 +21,7 @@ from jupyter_gpu_ckpt import __version__
 
 pytestmark = pytest.mark.timeout(180)
 
-OWNER = Path(__file__).with_name("owner.py")
+OWNER = Path(__file__).parents[1] / "support" / "owner.py"
 JUPYTER = shutil.which("jupyter", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 

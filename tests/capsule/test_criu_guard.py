@@ -27,7 +27,7 @@ from jupyter_gpu_ckpt.errors import CapsuleError, CriuKilled
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, release_late
 
 ENV = {"PATH": os.environ["PATH"]}
-LAUNCHER = Path(__file__).with_name("killed_criu.py")
+LAUNCHER = Path(__file__).parents[1] / "support" / "killed_criu.py"
 #: More ptrace calls than a dump of `Subject` makes.
 MOST = 400
 

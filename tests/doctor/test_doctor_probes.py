@@ -11,13 +11,13 @@ from jupyter_gpu_ckpt.errors import CudaUnavailable
 
 
 def test_place_of_a_directory_that_is_not_there_yet(tmp_path):
-    place = probes.place(tmp_path / "a/b")
+    place = probes.directory_facts(tmp_path / "a/b")
     assert place.path == tmp_path and place.free > 0 and place.problem == "" and place.filesystem != "unknown"
 
 
 def test_place_in_a_file_system_that_cannot_be_written():
-    assert probes.place(Path("/proc/nowhere")).problem
-    assert probes.place(Path("/proc/nowhere")).filesystem == "proc"
+    assert probes.directory_facts(Path("/proc/nowhere")).problem
+    assert probes.directory_facts(Path("/proc/nowhere")).filesystem == "proc"
 
 
 def test_sysctl():

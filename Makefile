@@ -1,4 +1,4 @@
-# Targets: demo test test-hub lint labextension wheel bench scale torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-fast test-hub lint labextension wheel bench scale torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -15,7 +15,7 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -25,6 +25,10 @@ test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
 	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# No CRIU, browser, hub or cluster: for the minutes between two edits.
+test-fast: $(VENV)/ready
+	$(BIN)/python -m pytest -m "not slow and not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # A real JupyterHub with Linux users, and a real Slurm: a part of `make test`, too, but for the hundred culls in a row, which
 # take ten minutes.  Needs root and Node; without them it says so.

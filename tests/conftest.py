@@ -19,12 +19,22 @@ from jupyter_gpu_ckpt.cuda.client import Helper
 
 #: Folders whose files run one after the other.
 _GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}
+#: Folders whose tests start servers, hubs, clusters, browsers, or kernels by the dozen.
+_WHOLE = {"browser", "clients", "faults", "gpu", "guide", "hub", "nodes", "scale", "zoo"}
 
 
 def pytest_configure():
     """Programs that the tests start are told to stop by SIGINT, too; a shell has its background jobs ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Mark what `make test-fast` leaves out: tests that dump with CRIU, and folders that start much more than a kernel."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in _WHOLE or "criu_binary" in item.fixturenames:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -90,7 +90,7 @@ def test_what_the_process_starts_inherits_nothing_of_it(built, tmp_path):
     assert said.startswith("None\n") and "LD_PRELOAD" not in said and fastpath.VARIABLE not in said
 
 
-@pytest.mark.criu
+@pytest.mark.slow
 async def test_a_kernel_with_the_library_and_no_gpu_leaves_and_returns(built, monkeypatch, tmp_path, runtime_base):
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)
     library = fastpath.preload(built)

@@ -30,7 +30,7 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what `make test-fast` leaves out: tests that dump with CRIU, and folders that start much more than a kernel."""
+    """Mark what `make test-fast` leaves out: tests that dump with CRIU, and those of folders that start servers."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in _WHOLE or "criu_binary" in item.fixturenames:

@@ -189,7 +189,7 @@ def check(binary: CriuBinary) -> Check:
     except (OSError, TimeoutError, ValueError) as error:
         return Check(False, str(error))
     if "run" not in answers:
-        refused = [f"{step}: {answer['what']}" for step, answer in answers.items() if answer]
+        refused = [f"{step}: {answer['message']}" for step, answer in answers.items() if answer]
         return Check(False, f"cannot run: the namespaces that CRIU needs are refused ({', '.join(refused)})")
     done_inside = answers["run"]
     errors = [line for line in done_inside["output"].splitlines() if "Error" in line]

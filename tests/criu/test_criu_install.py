@@ -146,6 +146,13 @@ def test_check_never_raises():
     assert not answer.ok and "No such file" in answer.what
 
 
+def test_check_says_which_namespace_is_refused(monkeypatch):
+    refused = {"user": {"errno": 1, "message": "Operation not permitted"}}
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(criu_install, "run", lambda *_, **__: Completed(0, json.dumps(refused), ""))
+    assert "user: Operation not permitted" in check(CriuBinary(("/criu",), FLOOR, "system")).what
+
+
 # -- installing -------------------------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,7 @@ class Router:
 
     def shut(self, reason: str) -> None:
         """Close every socket and fail the verbs under way."""
+        self.cancel_prompt()
         self._disconnect(reason)
         self.readers.close()
         wire.close(self._front)

@@ -247,7 +247,8 @@ class Lifecycle:
         self.kernel.cancellation.request(reason)
         attempt, ends = self.kernel.attempt, reason is Reason.END
         if ends:
-            self.gate.cancel_prompt()
+            with contextlib.suppress(GpuCkptError):  # the kernel is ended all the same
+                self.gate.cancel_prompt()
         if attempt is not None:
             if ends and (verification := attempt.verification) is not None:
                 verification.cancel()

@@ -298,6 +298,17 @@ def test_shutdown_and_interrupt_of_a_kernel_that_is_away_are_answered_and_never_
     assert reply(client, client.execute("1"))["content"]["status"] == "ok"
 
 
+def test_a_gate_that_stops_ends_a_prompt(up: World) -> None:
+    client = up.client()
+    up.to_sleep()
+    client.execute("1", allow_stdin=True)
+    until(lambda: up.woken, "the cell woke the kernel")
+    answer = up.in_thread(lambda: up.gate.prompt("Go on?", 600.0))
+    assert client.get_stdin_msg(timeout=DEADLINE)["content"]["prompt"] == "Go on?"
+    up.gate.stop()
+    assert answer.join() is None
+
+
 @pytest.mark.parametrize("how", ["message", "signal"])
 @pytest.mark.parametrize("asleep", [False, True])
 def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:

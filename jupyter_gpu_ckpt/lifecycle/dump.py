@@ -60,14 +60,15 @@ def dump(attempt: Attempt) -> None:
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     _make_space(kernel, bytes + preflight.MARGIN)
-    over, pause = time.monotonic() + kernel.settings.pipes, 0.1
+    over, pause, evicted = time.monotonic() + kernel.settings.pipes, 0.1, False
     while True:
         try:
             attempt.traced.bytes = _write_image(attempt, bytes)
             return
         except errors.NoSpace:  # checkpoints side by side saw the same space
-            if not chunk_cache.evictable_bytes(root):
+            if evicted or not chunk_cache.evictable_bytes(root):
                 raise
+            evicted = True  # once: other kernels may write ahead meanwhile
             host_memory.discard_chunks(kernel, wait=True)
             chunk_cache.evict(root)
         except errors.PipesExhausted:  # other processes of this user have them

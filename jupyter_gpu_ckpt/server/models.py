@@ -120,13 +120,16 @@ def require_no_cell(provisioner: GpuCkptProvisioner) -> None:
 def image(of: Image, root: Path) -> dict[str, Any]:
     """Return the document of one image, with its notebook's path below ``root``.  Reads the disk."""
     names = ("kernel_id", "kernel_name", "created", "bytes", "device_bytes", "hostname", "criu_version", "steps")
-    session = None
-    with contextlib.suppress(ProtocolVersion):  # the image is listed all the same
+    session, is_only_copy = None, True
+    # Another release may have written the session, or have the kernel: the image is listed all the same.
+    with contextlib.suppress(ProtocolVersion):
         session = Session.read(of.path)
+    with contextlib.suppress(ProtocolVersion):
+        is_only_copy = only_copy(of, "") is not None
     return {
         "id": of.id,
         **{name: getattr(of.manifest, name) for name in names},
-        "only_copy": only_copy(of, "") is not None,
+        "only_copy": is_only_copy,
         "notebook": notebook(session, root),
     }
 

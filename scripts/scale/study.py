@@ -17,7 +17,7 @@ from jupyter_gpu_ckpt.server.idle.policy import Rule
 
 SEEDS = (1, 2, 3)
 MINUTE = 60.0
-#: Seconds a wake waits for room before its cell fails with GPU_FULL (`context.LifecycleSettings.room`).
+#: Seconds a wake waits before its cell fails with GPU_FULL (`LifecycleSettings.reservation`).
 ROOM = 10.0
 #: Bytes of an NVIDIA H200, as NVML tells.
 H200 = 139 * GIB

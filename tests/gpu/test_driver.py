@@ -246,7 +246,7 @@ class TestWhatIsRefused:
 
 
 class TestWhatDestroys:
-    """Why `Gpus.room` and `gpu_mapping` exist.  If one of these fails, the driver has become kinder."""
+    """Why `Gpus.reservation` and `gpu_mapping` exist.  If one of these fails, the driver has become kinder."""
 
     @pytest.mark.alone
     def test_a_restore_without_room(self, cuda, gpus, subject, record):

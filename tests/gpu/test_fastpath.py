@@ -184,7 +184,7 @@ async def test_an_image_takes_device_memory_past_criu_and_only_what_has_changed(
             await kernel.run(f"{change}; bits = int(x.view(torch.int32).sum())")
             await kernel.provisioner.checkpoint()
             image = kernel.lifecycle.image
-            record(arena=image.manifest.swapped_bytes, bytes=image.manifest.bytes, steps=image.manifest.steps)
+            record(swapped=image.manifest.swapped_bytes, bytes=image.manifest.bytes, steps=image.manifest.steps)
             assert image.manifest.swapped_bytes >= 1 << 30
             assert image.manifest.bytes - image.manifest.swapped_bytes < 3 << 30, "the process itself"
             assert await kernel.run("print(int(x.view(torch.int32).sum()) == bits)", 120) == "True"

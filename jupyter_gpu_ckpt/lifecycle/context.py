@@ -110,10 +110,11 @@ class Cancellation:
             self.reason = max(self.reason, reason)
             self._changed.notify_all()
 
-    def reset(self, reason: Reason = Reason.NONE) -> None:
-        """Lower the reason to ``reason``."""
+    def reset(self, reason: Reason = Reason.NONE, *, requested: Reason = Reason.END) -> None:
+        """Lower the reason to ``reason`` when the ``requested`` one was met; a higher one of another thread stays."""
         with self._changed:
-            self.reason = reason
+            if self.reason <= requested:
+                self.reason = reason
 
     def wait(self, seconds: float, reason: Reason) -> bool:
         """Wait until ``reason`` is requested; return whether it is."""

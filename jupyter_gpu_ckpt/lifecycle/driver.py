@@ -214,7 +214,7 @@ class Lifecycle:
         self._cancel(Reason.DETACH)
         with self._lock:
             kernel = self.kernel
-            kernel.cancellation.reset(Reason.DETACH_SOON)
+            kernel.cancellation.reset(Reason.DETACH_SOON, requested=Reason.DETACH)
             if kernel.capsule is not None:
                 with contextlib.suppress(CapsuleError, CapsuleGone):  # ended meanwhile
                     kernel.capsule.outlive()

@@ -25,6 +25,18 @@ def test_a_request_only_raises_the_reason():
     assert cancellation.reason is Reason.DETACH_SOON
 
 
+def test_a_detach_does_not_take_back_the_end_that_another_thread_has_requested():
+    cancellation = Cancellation()
+    cancellation.request(Reason.DETACH)
+    cancellation.request(Reason.END)
+    cancellation.reset(Reason.DETACH_SOON, requested=Reason.DETACH)
+    assert cancellation.reason is Reason.END
+    cancellation.reset()
+    cancellation.request(Reason.DETACH)
+    cancellation.reset(Reason.DETACH_SOON, requested=Reason.DETACH)
+    assert cancellation.reason is Reason.DETACH_SOON
+
+
 @pytest.mark.parametrize(
     ("reason", "error"), [(Reason.NONE, None), (Reason.DETACH_SOON, None), (Reason.DETACH, CriuError)]
 )

@@ -1,9 +1,9 @@
 """The states of a kernel: ``(kernel, event) -> (kernel, steps)``, one literal table, no I/O.
 
-A `Move` has a plan, a row of steps.  `driver` runs the steps that
-`advance` returns one by one and reports `StepDone` or `StepFailed`.  When a step fails, the machine returns the undo of
-every step that was done, in reverse, and the kernel ends in the plan's ``back`` state.  So every transition ends in a
-named state in which either the kernel runs (or is suspended) or a verified image is kept.
+A `Move` has a plan, a row of steps.  `driver` runs the steps that `advance` returns one by one and reports `StepDone`
+or `StepFailed`.  When a step fails, the machine returns the undo of every step that was done, in reverse, and the
+kernel ends in the plan's ``back`` state.  So every transition ends in a named state in which either the kernel runs (or
+is suspended) or a verified image is kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /* A faster mmap(MAP_POPULATE) of large memory: prefaulted by several threads, with huge pages.
  *
- *  * The driver suspends a context into memory that it maps by one such call (740 MiB with PyTorch on an H200, driver
+ * The driver suspends a context into memory that it maps by one such call (740 MiB with PyTorch on an H200, driver
  * 580), and waits for 190,000 small pages to be zeroed.  Apart from time nothing may differ. */
 #define _GNU_SOURCE
 #include <pthread.h>

@@ -10,11 +10,11 @@ bool rwlock_layout_is_known(void);
 /* Make calls like those of `dry_run` return although every other thread of the process, except the driver's own, is
  * stopped.
  *
- *  * A thread that waits for the driver's lock as a reader owns it as soon as the driver is unlocked, even if it is
+ * A thread that waits for the driver's lock as a reader owns it as soon as the driver is unlocked, even if it is
  * stopped and has not noticed.  Then nobody can lock it for writing, as our calls must.  Such readers are dropped from
  * the lock's count until `rwlock_restore`; meanwhile they must stay stopped, or the driver be locked again.
  *
- *  * Returns the result of `dry_run`, or CUDA_ERROR_NOT_READY if it does not return within seconds: then the stopped
+ * Returns the result of `dry_run`, or CUDA_ERROR_NOT_READY if it does not return within seconds: then the stopped
  * threads have to run again before anything else is tried. */
 CUresult rwlock_release(CUresult (*dry_run)(void));
 

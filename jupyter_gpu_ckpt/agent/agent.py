@@ -157,11 +157,9 @@ class Agent:
     def thaw(self, content: dict[str, Any]) -> dict[str, Any]:
         """Undo quiesce, set environment variables, and show a notice in the next cell's output."""
         environ = content.get("environ") or {}
-        for name, value in environ.items():
+        for name, value in environ.items():  # before any is set
             if not name or "=" in name or "\0" in name + ("" if value is None else value):
-                raise ValueError(
-                    "not an environment variable"
-                )  # before any is set; not named, for the name may be a secret
+                raise ValueError("not an environment variable")  # not named, for the name may be a secret
         errors: list[str] = []
         self._undo_quiesce(errors)
         for name, value in environ.items():
@@ -180,8 +178,7 @@ class Agent:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             if stream is not None and not stream.closed:
                 stream.flush()
-        loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-        for logger in loggers:
+        for logger in (logging.getLogger(), *logging.Logger.manager.loggerDict.values()):
             for handler in getattr(logger, "handlers", ()):
                 # Other handlers buffer records on purpose (MemoryHandler).
                 if isinstance(handler, logging.StreamHandler):
@@ -242,9 +239,8 @@ def attach() -> None:
         try:
             self.shell.extension_manager.load_extension(NAME)
         except Exception as error:
+            text = f"jupyter_gpu_ckpt: no agent in this kernel ({type(error).__name__}: {error})"
             if sys.__stderr__ is not None:  # the raw one: sys.stderr is the notebook's already
-                print(
-                    f"jupyter_gpu_ckpt: no agent in this kernel ({type(error).__name__}: {error})", file=sys.__stderr__
-                )
+                print(text, file=sys.__stderr__)
 
     app.init_extensions = init_extensions_and_agent

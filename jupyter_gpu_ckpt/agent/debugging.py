@@ -6,6 +6,7 @@ it (ipykernel 7.4, debugpy 1.8); after `close`, turning the debugger on starts a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -51,10 +52,7 @@ def _running(command: list[str]) -> list[int]:
     wanted = b"".join(os.fsencode(word) + b"\0" for word in command)
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                if file.read() == wanted:
-                    found.append(int(name))
-        except OSError:
-            continue  # the process has ended
+        with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as file:  # OSError: it has ended
+            if file.read() == wanted:
+                found.append(int(name))
     return found

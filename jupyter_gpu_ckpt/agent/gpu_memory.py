@@ -64,10 +64,7 @@ def _trim_torch() -> int:
 
 def _trim_cupy() -> int:
     cupy = sys.modules.get("cupy")
-    if cupy is None or not hasattr(cupy, "get_default_memory_pool"):
-        return 0
-    active = _active_devices(_driver())
-    if not active:
+    if cupy is None or not hasattr(cupy, "get_default_memory_pool") or not (active := _active_devices(_driver())):
         return 0
     freed = 0
     pool = cupy.get_default_memory_pool()

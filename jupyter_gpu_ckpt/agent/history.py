@@ -52,7 +52,10 @@ class History:
             manager.writeout_cache()
         except Exception:
             manager.db_input_cache, manager.db_output_cache = cached
-        self._close(manager)
+        # IPython >= 9 keeps every connection it ever opened in a finalizer, which closes and drops it.
+        if (finalizer := getattr(manager, "_finalizer", None)) is not None:
+            finalizer()
+        manager.db.close()
         # Not the closed connection: after an error of sqlite IPython renames the user's file.
         manager.db = DummyDB()
         return True
@@ -76,14 +79,6 @@ class History:
         self._thread_class = None
         return problem
 
-    @staticmethod
-    def _close(manager: Any) -> None:
-        # IPython >= 9 keeps every connection it ever opened in a finalizer, which closes and drops it.
-        finalizer = getattr(manager, "_finalizer", None)
-        if finalizer is not None:
-            finalizer()
-        manager.db.close()
-
 
 def _unreadable(manager: Any) -> str:
     """Return why the database file cannot be used, or ``""``; a file that does not exist yet is usable."""
@@ -93,11 +88,8 @@ def _unreadable(manager: Any) -> str:
     if not os.path.exists(path):
         return ""
     try:
-        connection = sqlite3.connect(path, timeout=_LOCK_TIMEOUT)
-        try:
+        with contextlib.closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT)) as connection:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        finally:
-            connection.close()
     except sqlite3.Error as error:
         return f"history stays in memory: {type(error).__name__}: {error}"
     return ""

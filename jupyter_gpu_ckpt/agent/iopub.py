@@ -7,8 +7,6 @@ fail.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -111,11 +109,6 @@ def _listener(pid: str, port: int) -> bool:
         with open(f"/proc/{pid}/net/tcp", encoding="ascii") as table:
             rows = [row.split() for row in table.readlines()[1:]]
         listening = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
-        names = os.listdir(f"/proc/{pid}/fd") if listening else []
+        return bool(listening) and any(target in listening for _, target in probes.links(pid))
     except OSError:
         return False  # the process has ended
-    for name in names:
-        with contextlib.suppress(OSError):  # a descriptor that was closed meanwhile
-            if os.readlink(f"/proc/{pid}/fd/{name}") in listening:
-                return True
-    return False

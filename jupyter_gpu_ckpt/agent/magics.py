@@ -142,10 +142,9 @@ class GpuMagics:
             more = f", {len(found) - len(shown)} not shown (--limit 0)" if len(shown) < len(found) else ""
             print(f"\n{together} in {len(found)} tensors{more}.")
         for device in gpu_memory.report()["devices"]:
-            print(
-                f"GPU {device['index']} {device['name']}: {tensors.human(device['allocated'])} allocated; "
-                f"{tensors.human(device['reserved'] - device['allocated'])} cached, freed by a checkpoint."
-            )
+            allocated, cached = map(tensors.human, (device["allocated"], device["reserved"] - device["allocated"]))
+            where = f"GPU {device['index']} {device['name']}"
+            print(f"{where}: {allocated} allocated; {cached} cached, freed by a checkpoint.")
 
     # -- their parts -------------------------------------------------------------------------------------------------
 
@@ -166,11 +165,8 @@ class GpuMagics:
         if verb == "suspend":
             print(f"Off the GPU after this cell, in about {seconds['gpu_free']:.1f} s. Run a cell to bring it back.")
         else:
-            size = tensors.human(status["image_bytes"])
-            print(
-                f"Checkpoint after this cell: about {size}, {seconds['saved']:.1f} s. Run a cell to bring it back "
-                f"(about {seconds['back']:.1f} s)."
-            )
+            cost = f"about {tensors.human(status['image_bytes'])}, {seconds['saved']:.1f} s"
+            print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
 
     def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
         """Return the variables to release.  Raises `UsageError` for a name that is no variable with device memory."""

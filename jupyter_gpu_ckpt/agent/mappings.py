@@ -33,6 +33,7 @@ sem_wait.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -71,11 +72,8 @@ class Mapping(NamedTuple):
 
     def overlaps(self, other: Mapping) -> bool:
         """Whether both map a common part of the same file."""
-        return (
-            self.file == other.file
-            and self.offset < other.offset + other.size
-            and other.offset < self.offset + self.size
-        )
+        overlap = self.offset < other.offset + other.size and other.offset < self.offset + self.size
+        return overlap and self.file == other.file
 
 
 def read(pid: str = "self") -> list[Mapping]:
@@ -104,9 +102,7 @@ def deleted(mappings: list[Mapping]) -> list[Mapping]:
 def rehome() -> tuple[int, list[dict[str, Any]]]:
     """Re-home every shared mapping of a deleted file that may be moved.
 
-    Returns
-    -------
-    How many were re-homed, and the deleted files that are still mapped: ``path``, ``kind`` (shared, private),
+    Return how many were re-homed, and the deleted files that are still mapped: ``path``, ``kind`` (shared, private),
     ``size`` in bytes and the ``reason`` why they stay.
     """
     everything = read()
@@ -157,10 +153,8 @@ def _mapped_elsewhere(files: set[tuple[str, int]]) -> set[tuple[str, int]]:
     found = set()
     for pid in os.listdir("/proc"):
         if pid.isdigit() and pid != own:
-            try:
+            with contextlib.suppress(OSError):
                 found |= files & {mapping.file for mapping in read(pid)}
-            except OSError:
-                continue
     return found
 
 
@@ -168,11 +162,9 @@ def _open_files() -> set[tuple[str, int]]:
     """Return device (as /proc/self/maps writes it) and inode of every descriptor of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # closed meanwhile
             status = os.stat(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        found.add((f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino))
+            found.add((f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino))
     return found
 
 
@@ -196,7 +188,6 @@ def _libc() -> Any:
 
 def _exchange(mapping: Mapping) -> str:
     """Replace ``mapping`` by anonymous shared memory with the same content; return the reason why not, or ``""``."""
-    reason = ""
     # /proc/self/mem, because pages behind the end of the file give a short read there, and SIGBUS by their address.
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -204,12 +195,11 @@ def _exchange(mapping: Mapping) -> str:
         return f"/proc/self/mem: {error.strerror}"
     try:
         for _ in range(_ATTEMPTS):
-            reason = _exchange_once(_libc(), memory, mapping)
-            if reason != _WRITTEN:
-                break
+            if (reason := _exchange_once(_libc(), memory, mapping)) != _WRITTEN:
+                return reason
+        return _WRITTEN
     finally:
         os.close(memory)
-    return reason
 
 
 def _exchange_once(libc: Any, memory: int, mapping: Mapping) -> str:

@@ -6,6 +6,7 @@ a library that was not loaded, or reads the user's data.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -16,7 +17,7 @@ import stat
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import gpu_memory, mappings
@@ -119,19 +120,24 @@ def _benign(pid: int, state: str) -> bool:
         return False
 
 
+def links(pid: str = "self") -> Iterator[tuple[int, str]]:
+    """Yield the open descriptors of a process and their targets, without those closed meanwhile."""
+    for number in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+        with contextlib.suppress(OSError):
+            yield number, os.readlink(f"/proc/{pid}/fd/{number}")
+
+
 def open_files() -> list[dict[str, Any]]:
     """Return regular files open for writing: ``path``, ``mode`` (``w``, ``rw``, ``a``, ``ra``) and ``size``.
 
     CRIU refuses the restore when one of them has another size then.
     """
     found = []
-    for name in sorted(os.listdir("/proc/self/fd"), key=int):
+    for number, path in links():
         try:
-            status = os.stat(f"/proc/self/fd/{name}")
-            path = os.readlink(f"/proc/self/fd/{name}")
-            flags = fcntl.fcntl(int(name), fcntl.F_GETFL)
+            status, flags = os.stat(f"/proc/self/fd/{number}"), fcntl.fcntl(number, fcntl.F_GETFL)
         except OSError:
-            continue  # closed meanwhile, as the listing's own descriptor is
+            continue  # closed meanwhile
         access = flags & os.O_ACCMODE
         if stat.S_ISREG(status.st_mode) and access != os.O_RDONLY:
             mode = ("r" if access == os.O_RDWR else "") + ("a" if flags & os.O_APPEND else "w")
@@ -147,9 +153,10 @@ def own_endpoints(kernel: Any, pipe_port: int | None) -> tuple[set[int], set[str
     app = getattr(kernel, "parent", None)
     names = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
     numbers = {port for port in (getattr(app, name, 0) for name in names) if port}
+    pipe = {pipe_port} if pipe_port else set()
     if getattr(app, "transport", "tcp") == "ipc":
-        return ({pipe_port} if pipe_port else set()), {f"{app.ip}-{number}" for number in numbers if app is not None}
-    return numbers | ({pipe_port} if pipe_port else set()), set()
+        return pipe, {f"{app.ip}-{number}" for number in numbers if app is not None}
+    return numbers | pipe, set()
 
 
 def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
@@ -163,28 +170,22 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
     tables: dict[str, dict[str, str]] = {}
     for kind in ("tcp", "tcp6", "udp", "udp6"):
         for row in _table(kind):
-            local, remote = _address(row[1]), _address(row[2])
-            if {int(row[1][-4:], 16), int(row[2][-4:], 16)} & ports:
-                tables[row[9]] = {}
-            else:
-                tables[row[9]] = {"kind": kind[:3], "local": local, "remote": remote}
+            own_channel = {int(row[1][-4:], 16), int(row[2][-4:], 16)} & ports
+            entry = {"kind": kind[:3], "local": _address(row[1]), "remote": _address(row[2])}
+            tables[row[9]] = {} if own_channel else entry
     for row in _table("unix"):
         tables[row[6]] = {"kind": "unix", "local": row[7] if len(row) > 7 else "", "remote": ""}
     for row in _table("netlink"):
         tables[row[9]] = {"kind": "netlink", "local": f"protocol {row[1]}", "remote": ""}
     found = []
-    for name in sorted(os.listdir("/proc/self/fd"), key=int):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
+    for number, target in links():
         if not target.startswith("socket:["):
             continue
         entry = tables.get(target[8:-1], {"kind": "other", "local": "", "remote": ""})
         if entry.get("kind") == "unix":
-            if entry["local"] in paths or _peer_pid(int(name)) == os.getpid():
+            if entry["local"] in paths or _peer_pid(number) == os.getpid():
                 continue
-            entry = {**entry, "remote": _peer_path(int(name))}
+            entry = {**entry, "remote": _peer_path(number)}
         if entry:
             found.append(entry)
     return found

@@ -95,11 +95,9 @@ class ServerChannel:
         try:
             self._send({"verb": verb, "now": True, "id": identity, **content})
             if not answered.wait(DEADLINE):
-                raise RequestRefused(
-                    f"The server of this kernel did not reply within {DEADLINE:g} s.",
-                    "KERNEL_SILENT",
-                    "Check that the Jupyter server that started this kernel still runs.",
-                )
+                message = f"The server of this kernel did not reply within {DEADLINE:g} s."
+                hint = "Check that the Jupyter server that started this kernel still runs."
+                raise RequestRefused(message, "KERNEL_SILENT", hint)
         finally:
             del self._waiting[identity]
         if "error" in reply:

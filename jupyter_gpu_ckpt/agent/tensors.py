@@ -8,6 +8,7 @@ difference to the libraries' own figures.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import time
@@ -77,12 +78,11 @@ def user_variables(namespace: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def by_variable(namespace: Mapping[str, Any]) -> dict[str, dict[tuple[str, int], Tensor]]:
     """Return the device memory that each variable reaches; variables that reach none are left out."""
-    found = {}
-    for variable, value in user_variables(namespace):
-        memories = {tensor.memory: tensor for tensor in reachable(variable, value)}
-        if memories:
-            found[variable] = memories
-    return found
+    found = {
+        variable: {tensor.memory: tensor for tensor in reachable(variable, value)}
+        for variable, value in user_variables(namespace)
+    }
+    return {variable: memories for variable, memories in found.items() if memories}
 
 
 def reachable(name: str, value: Any) -> Iterator[Tensor]:
@@ -128,16 +128,11 @@ def _tensor(name: str, value: Any) -> Tensor | None:
         # "CUDA Array Interface" (Numba's documentation), version 2 and later: CuPy, Numba, RMM, cuDF columns.
         facts = value.__cuda_array_interface__
         shape, dtype = tuple(map(int, facts["shape"])), str(facts["typestr"])
-        count = int(dtype[2:])
-        for length in shape:
-            count *= length
+        count = math.prod(shape, start=int(dtype[2:]))
         device = f"cuda:{value.device.id}" if _is(value, "cupy", "ndarray") else "cuda"
-        return Tensor(name, _kind(kind), str(getattr(value, "dtype", dtype)), shape, device, count, _cai(device, facts))
+        memory = device, int(facts["data"][0])
+        return Tensor(name, _kind(kind), str(getattr(value, "dtype", dtype)), shape, device, count, memory)
     return None
-
-
-def _cai(device: str, facts: Mapping[str, Any]) -> tuple[str, int]:
-    return device, int(facts["data"][0])
 
 
 def _kind(kind: type) -> str:
@@ -195,19 +190,13 @@ def _attributes(value: Any) -> dict[str, Any]:
     except Exception:  # no __dict__, or one that is computed
         found.clear()
     for kind in type(value).__mro__:
-        for slot in _slots(kind):
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else tuple(slots):
             member = kind.__dict__.get(slot)
             if isinstance(member, types.MemberDescriptorType):
-                try:
+                with contextlib.suppress(AttributeError):  # not set
                     found.setdefault(slot, member.__get__(value, type(value)))
-                except AttributeError:  # not set
-                    continue
     return found
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _key(key: Any) -> str:
@@ -321,8 +310,8 @@ def _forget_results(shell: Any, doomed: set[tuple[str, int]]) -> None:
 
 def human(count: float) -> str:
     """Format bytes as `jupyter_gpu_ckpt.units.size` does, which not every kernel can import."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            break
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    return f"{count:.1f} TiB"

@@ -12,16 +12,11 @@ from .tensors import human
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table; a last column named ``bytes`` is aligned to the right."""
-    table = [list(heads), *map(list, rows)]
-    widths = [max(len(row[at]) for row in table) for at in range(len(heads))]
-    right = heads[-1] == "bytes"
-    lines = []
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]  # noqa: B905 -- strict is Python 3.10's
-        if right:
-            cells[-1] = row[-1].rjust(widths[-1])
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    table = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*table)]  # noqa: B905 -- strict is Python 3.10's
+    sides = [*"<" * (len(heads) - 1), ">" if heads[-1] == "bytes" else "<"]
+    layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))  # noqa: B905
+    return "\n".join(layout.format(*row).rstrip() for row in table)
 
 
 def moment(at: float) -> str:
@@ -43,22 +38,20 @@ def status_text(
     if not device:
         lines.append(("GPU memory", "none"))
     if largest:
-        table = columns(("variable", "type", "dtype", "shape", "device", "bytes"), largest).splitlines()
-        lines += [("largest" if at == 0 else "", line) for at, line in enumerate(table)]
+        first, *others = columns(("variable", "type", "dtype", "shape", "device", "bytes"), largest).splitlines()
+        lines += [("largest", first), *(("", line) for line in others)]
     lines.append(("host memory", human(status["process_bytes"])))
     lines.append(("image", f"about {human(status['image_bytes'])}; {human(status['disk_free'])} free on its disk"))
     free = f"{seconds['gpu_free']:.1f} s until the GPU is free, " if device else ""
-    lines.append(
-        ("time", f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back")
-    )
+    times = f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back"
+    lines.append(("time", times))
     if status.get("protected_until"):
         lines.append(("protected", f"until {moment(status['protected_until'])}"))
     if released:
         lines.append(("released", ", ".join(released)))
-    blocking = [finding for finding in status["findings"] if finding["blocks"]]
-    lines.append(("checkpoint", "not now" if blocking else "possible"))
-    for finding in status["findings"]:
-        lines.append(("", f"{finding['code']}: {finding['text']} {finding['hint']}".rstrip()))
+    findings = status["findings"]
+    lines.append(("checkpoint", "not now" if any(finding["blocks"] for finding in findings) else "possible"))
+    lines += [("", f"{finding['code']}: {finding['text']} {finding['hint']}") for finding in findings]
     if failure is not None:
         lines += [("last failure" if at == 0 else "", line) for at, line in enumerate(failure.lines())]
     return "\n".join(f"{name:13}{text}".rstrip() for name, text in lines)

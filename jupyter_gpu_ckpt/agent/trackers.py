@@ -8,6 +8,7 @@ tracker cannot be queried; so this process records its own registrations.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -62,10 +63,8 @@ class Trackers:
         found = []
         for kind, name in sorted(self._registered):
             path = _FILES.get(kind, "").format(name.lstrip("/") if kind in ("shared_memory", "semaphore") else name)
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 facts = os.lstat(path)
-            except (OSError, ValueError):
-                continue
-            if facts.st_uid == os.geteuid():
-                found.append({"path": path, "device": facts.st_dev, "inode": facts.st_ino})
+                if facts.st_uid == os.geteuid():
+                    found.append({"path": path, "device": facts.st_dev, "inode": facts.st_ino})
         return found

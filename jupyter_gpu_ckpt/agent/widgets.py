@@ -49,12 +49,9 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
         self.memory = ipywidgets.VBox()
         self.progress = ipywidgets.FloatProgress(min=0.0, max=1.0)
         self.message = ipywidgets.HTML()
-        self.suspend = self._button(
-            "Suspend", "Move device memory to host memory; the process stays", lambda: self._schedule("suspend")
-        )
-        self.checkpoint = self._button(
-            "Checkpoint", "Save everything to disk; the process ends", lambda: self._schedule("checkpoint")
-        )
+        suspend, checkpoint = lambda: self._schedule("suspend"), lambda: self._schedule("checkpoint")
+        self.suspend = self._button("Suspend", "Move device memory to host memory; the process stays", suspend)
+        self.checkpoint = self._button("Checkpoint", "Save everything to disk; the process ends", checkpoint)
         self.wake = self._button("Wake", "Bring the kernel back to the GPU", self.refresh)  # the message itself wakes
         self.reload = self._button("Refresh", "Measure memory again", self.refresh)
         buttons = ipywidgets.HBox([self.suspend, self.checkpoint, self.wake, self.reload])

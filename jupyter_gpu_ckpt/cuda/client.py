@@ -22,7 +22,8 @@ from typing import IO, Any, TypeVar
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
 from .helper import DRAIN_S, DriverRefused
 
-_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+#: Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
+_START_TIMEOUT_S = 90.0
 _UNKNOWN = "the process's CUDA state is unknown; a locked process can be unlocked"
 _HINTS = {
     "binding-missing": None,
@@ -77,24 +78,15 @@ class _Session:
             self.changed.wait_for(lambda: call.reply is not None or self.ended, deadline - time.monotonic())
             if call.reply is not None:
                 return call.reply
+            facts: dict[str, Any] = {"left": _UNKNOWN, "op": call.op, "pid": call.lane}
             if self.ended:
-                raise HelperGone(
-                    f"The CUDA helper ended during {call.op}.",
-                    left=_UNKNOWN,
-                    op=call.op,
-                    pid=call.lane,
-                    returncode=self.process.returncode,
-                )
-            call.overdue = True
-            self.retired = True
+                message = f"The CUDA helper ended during {call.op}."
+                raise HelperGone(message, **facts, returncode=self.process.returncode)
+            call.overdue = self.retired = True
             self._kill_if_useless()
             self.changed.notify_all()
-        raise CudaTimeout(
-            f"The NVIDIA driver did not answer {call.op} within {time.monotonic() - began:.1f} s.",
-            left=_UNKNOWN,
-            op=call.op,
-            pid=call.lane,
-        )
+        waited = time.monotonic() - began
+        raise CudaTimeout(f"The NVIDIA driver did not answer {call.op} within {waited:.1f} s.", **facts)
 
     def wait_for_lane(self, call: _Call, deadline: float) -> None:
         """Wait until no call of the same lane is running in this process, or the process has ended.
@@ -107,12 +99,8 @@ class _Session:
 
         with self.changed:
             if call.lane is not None and not self.changed.wait_for(is_free, deadline - time.monotonic()):
-                raise CudaTimeout(
-                    "Another call for this process is still running in the NVIDIA driver.",
-                    left="nothing was changed by this call",
-                    op=call.op,
-                    pid=call.lane,
-                )
+                message = "Another call for this process is still running in the NVIDIA driver."
+                raise CudaTimeout(message, left="nothing was changed by this call", op=call.op, pid=call.lane)
 
     def _kill_if_useless(self) -> None:
         # A hung call can only be ended with the process, but other kernels' checkpoints may be running in it: they
@@ -142,17 +130,11 @@ class _Session:
 class Helper:
     """The helper process, started by the first call and again after it ended; it ends when the caller ends.
 
-    Parameters
-    ----------
-    command:
-        The command to run instead of the real helper (tests).
-    start_timeout_s:
-        Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
+    ``command``: the command to run instead of the real helper (tests).
     """
 
-    def __init__(self, command: Sequence[str] | None = None, *, start_timeout_s: float = 90.0) -> None:
+    def __init__(self, command: Sequence[str] | None = None) -> None:
         self._command = list(command or (sys.executable, "-m", "jupyter_gpu_ckpt.cuda.helper"))
-        self._start_timeout_s = start_timeout_s
         self._sessions: list[_Session] = []
         self._starting = threading.Lock()
         self._numbers = itertools.count(1)
@@ -192,7 +174,7 @@ class Helper:
         session = self._session()
         family = op.partition(".")[0]
         if family not in session.opened:
-            self._value(session, _Call(f"{family}.open", None), {}, time.monotonic() + self._start_timeout_s)
+            self._value(session, _Call(f"{family}.open", None), {}, time.monotonic() + _START_TIMEOUT_S)
             session.opened.add(family)
         call, deadline = _Call(op, lane), time.monotonic() + timeout_s
         for other in list(self._sessions):
@@ -227,10 +209,8 @@ class Helper:
 
     def _session(self) -> _Session:
         with self._starting:
-            current = self._current()
-            if current is None:
-                current = _start(self._command)
-                self._sessions.append(current)
+            if (current := self._current()) is None:
+                self._sessions.append(current := _start(self._command))
             return current
 
 
@@ -269,7 +249,7 @@ def _start(command: Sequence[str]) -> _Session:
             encoding="utf-8",
             env=environment,
             # `-m` puts the working directory first on sys.path, and a Jupyter server's has the user's own modules.
-            cwd=_PACKAGE_PARENT,
+            cwd=Path(__file__).resolve().parents[2],
             start_new_session=True,  # the terminal's Ctrl-C is for the server
         )
     except OSError as error:

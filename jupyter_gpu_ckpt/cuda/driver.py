@@ -7,6 +7,7 @@ resume: ``restore``, ``unlock``; `lifecycle` decides when.  No method tries anyt
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import os
 import re
@@ -19,13 +20,8 @@ from .client import Facade
 from .helper import DriverRefused
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
-INVALID_VALUE = 1
-OUT_OF_MEMORY = 2
-NOT_INITIALIZED = 3
-ILLEGAL_STATE = 401
-NOT_FOUND = 500
-NOT_READY = 600
-NOT_SUPPORTED = 801
+INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3
+ILLEGAL_STATE, NOT_FOUND, NOT_READY, NOT_SUPPORTED = 401, 500, 600, 801
 
 # A full H200 takes about a minute each way; a machine whose host memory grows on first use several times that.
 TRANSFER_TIMEOUT_S = 600.0
@@ -52,10 +48,7 @@ class Cuda(Facade):
 
     Thread-safe: calls for one process run one after the other, calls for different processes in parallel.
 
-    Parameters
-    ----------
-    helper:
-        The helper process, shared with a `gpus.Gpus`; by default an own one, ended by `close`.
+    ``helper``: the helper process, shared with a `gpus.Gpus`; by default an own one, ended by `close`.
 
     Process ids are those of the caller's pid namespace (for a kernel in a capsule: the outer one).  Every method with a
     process id raises ``TypeError`` or ``ValueError`` for a bool or a thread's id (which the driver would accept for its
@@ -129,8 +122,7 @@ class Cuda(Facade):
             raise TypeError("timeout_s must be a number")
         if not 0 < timeout_s < 86400:  # 0 would mean no limit
             raise ValueError("timeout_s must be positive and less than a day")
-        milliseconds = math.ceil(timeout_s * 1000)
-        deadline_s = timeout_s + QUICK_TIMEOUT_S
+        milliseconds, deadline_s = math.ceil(timeout_s * 1000), timeout_s + QUICK_TIMEOUT_S
         self._do("lock", pid, deadline_s, left="the process runs on", timeout_ms=milliseconds)
 
     def checkpoint(self, pid: int, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
@@ -142,9 +134,8 @@ class Cuda(Facade):
         self._do("checkpoint", pid, timeout_s, left="the process is locked; unlock it to let it run on")
         state = self.state(pid)
         if state is not CudaState.CHECKPOINTED:
-            raise CudaError(
-                "The CUDA driver reports success, but the process is not checkpointed.", pid=pid, state=state.value
-            )
+            message = "The CUDA driver reports success, but the process is not checkpointed."
+            raise CudaError(message, pid=pid, state=state.value)
 
     def restore(
         self, pid: int, gpu_mapping: Mapping[str, str] | None = None, *, timeout_s: float = TRANSFER_TIMEOUT_S
@@ -155,12 +146,11 @@ class Cuda(Facade):
         every later restore fails, too.  A ``gpu_mapping`` (`gpus.gpu_mapping`) that omits a GPU also destroys it.
         """
         pairs = list((gpu_mapping or {}).items())
-        for pair in pairs:
-            for uuid in pair:
-                if not isinstance(uuid, str):
-                    raise TypeError("gpu_mapping must map GPU UUIDs to GPU UUIDs")
-                if not _UUID.fullmatch(uuid):
-                    raise ValueError(f"not a GPU UUID: {uuid!r}")
+        for uuid in itertools.chain.from_iterable(pairs):
+            if not isinstance(uuid, str):
+                raise TypeError("gpu_mapping must map GPU UUIDs to GPU UUIDs")
+            if not _UUID.fullmatch(uuid):
+                raise ValueError(f"not a GPU UUID: {uuid!r}")
         if len({new for _, new in pairs}) != len(pairs):
             raise ValueError("gpu_mapping maps two GPUs to one")
         self._do("restore", pid, timeout_s, left="the process may be lost; its image is unchanged", pairs=pairs)
@@ -208,11 +198,8 @@ def check_pid(pid: int) -> None:
 def _unreadable(pid: int, error: OSError) -> CudaError:
     if isinstance(error, procfs.GONE):
         return CudaError(f"There is no process {pid}.", hint="Restart the kernel, or restore its image.", pid=pid)
-    return CudaError(
-        f"Process {pid} cannot be read: {error.strerror}.",
-        hint="It must be a process of the same user, and dumpable (PR_SET_DUMPABLE).",
-        pid=pid,
-    )
+    hint = "It must be a process of the same user, and dumpable (PR_SET_DUMPABLE)."
+    return CudaError(f"Process {pid} cannot be read: {error.strerror}.", hint=hint, pid=pid)
 
 
 def _error(verb: str, pid: int, refusal: DriverRefused, *, left: str) -> CudaError | StateError | UnsupportedCuda:

@@ -321,11 +321,11 @@ class FastPath:
                 yield None
                 return
             except OSError as error:
-                raise _NoReply(
-                    f"The kernel's library for device memory cannot be reached: {error.strerror}."
-                ) from error
+                message = f"The kernel's library for device memory cannot be reached: {error.strerror}."
+                raise _NoReply(message) from error
             library = _Library(connection)
-            library.require_version()
+            # Another release's library stays in its kernel as long as that lives.
+            _require_version(library.exchange("status").get("version"))
             yield library
 
 
@@ -335,13 +335,9 @@ class _Library:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def require_version(self) -> None:
-        """Raise `ProtocolVersion` for a library of another release, which the kernel keeps as long as it lives."""
-        _require_version(self._exchange("status").get("version"))
-
     def request(self, verb: str) -> Amounts:
         """Request ``copy_out``, ``free``, ``swap_in`` or ``status``; return the amounts afterwards."""
-        reply = self._exchange(verb)
+        reply = self.exchange(verb)
         try:
             amounts, result = Amounts(reply["allocations"], reply["bytes"], reply["swapped_out"]), reply["cuda"]
         except KeyError as error:
@@ -350,7 +346,8 @@ class _Library:
             raise _Refused(f"The CUDA driver refused a call of {verb!r} for the kernel's device memory.", result)
         return amounts
 
-    def _exchange(self, verb: str) -> dict[str, Any]:
+    def exchange(self, verb: str) -> dict[str, Any]:
+        """Return the library's whole reply."""
         try:
             self._connection.sendall(f"{verb}\n".encode())
             text = b""
@@ -364,12 +361,9 @@ class _Library:
 
 def _require_version(version: object) -> None:
     if version != _VERSION:
-        raise ProtocolVersion(
-            f"The kernel's library for device memory speaks version {version} of its protocol, this release version "
-            f"{_VERSION}.",
-            left="the kernel and its device memory are where they were",
-            version=version,
-        )
+        message = f"The kernel's library for device memory speaks version {version} of its protocol, this release "
+        message += f"version {_VERSION}."
+        raise ProtocolVersion(message, left="the kernel and its device memory are where they were", version=version)
 
 
 def _mode(name: str, directory: int) -> int:

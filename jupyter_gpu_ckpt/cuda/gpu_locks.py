@@ -32,12 +32,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[None]:
     """Lock these GPUs during the body, in the order of their UUIDs so that two callers cannot deadlock.
 
-    Raises
-    ------
-    GpuFull
-        Another process had one of the locks for all of ``timeout_s``.
-    HostError
-        The lock directory cannot be used, or an entry in it is not a lock file.
+    Raises `GpuFull` if another process had one of the locks for all of ``timeout_s``, `HostError` if the lock directory
+    cannot be used, or an entry in it is not a lock file.
     """
     deadline = time.monotonic() + timeout_s
     with ExitStack() as descriptors:
@@ -46,12 +42,8 @@ def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[
                 raise ValueError(f"not a GPU UUID: {uuid!r}")
             descriptor = _lock(directory, uuid, deadline)
             if descriptor is None:
-                raise GpuFull(
-                    "Another kernel is being restored to the same GPU; this one was not tried.",
-                    hint="Nothing is lost. Run a cell again in a moment.",
-                    uuid=uuid,
-                    locked=True,
-                )
+                message = "Another kernel is being restored to the same GPU; this one was not tried."
+                raise GpuFull(message, hint="Nothing is lost. Run a cell again in a moment.", uuid=uuid, locked=True)
             descriptors.callback(os.close, descriptor)
         yield
 
@@ -63,10 +55,9 @@ def _lock(directory: Path, uuid: str, deadline: float) -> int | None:
         except OSError as error:
             # Between another user's mkdir and chmod, or open and fchmod, neither can be opened yet.
             if not isinstance(error, PermissionError | FileNotFoundError) or time.monotonic() >= deadline:
-                raise HostError(
-                    f"The directory of the GPU locks cannot be used: {error.strerror}.",
-                    hint="Ask the administrator to remove it, or set another lock directory.",
-                ) from error
+                message = f"The directory of the GPU locks cannot be used: {error.strerror}."
+                hint = "Ask the administrator to remove it, or set another lock directory."
+                raise HostError(message, hint=hint) from error
         else:
             if _try_lock(directory / f"{uuid}.lock", descriptor):
                 return descriptor
@@ -102,8 +93,6 @@ def _try_lock(path: Path, descriptor: int) -> bool:
     except BlockingIOError:
         return False
     # A cleaner of temporary files may have removed it since it was opened: then the next caller locks another file.
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(descriptor))
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    return False

@@ -45,13 +45,9 @@ class Gpu:
 class Gpus(Facade):
     """NVML's view of this node.  Thread-safe; every call has a deadline of `NVML_TIMEOUT_S`.
 
-    Parameters
-    ----------
-    helper:
-        The helper process, shared with a `driver.Cuda`; by default an own one, ended by `close`.
-    lock_dir:
-        Directory of the locks of `reservation`, by default in the system's temporary directory.  All servers that
-        restore kernels to this node's GPUs must use the same one.
+    ``helper``: the helper process, shared with a `driver.Cuda`; by default an own one, ended by `close`.  ``lock_dir``:
+    directory of the locks of `reservation`, by default in the system's temporary directory; the same one for all
+    servers that restore kernels to this node's GPUs.
 
     All methods raise `CudaError` (NVML refused; its number is in the details), `CudaUnavailable` (no bindings although
     there is a driver), `CudaTimeout` or `HelperGone`.
@@ -118,13 +114,8 @@ class Gpus(Facade):
         restores that both found the same memory free.  Programs that do not use the locks can still allocate the memory
         in between; therefore the image is kept until the process runs.
 
-        Raises
-        ------
-        GpuFull
-            Too little is free (``needed``, ``free`` in the details), or another restore had a lock for ``timeout_s``
-            (``locked``).  The body was not run.
-        HostError
-            The lock directory cannot be used.
+        Raises `GpuFull` before the body if too little is free (``needed``, ``free`` in the details) or another restore
+        has a lock for ``timeout_s`` (``locked``), `HostError` if the lock directory cannot be used.
         """
         for uuid, needed in needs.items():
             if isinstance(needed, bool) or not isinstance(needed, int):
@@ -152,24 +143,15 @@ def gpu_mapping(
 ) -> dict[str, str] | None:
     """Return the mapping for `driver.Cuda.restore`, or ``None`` when every GPU is mapped to itself.
 
-    Parameters
-    ----------
-    saved:
-        The UUIDs of all GPUs that the driver had at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``).
-    node:
-        The UUIDs of all GPUs of the node now.
-    wanted:
-        Required pairs; other GPUs are mapped to themselves where possible, the rest in order.
+    ``saved``: UUIDs of all GPUs that the driver had at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``);
+    ``node``: those of the node now.  ``wanted``: required pairs; other GPUs are mapped to themselves where possible,
+    the rest in order.
 
     Every saved GPU is mapped, no two to the same: the driver refuses a partial mapping with INVALID_VALUE, and leaves
     the process unusable (measured, driver 580; the rule is in the documentation of cuda.core's ``Process.restore``).
 
-    Raises
-    ------
-    ValueError
-        ``wanted`` names a GPU that is not in ``saved`` or ``node``, or maps two to one; or a list has duplicates.
-    CudaError
-        The node has fewer GPUs than the image knows.
+    Raises `ValueError` where ``wanted`` names a GPU that is not in ``saved`` or ``node``, or maps two to one, or a list
+    has duplicates; `CudaError` if the node has fewer GPUs than the image knows.
     """
     wanted = dict(wanted or {})
     for uuids in (saved, node, list(wanted.values())):
@@ -178,19 +160,11 @@ def gpu_mapping(
     if not set(wanted) <= set(saved) or not set(wanted.values()) <= set(node):
         raise ValueError("wanted names an unknown GPU")
     if len(saved) > len(node):
-        raise CudaError(
-            f"The image knows {len(saved)} GPUs; this node has {len(node)}.",
-            hint="Restore it on a node with as many GPUs.",
-            left="the image is kept",
-            saved=len(saved),
-            node=len(node),
-        )
-    mapping = dict(wanted)
-    used = set(wanted.values())
-    for uuid in saved:
-        if uuid not in mapping and uuid in node and uuid not in used:
-            mapping[uuid] = uuid
-            used.add(uuid)
-    unused = iter([uuid for uuid in node if uuid not in used])
+        message = f"The image knows {len(saved)} GPUs; this node has {len(node)}."
+        hint = "Restore it on a node with as many GPUs."
+        raise CudaError(message, hint=hint, left="the image is kept", saved=len(saved), node=len(node))
+    taken = set(wanted.values())
+    mapping = {uuid: uuid for uuid in saved if uuid not in wanted and uuid in node and uuid not in taken} | wanted
+    unused = iter([uuid for uuid in node if uuid not in mapping.values()])
     complete = {uuid: mapping[uuid] if uuid in mapping else next(unused) for uuid in saved}
     return None if all(old == new for old, new in complete.items()) else complete

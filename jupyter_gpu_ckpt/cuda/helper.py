@@ -39,15 +39,8 @@ from .. import procfs
 # 1000 * major + 10 * minor; the checkpoint functions came with 12.8.
 NEEDED_DRIVER = 12080
 NEEDED_SYMBOLS = (
-    "cuCheckpointProcessCheckpoint",
-    "cuCheckpointProcessGetState",
-    "cuCheckpointProcessLock",
-    "cuCheckpointProcessRestore",
-    "cuCheckpointProcessUnlock",
-    "CUcheckpointGpuPair",
-    "CUcheckpointLockArgs",
-    "CUcheckpointRestoreArgs",
-    "CUuuid",
+    *(f"cuCheckpointProcess{verb}" for verb in ("Checkpoint", "GetState", "Lock", "Restore", "Unlock")),
+    *("CUcheckpointGpuPair", "CUcheckpointLockArgs", "CUcheckpointRestoreArgs", "CUuuid"),
 )
 WORKERS = 64
 DRAIN_S = 60.0
@@ -58,8 +51,7 @@ class DriverRefused(Exception):
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(number, name)
-        self.number = number
-        self.name = name
+        self.number, self.name = number, name
 
 
 class Unavailable(Exception):
@@ -67,8 +59,7 @@ class Unavailable(Exception):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message)
-        self.reason = reason
-        self.message = message
+        self.reason, self.message = reason, message
 
 
 # -- the CUDA driver --------------------------------------------------------------------------------------------------
@@ -101,19 +92,13 @@ class CudaDriver:
 
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]]) -> None:
         """Restore with ``pairs`` of (old, new) GPU UUIDs in NVML's spelling; none: every GPU is mapped to itself."""
-        if not pairs:
-            self._call("cuCheckpointProcessRestore", pid, None)
-            return
-        keep_alive: list[Any] = []
-        structures = []
-        for old, new in pairs:
-            pair = self._api.CUcheckpointGpuPair()
-            pair.oldUuid = self._uuid(old, keep_alive)
-            pair.newUuid = self._uuid(new, keep_alive)
-            structures.append(pair)
-        args = self._api.CUcheckpointRestoreArgs()
-        args.gpuPairs = structures
-        args.gpuPairsCount = len(structures)
+        args, keep_alive = None, list[Any]()
+        if pairs:
+            args = self._api.CUcheckpointRestoreArgs()
+            structures = [self._api.CUcheckpointGpuPair() for _ in pairs]
+            for structure, (old, new) in zip(structures, pairs, strict=True):
+                structure.oldUuid, structure.newUuid = self._uuid(old, keep_alive), self._uuid(new, keep_alive)
+            args.gpuPairs, args.gpuPairsCount = structures, len(structures)
         self._call("cuCheckpointProcessRestore", pid, args)
 
     def unlock(self, pid: int) -> None:
@@ -221,12 +206,11 @@ class Nvml:
         return found
 
     def free(self, uuid: str) -> int:
-        handle = self._handle(uuid)
+        handle = self._handle(uuid)  # first, here and below: it loads NVML
         return int(self._api.nvmlDeviceGetMemoryInfo(handle).free)
 
     def processes(self, uuid: str) -> list[tuple[int, int | None]]:
-        handle = self._handle(uuid)  # first: it loads NVML
-        api = self._api
+        handle, api = self._handle(uuid), self._api
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return [(process.pid, process.usedGpuMemory) for process in running]
 
@@ -235,8 +219,7 @@ class Nvml:
         return int(self._api.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def process_utilisation(self, uuid: str, since_us: int) -> list[tuple[int, int]] | None:
-        handle = self._handle(uuid)
-        api = self._api
+        handle, api = self._handle(uuid), self._api
         try:
             samples = api.nvmlDeviceGetProcessUtilization(handle, since_us)
         except api.NVMLError as error:
@@ -274,14 +257,11 @@ class Nvml:
             if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
                 return None
             raise
-        return any(_command_name(pid).startswith("nvidia-cuda-mps") for pid in pids)
-
-
-def _command_name(pid: int) -> str:
-    try:
-        return procfs.stat(pid).name
-    except OSError:
-        return ""
+        for pid in pids:
+            with suppress(OSError):  # it has ended
+                if procfs.stat(pid).name.startswith("nvidia-cuda-mps"):
+                    return True
+        return False
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -289,56 +269,35 @@ def _command_name(pid: int) -> str:
 Operation = Callable[..., Any]
 
 
-class _Server:
-    """Runs requests in parallel and writes their replies."""
-
-    def __init__(self, operations: Mapping[str, Operation], replies: TextIO) -> None:
-        self._operations = operations
-        self._replies = replies
-        self._writing = threading.Lock()
-        self._pool = ThreadPoolExecutor(WORKERS)
-        self._running: set[Future[None]] = set()
-
-    def submit(self, request: dict[str, Any]) -> None:
-        done = self._pool.submit(self._run, request)
-        self._running.add(done)
-        done.add_done_callback(self._running.discard)
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait for the running requests; return whether they have ended."""
-        return not wait(list(self._running), timeout_s).not_done
-
-    def _run(self, request: dict[str, Any]) -> None:
-        line = json.dumps({"id": request["id"], **self._outcome(request)}) + "\n"
-        with self._writing, suppress(OSError):  # no reader any more: the end of standard input follows
-            self._replies.write(line)
-            self._replies.flush()
-
-    def _outcome(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {"value": self._operations[request["op"]](**request["args"])}
-        except DriverRefused as refusal:
-            return {"error": {"kind": "refused", "number": refusal.number, "name": refusal.name}}
-        except Unavailable as error:
-            return {"error": {"kind": "unavailable", "reason": error.reason, "message": error.message}}
-        except Exception as error:
-            number = _nvml_number(error)
-            if number is not None:
-                return {"error": {"kind": "refused", "number": number, "name": type(error).__name__}}
-            return {"error": {"kind": "bug", "message": traceback.format_exc(limit=-3)}}
-
-
-def _nvml_number(error: Exception) -> int | None:
-    nvml = sys.modules.get("pynvml")
-    return int(error.value) if nvml is not None and isinstance(error, nvml.NVMLError) else None
+def _outcome(operations: Mapping[str, Operation], request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": operations[request["op"]](**request["args"])}
+    except DriverRefused as refusal:
+        return {"error": {"kind": "refused", "number": refusal.number, "name": refusal.name}}
+    except Unavailable as error:
+        return {"error": {"kind": "unavailable", "reason": error.reason, "message": error.message}}
+    except Exception as error:
+        nvml = sys.modules.get("pynvml")
+        if nvml is not None and isinstance(error, nvml.NVMLError):
+            return {"error": {"kind": "refused", "number": int(error.value), "name": type(error).__name__}}
+        return {"error": {"kind": "bug", "message": traceback.format_exc(limit=-3)}}
 
 
 def serve(requests: Iterable[str], replies: TextIO, operations: Mapping[str, Operation]) -> bool:
-    """Run requests until they end; return False when a call was still running `DRAIN_S` after that."""
-    server = _Server(operations, replies)
+    """Run requests in parallel until they end; return False when a call was still running `DRAIN_S` after that."""
+    writing, pool, running = threading.Lock(), ThreadPoolExecutor(WORKERS), set[Future[None]]()
+
+    def answer(request: dict[str, Any]) -> None:
+        line = json.dumps({"id": request["id"], **_outcome(operations, request)}) + "\n"
+        with writing, suppress(OSError):  # no reader any more: the end of standard input follows
+            replies.write(line)
+            replies.flush()
+
     for line in requests:
-        server.submit(json.loads(line))
-    return server.drain(DRAIN_S)
+        future = pool.submit(answer, json.loads(line))
+        running.add(future)
+        future.add_done_callback(running.discard)
+    return not wait(list(running), DRAIN_S).not_done
 
 
 def real_operations() -> dict[str, Operation]:

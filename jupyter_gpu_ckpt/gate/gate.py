@@ -33,7 +33,7 @@ _PROMPT = 10.0
 
 
 def _verb(method: Callable[Concatenate[Router, P], T]) -> Callable[Concatenate[Gate, P], T]:
-    """``method`` as a verb of the gate: called from any thread, run on the gate's."""
+    """Return ``method`` as a verb of the gate: called from any thread, run on the gate's."""
 
     @functools.wraps(method)
     def verb(gate: Gate, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -57,11 +57,12 @@ def _waiting_verb(
 
 def _verb_if_running(method: Callable[Concatenate[Router, P], None]) -> Callable[Concatenate[Gate, P], None]:
     """The same for a ``method`` that a gate that was stopped, or has failed, has no need of."""
+    call = _verb(method)
 
     @functools.wraps(method)
     def verb(gate: Gate, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            gate._call(lambda router: method(router, *args, **kwargs))
+            call(gate, *args, **kwargs)
         except GateError:
             if gate._loop.ended is None:
                 raise
@@ -82,18 +83,16 @@ class Gate:
     Parameters
     ----------
     front, back:
-        Connection infos as in a connection file (``transport``, ``ip``, ``key``, ``signature_scheme``, the five ports,
-        and ``curve_publickey`` and ``curve_secretkey`` where CURVE is wanted).  Clients connect to ``front``; the
-        kernel is at ``back``.  Both have the same ``key``.
+        Connection infos as in a connection file (with ``curve_publickey`` and ``curve_secretkey`` where CURVE is
+        wanted).  Clients connect to ``front``; the kernel is at ``back``.  Both have the same ``key``.
     on_wake:
-        Called with a message type on the gate's thread, once a sleep, when a message arrives or lies waiting that wakes
-        the kernel.  Must not block, and must not call the gate.
+        Called with a message type, once a sleep, when a message arrives or lies waiting that wakes the kernel.
     on_agent_request:
-        Called with the content of the kernel's ``gpu_ckpt_request`` on the gate's thread: at once where it says ``now``
-        (answer by `request` on the control channel), else after the reply and the idle of the cell that sent it were
-        forwarded.  From there on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or
-        call `release`.  Also called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a
-        ``shutdown_request`` for a kernel that is away.  Must not block, and must not call the gate.
+        Called with the content of the kernel's ``gpu_ckpt_request``: at once where it says ``now`` (answer by `request`
+        on the control channel), else after the reply and the idle of the cell that sent it were forwarded.  From there
+        on requests are queued if the verb is ``suspend`` or ``checkpoint``: run the verb, or call `release`.  Also
+        called with ``{"verb": "shutdown", "restart": bool}`` when the gate answered a ``shutdown_request`` for a kernel
+        that is away.  Both are called on the gate's thread; they must not block, and must not call the gate.
     kernel_id:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:

@@ -16,23 +16,10 @@ from .wire import Request
 #: Requests that the protocol answers.  Comm messages have no reply, and for a type that is not here none is known:
 #: those are complete with their idle.
 REPLIED_TYPES = frozenset(
-    {
-        "execute_request",
-        "inspect_request",
-        "complete_request",
-        "history_request",
-        "is_complete_request",
-        "comm_info_request",
-        "kernel_info_request",
-        "connect_request",
-        "shutdown_request",
-        "interrupt_request",
-        "debug_request",
-        "usage_request",
-        "create_subshell_request",
-        "delete_subshell_request",
-        "list_subshell_request",
-    }
+    {"execute_request", "inspect_request", "complete_request", "history_request", "is_complete_request"}
+    | {"comm_info_request", "kernel_info_request", "connect_request", "shutdown_request", "interrupt_request"}
+    | {"debug_request", "usage_request"}
+    | {"create_subshell_request", "delete_subshell_request", "list_subshell_request"}
 )
 
 #: Queries on the control channel that are kept here: a kernel that answers none gets more and more of them, from every
@@ -115,8 +102,7 @@ class PendingRequests:
 
         Silent executions do not count: front ends' tools send them as queries.
         """
-        entries = self._by_id.values()
-        return sum(entry.is_cell and not entry.straggles for entry in entries)
+        return sum(entry.is_cell and not entry.straggles for entry in self._by_id.values())
 
     def other_types(self) -> tuple[str, ...]:
         """Types of the pending requests that are no cells, oldest first."""

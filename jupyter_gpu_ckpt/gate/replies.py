@@ -102,10 +102,6 @@ class Replies:
             self._send(request.channel, frames)
         self.status("idle", request)
 
-    def kernel_info(self, request: Request) -> None:
-        """Answer a ``kernel_info_request`` from the cache."""
-        self.answer(request, dict(self.info or {}))
-
     def done(self, request: Request) -> None:
         """Answer a shutdown or an interrupt: nothing runs, so there is nothing to do."""
         content: dict[str, Any] = {"status": "ok"}

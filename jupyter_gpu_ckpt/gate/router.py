@@ -266,8 +266,7 @@ class Router:
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; drain it first.")
         self.state, self._wake_requested = GateState.ASLEEP, False
-        waiting = self.queue.first(wakes)
-        if waiting is not None:
+        if (waiting := self.queue.first(wakes)) is not None:
             self._wake(waiting.msg_type)
 
     def fail(self, error: GpuCkptError) -> None:
@@ -331,9 +330,7 @@ class Router:
         """Ask the user of the first queued cell whose client allows ``input()``; None without an answer in time."""
         self.cancel_prompt()
         answer: Future[str | None] = Future()
-        waiting = self.queue.first(
-            lambda request: request.msg_type == "execute_request" and bool(request.content.get("allow_stdin"))
-        )
+        waiting = self.queue.first(lambda r: r.msg_type == "execute_request" and bool(r.content.get("allow_stdin")))
         if waiting is None:
             answer.set_result(None)
         else:
@@ -386,14 +383,8 @@ class Router:
             request.failed(reason)
 
     def _to_clients(self, channel: str, frames: list[bytes]) -> None:
-        if channel == "iopub":
-            self._publish(frames)
-        else:
-            wire.send(self._front[channel], frames)
-
-    def _publish(self, frames: list[bytes]) -> None:
-        wire.send(self._front["iopub"], frames)
-        if self.readers.sent(frames) and not self._closing:
+        wire.send(self._front[channel], frames)
+        if channel == "iopub" and self.readers.sent(frames) and not self._closing:
             self._rewire()
 
     # -- from clients
@@ -433,7 +424,7 @@ class Router:
                 restart = bool(request.content.get("restart", False))
                 self._notify(self._on_agent_request, {"verb": "shutdown", "restart": restart})
         elif kind == "kernel_info_request" and self.replies.info is not None and not self._dead:
-            self.replies.kernel_info(request)
+            self.replies.answer(request, dict(self.replies.info))
             if self.state in (GateState.DRAINED, GateState.ASLEEP):  # in a drain its cells may run still
                 self.replies.idle()
         elif not self.queue.append(request):
@@ -498,8 +489,7 @@ class Router:
             self._reply_passed(str(self._signer.unpack(rest[PARENT]).get("msg_id")), rest)
 
     def _reply_passed(self, msg_id: str, rest: list[bytes]) -> None:
-        pending = self.pending.find(msg_id)
-        if pending is None:
+        if (pending := self.pending.find(msg_id)) is None:
             return
         self._drain.note_progress()
         request = pending.request
@@ -532,12 +522,12 @@ class Router:
         elif b'"' + AGENT_REQUEST.encode() + b'"' in header and self._handle_agent_request(rest):
             pass
         else:
-            self._publish(frames)
+            self._to_clients("iopub", frames)
 
     def _on_status(self, frames: list[bytes], rest: list[bytes]) -> None:
         own = self._internal.owns(rest[PARENT])
         if not own:
-            self._publish(frames)
+            self._to_clients("iopub", frames)
         msg_id = str(self._signer.unpack(rest[PARENT]).get("msg_id"))
         state = self._signer.unpack(rest[CONTENT]).get("execution_state")
         if own and state == "idle":

@@ -6,6 +6,7 @@ The layout of a message is "Messaging in Jupyter", section "The Wire Protocol":
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -188,12 +189,8 @@ class Request:
     @property
     def stops(self) -> bool:
         """Whether its failure aborts the executions queued behind it, as in ipykernel."""
-        content = self.content
-        return (
-            self.msg_type == "execute_request"
-            and bool(content.get("stop_on_error", True))
-            and not content.get("silent", False)
-        )
+        stops = self.content.get("stop_on_error", True) and not self.content.get("silent", False)
+        return self.msg_type == "execute_request" and bool(stops)
 
     @property
     def size(self) -> int:
@@ -223,9 +220,8 @@ def split(frames: list[bytes]) -> tuple[list[bytes], list[bytes]]:
 def require_signed(verifier: Session, frames: list[bytes]) -> None:
     """Raise `ValueError` for frames that are no message, or were not signed with the key."""
     _, rest = split(frames)
-    if verifier.auth is not None and not hmac.compare_digest(
-        verifier.sign(rest[HEADER : CONTENT + 1]), rest[SIGNATURE]
-    ):
+    parts, signature = rest[HEADER : CONTENT + 1], rest[SIGNATURE]
+    if verifier.auth is not None and not hmac.compare_digest(verifier.sign(parts), signature):
         raise ValueError("forged signature")
 
 
@@ -269,13 +265,10 @@ def _is_listening(endpoint: str) -> bool:
         return False
     with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(endpoint.removeprefix("ipc://"))
-        except BlockingIOError:  # its backlog is full: it does listen
-            return True
-        except OSError:
-            return False
-    return True
+        with contextlib.suppress(OSError):  # a path that is too long
+            # EAGAIN: its backlog is full, so it does listen.
+            return probe.connect_ex(endpoint.removeprefix("ipc://")) in (0, errno.EAGAIN)
+    return False
 
 
 def _bytes(key: str | bytes) -> bytes:

@@ -14,15 +14,13 @@ def data_directory(*names: str) -> Path:
 
     Creates nothing.
     """
-    return _jupyter_data_directory().joinpath("gpu-ckpt", *names)
-
-
-def _jupyter_data_directory() -> Path:
     try:
         from jupyter_core.paths import jupyter_data_dir
+
+        jupyter = Path(jupyter_data_dir())
     except ImportError:
-        return _before_jupyter_is_installed()
-    return Path(jupyter_data_dir())
+        jupyter = _before_jupyter_is_installed()
+    return jupyter.joinpath("gpu-ckpt", *names)
 
 
 def _before_jupyter_is_installed() -> Path:

@@ -130,10 +130,9 @@ def stat(pid: Pid, tid: int | None = None) -> Stat:
 
 def is_ending(pid: int) -> bool:
     """Whether the process is ending, or gone."""
-    try:
+    with contextlib.suppress(*GONE):
         return stat(pid).is_ending
-    except GONE:
-        return True
+    return True
 
 
 def status(pid: Pid = "self", tid: int | None = None) -> dict[str, str]:
@@ -204,24 +203,11 @@ def parse_mounts(text: str) -> list[Mount]:
         head, _, tail = line.partition(" - ")
         number, parent, device, root, point, _, *marks = head.split(" ")
         filesystem, _, options = tail.split(" ", 2)
-        found.append(
-            Mount(
-                number,
-                parent,
-                device,
-                _unescaped(root),
-                _unescaped(point),
-                filesystem,
-                tuple(options.split(",")),
-                any(mark.startswith("master:") for mark in marks),
-            )
-        )
+        # A blank is written as \040, and other bytes likewise.
+        root, point = (_OCTAL.sub(lambda octal: chr(int(octal[1], 8)), path) for path in (root, point))
+        arrived = any(mark.startswith("master:") for mark in marks)
+        found.append(Mount(number, parent, device, root, point, filesystem, tuple(options.split(",")), arrived))
     return found
-
-
-def _unescaped(path: str) -> str:
-    r"""Undo the escapes of ``mountinfo``, which writes a blank as \040, byte by byte."""
-    return _OCTAL.sub(lambda octal: chr(int(octal[1], 8)), path)
 
 
 def sockets(table: str, pid: Pid = "self") -> list[list[str]]:

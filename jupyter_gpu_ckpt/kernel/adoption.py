@@ -28,10 +28,9 @@ VERSION = 1
 class Session:
     """What a later server needs to serve a kernel.
 
-    ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document,
-    if it has one; ``path``: the working directory it was started in; ``root``: the root directory of the server that
-    started it, if that has one; ``protected_until``: until when no policy may suspend or checkpoint it, seconds since
-    the epoch.
+    ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document;
+    ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;
+    ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch.
     """
 
     kernel_id: str
@@ -83,10 +82,7 @@ class Orphan:
 
 @dataclass(frozen=True)
 class FoundOrphans:
-    """All kernels without an owner: ``orphans``, the living ones first, and, by kernel id, ``refused``.
-
-    Those are of another release (`ProtocolVersion`), and left as they are.
-    """
+    """All kernels without an owner, the living ones first; ``refused``: those of another release, by kernel id."""
 
     orphans: list[Orphan]
     refused: dict[str, ProtocolVersion]
@@ -97,18 +93,17 @@ def find_orphans(base: Path, store: Store) -> FoundOrphans:
 
     Of several images of a kernel the newest counts.  A kernel with an owner is not listed, whatever images it has.
     """
-    living: dict[str, Orphan | ProtocolVersion] = {}
+    found: dict[str, Orphan | ProtocolVersion] = {}
     owned = set()
     for record in kernels(base):
-        directory = Path(record["directory"])
+        kernel_id, directory = record["kernel_id"], Path(record["directory"])
         if record["owned"]:
-            owned.add(record["kernel_id"])
+            owned.add(kernel_id)
         elif "refusal" in record:
-            living[record["kernel_id"]] = ProtocolVersion(record["refusal"], left="the kernel is as it was")
+            found[kernel_id] = ProtocolVersion(record["refusal"], left="the kernel is as it was")
         elif kernel := _read(directory, directory=directory):
-            living[record["kernel_id"]] = kernel
-    asleep = {id: kernel for id, kernel in _asleep(store).items() if id not in living and id not in owned}
-    found = {**living, **asleep}
+            found[kernel_id] = kernel
+    found |= {id: kernel for id, kernel in _asleep(store).items() if id not in found and id not in owned}
     return FoundOrphans(
         [kernel for kernel in found.values() if isinstance(kernel, Orphan)],
         {id: kernel for id, kernel in found.items() if isinstance(kernel, ProtocolVersion)},
@@ -121,11 +116,6 @@ def find_orphan(kernel_id: str, base: Path, store: Store) -> Orphan | None:
     if kernel_id in found.refused:
         raise found.refused[kernel_id]
     return next((orphan for orphan in found.orphans if orphan.session.kernel_id == kernel_id), None)
-
-
-def newest_image_of(kernel_id: str, store: Store) -> Orphan | None:
-    """Find the newest image of a kernel that is not retired, whether the kernel has an owner or not."""
-    return newest_images(store).get(kernel_id)
 
 
 def newest_images(store: Store) -> dict[str, Orphan]:

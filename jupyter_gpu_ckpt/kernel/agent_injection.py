@@ -26,12 +26,8 @@ _PYTHON = re.compile(r"(python|pypy)[^/]*$")
 def rewrite(argv: Sequence[str]) -> list[str] | None:
     """Replace ``-m MODULE`` in ``argv`` by launch.py and the module's name; keep all other arguments.
 
-    Called from the provisioner's ``pre_launch``.
-
-    Returns
-    -------
-    None for a command that is no Python running ipykernel with ``-m``: another language, a wrapper script that may not
-    pass arguments on, another module.  Such a kernel runs without an agent.
+    Return None for a command that is no Python running ipykernel with ``-m``: another language, a wrapper script that
+    may not pass arguments on, another module.  Such a kernel runs without an agent.
     """
     if not argv or not _PYTHON.search(argv[0]):
         return None

@@ -109,9 +109,8 @@ class AgentRequests:
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
         findings += preflight.judge_report(report, gpus=len(device))
-        on_device = sum(device.values())
         resident = lifecycle.resident()
-        estimate = RATES.estimate(resident, on_device)
+        estimate = RATES.estimate(resident, sum(device.values()))
         return {
             "state": lifecycle.state.value,
             "device_bytes": device,

@@ -32,11 +32,6 @@ def default_image_dir() -> Path:
     return Path(override) if override else data_directory("images")
 
 
-def default_archive_url() -> str:
-    """Return ``$JUPYTER_GPU_CKPT_ARCHIVE``; empty, which means no cold tier, if it is not set."""
-    return os.environ.get("JUPYTER_GPU_CKPT_ARCHIVE", "")
-
-
 def default_runtime_base() -> Path:
     """Return ``$XDG_RUNTIME_DIR/gpu-ckpt`` where the session has one, else a directory in the temporary one.
 
@@ -92,10 +87,8 @@ def require_private(base: Path) -> None:
     """Raise `CapsuleError` for a base that is not the user's alone: it may lie in a directory that all can write to."""
     facts = base.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        raise CapsuleError(
-            f"{base} is not a directory that belongs to this user alone.",
-            hint="Remove it, or set another runtime directory (GpuCkptProvisioner.runtime_base).",
-        )
+        hint = "Remove it, or set another runtime directory (GpuCkptProvisioner.runtime_base)."
+        raise CapsuleError(f"{base} is not a directory that belongs to this user alone.", hint=hint)
 
 
 def make_runtime_dir(base: Path, name: str = "") -> Path:

@@ -31,7 +31,7 @@ from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import State
 from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
-from .adoption import Orphan, Session, ended_notice, newest_image_of
+from .adoption import Orphan, Session, ended_notice, newest_images
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, writing
@@ -113,11 +113,8 @@ def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
 
 def _early_exit(status: int) -> KernelUnfit:
     ended = f"was ended by signal {-status}" if status < 0 else f"ended with exit status {status}"
-    return KernelUnfit(
-        f"The kernel {ended} before it had answered from its capsule, and was started again without one.",
-        left="the kernel runs, plainly",
-        status=status,
-    )
+    message = f"The kernel {ended} before it had answered from its capsule, and was started again without one."
+    return KernelUnfit(message, left="the kernel runs, plainly", status=status)
 
 
 @contextlib.contextmanager
@@ -183,9 +180,8 @@ class KernelHost:
             try:
                 return self._attach(engine, launch, found)
             except CapsuleGone:
-                # It ended since it was found.  An image of it is older than its end: it is kept, but not restored as if
-                # nothing had happened.
-                last = newest_image_of(self.kernel_id, engine.store)
+                # An image of it is older than its end: it is kept, but not restored as if nothing had happened.
+                last = newest_images(engine.store).get(self.kernel_id)
                 if last is not None and last.image is not None:
                     last.image.retire()
                 launch = self._with_notice(launch, last)
@@ -196,7 +192,7 @@ class KernelHost:
             reap(launch.base)
             lost = claim_lost(launch.base, self.kernel_id, launch.env.get("JPY_SESSION_NAME", ""))
             if lost and NOTICE not in launch.env:
-                launch = self._with_notice(launch, newest_image_of(lost, engine.store))
+                launch = self._with_notice(launch, newest_images(engine.store).get(lost))
             self._registration = Registration(make_runtime_dir(launch.base))
         else:
             self._registration.renew()
@@ -268,9 +264,8 @@ class KernelHost:
         self, engine: Engine, launch: Launch, session: Session, back: dict[str, Any]
     ) -> tuple[Gate, Lifecycle]:
         """Make the gate and the lifecycle of a kernel that is about to be launched or attached."""
-        assert self._registration is not None
-        registration = self._registration
-        directory = registration.directory
+        registration, directory = self._registration, self.directory
+        assert registration is not None and directory is not None
 
         def write_session(path: Path) -> None:
             protected_until = agent_requests.protection()
@@ -407,14 +402,9 @@ class KernelHost:
             self.agent_requests.panel.changed(state)
         self._owner.state_changed(state, pid)
         if self._registration is not None:
+            facts = {"kernel_id": self.kernel_id, "kernel_name": lifecycle.home.kernel_name, "state": state.value}
             try:
-                self._registration.write(
-                    kernel_id=self.kernel_id,
-                    kernel_name=lifecycle.home.kernel_name,
-                    state=state.value,
-                    pid=pid,
-                    image=lifecycle.image.id if lifecycle.image else None,
-                )
+                self._registration.write(**facts, pid=pid, image=lifecycle.image.id if lifecycle.image else None)
             except OSError as error:
                 self._log.warning("Kernel %s: its record could not be written: %s", self.kernel_id, error.strerror)
 
@@ -462,8 +452,7 @@ class KernelHost:
         self.worker.submit(self._wake)
 
     def _wake(self) -> None:
-        lifecycle = self.lifecycle
-        if lifecycle is None:
+        if (lifecycle := self.lifecycle) is None:
             return
         try:
             lifecycle.wake()
@@ -480,7 +469,7 @@ class KernelHost:
     def _unexpected(self, verb: str, error: Exception) -> GpuCkptError:
         """Log an error of no class of this package, a fault of this program, with its traceback."""
         self._log.error("Kernel %s: an unexpected error in %s", self.kernel_id, verb, exc_info=error)
-        return GpuCkptError(f"{type(error).__name__}: {error}")
+        return GpuCkptError.from_exception(error)
 
     def _on_agent_request(self, content: dict[str, Any]) -> None:
         """Answer a request of the agent (a magic), or do the verb that it or a client's shutdown requests."""

@@ -34,10 +34,10 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from .adoption import Orphan, find_orphan, newest_image_of, not_attached_notice
+from .adoption import Orphan, find_orphan, newest_images, not_attached_notice
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
-from .directories import default_archive_url, default_image_dir, default_runtime_base
+from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .host import UNFIT, KernelHost, Launch
 
@@ -157,7 +157,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     @default("archive_url")
     def _default_archive_url(self) -> str:
-        return default_archive_url()
+        return os.environ.get("JUPYTER_GPU_CKPT_ARCHIVE", "")
 
     @default("runtime_base")
     def _default_runtime_base(self) -> str:
@@ -244,8 +244,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         Raises `StateError` if the kernel ends or is restarted before.
         """
         self._checkpointable()
-        gate = self.gate
-        if gate is None:
+        if (gate := self.gate) is None:
             raise StateError("The kernel has no gate any more.")
         idle = gate.when_idle()
         try:
@@ -260,10 +259,8 @@ class GpuCkptProvisioner(LocalProvisioner):
     def _checkpointable(self) -> Lifecycle:
         if self.lifecycle is None:
             hint = "`jupyter gpu-ckpt doctor` says what the host lacks; then restart the kernel."
-            raise StateError(
-                "This kernel was started plainly and cannot be checkpointed.",
-                hint=self.unfit.message if self.unfit is not None else hint,
-            )
+            hint = hint if self.unfit is None else self.unfit.message
+            raise StateError("This kernel was started plainly and cannot be checkpointed.", hint=hint)
         return self.lifecycle
 
     def _log_step(self, event: StepEvent) -> None:
@@ -297,7 +294,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         try:
             return find_orphan(self.kernel_id, Path(self.runtime_base), store)
         except HostError:  # the launch raises it, too
-            return newest_image_of(self.kernel_id, store)
+            return newest_images(store).get(self.kernel_id)
 
     def _use_front(self, front: Mapping[str, Any]) -> None:
         """Set the old ports and key in the kernel manager before it writes the connection file: clients reconnect.
@@ -425,15 +422,13 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     async def poll(self) -> int | None:
         """Called by the restarter and on shutdown.  None while checkpointed: anything else would restart the kernel."""
-        lifecycle = self.lifecycle
-        if lifecycle is None:
+        if (lifecycle := self.lifecycle) is None:
             return await super().poll()
         return None if self._host.awaits_first_answer else lifecycle.poll()
 
     async def wait(self) -> int | None:
         """Called by the kernel manager once the kernel should be gone."""
-        lifecycle = self.lifecycle
-        if lifecycle is None:
+        if (lifecycle := self.lifecycle) is None:
             return await super().wait()
         while (status := lifecycle.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)  # no event loop is notified of a process's end
@@ -488,8 +483,7 @@ class GpuCkptProvisioner(LocalProvisioner):
 
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
         """See `KernelOwner`; also for a kernel that its manager has ended."""
-        image = lifecycle.image
-        if image is None:
+        if (image := lifecycle.image) is None:
             return
         keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None
         if keep and not restart:
@@ -509,10 +503,9 @@ class GpuCkptProvisioner(LocalProvisioner):
         A kernel that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel
         afterwards.
         """
-        lifecycle = self.lifecycle
-        if lifecycle is None:
+        if self.lifecycle is None:
             return
-        lifecycle.begin_detach()
+        self.lifecycle.begin_detach()
         try:
             await self.checkpoint()
         except GpuCkptError as error:
@@ -530,8 +523,6 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Called by the kernel manager, which stores the information for a later server."""
         info: dict[str, Any] = await super().get_provisioner_info()
-        lifecycle = self.lifecycle
-        info["state"] = self.state.value
-        info["image"] = lifecycle.image.id if lifecycle and lifecycle.image else None
-        info["runtime_dir"] = str(self._host.directory) if self._host.directory else None
-        return info
+        image, directory = self.lifecycle and self.lifecycle.image, self._host.directory
+        ours = {"state": self.state.value, "image": image.id if image else None}
+        return {**info, **ours, "runtime_dir": str(directory) if directory else None}

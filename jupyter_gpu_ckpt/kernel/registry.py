@@ -203,11 +203,10 @@ def _locked_base(base: Path) -> Iterator[None]:
 
 def _file(path: Path) -> tuple[int, int] | None:
     """Return device and inode of ``path``; None where there is no file."""
-    try:
+    with contextlib.suppress(OSError):
         facts = path.stat()
-    except OSError:
-        return None
-    return facts.st_dev, facts.st_ino
+        return facts.st_dev, facts.st_ino
+    return None
 
 
 def _directories(base: Path) -> list[Path]:
@@ -218,22 +217,18 @@ def _record(directory: Path) -> dict[str, Any] | None:
     """Return the record in ``directory``; None while a kernel is being started there.  Raises `ProtocolVersion`."""
     record = _json(directory / RECORD)
     if record and (version := record.pop("version", None)) != VERSION:
-        raise ProtocolVersion(
-            f"The record {directory / RECORD} is of version {version}; this release knows version {VERSION}.",
-            left="the kernel is as it was",
-            kernel_id=str(record.get("kernel_id", directory.name)),
-            version=version,
-        )
+        message = f"The record {directory / RECORD} is of version {version}; this release knows version {VERSION}."
+        kernel_id = str(record.get("kernel_id", directory.name))
+        raise ProtocolVersion(message, left="the kernel is as it was", kernel_id=kernel_id, version=version)
     return record or None
 
 
 def _json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty where there is none."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _is_owned(directory: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -51,10 +52,7 @@ def mismatches(
         cancelled=cancelled,
     )
     node.store.hashes.begin()  # to save what had to be read
-    mapping: Mapping[str, str] | None = None
     if manifest.cuda:
-        try:
-            mapping = gpu_mapping(manifest.node_gpus, [gpu["uuid"] for gpu in gpus], gpu_map)
-        except CudaError:
-            mapping = gpu_map  # fewer GPUs than there were, which is one of the mismatches
-    return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=mapping)
+        with contextlib.suppress(CudaError):  # fewer GPUs than there were, which is one of the mismatches
+            gpu_map = gpu_mapping(manifest.node_gpus, [gpu["uuid"] for gpu in gpus], gpu_map)
+    return match(wanted, here, accept_changed_files=accept_changed_files, gpu_map=gpu_map if manifest.cuda else None)

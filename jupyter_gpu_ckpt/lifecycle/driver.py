@@ -120,8 +120,7 @@ class Lifecycle:
     def written(self) -> int:
         """Return the bytes on the disk of the image that is being made; 0 while none is.  From any thread."""
         attempt = self.kernel.attempt
-        draft = attempt.draft if attempt is not None else None
-        return draft.size() if draft is not None else 0
+        return draft.size() if attempt is not None and (draft := attempt.draft) is not None else 0
 
     def findings(self) -> list[PreflightFinding]:
         """Return what preflight says of a checkpoint now; the kernel is not disturbed."""
@@ -140,10 +139,8 @@ class Lifecycle:
             except BaseException:
                 capsule.close()
                 raise
-            self.kernel.capsule = capsule
-            self.kernel.exit_status = None
-            self.kernel.saved = Saved()
-            self.kernel.restored_on_gpu = False
+            self.kernel.capsule, self.kernel.exit_status = capsule, None
+            self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
             self._advance(machine.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
@@ -192,8 +189,7 @@ class Lifecycle:
             if gpu_map and self.state is not State.CHECKPOINTED:
                 message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
                 raise StateError(message, left=self._what_is_left())
-            options = {"gpu_map": gpu_map, "accept_changed_files": accept_changed_files}
-            self._perform(Move.RESTORE, State.RUNNING, **options)
+            self._perform(Move.RESTORE, State.RUNNING, gpu_map=gpu_map, accept_changed_files=accept_changed_files)
 
     def wake(self) -> None:
         """Resume or restore, whatever the kernel needs to run."""
@@ -250,10 +246,9 @@ class Lifecycle:
             with contextlib.suppress(GpuCkptError):  # the kernel is ended all the same
                 self.gate.cancel_prompt()
         if attempt is not None:
-            if ends and (verification := attempt.verification) is not None:
-                verification.cancel()
-            if (reading := attempt.device_read) is not None:
-                reading.cancel()
+            for task in (attempt.verification if ends else None, attempt.device_read):
+                if task is not None:
+                    task.cancel()
         end = Capsule.close if ends else Capsule.cancel_criu
         for capsule in (attempt.restoring if attempt is not None else None, self.kernel.capsule):
             if capsule is not None:
@@ -461,9 +456,7 @@ class Lifecycle:
 
     def _final_error(self, error: Exception) -> GpuCkptError:
         """Return a copy of a step's error with what is left behind after the undo."""
-        if not isinstance(error, GpuCkptError):
-            error = GpuCkptError(f"{type(error).__name__}: {error}")
-        error = copy.copy(error)
+        error = copy.copy(GpuCkptError.from_exception(error))
         cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
         if self.state is State.DEAD:
             status = self.kernel.exit_status

@@ -138,11 +138,8 @@ def _require_restorable(directory: Path) -> None:
     """Raise `UnsupportedFile` if the dump in ``directory`` has an open file that no restore could open."""
     if found := images.unrestorable(directory):
         more = f" and {len(found) - 1} more" if found[1:] else ""
-        message = (
-            f"The kernel holds {found[0]}{more}, which belongs to one of its threads or is its working directory: it "
-            "could not be opened again."
-        )
-        raise errors.UnsupportedFile(message, culprit=found[0], files=found)
+        reason = "which belongs to one of its threads or is its working directory: it could not be opened again"
+        raise errors.UnsupportedFile(f"The kernel holds {found[0]}{more}, {reason}.", culprit=found[0], files=found)
 
 
 def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:

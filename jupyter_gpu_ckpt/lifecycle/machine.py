@@ -135,21 +135,11 @@ class Plan:
 
 _SUSPEND = (Step.PREFLIGHT, Step.DRAIN, Step.QUIESCE, Step.CUDA_SUSPEND)
 _DUMP = (Step.DISCONNECT, Step.DUMP, Step.PUBLISH, Step.END_PROCESS, Step.SLEEP)
-_RESUME = Plan(
-    State.RESUMING,
-    State.RUNNING,
-    State.SUSPENDED,
-    (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE, Step.THAW, Step.RELEASE),
-    commit=Step.CUDA_RESUME,
-)
+_BACK_ON_GPU = (Step.RESERVE, Step.CUDA_RESUME, Step.UNRESERVE, Step.THAW, Step.RELEASE)
+_RESUME = Plan(State.RESUMING, State.RUNNING, State.SUSPENDED, _BACK_ON_GPU, commit=Step.CUDA_RESUME)
 _PROCESS_BACK = (Step.MATCH, Step.RESERVE, Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.UNRESERVE)
-_RESTORE = Plan(
-    State.RESTORING,
-    State.RUNNING,
-    State.CHECKPOINTED,
-    (*_PROCESS_BACK, Step.CONNECT, Step.THAW, Step.RELEASE, Step.DISCARD_IMAGE),
-    commit=Step.RELEASE,
-)
+_SERVED = (Step.CONNECT, Step.THAW, Step.RELEASE, Step.DISCARD_IMAGE)
+_RESTORE = Plan(State.RESTORING, State.RUNNING, State.CHECKPOINTED, (*_PROCESS_BACK, *_SERVED), commit=Step.RELEASE)
 _CHECKPOINT = Plan(State.DUMPING, State.CHECKPOINTED, State.RUNNING, (*_SUSPEND, *_DUMP), commit=Step.END_PROCESS)
 
 #: Every legal request.  None: the kernel is in the state already.
@@ -203,10 +193,6 @@ class MachineState:
     image: bool = False
     history: tuple[str, ...] = ()
 
-    def with_event(self, event: Event) -> MachineState:
-        """The same kernel with ``event`` at the end of its history."""
-        return replace(self, history=(*self.history, f"{self.state.value}: {event}")[-40:])
-
 
 Outcome = tuple[MachineState, tuple[Step, ...]]
 
@@ -216,7 +202,7 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
 
     Raises `StateError` with the whole history when ``event`` is not legal in this state.
     """
-    kernel = kernel.with_event(event)
+    kernel = replace(kernel, history=(*kernel.history, f"{kernel.state.value}: {event}")[-40:])
     outcome = _advance(kernel, event)
     if outcome is None:
         name = event.value if isinstance(event, Move | ProcessEvent) else type(event).__name__

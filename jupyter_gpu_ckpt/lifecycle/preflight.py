@@ -128,11 +128,11 @@ def inspect(
 ) -> list[PreflightFinding]:
     """Return the findings from outside, all of which block.
 
-    ``companions``: every other process of the kernel's capsule, also daemons.  ``device_bytes``: device memory of the
-    kernel by GPU UUID.  ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``:
-    whether an agent ends a debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and
-    in no process.  ``spillable``: called where host memory is too small, returns the bytes of device
-    memory that can go to the disk.  ``over_quota``: returns why an image of so many bytes is refused, if it is.
+    ``companions``: every other process of the kernel's capsule, also daemons.  ``device_bytes``: by GPU UUID.
+    ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
+    debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
+    ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
+    ``over_quota``: returns why an image of so many bytes is refused, if it is.
     """
     refusals: list[GpuCkptError] = []
     kernel = read_process(kernel_pid)

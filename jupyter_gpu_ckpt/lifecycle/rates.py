@@ -50,8 +50,7 @@ class Rates:
 
     def estimate(self, process_bytes: int, device_bytes: int) -> Estimate:
         """Return the estimate for a kernel with so much resident host memory and device memory."""
-        driver = _CONTEXT if device_bytes else 0.0
-        image = process_bytes + device_bytes
+        driver, image = _CONTEXT if device_bytes else 0.0, process_bytes + device_bytes
         gpu_free = driver + self.seconds(["cuda_suspend"], device_bytes)
         saved = gpu_free + _PROCESS + self.seconds(["dump", "publish"], image)
         back = driver + _PROCESS + self.seconds(["criu_restore"], image) + self.seconds(["cuda_resume"], device_bytes)

@@ -104,10 +104,9 @@ def drain(attempt: Attempt) -> None:
     try:
         with answering(kernel):
             kernel.gate.drain(kernel.settings.drain)
-    except errors.CapsuleGone:
-        raise
-    except GpuCkptError:
-        kernel.gate.release()
+    except GpuCkptError as error:
+        if not isinstance(error, errors.CapsuleGone):
+            kernel.gate.release()
         raise
 
 

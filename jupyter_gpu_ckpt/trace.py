@@ -94,24 +94,3 @@ class Trace:
             seconds = time.monotonic() - began
             self._emit(StepEvent("failed", name, self.kernel_id, time.time(), seconds, step.bytes, code))
             raise
-
-
-@dataclass
-class Recorder:
-    """A sink that records events: for the table of a demo, the timings of a manifest, tests."""
-
-    events: list[StepEvent] = field(default_factory=list)
-
-    def __call__(self, event: StepEvent) -> None:
-        self.events.append(event)
-
-    def completed(self) -> list[StepEvent]:
-        """Return the completed steps in order."""
-        return [event for event in self.events if event.kind == "completed"]
-
-    def seconds(self) -> dict[str, float]:
-        """Return seconds by step; a step that ran twice counts both times."""
-        total: dict[str, float] = {}
-        for event in self.completed():
-            total[event.step] = total.get(event.step, 0.0) + (event.seconds or 0.0)
-        return total

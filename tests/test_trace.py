@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+from recorder import Recorder
 
 from jupyter_gpu_ckpt.errors import NoSpace
-from jupyter_gpu_ckpt.trace import Recorder, StepEvent, Trace
+from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from traitlets import Float, Unicode
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
-from ..trace import Recorder, StepEvent
+from ..trace import StepEvent
 from ..units import size
 from .command import ImageCommand, Result
 from .terminal import Part
@@ -105,10 +105,10 @@ class DemoCommand(ImageCommand):
         processes = lifecycle.capsule.processes() if lifecycle and lifecycle.capsule else []
         on_gpu = _gpu_bytes(provisioner, processes)
 
-        steps = Recorder()
-        provisioner.sinks.append(steps)
+        steps: list[StepEvent] = []
+        provisioner.sinks.append(lambda event: steps.append(event) if event.kind == "completed" else None)
         image = await provisioner.checkpoint()
-        checkpoint, steps.events[:] = steps.completed(), []
+        checkpoint, steps[:] = [*steps], []
         remaining = [pid for pid in processes if read_process(pid)]
         still_on_gpu = _gpu_bytes(provisioner, processes)
         self.print()
@@ -125,7 +125,7 @@ class DemoCommand(ImageCommand):
         self.title("Second half, on the same connection")
         await self._execute(self.halves[1])
         await provisioner.restore()  # waits for the end of the wake that runs
-        wake = steps.completed()
+        wake = [*steps]
         self.print()
         self.title("Wake")
         self._table(wake)

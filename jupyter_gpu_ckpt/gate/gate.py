@@ -217,11 +217,6 @@ class Gate:
         return self._call(lambda router: router.replies.identity)
 
     @property
-    def lag(self) -> int:
-        """Bytes of outputs that the slowest reader had not read when the readers were last measured."""
-        return self._call(lambda router: router.readers.lag)
-
-    @property
     def under_way(self) -> UnderWay:
         """What the kernel has not finished of that which clients requested."""
         return self._call(lambda router: UnderWay(router.pending.cells(), router.pending.other_types()))

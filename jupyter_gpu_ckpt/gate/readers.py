@@ -109,11 +109,6 @@ class Readers:
         self._sent += sum(map(len, frames)) + _FRAMING * len(frames)
         return self._sent - self._measured >= _MEASURE_BYTES and self.measure(time.monotonic()) and self.full
 
-    @property
-    def lag(self) -> int:
-        """Bytes that the slowest reader was behind when last measured."""
-        return max((reader.behind for reader in self._readers.values()), default=0)
-
     def next_time(self) -> float | None:
         """When to `measure` again, monotonic seconds."""
         return time.monotonic() + _MEASURE_EVERY if self.late else None

@@ -22,6 +22,7 @@ STANDARD = {
         "gc",
         "importlib",
         "logging",
+        "math",
         "mmap",
         "multiprocessing",
         "os",

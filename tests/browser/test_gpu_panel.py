@@ -10,11 +10,11 @@ from fake_host import allocation_cell
 
 GIB = 1 << 30
 GPU = "GPU-fake-a"
-TESTS = str(Path(__file__).resolve().parents[1])
+SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 CONFIG = f"""
 import sys
 from pathlib import Path
-sys.path.append({TESTS!r})
+sys.path.append({SUPPORT!r})
 from fake_host import install
 install({{{GPU!r}: 16 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
 """

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from recorder import Recorder
 from stock import Blocking, drained, executed, heard, printed, replies
 from waiting import until
 
-from jupyter_gpu_ckpt.trace import Recorder, StepEvent
+from jupyter_gpu_ckpt.trace import StepEvent
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,12 +11,12 @@ from live import Server, server, until
 from tab import OPENING, tab
 
 GPU = "GPU-fake-a"
-TESTS = str(Path(__file__).resolve().parents[1])
+SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 GIB = 1 << 30
 CONFIG = """
 import sys
 from pathlib import Path
-sys.path.append({tests!r})
+sys.path.append({support!r})
 from fake_host import install
 install({{{gpu!r}: 8 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
 c.IdlePolicy.interval = 0.1
@@ -27,7 +27,7 @@ c.IdlePolicy.interval = 0.1
 @pytest.fixture
 def on_gpu(tmp_path, runtime_base, criu_binary) -> Iterator[Server]:
     """A server with a fake GPU, whose policy suspends after a second."""
-    config = CONFIG.format(tests=TESTS, gpu=GPU, more="c.IdlePolicy.suspend_after = 1.0")
+    config = CONFIG.format(support=SUPPORT, gpu=GPU, more="c.IdlePolicy.suspend_after = 1.0")
     with server(tmp_path, runtime_base, config=config) as running:
         yield running
 
@@ -37,7 +37,7 @@ def idle_server(tmp_path_factory, module_runtime_base, criu_binary) -> Iterator[
     """The same with a policy that never does anything."""
     more = "c.IdlePolicy.suspend_after = c.IdlePolicy.checkpoint_after = 0"
     home = tmp_path_factory.mktemp("patient")
-    with server(home, module_runtime_base, config=CONFIG.format(tests=TESTS, gpu=GPU, more=more)) as running:
+    with server(home, module_runtime_base, config=CONFIG.format(support=SUPPORT, gpu=GPU, more=more)) as running:
         yield running
 
 
@@ -86,7 +86,7 @@ def test_an_idle_kernel_with_device_memory_is_suspended_and_its_next_cell_resume
 
 def test_a_rule_of_the_kernelspec_and_the_limit_of_host_memory(tmp_path, runtime_base, criu_binary):
     more = "c.IdlePolicy.kernelspecs = {'python3': {'suspend_after': 0.5}}\nc.IdlePolicy.suspended_memory_limit = 1"
-    config = CONFIG.format(tests=TESTS, gpu=GPU, more=more)
+    config = CONFIG.format(support=SUPPORT, gpu=GPU, more=more)
     with server(tmp_path, runtime_base, config=config) as running, running.events() as next_event:
         kernel_id = running.start_kernel()
         running.run(kernel_id, "x = 1")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import KernelProvisionerFactory
+from recorder import Recorder
 from traitlets.config import Config
 
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
-from jupyter_gpu_ckpt.trace import Recorder
 
 
 class CellFailed(AssertionError):

@@ -3,7 +3,7 @@
 In a ``jupyter_server_config.py``::
 
     import sys
-    sys.path.append(TESTS)
+    sys.path.append("tests/support")
     from fake_host import install
     install({"GPU-a": 8 << 30}, image_dir)
 

@@ -11,14 +11,14 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
 from . import gpu_memory, probes, tensors
 from .server_channel import RequestRefused, ServerChannel
-from .text import columns, moment, status_text
+from .tensors import human
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
@@ -138,11 +138,11 @@ class GpuMagics:
             print("No variable has device memory.")
         else:
             print(columns(("variable", "type", "dtype", "shape", "device", "bytes"), [_row(each) for each in shown]))
-            together = tensors.human(sum(tensor.bytes for tensor in found))
+            together = human(sum(tensor.bytes for tensor in found))
             more = f", {len(found) - len(shown)} not shown (--limit 0)" if len(shown) < len(found) else ""
             print(f"\n{together} in {len(found)} tensors{more}.")
         for device in gpu_memory.report()["devices"]:
-            allocated, cached = map(tensors.human, (device["allocated"], device["reserved"] - device["allocated"]))
+            allocated, cached = map(human, (device["allocated"], device["reserved"] - device["allocated"]))
             where = f"GPU {device['index']} {device['name']}"
             print(f"{where}: {allocated} allocated; {cached} cached, freed by a checkpoint.")
 
@@ -165,7 +165,7 @@ class GpuMagics:
         if verb == "suspend":
             print(f"Off the GPU after this cell, in about {seconds['gpu_free']:.1f} s. Run a cell to bring it back.")
         else:
-            cost = f"about {tensors.human(status['image_bytes'])}, {seconds['saved']:.1f} s"
+            cost = f"about {human(status['image_bytes'])}, {seconds['saved']:.1f} s"
             print(f"Checkpoint after this cell: {cost}. Run a cell to bring it back (about {seconds['back']:.1f} s).")
 
     def _chosen(self, keep: list[str] | None, drop: list[str] | None) -> list[str]:
@@ -203,8 +203,8 @@ class GpuMagics:
                 image["id"],
                 image["kernel_name"],
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(image["created"])),
-                tensors.human(image["bytes"]),
-                tensors.human(image["device_bytes"]),
+                human(image["bytes"]),
+                human(image["device_bytes"]),
                 "this kernel" if image["kernel_id"] == self._server.kernel_id else "",
             )
             for image in self._server.request("list")["images"]
@@ -260,5 +260,60 @@ def seconds_in(text: str) -> int:
 
 
 def _row(tensor: tensors.Tensor) -> tuple[str, ...]:
-    size = tensors.human(tensor.bytes)
+    size = human(tensor.bytes)
     return tensor.name, tensor.kind, tensor.dtype, str(list(tensor.shape)), tensor.device, size
+
+
+# -- text for a cell's output -----------------------------------------------------------------------------------------
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table; a last column named ``bytes`` is aligned to the right."""
+    table = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*table)]  # noqa: B905 -- strict is Python 3.10's
+    sides = [*"<" * (len(heads) - 1), ">" if heads[-1] == "bytes" else "<"]
+    layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths))  # noqa: B905
+    return "\n".join(layout.format(*row).rstrip() for row in table)
+
+
+def moment(at: float) -> str:
+    """Format a moment (seconds since the epoch) in local time, with the date where that is not today's."""
+    local = time.localtime(at)
+    return time.strftime("%H:%M" if local[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", local)
+
+
+def status_text(
+    status: dict[str, Any], largest: Sequence[Sequence[str]], released: Sequence[str], failure: RequestRefused | None
+) -> str:
+    """Format the server's reply, the kernel's largest tensors and its last failure."""
+    seconds, device = status["seconds"], status["device_bytes"]
+    lines = [("state", status["state"])]
+    for gpu in status["gpus"]:
+        if gpu["uuid"] in device:
+            free = f"{human(gpu['free'])} of {human(gpu['total'])} free"
+            lines.append(("GPU memory", f"{human(device[gpu['uuid']])} on {gpu['name']} ({free})"))
+    if not device:
+        lines.append(("GPU memory", "none"))
+    if largest:
+        first, *others = columns(("variable", "type", "dtype", "shape", "device", "bytes"), largest).splitlines()
+        lines += [("largest", first), *(("", line) for line in others)]
+    lines.append(("host memory", human(status["process_bytes"])))
+    lines.append(
+        (
+            "image",
+            f"about {human(status['image_bytes'])}; {human(status['disk_free'])} free on its disk",
+        )
+    )
+    free = f"{seconds['gpu_free']:.1f} s until the GPU is free, " if device else ""
+    times = f"about {free}{seconds['saved']:.1f} s until all is saved, {seconds['back']:.1f} s to come back"
+    lines.append(("time", times))
+    if status.get("protected_until"):
+        lines.append(("protected", f"until {moment(status['protected_until'])}"))
+    if released:
+        lines.append(("released", ", ".join(released)))
+    findings = status["findings"]
+    lines.append(("checkpoint", "not now" if any(finding["blocks"] for finding in findings) else "possible"))
+    lines += [("", f"{finding['code']}: {finding['text']} {finding['hint']}") for finding in findings]
+    if failure is not None:
+        lines += [("last failure" if at == 0 else "", line) for at, line in enumerate(failure.lines())]
+    return "\n".join(f"{name:13}{text}".rstrip() for name, text in lines)

@@ -86,14 +86,9 @@ class Drain:
         if self._future is None:
             return
         if now >= self._deadline:
-            self._end().set_exception(
-                KernelBusy(
-                    f"The kernel is still working after {self._seconds:g} s.",
-                    left="the kernel is running",
-                    pending=self._pending.types(),
-                    seconds=self._seconds,
-                )
-            )
+            message, types = f"The kernel is still working after {self._seconds:g} s.", self._pending.types()
+            error = KernelBusy(message, left="the kernel is running", pending=types, seconds=self._seconds)
+            self._end().set_exception(error)
         elif now >= self._progress + _QUIET:
             for lane, order in self._pending.straggling().items():
                 if lane not in self._fences:
@@ -116,5 +111,4 @@ class Drain:
 
         channel, subshell_id = lane
         self._fences.add(lane)
-        kind, content = PROBE
-        self._send(InternalRequest(channel, kind, content, self._deadline, done, failed, subshell_id))
+        self._send(InternalRequest(channel, *PROBE, self._deadline, done, failed, subshell_id))

@@ -119,7 +119,7 @@ class AgentRequests:
             "image_bytes": estimate.image_bytes,
             "disk_free": engine.store.free(),
             "seconds": {"gpu_free": estimate.gpu_free, "saved": estimate.saved, "back": estimate.back},
-            "findings": [_finding(finding) for finding in findings],
+            "findings": [finding.as_dict() for finding in findings],
             "protected_until": self.protection(),
         }
 
@@ -167,8 +167,3 @@ def images(lifecycle: Lifecycle) -> dict[str, Any]:
                 }
             )
     return {"images": found}
-
-
-def _finding(finding: preflight.PreflightFinding) -> dict[str, Any]:
-    hint = finding.error.hint if finding.error else ""
-    return {"code": finding.code, "text": finding.text, "blocks": finding.blocks, "hint": hint}

@@ -76,26 +76,13 @@ class Launch:
 class KernelOwner(Protocol):
     """What a `KernelHost` calls in its owner, the provisioner.  No method may call the gate or wait for the worker."""
 
-    #: Faults of the trace, for tests.
     faults: list[Sink]
 
-    def state_changed(self, state: State, pid: int | None) -> None:
-        """Called with each new state, and the pid if there is a process, on the thread that changed it."""
-
-    def step_traced(self, event: StepEvent) -> None:
-        """Called with each event of the trace, on the thread that runs the step."""
-
-    def protection_changed(self, until: float | None) -> None:
-        """Called with the end of a protection (seconds since the epoch) when it is set; None when it is lifted."""
-
-    def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
-        """Called when a client's message has ended a kernel that was away; ``restart``: another is to be started."""
-
-    def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
-        """Called on the worker's thread when a kernel ended before its first answer: start ``cmd`` in its place.
-
-        Returns None where the kernel is not wanted any more, or cannot be started.
-        """
+    def state_changed(self, state: State, pid: int | None) -> None: ...
+    def step_traced(self, event: StepEvent) -> None: ...
+    def protection_changed(self, until: float | None) -> None: ...
+    def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None: ...
+    def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
 
 
 def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:

@@ -355,7 +355,10 @@ class GpuCkptProvisioner(LocalProvisioner):
         return self.connection_info
 
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None:
-        """See `KernelOwner`."""
+        """Called on the worker's thread when a kernel ended before its first answer: start ``cmd`` in its place.
+
+        Return None where the kernel is not wanted any more, or cannot be started.
+        """
         if self._unwanted:
             return None
         try:
@@ -404,19 +407,19 @@ class GpuCkptProvisioner(LocalProvisioner):
             stderr=kwargs.get("stderr"),
         )
 
-    # -- as the owner of its host: see `KernelOwner`
+    # -- as the owner of its host (`KernelOwner`)
 
     def state_changed(self, state: State, pid: int | None) -> None:
-        """See `KernelOwner`."""
+        """Called with each new state, and the pid if there is a process, on the thread that changed it."""
         self.pid = self.pgid = pid
         notify(self.on_state, state)
 
     def step_traced(self, event: StepEvent) -> None:
-        """See `KernelOwner`."""
+        """Called with each event of the trace, on the thread that runs the step."""
         notify(self.sinks, event)
 
     def protection_changed(self, until: float | None) -> None:
-        """See `KernelOwner`."""
+        """Called with the end of a protection (seconds since the epoch) when it is set; None when it is lifted."""
         for callback in tuple(self.on_protected):
             callback(until)
 
@@ -482,7 +485,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         await super().cleanup(restart)
 
     def keep_or_discard_image(self, lifecycle: Lifecycle, restart: bool) -> None:
-        """See `KernelOwner`; also for a kernel that its manager has ended."""
+        """Called when the kernel was ended, also by a message while it was away; ``restart``: another follows."""
         if (image := lifecycle.image) is None:
             return
         keep = self.keep_image_on_shutdown or self.keep_image or self.agent_requests.protection() is not None

@@ -52,6 +52,15 @@ class PreflightFinding:
         """Whether a checkpoint is refused."""
         return self.error is not None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding for JSON."""
+        return {
+            "code": self.code,
+            "text": self.text,
+            "blocks": self.blocks,
+            "hint": self.error.hint if self.error else "",
+        }
+
 
 def blocking(error: GpuCkptError) -> PreflightFinding:
     return PreflightFinding(error.code, error.message, error)
@@ -85,14 +94,11 @@ def read_process(pid: int) -> Process | None:
     """Return the process, or None when it has ended.  ``rss`` in bytes."""
     with contextlib.suppress(OSError, ValueError):
         arguments, status = procfs.arguments(pid), procfs.status(pid)
-        return Process(
-            pid,
+        command, rss = (
             " ".join(arguments).strip() or status.get("Name", "?"),
-            status.get("State", "?")[0],
-            int(status.get("VmRSS", "0 kB").split()[0]) * 1024,
-            int(status.get("PPid", "0")),
-            arguments,
+            int(status.get("VmRSS", "0 kB").split()[0]),
         )
+        return Process(pid, command, status.get("State", "?")[0], rss * 1024, int(status.get("PPid", "0")), arguments)
     return None
 
 

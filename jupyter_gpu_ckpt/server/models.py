@@ -94,13 +94,7 @@ def findings(provisioner: GpuCkptProvisioner) -> dict[str, Any]:
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
     found = [*requests(provisioner), *lifecycle.findings()]
-    return {
-        "ok": not any(each.blocks for each in found),
-        "findings": [
-            {"code": each.code, "text": each.text, "blocks": each.blocks, "hint": each.error.hint if each.error else ""}
-            for each in found
-        ],
-    }
+    return {"ok": not any(each.blocks for each in found), "findings": [each.as_dict() for each in found]}
 
 
 def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:

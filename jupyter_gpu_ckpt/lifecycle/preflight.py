@@ -54,12 +54,8 @@ class PreflightFinding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding for JSON."""
-        return {
-            "code": self.code,
-            "text": self.text,
-            "blocks": self.blocks,
-            "hint": self.error.hint if self.error else "",
-        }
+        hint = self.error.hint if self.error else ""
+        return {"code": self.code, "text": self.text, "blocks": self.blocks, "hint": hint}
 
 
 def blocking(error: GpuCkptError) -> PreflightFinding:
@@ -94,11 +90,9 @@ def read_process(pid: int) -> Process | None:
     """Return the process, or None when it has ended.  ``rss`` in bytes."""
     with contextlib.suppress(OSError, ValueError):
         arguments, status = procfs.arguments(pid), procfs.status(pid)
-        command, rss = (
-            " ".join(arguments).strip() or status.get("Name", "?"),
-            int(status.get("VmRSS", "0 kB").split()[0]),
-        )
-        return Process(pid, command, status.get("State", "?")[0], rss * 1024, int(status.get("PPid", "0")), arguments)
+        command, rss = " ".join(arguments).strip() or status.get("Name", "?"), status.get("VmRSS", "0 kB").split()[0]
+        state, parent = status.get("State", "?")[0], int(status.get("PPid", "0"))
+        return Process(pid, command, state, int(rss) * 1024, parent, arguments)
     return None
 
 

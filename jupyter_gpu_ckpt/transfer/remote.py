@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -323,7 +324,7 @@ class Remote:
         for part, data in zip(parts(manifest), self._map(read, parts(manifest)), strict=True):
             hashers[part.file].update(data)
             if part.end > complete[part.file]:
-                with open(directory / part.file, "ab") as file:
+                with open(directory / part.file, "ab", opener=_open_own) as file:
                     if part.name in present:
                         file.write(data)
                     else:
@@ -415,13 +416,19 @@ class Remote:
 def _complete(path: Path, size: int) -> int:
     """Make the file if it is missing, and cut it after its last whole part; return the bytes that are left."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.touch(0o600)
-    length = path.stat().st_size
-    if length != size:
-        length = min(length, size) // sizes.PART * sizes.PART
-        with open(path, "r+b") as file:
+    if path.is_symlink() or not path.is_file():
+        path.unlink(missing_ok=True)  # not made by us
+    with open(path, "ab", opener=_open_own) as file:
+        length = os.fstat(file.fileno()).st_size
+        if length != size:
+            length = min(length, size) // sizes.PART * sizes.PART
             file.truncate(length)
     return length
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of a fetched image; never the target of a link that others have put there, nor a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def _claimant() -> dict[str, str]:

@@ -318,6 +318,23 @@ def test_an_image_that_is_being_restored_is_not_pushed(near, tmp_path):
     assert near.images() == [image]
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_pull_does_not_write_through_a_foreign_file_in_its_place(near, far, tmp_path, kind):
+    image = publish(near)
+    before, remote, victim = content(image), Remote(f"file://{tmp_path}/shared"), tmp_path / "victim"
+    remote.push(image)
+    victim.write_bytes(b"precious")
+    planted = far.root / layout.INCOMING / image.id / "criu" / "pages-1.img"
+    far.prepare()
+    planted.parent.mkdir(parents=True)
+    if kind == "link":
+        planted.symlink_to(victim)
+    else:
+        os.mkfifo(planted)
+    assert content(remote.pull(image.id, far)) == before
+    assert victim.read_bytes() == b"precious"
+
+
 def test_a_directory_is_private_whatever_the_umask(near, tmp_path):
     before = os.umask(0)
     try:

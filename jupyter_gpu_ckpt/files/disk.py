@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import Timeout
+
 from ..errors import NoSpace, StoreUnwritable
 
 
@@ -16,6 +18,8 @@ def mapped_errors(root: Path) -> Iterator[None]:
     """Map errors of the file system to `NoSpace` and `StoreUnwritable`."""
     try:
         yield
+    except Timeout as error:
+        raise StoreUnwritable("Others keep the image directory locked for too long.", directory=str(root)) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpace("The disk of the image directory is full.", directory=str(root)) from error

@@ -36,12 +36,11 @@ class Draft:
         self,
         root: Path,
         id: str,
-        *,
         keys: Keyring,
         generations: Generations,
         vault: Vault,
-        reservation: QuotaReservation | None = None,
-        needed: int = 0,
+        reservation: QuotaReservation,
+        needed: int,
     ) -> None:
         self.id = id
         self.path = root / f"{layout.DRAFT}{id}"
@@ -59,8 +58,7 @@ class Draft:
         self._form: encryption.Form | None = None
         self._known: dict[str, FileEntry] = {}
         try:
-            if reservation is not None:
-                reservation.reserve(needed)
+            reservation.reserve(needed)
             self._form = encryption.Form(vault, id, self.path / layout.CRIU)
         except BaseException:
             self.discard()
@@ -129,8 +127,7 @@ class Draft:
                 manifest = replace(manifest, id=self.id, files=entries)
                 for flushed in flushing:
                     flushed.result()
-            if self._reservation is not None:
-                self._reservation.reserve(manifest.bytes)
+            self._reservation.reserve(manifest.bytes)
             write_atomically(self.path / layout.MANIFEST, manifest.to_json(), durable=True)
             verify.seal(self.path, key)
             if claim_pid is not None:
@@ -162,8 +159,7 @@ class Draft:
     def _unlock(self) -> None:
         if self._form is not None:
             self._form.close()
-        if self._reservation is not None:
-            self._reservation.release()
+        self._reservation.release()
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink()
         self._lock.release()

@@ -90,34 +90,25 @@ class Generations:
 
     def _ended(self, kernel_id: str) -> dict[str, int]:
         """Return the record of an ended kernel; lines of other shapes are ignored."""
-        found = {"published": 0, "spent": 0}
+        published = spent = 0
         with contextlib.suppress(FileNotFoundError), (self.directory / ENDED).open(errors="replace") as lines:
             for line in lines:
-                words = line.split()
-                if len(words) == 3 and words[0] == kernel_id and words[1].isdecimal() and words[2].isdecimal():
-                    found = {
-                        "published": max(found["published"], int(words[1])),
-                        "spent": max(found["spent"], int(words[2])),
-                    }
-        return found
+                match line.split():
+                    case [id, first, second] if id == kernel_id and first.isdecimal() and second.isdecimal():
+                        published, spent = max(published, int(first)), max(spent, int(second))
+        return {"published": published, "spent": spent}
 
     def _read(self, kernel_id: str) -> dict[str, int]:
-        record: Any = None
+        record: Any = {}
         try:
-            # A crash leaves an empty file on some disks: it counts as no record.
-            record = json.loads(self._path(kernel_id).read_text() or "{}")
-        except FileNotFoundError:
-            pass
+            with contextlib.suppress(FileNotFoundError):
+                # A crash leaves an empty file on some disks: it counts as no record.
+                record = json.loads(self._path(kernel_id).read_text() or "{}")
+            ended = self._ended(kernel_id)
         except (OSError, ValueError) as error:
             raise self._unusable() from error
-        if record is None:
-            record = {}
         if not isinstance(record, dict) or not all(type(value) is int for value in record.values()):
             raise self._unusable()
-        try:
-            ended = self._ended(kernel_id)
-        except OSError as error:
-            raise self._unusable() from error
         return {name: max(record.get(name, 0), known) for name, known in ended.items()}
 
     def _raise_to(self, kernel_id: str, **facts: int) -> None:

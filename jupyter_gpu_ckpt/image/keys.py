@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,21 +55,19 @@ class Keyring:
         """Return the names of the keys, oldest first."""
         if not self.directory.is_dir():
             return []
-        self._require_private(self.directory, stat.S_ISDIR, 0o077)
+        _require_private(self.directory, stat.S_ISDIR)
         return sorted(path.name for path in self.directory.iterdir() if _NAME.fullmatch(path.name))
 
     def current(self) -> Key:
         """Return the newest key; make one if there is none."""
-        ids = self.ids()
-        key = self.get(ids[-1]) if ids else None
-        return key or self.rotate()
+        return self.get(max(self.ids(), default="")) or self.rotate()
 
     def get(self, id: str) -> Key | None:
         """Return the key of that name, or None."""
         path = self.directory / id
         if not _NAME.fullmatch(id) or not path.exists():
             return None
-        self._require_private(path, stat.S_ISREG, 0o077)
+        _require_private(path, stat.S_ISREG)
         try:
             secret = bytes.fromhex(path.read_text().strip())
         except (OSError, ValueError) as error:
@@ -79,25 +78,24 @@ class Keyring:
 
     def rotate(self) -> Key:
         """Make a new key, which seals from now on; the older ones still verify until their files are deleted."""
-        # Never before the newest one, even if the clock was set back.
-        newest = max([*self.ids(), time.strftime("%Y%m%dT%H%M%S", time.gmtime())])
-        id = f"{newest[:15]}-{secrets.token_hex(4)}"
-        while self.ids() and id <= self.ids()[-1]:
-            id = f"{newest[:15]}-{secrets.token_hex(4)}"
+        newest = max(self.ids(), default="")
+        stamp = max(newest[:15], time.strftime("%Y%m%dT%H%M%S", time.gmtime()))
+        id = ""
+        while id <= newest:  # never before the newest one, even if the clock was set back
+            id = f"{stamp}-{secrets.token_hex(4)}"
         key = Key(id, secrets.token_bytes(BYTES))
         try:
             if not self.directory.exists():
                 self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 self.directory.chmod(0o700)  # whatever the umask
-            self._require_private(self.directory, stat.S_ISDIR, 0o077)
+            _require_private(self.directory, stat.S_ISDIR)
             write_atomically(self.directory / id, key.secret.hex() + "\n", durable=True)
         except OSError as error:
             raise KeyUnusable(f"No key can be made: {error.strerror}.", path=str(self.directory)) from error
         return key
 
-    @staticmethod
-    def _require_private(path: Path, kind: object, mask: int) -> None:
-        facts = path.lstat()
-        assert callable(kind)
-        if not kind(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & mask:
-            raise KeyUnusable("The keys can be read or changed by other users.", path=str(path))
+
+def _require_private(path: Path, is_kind: Callable[[int], bool]) -> None:
+    facts = path.lstat()
+    if not is_kind(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise KeyUnusable("The keys can be read or changed by other users.", path=str(path))

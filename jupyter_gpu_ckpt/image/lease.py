@@ -54,7 +54,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 KeepFd = Callable[[int], object]
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """The right to restore or remove one image, until `release` or the end of a ``with`` block; made by `acquire`."""
 
     def __init__(self, path: Path, lock: FileLock, *, remove: bool) -> None:
@@ -72,9 +72,6 @@ class Lease:
         self._released = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="image-lease", daemon=True)
         self._toucher.start()
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -175,8 +172,7 @@ def break_claim(path: Path) -> bool:
 
 def require_unclaimed(path: Path) -> None:
     """Raise `ImageBusy` when the kernel lives; remove a claim whose process is known to have ended."""
-    claim = _read(path / CLAIM)
-    if claim is None:
+    if (claim := _read(path / CLAIM)) is None:
         return
     if not _has_ended(claim) and not _is_unlocked(path / CLAIM, claim):
         host = claim.get("hostname", "?")
@@ -198,7 +194,8 @@ def _link_next(path: Path, record: dict[str, Any]) -> int:
     last = max((int(entry.name) for entry in directory.iterdir() if entry.name.isdecimal()), default=0)
     if last and (other := _read(directory / str(last))) is not None and other.get("boot") != record["boot"]:
         # Its owner is on another host, where our lock may mean nothing.
-        now = _server_time(directory)
+        os.utime(directory)  # the file server's time; a timestamp needs no space on the disk, as a new file would
+        now = directory.stat().st_mtime
         with contextlib.suppress(FileNotFoundError):
             age = now - (directory / str(last)).stat().st_mtime
             if age < EXPIRY:
@@ -210,12 +207,6 @@ def _link_next(path: Path, record: dict[str, Any]) -> int:
     with contextlib.suppress(OSError):
         (directory / str(last)).unlink()
     return last + 1
-
-
-def _server_time(directory: Path) -> float:
-    """Return the file server's time; a timestamp needs no space on the disk, as a new file would."""
-    os.utime(directory)
-    return directory.stat().st_mtime
 
 
 def _link(path: Path, record: dict[str, Any], keep_fd: KeepFd | None = None) -> bool:

@@ -1,7 +1,11 @@
-"""The hard links that a dump makes of open, deleted files: removed with an image that is deleted without a restore.
+"""Files outside an image that are removed with it when it is deleted without a restore.
 
-CRIU (``--link-remap``) makes a link, ``link_remap.NN``, in the directory that the file was opened in, so that a restore
-can open it again and remove the link.
+*Links*: CRIU (``--link-remap``) makes a hard link of an open, deleted file, ``link_remap.NN``, in the directory that
+the file was opened in, so that a restore can open it again and remove the link.
+
+*Tracked files*: shared memory, semaphores and temporary files.  A living kernel's resource trackers remove them at its
+end; those of a sleeping kernel are in the image and end with it.  The agent's report lists what they would have removed
+(`agent.trackers`).
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 from ..criu import images
@@ -18,6 +24,7 @@ from .manifest import Manifest
 
 #: Nanoseconds that the clock which stamps files may be behind this host's (that of a file server).
 _BEHIND = 1_000_000_000
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where glibc keeps shared memory and semaphores
 
 
 def remove(manifest: Manifest, *, current: bool) -> None:
@@ -52,3 +59,23 @@ def _regular(path: Path) -> os.stat_result:
     if not stat.S_ISREG(facts.st_mode):
         raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
     return facts
+
+
+def remove_tracked(manifest: Manifest) -> None:
+    """Remove the tracked files of an image's kernel.  The manifest must be one that this user sealed.
+
+    Each is removed only if it is the very file that it was, is this user's, and lies where such files do: in /dev/shm
+    or in the directory for temporary files.
+    """
+    entries = manifest.report.get("tracked")
+    for entry in entries if isinstance(entries, list) else ():
+        with contextlib.suppress(OSError, KeyError, TypeError):
+            path = Path(entry["path"])
+            facts = path.lstat()
+            same = (facts.st_dev, facts.st_ino, facts.st_uid) == (entry["device"], entry["inode"], os.geteuid())
+            if not same or path.parent.resolve() not in (_SHARED_MEMORY, Path(tempfile.gettempdir()).resolve()):
+                continue
+            if stat.S_ISDIR(facts.st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()

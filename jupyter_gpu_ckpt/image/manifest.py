@@ -162,23 +162,19 @@ def _is_number(value: object) -> bool:
 
 
 def _is_entry(value: object) -> bool:
-    if not isinstance(value, dict) or value.keys() != {"bytes", "blake3"} or not _is_size(value["bytes"]):
-        return False
-    digest = value["blake3"]
-    return isinstance(digest, str) and bool(re.fullmatch(r"[0-9a-f]{64}", digest))
+    match value:
+        case {"bytes": size, "blake3": str(digest), **rest} if not rest:
+            return _is_size(size) and bool(re.fullmatch(r"[0-9a-f]{64}", digest))
+    return False
 
 
-def _each(kind: type, rule: Callable[[object], bool]) -> Callable[[object], bool]:
-    def check(value: object) -> bool:
-        if not isinstance(value, kind):
-            return False
-        return all(map(rule, value.values() if isinstance(value, dict) else value))  # type: ignore[call-overload]
-
-    return check
+def _each(kind: type, rule: Callable[[object], bool]) -> Callable[[Any], bool]:
+    values: Any = dict.values if kind is dict else iter
+    return lambda value: isinstance(value, kind) and all(map(rule, values(value)))
 
 
 #: The check of a value, by the annotation of its field.
-_RULES: dict[str, Callable[[object], bool]] = {
+_RULES: dict[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "bool": lambda value: isinstance(value, bool),
     "int": _is_size,

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import QuotaExceeded, StoreUnwritable
+from ..errors import QuotaExceeded
 from ..files.disk import mapped_errors
 from ..units import size
 from . import layout
@@ -93,9 +93,9 @@ class QuotaReservation:
 
     def reserve(self, needed: int) -> None:
         """Reserve ``needed`` bytes in all.  Raises `QuotaExceeded`, `StoreUnwritable`; then nothing has changed."""
-        if needed <= self._reserved:
+        if not self._quota or needed <= self._reserved:
             return
-        with mapped_errors(self._root), _locked(self._root):
+        with mapped_errors(self._root), FileLock(self._root / _LOCK, timeout=_TIMEOUT, mode=0o600):
             in_use = with_reservations(self._count(), self._root, without=self._path)
             if (error := refusal(self._quota, in_use, self._kernel_id, needed)) is not None:
                 raise error
@@ -137,16 +137,3 @@ def _abandoned(draft: Path, reservation: Path) -> bool:
             Path(lock.lock_file).unlink(missing_ok=True)
         return True
     return False
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    lock = FileLock(root / _LOCK, timeout=_TIMEOUT, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise StoreUnwritable("Others keep the image directory locked for too long.", directory=str(root)) from error
-    try:
-        yield
-    finally:
-        lock.release()

@@ -20,7 +20,7 @@ from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, Ima
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped_errors
 from ..node.hashes import Hashes
-from . import encryption, layout, lease, links, spill, tracked, user_directory, verify
+from . import encryption, layout, lease, links, spill, user_directory, verify
 from .background_task import BackgroundTask
 from .draft import Draft
 from .encryption import Vault
@@ -91,20 +91,8 @@ class Store:
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
-        reservation = (
-            QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
-            if self.quota
-            else None
-        )
-        return Draft(
-            self.root,
-            id,
-            keys=self.keys,
-            generations=self.generations,
-            vault=self.vault,
-            reservation=reservation,
-            needed=needed,
-        )
+        reservation = QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
+        return Draft(self.root, id, self.keys, self.generations, self.vault, reservation, needed)
 
     def images(self) -> list[Image]:
         """Return every readable image, oldest first; `get` explains an unreadable one."""
@@ -126,12 +114,11 @@ class Store:
         """Return the directories of this user whose manifest cannot be used, by id, and why."""
         found = {}
         for name in self._names():
-            try:
-                self.get(name)
-            except ImageFormat as error:
-                found[name] = error
-            except GpuCkptError:
-                continue
+            with contextlib.suppress(GpuCkptError):
+                try:
+                    self.get(name)
+                except ImageFormat as error:
+                    found[name] = error
         return found
 
     def get(self, id: str) -> Image:
@@ -156,14 +143,14 @@ class Store:
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
         try:
             facts = path.lstat()
+            if facts.st_uid != os.geteuid():
+                raise PermissionError
+            if not stat.S_ISDIR(facts.st_mode):
+                raise NotADirectoryError
         except PermissionError as error:
             raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id) from error
         except (OSError, ValueError) as error:  # ValueError: no name of a file at all
             raise ImageNotFound(f"There is no image {id!r}.", image=id) from error
-        if facts.st_uid != os.geteuid():
-            raise ImageNotFound(f"Image {id!r} belongs to another user.", image=id)
-        if not stat.S_ISDIR(facts.st_mode):
-            raise ImageNotFound(f"There is no image {id!r}.", image=id)
         return path
 
     def check(self, image: Image, progress: Progress | None = None) -> None:
@@ -241,7 +228,7 @@ class Store:
         with the directory when it is no image any more, before it is deleted.  Raises `ImageBusy` when a restore uses
         the image, `ImageNotFound`.
         """
-        self._delete(image.path, leased, ended=None if moved else image, before_delete=before_delete)
+        self._delete(image.path, leased, None if moved else image, before_delete)
         if moved:
             with mapped_errors(self.root):
                 image.unmark_sent()  # what lies in the cold tier may be its new owner's
@@ -251,16 +238,10 @@ class Store:
         """Delete an image whatever its manifest says; return the bytes freed.  Raises as `remove`."""
         path = self._own(id)
         count = _bytes(path)
-        self._delete(path, leased=False)
+        self._delete(path, False, None, lambda _: None)
         return count
 
-    def _delete(
-        self,
-        path: Path,
-        leased: bool,
-        ended: Image | None = None,
-        before_delete: Callable[[Path], object] = lambda _: None,
-    ) -> None:
+    def _delete(self, path: Path, leased: bool, ended: Image | None, before_delete: Callable[[Path], object]) -> None:
         with contextlib.nullcontext() if leased else lease.acquire(path, remove=True), mapped_errors(self.root):
             abandoned = ended is not None and not leased and self._is_abandoned(ended)
             # Renamed first: a removal that is interrupted leaves a draft to sweep, not half an image.
@@ -269,7 +250,7 @@ class Store:
             if ended is not None:
                 links.remove(ended.manifest, current=self._is_current(ended))
             if ended is not None and abandoned:
-                tracked.remove(ended.manifest)
+                links.remove_tracked(ended.manifest)
             before_delete(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
@@ -300,23 +281,21 @@ class Store:
         """
         swept = self.vault.sweep()
         self.hashes.sweep()
-        ours = self.root.is_dir() and user_directory.is_private(self.root)
-        for path in self.root.glob(f"{layout.DRAFT}*") if ours else ():
-            if not path.is_dir() or spill.is_of_another_host(path):
+        if not self.root.is_dir() or not user_directory.is_private(self.root):
+            return swept
+        drafts = {path for path in self.root.glob(f"{layout.DRAFT}*") if path.is_dir()}
+        # Locks alone are of writers that ended just after they had published, or could not remove them.
+        drafts |= {path.with_suffix("") for path in self.root.glob(f"{layout.DRAFT}*{layout.LOCK}")}
+        for path in drafts:
+            if spill.is_of_another_host(path):
                 continue
             lock = FileLock(path.with_name(path.name + layout.LOCK), timeout=0, mode=0o600)
-            with contextlib.suppress(Timeout, OSError), lock:
+            with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 if path.is_dir():  # another sweep may have held the lock before
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
-        # Locks of writers that ended just after they had published, or could not remove them.
-        for path in self.root.glob(f"{layout.DRAFT}*{layout.LOCK}") if ours else ():
-            lock = FileLock(path, timeout=0, mode=0o600)
-            with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
-                if not path.with_suffix("").is_dir():
-                    path.unlink(missing_ok=True)
-        for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}") if ours else ():
+        for reservation in self.root.glob(f"{layout.DRAFT}*{layout.RESERVATION}"):
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)
         return swept

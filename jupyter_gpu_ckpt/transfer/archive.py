@@ -33,9 +33,8 @@ from .remote import Progress, Remote
 def archive(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> int:
     """Send the content of an image to the cold tier and remove it here; return the bytes freed.
 
-    A crash in the middle leaves all of it in one of the two places at least; what was sent is not sent again.  Raises
-    `ImageBusy` when its kernel lives or wakes meanwhile, `ImageNotFound`, what `Store.check` raises, and as
-    `Remote.push`.
+    After a crash all of it is in one of the two places at least; what was sent is not sent again.  Raises `ImageBusy`
+    when its kernel lives or wakes meanwhile, `ImageNotFound`, and as `Store.check` and `Remote.push`.
     """
     lease.require_unclaimed(image.path)
     store.check(image)
@@ -109,30 +108,24 @@ def sweep(store: Store, remote: Remote) -> Iterator[tuple[str, GpuCkptError | No
 
 def removed(store: Store) -> list[str]:
     """Return the removed images of which parts may lie there."""
-    marks = sorted(mark.name for mark in store.root.glob(f".*{layout.SENT}"))
-    return [id for id in (name[1:].removesuffix(layout.SENT) for name in marks) if _is_removed(store.root / id)]
+    ids = sorted(mark.name[1:].removesuffix(layout.SENT) for mark in store.root.glob(f".*{layout.SENT}"))
+    return [id for id in ids if _is_removed(store.root / id)]
 
 
 def _is_removed(path: Path) -> bool:
     try:
         path.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:  # the file server does not answer
-        pass
+    except OSError as error:  # of another kind: the file server does not answer
+        return isinstance(error, FileNotFoundError)
     return False
 
 
 def _discard(id: str, store: Store, remote: Remote) -> None:
     """Discard what was sent of a removed image, and then the mark."""
     mark = layout.mark(store.root / id, layout.SENT)
-    try:
-        # Read when the image is known to be removed: where the directory itself has gone there is no mark either.
-        token = str(mark.readlink())
-    except OSError:
-        return
-    remote.discard(id, token)
-    mark.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # where the whole directory has gone, there is no mark either
+        remote.discard(id, str(mark.readlink()))
+        mark.unlink(missing_ok=True)
 
 
 def archive_old(store: Store, remote: Remote, after: float) -> Iterator[tuple[Image, int | GpuCkptError]]:

@@ -3,7 +3,8 @@
 An image lies there as ``<url>/<id>/``: its files in parts (``0007-000012``: file 7 in the order of the names, part 12),
 then the seal, and the manifest last.  So a transfer that broke off leaves nothing that a listing shows, and the next
 one continues with the parts that are there.  A pulled image is trusted after the checks that a restore makes
-(`verify`), the seal first: a foreign manifest is not even read.
+(`verify`), the seal first: a foreign manifest is not even read.  Parts are large enough for the rate of an object store
+and small enough to resend; those of zeros are left out.
 
 A kernel must not live twice.  So an image is *moved*: `Remote.push` removes the local image once all of it is there,
 and `Remote.pull` claims the remote one, as only one host can, and removes it once all of it is here.  A copy is made
@@ -21,8 +22,10 @@ import json
 import os
 import shutil
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,16 +49,45 @@ from ..image.image import Image
 from ..image.layout import CLAIM, INCOMING, MANIFEST, SEAL
 from ..image.manifest import MOST_BYTES, Manifest, safe_name
 from ..image.store import Store
-from . import parts as sizes
-from .parts import Part, parts, zeros
-from .remote_hashes import RemoteHashes
+from .remote_hashes import RemoteHashes, list_directory
 
-__all__ = ["Progress", "Remote"]
-
+#: Bytes of every part but the last of a file.
+PART = 16 << 20
+_ZEROS = bytes(PART)
 #: Called with the bytes that are done now, from any thread; those of an earlier try count at once.
 Progress = Callable[[int], object]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes from ``offset`` to ``end`` of a file of an image, and the ``name`` they have elsewhere."""
+
+    name: str
+    file: str
+    offset: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.offset
+
+    def read(self, directory: Path) -> bytes:
+        """Return the part of the image in ``directory``.  Raises `ImageFormat` when the file is shorter, `OSError`."""
+        fd = os.open(directory / self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(fd, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), self.length, self.offset)
+        if len(data) != self.length:
+            raise ImageFormat("The image is shorter than its manifest says.", file=self.file)
+        return data
+
+
+def parts(manifest: Manifest) -> Iterator[Part]:
+    """Yield all parts of an image, in the order of the files' names."""
+    for number, (file, entry) in enumerate(sorted(manifest.files.items())):
+        for index, offset in enumerate(range(0, entry.bytes, PART)):
+            yield Part(f"{number:04d}-{index:06d}", file, offset, min(offset + PART, entry.bytes))
 
 
 class Remote:
@@ -83,38 +115,23 @@ class Remote:
             except (ImportError, ValueError) as error:
                 raise RemoteUnsupported(f"What {protocol}: URLs need is not installed.") from error
         self._local = protocol in ("file", "local")
+        self._is_object_store = not self._local and not hasattr(self._fs, "client")
 
     # -- listing and removal
 
     def images(self) -> list[Manifest]:
         """Return the manifests of the images there, oldest first.  They are not verified; `pull` does that."""
         with _mapped_errors():
-            self._fs.invalidate_cache()
-            if not self._fs.exists(self._root):
-                return []
-            ids = sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+            ids = sorted(list_directory(self._fs, self._root))
         found = []
         for id in ids:
             with contextlib.suppress(ImageNotFound, ImageFormat):
-                found.append(self.manifest(id))
+                found.append(Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES)))
         return found
-
-    def manifest(self, id: str) -> Manifest:
-        """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
-        return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
-
-    def has(self, id: str) -> bool:
-        """Return whether there is an image of that name, and not only parts of one."""
-        try:
-            self._small(id, MANIFEST, MOST_BYTES)
-        except ImageNotFound:
-            return False
-        return True
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""
-        claim = self._read_claim(id)
-        return str(claim.get("hostname", "?")) if claim is not None else ""
+        return "" if (claim := self._read_claim(id)) is None else str(claim.get("hostname", "?"))
 
     def remove(self, id: str) -> None:
         """Delete an image there, the manifest first: half an image is none."""
@@ -126,12 +143,14 @@ class Remote:
                 self._fs.rm(self._path(id), recursive=True)
 
     def discard(self, id: str, token: str) -> None:
-        """Delete what `send` sent with ``token``, unless another owns it by now.
-
-        Parts without a claim are of a sender that ended before it could make one.
-        """
+        """Delete what `send` sent with ``token``, unless another owns it by now."""
         claim = self._read_claim(id)
-        if claim.get("token") == token if claim is not None else not self.has(id):
+        if claim is None:  # parts without a claim are of a sender that ended before it could make one
+            with _mapped_errors():
+                ours = MANIFEST not in list_directory(self._fs, self._path(id))
+        else:
+            ours = claim.get("token") == token
+        if ours:
             self.remove(id)
 
     # -- push
@@ -161,13 +180,12 @@ class Remote:
             self._make_directory(image.id)
             if token:
                 self._put_claim(image.id, token)
-            present = self._sizes(image.id)
-            if present:
+            if present := self._sizes(image.id):
                 hashes.query(sum(present.values()))
 
             def send(part: Part) -> int:
                 data, count = part.read(image.path), 0
-                if data == zeros(len(data)):
+                if data == _ZEROS[: part.length]:
                     if part.name in present:
                         self._fs.rm_file(self._path(image.id, part.name))  # a pull would take it for the content
                 else:
@@ -222,10 +240,6 @@ class Remote:
         else:
             self._fs.pipe_file(path + ".part", data)
             self._fs.mv(path + ".part", path)
-
-    @property
-    def _is_object_store(self) -> bool:
-        return not self._local and not hasattr(self._fs, "client")
 
     def _make_directory(self, id: str) -> None:
         """Make the directory so that others may not enter it; in an object store the bucket's rules decide."""
@@ -316,7 +330,7 @@ class Remote:
         def read(part: Part) -> bytes:
             if part.end <= complete[part.file]:
                 return part.read(directory)
-            data = self._get(manifest.id, part.name) if part.name in present else zeros(part.length)
+            data = self._get(manifest.id, part.name) if part.name in present else _ZEROS[: part.length]
             if len(data) != part.length:
                 raise RemoteFailed("A part of the image has another size than it should.", part=part.name)
             return data
@@ -342,8 +356,7 @@ class Remote:
         try:
             with _mapped_errors(), self._fs.open(self._path(id, CLAIM), "xb") as file:
                 file.write(json.dumps(mine).encode())
-        except RemoteFailed:
-            # Not every server says that it failed because there is a claim.
+        except RemoteFailed:  # not every server says that it failed because there is a claim
             claim = self._read_claim(id)
             if claim == mine:
                 return  # an earlier try of this host, which broke off
@@ -362,19 +375,16 @@ class Remote:
     def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Yield the results in order, ``workers`` calls at a time; begin no more than is needed if one fails."""
         with ThreadPoolExecutor(self._workers, thread_name_prefix="image-transfer") as pool:
-            pending: list[Future[Result]] = []
-            rest = iter(items)
+            rest, pending = iter(items), deque[Future[Result]]()
             try:
                 while True:
-                    pending += [
-                        pool.submit(work, item) for item in itertools.islice(rest, self._workers - len(pending))
-                    ]
+                    next_items = itertools.islice(rest, self._workers - len(pending))
+                    pending += [pool.submit(work, item) for item in next_items]
                     if not pending:
                         return
-                    yield pending.pop(0).result()
+                    yield pending.popleft().result()
             finally:
-                for future in pending:
-                    future.cancel()
+                pool.shutdown(cancel_futures=True)
 
     def _read_claim(self, id: str) -> dict[str, Any] | None:
         """Return the claim of the image there; None without one, an empty one for a foreign file."""
@@ -387,12 +397,7 @@ class Remote:
         return claim if isinstance(claim, dict) else {}
 
     def _sizes(self, id: str) -> dict[str, int]:
-        self._fs.invalidate_cache()
-        try:
-            found = self._fs.ls(self._path(id), detail=True)
-        except FileNotFoundError:
-            return {}
-        return {str(entry["name"]).rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in found}
+        return {name: int(entry["size"] or 0) for name, entry in list_directory(self._fs, self._path(id)).items()}
 
     def _small(self, id: str, name: str, most: int) -> bytes:
         with _mapped_errors():
@@ -421,7 +426,7 @@ def _complete(path: Path, size: int) -> int:
     with open(path, "ab", opener=_open_own) as file:
         length = os.fstat(file.fileno()).st_size
         if length != size:
-            length = min(length, size) // sizes.PART * sizes.PART
+            length = min(length, size) // PART * PART
             file.truncate(length)
     return length
 

@@ -32,25 +32,20 @@ class RemoteHashes:
         self._known: dict[str, str] = {}
 
     def trusts_writes(self) -> bool:
-        """Whether a disk of this machine has the directory, so that a flush is as good as for the image itself.
-
-        Every other file system has no device (stat(2): major number 0), and a network or a program in between.
-        """
+        """Whether a disk of this machine has the directory, so that a flush is as good as for the image itself."""
+        # Every other file system has no device (stat(2): major number 0), and a network or a program in between.
         return self._local and os.major(Path(self._directory).stat().st_dev) != 0
 
     def digest(self, data: bytes) -> str:
         """Return the hash that is compared, in hex."""
-        if self._listed:
-            return hashlib.md5(data, usedforsecurity=False).hexdigest()
-        return hashlib.sha256(data).hexdigest()
+        return hashlib.new("md5" if self._listed else "sha256", data, usedforsecurity=False).hexdigest()
 
     def query(self, size: int) -> None:
         """Ask the server for the hashes of all parts, ``size`` bytes together.  `matches` reads those it left out."""
         with contextlib.suppress(Exception):  # anything: the server is foreign, and need not answer
             if self._listed:
-                self._fs.invalidate_cache()
-                entries = self._fs.ls(self._directory, detail=True)
-                self._known = {_base(entry["name"]): str(entry["ETag"]).strip('"') for entry in entries}
+                entries = list_directory(self._fs, self._directory).items()
+                self._known = {name: str(entry["ETag"]).strip('"') for name, entry in entries}
             elif hasattr(self._fs, "execute"):
                 self._known = self._run_command(size)
 
@@ -80,5 +75,10 @@ class RemoteHashes:
         return {name: digest for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]\./(\S+)$", str(answer.stdout), re.M)}
 
 
-def _base(path: object) -> str:
-    return str(path).rstrip("/").rsplit("/", 1)[-1]
+def list_directory(fs: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Return what fsspec says of each entry of a directory, by name; nothing of a missing directory."""
+    fs.invalidate_cache()
+    try:
+        return {str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: entry for entry in fs.ls(path, detail=True)}
+    except FileNotFoundError:
+        return {}

@@ -21,9 +21,9 @@ from limits import MISSED
 
 from jupyter_gpu_ckpt.files.atomic import flush
 from jupyter_gpu_ckpt.image import verify as integrity
-from jupyter_gpu_ckpt.image.blocks import BLOCK, DEPTH
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
+from jupyter_gpu_ckpt.image.verify import BLOCK, DEPTH
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 

@@ -18,7 +18,7 @@ from blake3 import blake3
 from images import FACTS, FILES, publish
 
 from jupyter_gpu_ckpt.errors import ImageDamaged, ImageError, ImageForged, ImageStale
-from jupyter_gpu_ckpt.image import blocks, verify
+from jupyter_gpu_ckpt.image import verify
 from jupyter_gpu_ckpt.image.generations import Generations
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.layout import MANIFEST, SEAL
@@ -394,7 +394,7 @@ def test_128_truncations_are_all_refused(victim):
 # -- hashing
 
 
-SIZES = [0, 1, blocks.BLOCK - 1, blocks.BLOCK, blocks.BLOCK + 1, blocks.DEPTH * blocks.BLOCK + 7]
+SIZES = [0, 1, verify.BLOCK - 1, verify.BLOCK, verify.BLOCK + 1, verify.DEPTH * verify.BLOCK + 7]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -402,17 +402,17 @@ def test_a_hash_is_that_of_the_file_whatever_its_size(tmp_path, size):
     path = tmp_path / "file"
     content = random.Random(size).randbytes(size)
     path.write_bytes(content)
-    with blocks.reader() as pool:
-        assert verify.digest(path, size, pool) == blake3(content).hexdigest()
+    with verify._readers() as pool:
+        assert verify._digest(path, size, pool) == blake3(content).hexdigest()
 
 
 def test_a_file_that_is_cut_short_while_it_is_hashed_is_refused_and_ends_no_process(store, monkeypatch):
     """Why files are read and not mapped: a mapping would raise SIGBUS."""
-    image = publish(store, {"pages-1.img": bytes(3 * blocks.BLOCK)})
-    monkeypatch.setattr(blocks, "DEPTH", 1)
+    image = publish(store, {"pages-1.img": bytes(3 * verify.BLOCK)})
+    monkeypatch.setattr(verify, "DEPTH", 1)
 
     def cut(_: int) -> None:
-        os.truncate(image.criu_directory / "pages-1.img", blocks.BLOCK)
+        os.truncate(image.criu_directory / "pages-1.img", verify.BLOCK)
 
     with pytest.raises(ImageDamaged) as caught:
         store.check(image, cut)
@@ -420,15 +420,15 @@ def test_a_file_that_is_cut_short_while_it_is_hashed_is_refused_and_ends_no_proc
 
 
 def test_a_proof_that_nobody_wants_any_more_ends_in_the_middle_of_a_file(store, monkeypatch):
-    image = publish(store, {"pages-1.img": bytes(64 * blocks.BLOCK)})
-    read, stopped, blocks_read = blocks._read, threading.Event(), []
+    image = publish(store, {"pages-1.img": bytes(64 * verify.BLOCK)})
+    read, stopped, blocks_read = verify._read_block, threading.Event(), []
 
     def slow(*arguments):
         blocks_read.append(arguments)
         assert stopped.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(blocks, "_read", slow)
+    monkeypatch.setattr(verify, "_read_block", slow)
     proof = store.begin_check(image)
     proof.cancel()
     stopped.set()
@@ -450,6 +450,6 @@ def test_zeros_are_not_stored_and_read_the_same(tmp_path):
 def test_a_file_system_without_holes_keeps_the_zeros(tmp_path, monkeypatch):
     path = tmp_path / "pages"
     path.write_bytes(bytes(1 << 20))
-    monkeypatch.setattr(blocks._libc, "fallocate", lambda *_: -1)
+    monkeypatch.setattr(verify._libc, "fallocate", lambda *_: -1)
     assert verify.entries(tmp_path, punch=True)["pages"].bytes == 1 << 20
     assert path.stat().st_blocks * 512 >= 1 << 20

@@ -14,7 +14,7 @@ from live import Server, server, until
 
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.archive import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
@@ -22,10 +22,10 @@ PART = 1 << 14
 #: The content comes part by part, as the test lets it.
 SLOW = f"""
 import itertools, pathlib, time
-from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
-parts.PART = {PART}
+remote_module.PART = {PART}
 home, numbers, get = pathlib.Path(__file__).parents[1], itertools.count(), Remote._get
 
 def slowly(self, id, name):
@@ -78,7 +78,7 @@ class Asleep:
 
 @pytest.fixture
 def asleep(home, runtime_base, criu_binary, monkeypatch) -> Asleep:
-    monkeypatch.setattr(parts, "PART", PART)
+    monkeypatch.setattr(remote_module, "PART", PART)
     with server(home, runtime_base) as first:
         kernel_id = first.start_kernel()
         first.run(kernel_id, "x = 41")
@@ -100,7 +100,7 @@ def wakes_on_the_next_server(asleep: Asleep, runtime_base: Path) -> None:
     with server(
         asleep.home,
         runtime_base,
-        config=f"{asleep.config}from jupyter_gpu_ckpt.transfer import parts\nparts.PART = {PART}\n",
+        config=f"{asleep.config}from jupyter_gpu_ckpt.transfer import remote\nremote.PART = {PART}\n",
     ) as third:
         until(lambda: third.get("api/kernels"))
         assert third.run(asleep.kernel_id, "print(x)") == "41"

@@ -12,7 +12,7 @@ from images import publish
 from places import s3_server, sftp_server
 
 from jupyter_gpu_ckpt.errors import RemoteFailed
-from jupyter_gpu_ckpt.transfer import parts
+from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 from jupyter_gpu_ckpt.transfer.remote_hashes import RemoteHashes
 
@@ -30,7 +30,7 @@ FORCED = {
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(parts, "PART", 1000)
+    monkeypatch.setattr(remote_module, "PART", 1000)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,6 @@ from jupyter_gpu_ckpt.errors import (
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
-from jupyter_gpu_ckpt.transfer import parts
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
@@ -77,7 +76,7 @@ def place(request, tmp_path) -> Place:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(parts, "PART", PART)
+    monkeypatch.setattr(remote_module, "PART", PART)
 
 
 @pytest.fixture

@@ -49,25 +49,21 @@ class Draft:
         self._generations = generations
         self._reservation = reservation
         self._begun = time.time_ns()
-        self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
-        with mapped_errors(root):
-            self._lock.acquire()
-            for directory in (self.path, self.path / layout.CRIU):
-                directory.mkdir(mode=0o700)
-                directory.chmod(0o700)  # whatever the umask
-        self._form: encryption.Form | None = None
         self._known: dict[str, FileEntry] = {}
+        self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
+        self._form = encryption.Form(vault, id, self.path / layout.CRIU)
+        #: The directory that CRIU writes to; for an encrypted image it lies in memory.
+        self.criu_directory = self._form.criu_directory
         try:
+            with mapped_errors(root):
+                self._lock.acquire()
+                for directory in (self.path, self.path / layout.CRIU):
+                    directory.mkdir(mode=0o700)
+                    directory.chmod(0o700)  # whatever the umask
             reservation.reserve(needed)
-            self._form = encryption.Form(vault, id, self.path / layout.CRIU)
         except BaseException:
             self.discard()
             raise
-
-    @property
-    def criu_directory(self) -> Path:
-        """The directory that CRIU writes to; for an encrypted image it lies in memory."""
-        return self.path / layout.CRIU if self._form is None else self._form.criu_directory
 
     @contextlib.contextmanager
     def work_directory(self) -> Iterator[Path]:
@@ -88,9 +84,8 @@ class Draft:
         Raises what ``check_cancelled`` raises, `NoSpace`, `StoreUnwritable`.
         """
         with mapped_errors(self._root):
-            assert self._form is not None
-            codec = self._form.codec(claim)
-            written = device_memory.write(extents, self.path / layout.CRIU / layout.DEVICE, codec, check_cancelled)
+            directory = self.path / layout.CRIU / layout.DEVICE
+            written = device_memory.write(extents, directory, self._form.codec(claim), check_cancelled)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
 
     def size(self) -> int:
@@ -111,7 +106,6 @@ class Draft:
         """
         with mapped_errors(self._root):
             key = self._keys.current()
-            assert self._form is not None
             manifest = replace(manifest, encryption=self._form.finish())
             files = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
             for path in files:
@@ -157,8 +151,7 @@ class Draft:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self._form is not None:
-            self._form.close()
+        self._form.close()
         self._reservation.release()
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink()

@@ -93,11 +93,6 @@ class Cipher:
         self.salt = salt
 
     @classmethod
-    def create(cls, secret: Secret) -> Cipher:
-        """Make the cipher of a new image."""
-        return cls(secret, os.urandom(_KEY_BYTES))
-
-    @classmethod
     def from_manifest(cls, secret: Secret | None, facts: dict[str, Any]) -> Cipher:
         """Make the cipher of an image with these ``facts`` in its manifest.
 
@@ -116,59 +111,50 @@ class Cipher:
 
     def encrypt(self, plain: Path, stored: Path, name: str) -> None:
         """Write ``stored``, the encrypted form of ``plain``, which is file ``name`` of the image.  Raises `OSError`."""
-        size = plain.stat().st_size
-        count = _chunks(size)
         aead = self._aead(name)
         with open(plain, "rb", buffering=0) as source, _private(stored) as target:
 
-            def work(number: int) -> None:
-                chunk = _read(source.fileno(), min(CHUNK, size - number * CHUNK), number * CHUNK)
-                _write(target, aead.encrypt(_nonce(number, count), chunk, None), number * (CHUNK + TAG))
+            def work(nonce: bytes, at: slice, sealed_at: slice) -> None:
+                _write(target, aead.encrypt(nonce, _read(source.fileno(), at), None), sealed_at.start)
 
-            _parallel(work, count)
+            _parallel(work, plain.stat().st_size)
 
     def decrypt(self, stored: Path, plain: Path, name: str) -> None:
         """Write ``plain`` from ``stored``.  Raises `ImageDamaged` for anything but what `encrypt` wrote, `OSError`."""
         from cryptography.exceptions import InvalidTag
 
-        size = stored.stat().st_size
-        count = max(1, -(-size // (CHUNK + TAG)))
+        stored_size = stored.stat().st_size
+        size = stored_size - TAG * max(1, -(-stored_size // (CHUNK + TAG)))
         aead = self._aead(name)
         with open(stored, "rb", buffering=0) as source, _private(plain) as target:
 
-            def work(number: int) -> None:
-                start = number * (CHUNK + TAG)
-                sealed = _read(source.fileno(), min(CHUNK + TAG, size - start), start)
-                _write(target, aead.decrypt(_nonce(number, count), sealed, None), number * CHUNK)
+            def work(nonce: bytes, at: slice, sealed_at: slice) -> None:
+                _write(target, aead.decrypt(nonce, _read(source.fileno(), sealed_at), None), at.start)
 
             try:
-                _parallel(work, count)
+                if _sealed_size(size) != stored_size:
+                    raise InvalidTag
+                _parallel(work, size)
             except InvalidTag:
                 raise ImageDamaged(f"{name!r} does not decrypt.", files=[name]) from None
 
     def seal(self, name: str, content: memoryview, into: memoryview) -> int:
         """Write the encrypted form of ``content``, file ``name`` of the image, to ``into``; return its bytes."""
-        count = _chunks(len(content))
         aead = self._aead(name)
-        for number in range(count):
-            chunk = content[number * CHUNK : (number + 1) * CHUNK]
-            at = number * (CHUNK + TAG)
-            aead.encrypt_into(_nonce(number, count), chunk, None, into[at : at + len(chunk) + TAG])
-        return len(content) + count * TAG
+        for nonce, at, sealed_at in _chunks(len(content)):
+            aead.encrypt_into(nonce, content[at], None, into[sealed_at])
+        return _sealed_size(len(content))
 
     def open(self, name: str, sealed: memoryview, into: memoryview) -> bool:
         """Write the content of ``sealed`` to ``into``; return False if `seal` did not make it from so many bytes."""
         from cryptography.exceptions import InvalidTag
 
-        count = _chunks(len(into))
-        if len(sealed) != len(into) + count * TAG:
+        if len(sealed) != _sealed_size(len(into)):
             return False
         aead = self._aead(name)
         try:
-            for number in range(count):
-                chunk = into[number * CHUNK : (number + 1) * CHUNK]
-                at = number * (CHUNK + TAG)
-                aead.decrypt_into(_nonce(number, count), sealed[at : at + len(chunk) + TAG], None, chunk)
+            for nonce, at, sealed_at in _chunks(len(into)):
+                aead.decrypt_into(nonce, sealed[sealed_at], None, into[at])
         except InvalidTag:
             return False
         return True
@@ -203,18 +189,16 @@ class PlainDirectory:
                     directory=str(parent),
                 )
             self._lock.acquire()
-        except Timeout as error:
-            raise ImageBusy(f"Image {id} is being decrypted by another process.", image=id) from error
-        except OSError as error:
-            raise _no_memory(error) from error
-        try:
             # Whatever is there was left by a process that has ended: we have its lock.
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
+        except Timeout as error:
+            raise ImageBusy(f"Image {id} is being decrypted by another process.", image=id) from error
         except OSError as error:
-            self.close()
-            raise _no_memory(error) from error
+            if self._lock.is_locked:
+                self.close()
+            raise NoMemory(f"There is no room in memory for plain files: {error.strerror}.") from error
 
     def close(self) -> None:
         """Remove the files.  Idempotent, never raises."""
@@ -222,10 +206,6 @@ class PlainDirectory:
         with contextlib.suppress(OSError):
             Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
-
-
-def _no_memory(error: OSError) -> NoMemory:
-    return NoMemory(f"There is no room in memory for plain files: {error.strerror}.")
 
 
 @dataclass(frozen=True)
@@ -297,7 +277,7 @@ class EncryptedCodec:
 
     def _buffer(self, size: int) -> memoryview:
         """Return the thread's `direct_io.buffer` for the encrypted form of ``size`` bytes."""
-        needed = size + TAG * _chunks(size)
+        needed = _sealed_size(size)
         if not hasattr(self._own, "buffer") or len(self._own.buffer) < needed:
             self._own.buffer = direct_io.buffer(needed)
         found: memoryview = self._own.buffer
@@ -313,7 +293,7 @@ class Form:
 
     def __init__(self, vault: Vault, id: str, directory: Path) -> None:
         self._directory = directory
-        self._cipher = Cipher.create(vault.secret()) if vault.encrypts else None
+        self._cipher = Cipher(vault.secret(), os.urandom(_KEY_BYTES)) if vault.encrypts else None
         self._plain = PlainDirectory(vault.base, id) if vault.encrypts else None
         #: The directory that CRIU writes to.
         self.criu_directory = directory if self._plain is None else self._plain.path
@@ -380,18 +360,23 @@ def _plain_parent(base: Path) -> Path:
     return base / f"gpu-ckpt-plain-{os.geteuid()}"
 
 
-def _chunks(size: int) -> int:
-    """Return the number of chunks of a file: a file without content is one empty chunk."""
-    return max(1, -(-size // CHUNK))
+def _sealed_size(size: int) -> int:
+    """Return the bytes of a file of ``size`` bytes when it is encrypted: a file without content is one empty chunk."""
+    return size + TAG * max(1, -(-size // CHUNK))
 
 
-def _nonce(number: int, count: int) -> bytes:
-    return number.to_bytes(11, "big") + bytes([number == count - 1])
+def _chunks(size: int) -> Iterator[tuple[bytes, slice, slice]]:
+    """Yield the nonce of each chunk of ``size`` bytes, and where it lies: plain, and encrypted."""
+    count = max(1, -(-size // CHUNK))
+    for number in range(count):
+        start, end = number * CHUNK, min((number + 1) * CHUNK, size)
+        nonce = number.to_bytes(11, "big") + bytes([number == count - 1])
+        yield nonce, slice(start, end), slice(start + number * TAG, end + (number + 1) * TAG)
 
 
-def _parallel(work: Callable[[int], None], count: int) -> None:
-    with ThreadPoolExecutor(min(_THREADS, count)) as pool:
-        list(pool.map(work, range(count)))
+def _parallel(work: Callable[[bytes, slice, slice], None], size: int) -> None:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda chunk: work(*chunk), _chunks(size)))
 
 
 @contextlib.contextmanager
@@ -404,9 +389,9 @@ def _private(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _read(fd: int, size: int, offset: int) -> bytes:
-    data = os.pread(fd, size, offset)
-    if len(data) != size:
+def _read(fd: int, at: slice) -> bytes:
+    data = os.pread(fd, at.stop - at.start, at.start)
+    if len(data) != at.stop - at.start:
         raise OSError("the file became shorter")
     return data
 

@@ -126,8 +126,12 @@ class Remote:
         found = []
         for id in ids:
             with contextlib.suppress(ImageNotFound, ImageFormat):
-                found.append(Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES)))
+                found.append(self.manifest(id))
         return found
+
+    def manifest(self, id: str) -> Manifest:
+        """Return the manifest of an image there, not verified.  Raises `ImageNotFound`, `ImageFormat`."""
+        return Manifest.from_json(self._small(id, MANIFEST, MOST_BYTES))
 
     def claimed(self, id: str) -> str:
         """Return the host that is pulling the image, or whose kernel it is; empty when it is free."""

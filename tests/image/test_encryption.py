@@ -36,7 +36,7 @@ def store(tmp_path, vault):
 
 @pytest.fixture
 def cipher():
-    return Cipher.create(Secret("id", bytes(32)))
+    return Cipher(Secret("id", bytes(32)), bytes(32))
 
 
 def plain_files(vault) -> list[str]:

@@ -34,7 +34,6 @@ from jupyter_gpu_ckpt.process.ptrace import (
     MACHINE,
     NT_PRSTATUS,
     STOP_TIMEOUT,
-    Machine,
     ProcessMemory,
     Tracee,
     system_call_gate,
@@ -68,7 +67,6 @@ class _SavedProcess:
     """A process's state before the dump."""
 
     pid: int
-    machine: Machine
     mappings: list[MemoryMapping]
     descriptors: set[int]
     #: Address of a system call instruction.
@@ -120,11 +118,11 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
     ``leader``: its main thread, if the caller traces that.  Raises `ProcessLookupError`.
     """
     with ExitStack() as stack:
-        if MACHINE is not None and _signals(pid, pid, "SigCgt") & _CONT:
+        if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
                 memory = stack.enter_context(ProcessMemory(pid))
-                gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
-                stack.enter_context(_uncaught(leader or stack.enter_context(Tracee(MACHINE, pid)), gate, memory))
+                gate = system_call_gate(memory, procfs.maps(pid))
+                stack.enter_context(_uncaught(leader or stack.enter_context(Tracee(pid)), gate, memory))
         os.kill(pid, signal.SIGCONT)
 
 
@@ -165,16 +163,15 @@ def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> It
 
 def _action(leader: Tracee, gate: int, memory: ProcessMemory, number: int, new: bytes | None = None) -> bytes:
     """Set a signal's `_SIGACTION`, if there is a ``new`` one.  Return the one it had."""
-    machine = leader.machine
     # On the stopped thread's own stack, whose content is put back.
-    buffer = leader.words()[machine.sp] & ~15
+    buffer = leader.words()[MACHINE.sp] & ~15
     content = memory.read(buffer, 2 * _SIGACTION.size)
     address = 0
     try:
         if new is not None:
             address = buffer + _SIGACTION.size
             memory.write(address, new)
-        if result := leader.call(gate, machine.rt_sigaction, number, address, buffer, 8):
+        if result := leader.call(gate, MACHINE.rt_sigaction, number, address, buffer, 8):
             raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
         return memory.read(buffer, _SIGACTION.size)
     finally:
@@ -188,17 +185,17 @@ def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | No
     return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
 
 
-def _inspect(machine: Machine, pid: int) -> _SavedProcess:
+def _inspect(pid: int) -> _SavedProcess:
     """Save the state of a stopped process, and set SIGTRAP's guard."""
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
     threads = {}
     with ProcessMemory(pid) as memory:
-        gate = system_call_gate(machine, memory, mappings)
+        gate = system_call_gate(memory, mappings)
         for tid in procfs.threads(pid):
-            with Tracee(machine, tid) as tracee:
+            with Tracee(tid) as tracee:
                 syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
-                regsets = {kind: data for kind in machine.regsets if (data := tracee.regset(kind)) is not None}
+                regsets = {kind: data for kind in MACHINE.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
                 if tid == pid:
                     handler = _sigtrap(tracee, gate, memory)
@@ -207,7 +204,6 @@ def _inspect(machine: Machine, pid: int) -> _SavedProcess:
                         _sigtrap(tracee, gate, memory, handler)
         return _SavedProcess(
             pid=pid,
-            machine=machine,
             mappings=mappings,
             descriptors=set(procfs.descriptors(pid)),
             gate=gate,
@@ -225,11 +221,11 @@ def _drop_guard(leader: Tracee, gate: int, memory: ProcessMemory) -> None:
             _sigtrap(leader, gate, memory, was)
 
 
-def _unguard(machine: Machine, pid: int) -> None:
+def _unguard(pid: int) -> None:
     stop(pid, time.monotonic() + STOP_TIMEOUT)
     with ProcessMemory(pid) as memory:
-        gate = system_call_gate(machine, memory, procfs.maps(pid))
-        with Tracee(machine, pid) as leader:
+        gate = system_call_gate(memory, procfs.maps(pid))
+        with Tracee(pid) as leader:
             _drop_guard(leader, gate, memory)
 
 
@@ -241,8 +237,7 @@ def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)
-        if MACHINE is not None:
-            _unguard(MACHINE, pid)
+        _unguard(pid)
     if frozen is not None:
         frozen.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
     for pid in pids:
@@ -251,11 +246,11 @@ def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
 
 def _repair(process: _SavedProcess) -> None:
     """Put a process back into its state before the dump.  It is stopped before and after."""
-    pid, machine, gate = process.pid, process.machine, process.gate
+    pid, gate = process.pid, process.gate
     stop(pid, time.monotonic() + STOP_TIMEOUT)
     with ProcessMemory(pid) as memory, ExitStack() as stack:
         tids = [tid for tid in procfs.threads(pid) if tid in process.threads]
-        tracees = {tid: stack.enter_context(Tracee(machine, tid)) for tid in tids}
+        tracees = {tid: stack.enter_context(Tracee(tid)) for tid in tids}
         leader = tracees[pid]
         if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
             memory.write(process.entry, process.entry_bytes)
@@ -273,15 +268,15 @@ def _repair(process: _SavedProcess) -> None:
             elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
                 tracee.mask = before.mask
             if _signals(pid, tid, "SigPnd") & _TRAP:
-                tracee.call(gate, machine.getpid)  # a pending trap is delivered first, and dropped
+                tracee.call(gate, MACHINE.getpid)  # a pending trap is delivered first, and dropped
         if displaced:
             for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
-                leader.call(gate, machine.close, descriptor)
+                leader.call(gate, MACHINE.close, descriptor)
             for mapping in _changed(process.mappings, now):
                 length = mapping.end - mapping.start
-                leader.call(gate, machine.mprotect, mapping.start, length, _protection(mapping))
+                leader.call(gate, MACHINE.mprotect, mapping.start, length, _protection(mapping))
         for mapping in parasite:
-            leader.call(gate, machine.munmap, mapping.start, mapping.end - mapping.start)
+            leader.call(gate, MACHINE.munmap, mapping.start, mapping.end - mapping.start)
         _drop_guard(leader, gate, memory)
 
 
@@ -289,7 +284,7 @@ def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryM
     """Whether the main thread is where CRIU put it, or where it was; else it has continued by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
-    at = leader.words()[process.machine.pc]
+    at = leader.words()[MACHINE.pc]
     in_entry = process.entry <= at < process.entry + _ENTRY_BYTES
     return in_entry or at == process.handler or any(mapping.contains(at) for mapping in parasite)
 
@@ -336,8 +331,7 @@ class CriuGuard:
                 self._pids.append(pid)
                 if ran:
                     self._ran.append(pid)
-                if MACHINE is not None:
-                    self._processes.append(_inspect(MACHINE, pid))
+                self._processes.append(_inspect(pid))
             for pid in self._pids:
                 # CRIU would take a process that is still on its way back into the stop for one that runs.
                 stop(pid, deadline)
@@ -352,11 +346,9 @@ class CriuGuard:
     def _unguard_all(self) -> str:
         """Remove all guards.  Return why not, if not."""
         why: list[str] = []
-        if MACHINE is None:
-            return ""
         for pid in self._pids:
             try:
-                _unguard(MACHINE, pid)
+                _unguard(pid)
             except Exception as error:
                 if _lives(pid):
                     why.append(f"process {pid}: {error}")
@@ -377,7 +369,7 @@ class CriuGuard:
     def _after(process: _SavedProcess, success: bool) -> None:
         try:
             if success:
-                _unguard(process.machine, process.pid)
+                _unguard(process.pid)
                 stop(process.pid, time.monotonic() + STOP_TIMEOUT)  # until it is back in the stop
             else:
                 _repair(process)

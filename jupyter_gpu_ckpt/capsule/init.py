@@ -36,7 +36,7 @@ from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.process import inventory, reapply, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.ptrace import MACHINE, STOP_TIMEOUT, release_late
+from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.terminals import Terminals, Unsupported
 
 #: Seconds that a capsule without an owner waits for one.
@@ -420,9 +420,7 @@ class Init:
     def frozen_threads(self) -> FrozenThreads:
         """The kernel's frozen threads, of which there may be none yet."""
         if self.frozen is None:
-            if MACHINE is None:
-                raise OSError(errno.ENOTSUP, "threads cannot be frozen on this machine")
-            self.frozen = FrozenThreads(MACHINE, self.kernel)
+            self.frozen = FrozenThreads(self.kernel)
         return self.frozen
 
     def freeze_threads(self, timeout: float, insist: bool) -> dict[str, Any]:
@@ -595,6 +593,8 @@ def main(argument: str) -> int:
     rootless = os.geteuid() != 0
     at = "namespaces"
     try:
+        if not IS_KNOWN:
+            raise OSError(errno.ENOTSUP, f"{os.uname().machine} is not supported")
         directory = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
         host_mounts = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
         namespaces.enter_namespaces(rootless, options["monotonic_ns"], options["boottime_ns"])

@@ -15,11 +15,11 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process.ptrace import WALL, Machine, Tracee
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
 
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
 #: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.
@@ -56,8 +56,7 @@ class FrozenThreads:
     driver's.  *After failure* the threads that were frozen before stay frozen, and all others run on.
     """
 
-    def __init__(self, machine: Machine, pid: int) -> None:
-        self._machine = machine
+    def __init__(self, pid: int) -> None:
         self._pid = pid
         self._frozen: dict[int, Tracee] = {}
 
@@ -97,19 +96,12 @@ class FrozenThreads:
         signal or a tracer must not end the wait.  Threads that only wait at the driver's lock are safe either way.
         """
         code = _Shared.of(self._pid)
-        before = set(self._frozen)
-        try:
+        with self._released_on_failure():
             for tid in procfs.threads(self._pid):
                 with contextlib.suppress(*procfs.GONE):  # it ended
-                    if (
-                        tid not in self._frozen
-                        and not self._keeps_running(tid, insist=True)
-                        and self._in_driver(tid, code)
-                    ):
+                    frozen = tid in self._frozen or self._keeps_running(tid, insist=True)
+                    if not frozen and self._in_driver(tid, code):
                         self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
-        except BaseException:
-            self._release(set(self._frozen) - before)
-            raise
 
     def release(self) -> None:
         """Let all frozen threads run."""
@@ -121,12 +113,18 @@ class FrozenThreads:
             self._reap(tid)
 
     def _repeat(self, deadline: float, may_freeze: Callable[[int, _Shared], bool], insist: bool) -> None:
-        before = set(self._frozen)
-        try:
+        with self._released_on_failure():
             while not self._freeze(may_freeze, insist):
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, "a thread of the process is never where it can be frozen")
                 time.sleep(0.0005)
+
+    @contextlib.contextmanager
+    def _released_on_failure(self) -> Iterator[None]:
+        """Release the threads that the body has frozen if it fails."""
+        before = set(self._frozen)
+        try:
+            yield
         except BaseException:
             self._release(set(self._frozen) - before)
             raise
@@ -151,7 +149,7 @@ class FrozenThreads:
 
     def _freeze_one(self, tid: int, may_freeze: Callable[[int], bool]) -> None:
         try:
-            tracee = Tracee(self._machine, tid, running=True)
+            tracee = Tracee(tid, running=True)
         except ProcessLookupError:
             self._reap(tid)
             raise
@@ -192,17 +190,17 @@ class FrozenThreads:
             return False
         if call.number < 0:
             return call.pc not in shared.code
-        if call.number == self._machine.futex:
+        if call.number == MACHINE.futex:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
             waits_for_common_lock = address % _ARENA < _ARENA_HEAD or address in shared.data
             if command == _FUTEX_MUTEX and waits_for_common_lock:
                 return False  # it waits for malloc's lock, or the linker's, whose holder runs meanwhile
-        elif lenient and call.number not in self._machine.memory:
+        elif lenient and call.number not in MACHINE.memory:
             return True
-        reads_file = call.number == self._machine.read and self._is_file(call.arguments[0])
-        return call.number in self._machine.waits and not reads_file
+        reads_file = call.number == MACHINE.read and self._is_file(call.arguments[0])
+        return call.number in MACHINE.waits and not reads_file
 
     def _in_driver(self, tid: int, shared: _Shared) -> bool:
         """Whether the thread waits in a system call that the driver's code made, itself or through the C library.
@@ -211,7 +209,7 @@ class FrozenThreads:
         called the C library.
         """
         call = _SystemCall.of(self._pid, tid)
-        if call is None or call.number not in self._machine.waits:
+        if call is None or call.number not in MACHINE.waits:
             return False
         if call.pc not in shared.c_library:
             return call.pc in shared.driver
@@ -254,45 +252,40 @@ class _SystemCall:
 
 
 class _AddressRanges:
-    """Ranges of addresses, added in ascending order, without overlaps."""
+    """The addresses of mappings, which are in ascending order."""
 
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, begin: int, end: int) -> None:
-        self._begins.append(begin)
-        self._ends.append(end)
+    def __init__(self, mappings: Iterable[procfs.MemoryMapping]) -> None:
+        self._ranges = [(mapping.start, mapping.end) for mapping in mappings]
 
     def __contains__(self, address: int) -> bool:
-        index = bisect.bisect_right(self._begins, address) - 1
-        return index >= 0 and address < self._ends[index]
+        index = bisect.bisect_right(self._ranges, address, key=lambda range: range[0]) - 1
+        return index >= 0 and address < self._ranges[index][1]
 
 
 @dataclass(frozen=True)
 class _Shared:
     """Addresses of code in which a thread may hold a lock that others need, and of such locks."""
 
-    code: _AddressRanges = field(default_factory=_AddressRanges)
-    data: _AddressRanges = field(default_factory=_AddressRanges)
+    code: _AddressRanges
+    data: _AddressRanges
     #: All code, and of it the C library's and the CUDA driver's.
-    executable: _AddressRanges = field(default_factory=_AddressRanges)
-    c_library: _AddressRanges = field(default_factory=_AddressRanges)
-    driver: _AddressRanges = field(default_factory=_AddressRanges)
+    executable: _AddressRanges
+    c_library: _AddressRanges
+    driver: _AddressRanges
 
     @classmethod
     def of(cls, pid: int) -> _Shared:
-        """Those of a process, by proc_pid_maps(5)."""
-        found = cls()
-        for begin, end, permissions, path in procfs.maps(pid):
-            if "x" in permissions:
-                found.executable.add(begin, end)
-                if _SHARED_CODE.search(path):
-                    found.code.add(begin, end)
-                if _C_LIBRARY.search(path):
-                    found.c_library.add(begin, end)
-                if _DRIVER.search(path):
-                    found.driver.add(begin, end)
-            if _COMMON_LIBRARIES.search(path):
-                found.data.add(begin, end)
-        return found
+        """Read those of a process from proc_pid_maps(5)."""
+        mappings = procfs.maps(pid)
+        code = [mapping for mapping in mappings if "x" in mapping.permissions]
+
+        def named(pattern: re.Pattern[str], among: list[procfs.MemoryMapping] = code) -> _AddressRanges:
+            return _AddressRanges(mapping for mapping in among if pattern.search(mapping.name))
+
+        return cls(
+            code=named(_SHARED_CODE),
+            data=named(_COMMON_LIBRARIES, mappings),
+            executable=_AddressRanges(code),
+            c_library=named(_C_LIBRARY),
+            driver=named(_DRIVER),
+        )

@@ -18,11 +18,11 @@ from typing import Any
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import kernel_calls, syscalls
 from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
-from jupyter_gpu_ckpt.process.ptrace import MACHINE, Machine, ProcessMemory, Tracee, system_call_gate
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, ProcessMemory, Tracee, system_call_gate
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
-PR_MCE_KILL, PR_MCE_KILL_GET, PR_MCE_KILL_SET, PR_MCE_KILL_DEFAULT = 33, 34, 1, 2
+PR_MCE_KILL, PR_MCE_KILL_GET, PR_MCE_KILL_SET = 33, 34, 1
 PR_SET_SPECULATION_CTRL = 53
 PR_SET_MDWE, PR_GET_MDWE = 65, 66
 PR_SET_MEMORY_MERGE, PR_GET_MEMORY_MERGE = 67, 68
@@ -40,46 +40,45 @@ _LANDLOCK_CREATE_RULESET_VERSION = 1
 class Injection:
     """The first thread of a stopped process, traced until the end of `into`."""
 
-    def __init__(self, pid: int, machine: Machine, leader: Tracee, memory: ProcessMemory, gate: int) -> None:
+    def __init__(self, pid: int, leader: Tracee, memory: ProcessMemory, gate: int) -> None:
         self.pid = pid
-        self._machine = machine
         self._leader = leader
         self._memory = memory
         self._gate = gate
 
     @classmethod
     @contextlib.contextmanager
-    def into(cls, pid: int) -> Iterator[Injection | None]:
+    def into(cls, pid: int) -> Iterator[Injection]:
         """Trace the first thread of ``pid``, all of whose threads are in a group stop, before and after.
 
-        None on a machine that `ptrace` does not know.  Raises `OSError`.
+        Raises `OSError`.
         """
-        if MACHINE is None:
-            yield None
-            return
         with ProcessMemory(pid) as memory:
-            gate = system_call_gate(MACHINE, memory, procfs.maps(pid))
-            with Tracee(MACHINE, pid) as leader:
-                yield cls(pid, MACHINE, leader, memory, gate)
+            gate = system_call_gate(memory, procfs.maps(pid))
+            with Tracee(pid) as leader:
+                yield cls(pid, leader, memory, gate)
+
+    @contextlib.contextmanager
+    def _thread(self, tid: int) -> Iterator[Tracee]:
+        """Trace the thread ``tid`` (0: the first, which is traced already)."""
+        if tid in (0, self.pid):
+            yield self._leader
+        else:
+            with Tracee(tid) as tracee:
+                yield tracee
 
     def call(self, name: str, *arguments: int, tid: int = 0) -> int:
         """Make a system call in the process, by the thread ``tid`` (0: the first).  Negative results are errors."""
         number, words = NUMBERS[name], [argument & (1 << 64) - 1 for argument in arguments]
         words += [0] * (6 - len(words))
-        if tid in (0, self.pid):
-            return self._leader.call(self._gate, number, *words)
-        with Tracee(self._machine, tid) as tracee:
+        with self._thread(tid) as tracee:
             return tracee.call(self._gate, number, *words)
 
     @contextlib.contextmanager
     def on_stack(self, data: bytes, tid: int = 0) -> Iterator[int]:
         """Write ``data`` to the thread's stack for as long as the body lasts.  Yields its address."""
-        if tid in (0, self.pid):
-            stack = self._leader.words()[self._machine.sp]
-        else:
-            with Tracee(self._machine, tid) as tracee:
-                stack = tracee.words()[self._machine.sp]
-        address = stack & ~15
+        with self._thread(tid) as tracee:
+            address = tracee.words()[MACHINE.sp] & ~15
         kept = self._memory.read(address, len(data))
         self._memory.write(address, data)
         try:
@@ -91,20 +90,16 @@ class Injection:
 
     def settings(self) -> dict[str, int]:
         """Settings of the process that CRIU forgets, by name; those that are as in a new process are left out."""
-        found = {}
+        found = {
+            "mdwe": max(self.call("prctl", PR_GET_MDWE), 0),
+            "memory_merge": self.call("prctl", PR_GET_MEMORY_MERGE) > 0,
+            "lock_future": self._locks_future(),
+            "no_cpuid": "arch_prctl" in NUMBERS and self.call("arch_prctl", ARCH_GET_CPUID) == 0,
+            "tiles": "arch_prctl" in NUMBERS and self._has_tiles(),
+        }
+        found = {name: int(value) for name, value in found.items() if value}
         if (policy := self.call("prctl", PR_MCE_KILL_GET)) in (0, 1):
             found["mce_kill"] = policy
-        if (bits := self.call("prctl", PR_GET_MDWE)) > 0:
-            found["mdwe"] = bits
-        if self.call("prctl", PR_GET_MEMORY_MERGE) > 0:
-            found["memory_merge"] = 1
-        if self._locks_future():
-            found["lock_future"] = 1
-        if "arch_prctl" in NUMBERS:
-            if self.call("arch_prctl", ARCH_GET_CPUID) == 0:
-                found["no_cpuid"] = 1
-            if self._has_tiles():
-                found["tiles"] = 1
         return found
 
     def _locks_future(self) -> bool:
@@ -139,7 +134,8 @@ class Injection:
             theirs = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
             # A process that has joined none has its user's, and may have changed its user.
             changed = user != os.getuid()
-            if theirs != mine and not (changed and theirs == self._user_session()):
+            users = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
+            if theirs != mine and not (changed and theirs == users):
                 yield "a session keyring of its own"
             # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
             if os.geteuid() != 0 and kernel_calls.call("keyctl", KEYCTL_READ, _USER_KEYRING) > 0:
@@ -159,9 +155,6 @@ class Injection:
         if pid != child:
             return None
         return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))
-
-    def _user_session(self) -> int:
-        return self.call("keyctl", KEYCTL_GET_KEYRING_ID, _USER_SESSION_KEYRING)
 
     def confined(self, tids: Sequence[int], user: int, group: int) -> bool:
         """Whether one of the threads, all of that user and group, is in a Landlock domain that the caller is not in.

@@ -28,7 +28,6 @@ from typing import Any
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import file_facts, kernel_calls, sockets, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.ptrace import MACHINE
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
 
@@ -244,9 +243,8 @@ class _OwnState:
 
 
 def _slice(tid: int) -> bytes:
-    if MACHINE is not None:
-        with contextlib.suppress(OSError):
-            return kernel_calls.scheduling(tid)
+    with contextlib.suppress(OSError):
+        return kernel_calls.scheduling(tid)
     return b""
 
 
@@ -331,16 +329,15 @@ class _Process:
             policy = file.read(64).decode(errors="replace").split()
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
-        if MACHINE is not None:
-            if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(tid)):
-                notes["io_priority"] = priority
-            self.sharing(tid)
-            attributes = _slice(tid)
-            if attributes and int.from_bytes(attributes[4:8], "little") in _SCHED_SLICED:
-                if attributes[24:32] != self.mine.slice[24:32]:
-                    notes["slice_ns"] = int.from_bytes(attributes[24:32], "little")
-            elif attributes and attributes[4] == 6:
-                self.found.refuse("a thread with a deadline (SCHED_DEADLINE)", hint="Give it another policy.")
+        if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(tid)):
+            notes["io_priority"] = priority
+        self.sharing(tid)
+        attributes = _slice(tid)
+        if attributes and int.from_bytes(attributes[4:8], "little") in _SCHED_SLICED:
+            if attributes[24:32] != self.mine.slice[24:32]:
+                notes["slice_ns"] = int.from_bytes(attributes[24:32], "little")
+        elif attributes and attributes[4] == 6:
+            self.found.refuse("a thread with a deadline (SCHED_DEADLINE)", hint="Give it another policy.")
         return notes
 
     def confinement(self, tid: int, root: str, status: dict[str, str]) -> None:
@@ -688,13 +685,9 @@ class _Process:
 
     def injected(self, allow_unconfined: bool) -> None:
         """State that only the stopped process itself can read."""
-        if MACHINE is None:
-            return
         with Injection.into(self.pid) as injection:
-            if injection is None:
-                return
-            if (mine := injection.settings()) != {}:
-                self.notes["settings"] = mine
+            if settings := injection.settings():
+                self.notes["settings"] = settings
             self.ended_children(injection)
             user, group = (int((ids or "0").split()[0]) for ids in self.user)
             for what in injection.unproven(user):

@@ -124,8 +124,10 @@ _MACHINES = {
         memory=frozenset((214, 215, 216, 222, 226, 233)),  # brk, munmap, mremap, mmap, mprotect, madvise
     ),
 }
-#: This host's; None on an unknown machine.
-MACHINE = _MACHINES.get(os.uname().machine)
+#: Whether this host's machine is known; a capsule's init refuses all others.
+IS_KNOWN = os.uname().machine in _MACHINES
+#: This host's.
+MACHINE = _MACHINES.get(os.uname().machine, _MACHINES["x86_64"])
 
 #: Threads that `Tracee.release` could not detach, because they did not stop: traced until they do (`release_late`).
 _unreleased: set[int] = set()
@@ -161,15 +163,14 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class Tracee:
+class Tracee(contextlib.AbstractContextManager["Tracee"]):
     """A thread in a group stop (state ``T``), traced until `release`; then it is in that stop again.
 
     ``running``: a thread that runs; it is stopped here, and runs on after `release`.  Raises `OSError` where the thread
     is gone, traced by another process or, without ``running``, not stopped.
     """
 
-    def __init__(self, machine: Machine, tid: int, *, running: bool = False) -> None:
-        self.machine = machine
+    def __init__(self, tid: int, *, running: bool = False) -> None:
         self.tid = tid
         _ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
         try:
@@ -180,9 +181,6 @@ class Tracee:
         except BaseException:
             self.release()
             raise
-
-    def __enter__(self) -> Tracee:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -214,11 +212,8 @@ class Tracee:
     def _wait_status(self) -> int:
         """That signal, and above it the number of a ptrace event."""
         deadline = time.monotonic() + STOP_TIMEOUT
-        while True:
-            options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
-            found = os.waitid(os.P_PID, self.tid, options)
-            if found is not None:
-                break
+        options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
+        while (found := os.waitid(os.P_PID, self.tid, options)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"thread {self.tid} does not stop")
             time.sleep(0.0001)
@@ -256,8 +251,8 @@ class Tracee:
 
     def disarm(self) -> None:
         """Remove hardware breakpoints.  (Where `Machine.regsets` has them, they were put back.)"""
-        if self.machine.debug_control is not None:
-            _ptrace(PTRACE_POKEUSER, self.tid, self.machine.debug_control, 0)
+        if MACHINE.debug_control is not None:
+            _ptrace(PTRACE_POKEUSER, self.tid, MACHINE.debug_control, 0)
 
     @property
     def mask(self) -> int:
@@ -279,20 +274,19 @@ class Tracee:
         Registers and mask are afterwards as before.  A pending SIGTRAP or stop signal is delivered first and dropped:
         the one is a trap of a tracer that is gone, the other has had its effect.
         """
-        machine = self.machine
         before, mask = self.words(), self.mask
         words = [*before]
-        words[machine.pc], words[machine.number] = at, number
-        if machine.in_call is not None:
-            words[machine.in_call] = (1 << 64) - 1
-        for index, value in zip(machine.arguments, arguments, strict=False):
+        words[MACHINE.pc], words[MACHINE.number] = at, number
+        if MACHINE.in_call is not None:
+            words[MACHINE.in_call] = (1 << 64) - 1
+        for index, value in zip(MACHINE.arguments, arguments, strict=False):
             words[index] = value
         self.mask = ALL_BUT_SIGTRAP
         try:
             self.set_words(words)
             self._to_syscall_stop()  # at its entry
             self._to_syscall_stop()  # at its exit
-            (result,) = struct.unpack("=q", struct.pack("=Q", self.words()[machine.result]))
+            (result,) = struct.unpack("=q", struct.pack("=Q", self.words()[MACHINE.result]))
         finally:
             self.set_words(before)
             self.mask = mask
@@ -310,14 +304,11 @@ class Tracee:
         raise OSError(f"thread {self.tid} reaches no system call")
 
 
-class ProcessMemory:
+class ProcessMemory(contextlib.AbstractContextManager["ProcessMemory"]):
     """``/proc/PID/mem`` of a process: writes ignore the mapping's protection, as a debugger's do."""
 
     def __init__(self, pid: int) -> None:
         self._fd = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-
-    def __enter__(self) -> ProcessMemory:
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
@@ -331,11 +322,11 @@ class ProcessMemory:
         os.pwrite(self._fd, data, address)
 
 
-def system_call_gate(machine: Machine, memory: ProcessMemory, mappings: Iterable[MemoryMapping]) -> int:
+def system_call_gate(memory: ProcessMemory, mappings: Iterable[MemoryMapping]) -> int:
     """Find the address of a system call instruction in the vdso, where no code has to be written."""
     for mapping in mappings:
         if mapping.name == "[vdso]":
-            offset = memory.read(mapping.start, mapping.end - mapping.start).find(machine.instruction)
+            offset = memory.read(mapping.start, mapping.end - mapping.start).find(MACHINE.instruction)
             if offset >= 0:
                 return mapping.start + offset
     raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")

@@ -11,6 +11,7 @@ import re
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
@@ -48,10 +49,7 @@ def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
     vital: list[str] = []
     failed: list[str] = []
     for pid, of_process in notes.items():
-        restorer = _Restorer(int(pid), of_process)
-        restorer.run()
-        vital += restorer.vital
-        failed += restorer.failed
+        _Restorer(int(pid), of_process, vital, failed).run()
     return vital, failed
 
 
@@ -82,14 +80,14 @@ def _policy(text: str) -> tuple[int, bytes] | None:
     return mode, mask.to_bytes(_NODES // 8, "little")
 
 
+@dataclass
 class _Restorer:
-    """One process and its notes."""
+    """One process and its notes, and what could not be reapplied so far."""
 
-    def __init__(self, pid: int, notes: Notes) -> None:
-        self.pid = pid
-        self.notes = notes
-        self.vital: list[str] = []
-        self.failed: list[str] = []
+    pid: int
+    notes: Notes
+    vital: list[str]
+    failed: list[str]
 
     def run(self) -> None:
         """Reapply everything, and note what fails."""
@@ -102,10 +100,7 @@ class _Restorer:
         if self.needs_injection():
             what = "settings that only the process can make"
             with self.trying(what, vital=True), Injection.into(self.pid) as inside:
-                if inside is None:
-                    self.vital.append(f"{what} (process {self.pid})")
-                else:
-                    self.inject(inside)
+                self.inject(inside)
         for number, count in self.notes.get("eventfd_counts", {}).items():
             with self.trying("count of an eventfd", vital=True), self.borrowed(int(number)) as descriptor:
                 if (lacking := count - int(procfs.fdinfo(self.pid, int(number))["eventfd-count"], 16)) > 0:
@@ -130,12 +125,15 @@ class _Restorer:
         try:
             yield
         except (OSError, ValueError) as error:
-            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {error}")
+            self.note(f"{what} (process {self.pid}): {error}", vital)
+
+    def note(self, what: str, vital: bool) -> None:
+        (self.vital if vital else self.failed).append(what)
 
     def require(self, result: int, what: str, *, vital: bool = False) -> None:
         """Note ``what`` where an injected call failed."""
         if result < 0:
-            (self.vital if vital else self.failed).append(f"{what} (process {self.pid}): {os.strerror(-result)}")
+            self.note(f"{what} (process {self.pid}): {os.strerror(-result)}", vital)
 
     # -- from outside
 
@@ -205,9 +203,8 @@ class _Restorer:
                 self.inject_thread(inside, int(tid), notes)
         for start, end in self.notes.get("sealed", ()):
             self.require(inside.call("mseal", start, end - start, 0), "sealed memory (mseal)", vital=True)
-        failed = inside.apply(self.notes.get("settings", {}))
-        for name in failed:
-            (self.vital if name in _VITAL_SETTINGS else self.failed).append(f"{name} (process {self.pid})")
+        for name in inside.apply(self.notes.get("settings", {})):
+            self.note(f"{name} (process {self.pid})", name in _VITAL_SETTINGS)
 
     @contextlib.contextmanager
     def policy(self, inside: Injection, text: str, tid: int = 0) -> Iterator[tuple[int, int]]:
@@ -243,8 +240,7 @@ class _Restorer:
         count, flags = int(facts["eventfd-count"], 16), int(facts["flags"], 8)
         made = inside.call("eventfd2", count, flags & os.O_NONBLOCK | _EFD_SEMAPHORE)
         if made < 0:
-            self.require(made, "an eventfd that is a semaphore", vital=True)
-            return
+            raise OSError(-made, os.strerror(-made))
         for number in descriptors:
             closes = int(procfs.fdinfo(self.pid, number)["flags"], 8) & os.O_CLOEXEC
             self.require(inside.call("dup3", made, number, closes), f"semaphore {number}", vital=True)

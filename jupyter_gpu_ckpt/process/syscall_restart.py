@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from jupyter_gpu_ckpt.process.ptrace import Machine, Tracee
+from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee
 
 # include/linux/errno.h: results of system calls inside Linux, which no program ever sees.
 ERESTARTNOINTR = 513
@@ -44,25 +44,24 @@ def begin_again(tracee: Tracee, *, signals: int) -> bool:
 
     ``signals``: the pending ones.  If one of them is not blocked, the interruption is the program's own.
     """
-    machine = tracee.machine
-    if machine.in_call is None or signals & ~tracee.mask:
+    if MACHINE.in_call is None or signals & ~tracee.mask:
         return False
     words = tracee.words()
-    number = words[machine.in_call]
-    if _signed(words[machine.result]) not in (-errno.EINTR, -ERESTART_RESTARTBLOCK):
+    number = words[MACHINE.in_call]
+    if _signed(words[MACHINE.result]) not in (-errno.EINTR, -ERESTART_RESTARTBLOCK):
         return False
     if number in _SLEEPS:
-        _sleep_for_the_rest(machine, words, _SLEEPS[number])
+        _sleep_for_the_rest(words, _SLEEPS[number])
     elif number not in _WAITS:
         return False
-    words[machine.result] = -ERESTARTNOINTR & (1 << 64) - 1
+    words[MACHINE.result] = -ERESTARTNOINTR & (1 << 64) - 1
     tracee.set_words(words)
     return True
 
 
-def _sleep_for_the_rest(machine: Machine, words: list[int], sleep: _Sleep) -> None:
-    request, rest = machine.arguments[sleep.request], machine.arguments[sleep.rest]
-    absolute = sleep.flags is not None and words[machine.arguments[sleep.flags]] & _TIMER_ABSTIME
+def _sleep_for_the_rest(words: list[int], sleep: _Sleep) -> None:
+    request, rest = MACHINE.arguments[sleep.request], MACHINE.arguments[sleep.rest]
+    absolute = sleep.flags is not None and words[MACHINE.arguments[sleep.flags]] & _TIMER_ABSTIME
     if words[rest] and not absolute:  # Linux has written the rest there already
         words[request] = words[rest]
 

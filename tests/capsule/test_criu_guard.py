@@ -24,7 +24,7 @@ from jupyter_gpu_ckpt.capsule import criu_guard
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CapsuleError, CriuKilled
-from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee, release_late
+from jupyter_gpu_ckpt.process.ptrace import Tracee, release_late
 
 ENV = {"PATH": os.environ["PATH"]}
 LAUNCHER = Path(__file__).parents[1] / "support" / "killed_criu.py"
@@ -315,7 +315,7 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
 
     monkeypatch.setattr(Tracee, "_wait", late)
     with pytest.raises(TimeoutError):
-        Tracee(MACHINE, process.pid)
+        Tracee(process.pid)
     pid, status = os.waitpid(process.pid, 0)
     assert os.WIFSTOPPED(status)
     assert release_late(pid, status)

@@ -83,8 +83,7 @@ os._exit(0)
 PARKER = """
 import sys, time
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.ptrace import MACHINE
-frozen = FrozenThreads(MACHINE, int(sys.argv[1]))
+frozen = FrozenThreads(int(sys.argv[1]))
 frozen.freeze_all(time.monotonic() + 60)
 print(len(frozen), flush=True)
 sys.stdin.read()
@@ -118,8 +117,7 @@ class Process:
         return {name: rest.split()[0] for name, _, rest in parts}
 
     def frozen(self, seconds: float = 30, *, insist: bool = False) -> FrozenThreads:
-        assert MACHINE is not None
-        frozen = FrozenThreads(MACHINE, self.pid)
+        frozen = FrozenThreads(self.pid)
         frozen.freeze_all(time.monotonic() + seconds, insist=insist)
         return frozen
 
@@ -410,7 +408,7 @@ def test_threads_that_wait_inside_the_driver_are_parked_and_no_others(tmp_path):
             subject = Process(process, mmap.mmap(-1, 64), tmp_path)
             names = {"waits-inside", "polls-inside", "called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
             until(lambda: all(subject.states_by_name().get(name) == "S" for name in names), "all wait")
-            frozen = FrozenThreads(MACHINE, process.pid)
+            frozen = FrozenThreads(process.pid)
             frozen.freeze_waiting_in_driver()
             parked = {name for name, state in subject.states_by_name().items() if state == "t"}
             assert parked == {"waits-inside", "polls-inside"}
@@ -429,7 +427,7 @@ def test_who_stands_in_a_stop_stays_when_it_ends(tmp_path):
     with running(tmp_path, "computes", "allocates", name="cuda-EvtHandlr") as subject:
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
-        frozen = FrozenThreads(MACHINE, subject.pid)
+        frozen = FrozenThreads(subject.pid)
         frozen.freeze_stopped(time.monotonic() + 30)
         os.kill(subject.pid, signal.SIGCONT)
         until(lambda: subject.states_by_name()["cuda-EvtHandlr"] == "S", "the driver's goes on")
@@ -448,7 +446,7 @@ def test_a_failure_releases_only_what_it_froze(tmp_path):
             until(lambda: waiting in Path("/proc/locks").read_text(), "it waits for the lock")
             os.kill(subject.pid, signal.SIGSTOP)
             until(lambda: set(subject.states()) == {"T"}, "it is stopped")
-            frozen = FrozenThreads(MACHINE, subject.pid)
+            frozen = FrozenThreads(subject.pid)
             frozen.freeze_stopped(time.monotonic() + 30)
             held_before = len(frozen)
             os.kill(subject.pid, signal.SIGCONT)

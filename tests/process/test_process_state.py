@@ -886,7 +886,7 @@ def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, 
     real = procfs.read
     smaps = SMAPS.replace("NAME", name).replace("FLAGS", flags)
     monkeypatch.setattr(procfs, "read", lambda path: smaps if path.endswith("/smaps") else real(path))
-    monkeypatch.setattr(process_state, "MACHINE", None)
+    monkeypatch.setattr(process_state._Process, "injected", lambda *_: None)
     found = process_state.inspect(os.getpid(), stopped=True)
     assert [each["what"] for each in found.refusals if each["what"].startswith("memory")] == refused
     assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]

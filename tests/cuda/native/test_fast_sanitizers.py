@@ -19,7 +19,6 @@ from test_fast_faults import VERBS, calls_of, retry
 from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.ptrace import MACHINE
 
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",  # a leak is sought by ptrace: ours
@@ -48,7 +47,7 @@ def with_tsan(tmp_path_factory, doubles):
 
 @contextlib.contextmanager
 def parked(subject: Subject) -> Iterator[None]:
-    frozen = FrozenThreads(MACHINE, subject.pid)
+    frozen = FrozenThreads(subject.pid)
     frozen.freeze_all(time.monotonic() + 60)
     try:
         yield

@@ -29,15 +29,9 @@ from dataclasses import dataclass
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscall_restart
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.ptrace import (
-    ALL_BUT_SIGTRAP,
-    MACHINE,
-    NT_PRSTATUS,
-    STOP_TIMEOUT,
-    ProcessMemory,
-    Tracee,
-    system_call_gate,
-)
+from jupyter_gpu_ckpt.process.injection import Injection
+from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
+from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
 from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 #: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
@@ -69,8 +63,6 @@ class _SavedProcess:
     pid: int
     mappings: list[MemoryMapping]
     descriptors: set[int]
-    #: Address of a system call instruction.
-    gate: int
     entry: int
     entry_bytes: bytes
     #: SIGTRAP's: the guard, or one of the program's own.
@@ -120,23 +112,21 @@ def resume(pid: int, leader: Tracee | None = None) -> None:
     with ExitStack() as stack:
         if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
-                memory = stack.enter_context(ProcessMemory(pid))
-                gate = system_call_gate(memory, procfs.maps(pid))
-                stack.enter_context(_uncaught(leader or stack.enter_context(Tracee(pid)), gate, memory))
+                stack.enter_context(_uncaught(stack.enter_context(Injection.into(pid, leader))))
         os.kill(pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
-def _uncaught(leader: Tracee, gate: int, memory: ProcessMemory) -> Iterator[None]:
+def _uncaught(injection: Injection) -> Iterator[None]:
     """Let SIGCONT be neither caught nor blocked for as long as the body lasts."""
-    action = _action(leader, gate, memory, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0))
-    mask = leader.mask
-    leader.mask = mask & ~_CONT
+    action = _action(injection, signal.SIGCONT, _SIGACTION.pack(int(signal.SIG_DFL), 0, 0, 0))
+    mask = injection.leader.mask
+    injection.leader.mask = mask & ~_CONT
     try:
         yield
     finally:
-        leader.mask = mask
-        _action(leader, gate, memory, signal.SIGCONT, action)
+        injection.leader.mask = mask
+        _action(injection, signal.SIGCONT, action)
 
 
 def _signals(pid: int, tid: int, *fields: str) -> int:
@@ -161,28 +151,19 @@ def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> It
         pending += procfs.children(pid)
 
 
-def _action(leader: Tracee, gate: int, memory: ProcessMemory, number: int, new: bytes | None = None) -> bytes:
+def _action(injection: Injection, number: int, new: bytes = b"") -> bytes:
     """Set a signal's `_SIGACTION`, if there is a ``new`` one.  Return the one it had."""
-    # On the stopped thread's own stack, whose content is put back.
-    buffer = leader.words()[MACHINE.sp] & ~15
-    content = memory.read(buffer, 2 * _SIGACTION.size)
-    address = 0
-    try:
-        if new is not None:
-            address = buffer + _SIGACTION.size
-            memory.write(address, new)
-        if result := leader.call(gate, MACHINE.rt_sigaction, number, address, buffer, 8):
+    with injection.on_stack(bytes(_SIGACTION.size) + new) as address:
+        if result := injection.call("rt_sigaction", number, address + _SIGACTION.size if new else 0, address, 8):
             raise OSError(-result, f"rt_sigaction: {os.strerror(-result)}")
-        return memory.read(buffer, _SIGACTION.size)
-    finally:
-        memory.write(buffer, content)
+        return injection.memory.read(address, _SIGACTION.size)
 
 
-def _sigtrap(leader: Tracee, gate: int, memory: ProcessMemory, handler: int | None = None) -> int:
+def _sigtrap(injection: Injection, handler: int | None = None) -> int:
     """Set SIGTRAP's handler, if one is given.  Return the handler it had."""
     # All signals wait while it would run, so that no other handler is entered after it.
-    new = None if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
-    return int(_SIGACTION.unpack(_action(leader, gate, memory, signal.SIGTRAP, new))[0])
+    new = b"" if handler is None else _SIGACTION.pack(handler, _SA_RESTORER, handler, (1 << 64) - 1)
+    return int(_SIGACTION.unpack(_action(injection, signal.SIGTRAP, new))[0])
 
 
 def _inspect(pid: int) -> _SavedProcess:
@@ -190,43 +171,38 @@ def _inspect(pid: int) -> _SavedProcess:
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
     threads = {}
-    with ProcessMemory(pid) as memory:
-        gate = system_call_gate(memory, mappings)
+    with Injection.into(pid) as injection:
         for tid in procfs.threads(pid):
-            with Tracee(tid) as tracee:
+            with injection.thread(tid) as tracee:
                 syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
                 regsets = {kind: data for kind in MACHINE.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
-                if tid == pid:
-                    handler = _sigtrap(tracee, gate, memory)
-                    if handler in GUARD:
-                        handler = GUARD[handler]
-                        _sigtrap(tracee, gate, memory, handler)
+        handler = _sigtrap(injection)
+        if handler in GUARD:
+            handler = GUARD[handler]
+            _sigtrap(injection, handler)
         return _SavedProcess(
             pid=pid,
             mappings=mappings,
             descriptors=set(procfs.descriptors(pid)),
-            gate=gate,
             entry=entry,
-            entry_bytes=memory.read(entry, _ENTRY_BYTES),
+            entry_bytes=injection.memory.read(entry, _ENTRY_BYTES),
             handler=handler,
             threads=threads,
         )
 
 
-def _drop_guard(leader: Tracee, gate: int, memory: ProcessMemory) -> None:
-    handler = _sigtrap(leader, gate, memory)
+def _drop_guard(injection: Injection) -> None:
+    handler = _sigtrap(injection)
     for was, guard in GUARD.items():
         if handler == guard:
-            _sigtrap(leader, gate, memory, was)
+            _sigtrap(injection, was)
 
 
 def _unguard(pid: int) -> None:
     stop(pid, time.monotonic() + STOP_TIMEOUT)
-    with ProcessMemory(pid) as memory:
-        gate = system_call_gate(memory, procfs.maps(pid))
-        with Tracee(pid) as leader:
-            _drop_guard(leader, gate, memory)
+    with Injection.into(pid) as injection:
+        _drop_guard(injection)
 
 
 def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
@@ -246,18 +222,17 @@ def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
 
 def _repair(process: _SavedProcess) -> None:
     """Put a process back into its state before the dump.  It is stopped before and after."""
-    pid, gate = process.pid, process.gate
+    pid = process.pid
     stop(pid, time.monotonic() + STOP_TIMEOUT)
-    with ProcessMemory(pid) as memory, ExitStack() as stack:
+    with Injection.into(pid) as injection, ExitStack() as stack:
         tids = [tid for tid in procfs.threads(pid) if tid in process.threads]
-        tracees = {tid: stack.enter_context(Tracee(tid)) for tid in tids}
-        leader = tracees[pid]
-        if memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
-            memory.write(process.entry, process.entry_bytes)
+        tracees = {tid: stack.enter_context(injection.thread(tid)) for tid in tids}
+        if injection.memory.read(process.entry, _ENTRY_BYTES) != process.entry_bytes:
+            injection.memory.write(process.entry, process.entry_bytes)
         known = {mapping.start for mapping in process.mappings}
         now = procfs.maps(pid)
         parasite = [each for each in now if each.name.startswith(_PARASITE) and each.start not in known]
-        displaced = _is_displaced(process, leader, parasite)
+        displaced = _is_displaced(process, injection.leader, parasite)
         for tid, tracee in tracees.items():
             before = process.threads[tid]
             if tid != pid or displaced:
@@ -268,16 +243,15 @@ def _repair(process: _SavedProcess) -> None:
             elif tracee.mask | _UNBLOCKABLE == ALL_BUT_SIGTRAP:
                 tracee.mask = before.mask
             if _signals(pid, tid, "SigPnd") & _TRAP:
-                tracee.call(gate, MACHINE.getpid)  # a pending trap is delivered first, and dropped
+                tracee.call(injection.gate, NUMBERS["getpid"])  # a pending trap is delivered first, and dropped
         if displaced:
             for descriptor in set(procfs.descriptors(pid)) - process.descriptors:
-                leader.call(gate, MACHINE.close, descriptor)
+                injection.call("close", descriptor)
             for mapping in _changed(process.mappings, now):
-                length = mapping.end - mapping.start
-                leader.call(gate, MACHINE.mprotect, mapping.start, length, _protection(mapping))
+                injection.call("mprotect", mapping.start, mapping.end - mapping.start, _protection(mapping))
         for mapping in parasite:
-            leader.call(gate, MACHINE.munmap, mapping.start, mapping.end - mapping.start)
-        _drop_guard(leader, gate, memory)
+            injection.call("munmap", mapping.start, mapping.end - mapping.start)
+        _drop_guard(injection)
 
 
 def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:

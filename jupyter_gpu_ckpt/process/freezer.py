@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
 
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
@@ -190,7 +191,7 @@ class FrozenThreads:
             return False
         if call.number < 0:
             return call.pc not in shared.code
-        if call.number == MACHINE.futex:
+        if call.number == NUMBERS["futex"]:
             address, command = call.arguments[0], call.arguments[1] & _FUTEX_COMMAND
             if command not in _FUTEX_WAITS:
                 return False  # it wakes another, and may hold a second lock meanwhile
@@ -199,7 +200,7 @@ class FrozenThreads:
                 return False  # it waits for malloc's lock, or the linker's, whose holder runs meanwhile
         elif lenient and call.number not in MACHINE.memory:
             return True
-        reads_file = call.number == MACHINE.read and self._is_file(call.arguments[0])
+        reads_file = call.number == NUMBERS["read"] and self._is_file(call.arguments[0])
         return call.number in MACHINE.waits and not reads_file
 
     def _in_driver(self, tid: int, shared: _Shared) -> bool:

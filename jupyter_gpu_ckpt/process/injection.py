@@ -13,6 +13,7 @@ import os
 import signal
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
@@ -37,32 +38,32 @@ _MCL_FUTURE = 2
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 
 
+@dataclass(frozen=True)
 class Injection:
     """The first thread of a stopped process, traced until the end of `into`."""
 
-    def __init__(self, pid: int, leader: Tracee, memory: ProcessMemory, gate: int) -> None:
-        self.pid = pid
-        self._leader = leader
-        self._memory = memory
-        self._gate = gate
+    pid: int
+    leader: Tracee
+    memory: ProcessMemory
+    #: Address of a system call instruction.
+    gate: int
 
     @classmethod
     @contextlib.contextmanager
-    def into(cls, pid: int) -> Iterator[Injection]:
+    def into(cls, pid: int, leader: Tracee | None = None) -> Iterator[Injection]:
         """Trace the first thread of ``pid``, all of whose threads are in a group stop, before and after.
 
-        Raises `OSError`.
+        ``leader``: that thread, if the caller traces it already.  Raises `OSError`.
         """
-        with ProcessMemory(pid) as memory:
+        with ProcessMemory(pid) as memory, contextlib.ExitStack() as stack:
             gate = system_call_gate(memory, procfs.maps(pid))
-            with Tracee(pid) as leader:
-                yield cls(pid, leader, memory, gate)
+            yield cls(pid, leader or stack.enter_context(Tracee(pid)), memory, gate)
 
     @contextlib.contextmanager
-    def _thread(self, tid: int) -> Iterator[Tracee]:
+    def thread(self, tid: int) -> Iterator[Tracee]:
         """Trace the thread ``tid`` (0: the first, which is traced already)."""
         if tid in (0, self.pid):
-            yield self._leader
+            yield self.leader
         else:
             with Tracee(tid) as tracee:
                 yield tracee
@@ -71,20 +72,20 @@ class Injection:
         """Make a system call in the process, by the thread ``tid`` (0: the first).  Negative results are errors."""
         number, words = NUMBERS[name], [argument & (1 << 64) - 1 for argument in arguments]
         words += [0] * (6 - len(words))
-        with self._thread(tid) as tracee:
-            return tracee.call(self._gate, number, *words)
+        with self.thread(tid) as tracee:
+            return tracee.call(self.gate, number, *words)
 
     @contextlib.contextmanager
     def on_stack(self, data: bytes, tid: int = 0) -> Iterator[int]:
         """Write ``data`` to the thread's stack for as long as the body lasts.  Yields its address."""
-        with self._thread(tid) as tracee:
+        with self.thread(tid) as tracee:
             address = tracee.words()[MACHINE.sp] & ~15
-        kept = self._memory.read(address, len(data))
-        self._memory.write(address, data)
+        kept = self.memory.read(address, len(data))
+        self.memory.write(address, data)
         try:
             yield address
         finally:
-            self._memory.write(address, kept)
+            self.memory.write(address, kept)
 
     # -- state
 
@@ -120,7 +121,7 @@ class Injection:
         with self.on_stack(bytes(8)) as address:
             if self.call("arch_prctl", ARCH_GET_XCOMP_PERM, address) != 0:
                 return False
-            (permitted,) = struct.unpack("=Q", self._memory.read(address, 8))
+            (permitted,) = struct.unpack("=Q", self.memory.read(address, 8))
         return bool(permitted >> _XTILEDATA & 1)
 
     def unproven(self, user: int) -> Iterator[str]:
@@ -151,7 +152,7 @@ class Injection:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if self.call("waitid", os.P_PID, child, address, options) != 0:
                 return None
-            code, pid, status = struct.unpack("=8xi4xi4xi", self._memory.read(address, 28))
+            code, pid, status = struct.unpack("=8xi4xi4xi", self.memory.read(address, 28))
         if pid != child:
             return None
         return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))

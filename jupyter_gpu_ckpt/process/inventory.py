@@ -329,7 +329,9 @@ class _Process:
             policy = file.read(64).decode(errors="replace").split()
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
-        if "ioprio_get" not in self.mine.forbidden and (priority := kernel_calls.io_priority(tid)):
+        if "ioprio_get" not in self.mine.forbidden and (
+            priority := kernel_calls.call("ioprio_get", kernel_calls.IOPRIO_WHO_PROCESS, tid)
+        ):
             notes["io_priority"] = priority
         self.sharing(tid)
         attributes = _slice(tid)
@@ -542,7 +544,7 @@ class _Process:
         """Note the registrations of an epoll instance: those of a semaphore are made again with it."""
         if "pidfd_getfd" not in self.mine.forbidden:
             with kernel_calls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
-                if any(parameters := kernel_calls.epoll_parameters(fd)):
+                if any(parameters := fcntl.ioctl(fd, kernel_calls.EPIOCGPARAMS, bytes(8))):
                     self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
         entries = []
         for line in text.splitlines():

@@ -23,7 +23,8 @@ _SEM_GETPID = 11
 IOPRIO_WHO_PROCESS = 1
 #: ``struct sched_attr`` with its last two fields, of uclamp.
 _SCHED_ATTR_BYTES = 56
-_EPIOCSPARAMS, _EPIOCGPARAMS = 0x40088A01, 0x80088A02
+#: ioctl(2): how an epoll instance polls busily, 8 bytes, zeros by default; since Linux 6.9.
+EPIOCSPARAMS, EPIOCGPARAMS = 0x40088A01, 0x80088A02
 _TFD_IOC_SET_TICKS = 0x40085400
 
 #: Numbers of system calls on x86_64 and aarch64.
@@ -47,9 +48,14 @@ _BY_MACHINE = {
     "mmap": (9, 222),
     "munmap": (11, 215),
     "waitid": (247, 95),
+    "mprotect": (10, 226),
+    "rt_sigaction": (13, 134),
+    "getpid": (39, 172),
+    "read": (0, 63),
+    "futex": (202, 98),
 }
 _MACHINES = ("x86_64", "aarch64")
-#: The numbers of this host; without those of `_BY_MACHINE` on another machine.
+#: The numbers of this host; without those of `_BY_MACHINE` on another machine, which a capsule's init refuses.
 NUMBERS = {"openat2": 437, "landlock_create_ruleset": 444, "mseal": 462}  # the same on all machines
 if os.uname().machine in _MACHINES:
     NUMBERS |= {name: numbers[_MACHINES.index(os.uname().machine)] for name, numbers in _BY_MACHINE.items()}
@@ -76,7 +82,7 @@ def forbidden() -> set[str]:
     with open("/dev/null") as file, pidfd_of(pid) as pidfd:
         trials: dict[str, Callable[[], object]] = {
             "kcmp": lambda: call("kcmp", pid, pid, KCMP_FILES, 0, 0),
-            "ioprio_get": lambda: io_priority(pid),
+            "ioprio_get": lambda: call("ioprio_get", IOPRIO_WHO_PROCESS, pid),
             "pidfd_getfd": lambda: os.close(pidfd_getfd(pidfd, file.fileno())),
         }
         for name, trial in trials.items():
@@ -107,11 +113,6 @@ def socket_of(pidfd: int, number: int) -> socket.socket:
     except OSError:
         os.close(descriptor)
         raise
-
-
-def io_priority(tid: int) -> int:
-    """The I/O priority of a thread; 0 where none was set."""
-    return call("ioprio_get", IOPRIO_WHO_PROCESS, tid)
 
 
 def scheduling(tid: int) -> bytes:
@@ -152,16 +153,6 @@ def readable_bytes(fd: int) -> int:
     """Bytes that can be read now (``FIONREAD``)."""
     (count,) = struct.unpack("=i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
     return int(count)
-
-
-def epoll_parameters(fd: int) -> bytes:
-    """How an epoll instance polls busily (``EPIOCGPARAMS``), zeros by default.  Raises `OSError` before Linux 6.9."""
-    return fcntl.ioctl(fd, _EPIOCGPARAMS, bytes(8))
-
-
-def set_epoll_parameters(fd: int, parameters: bytes) -> None:
-    """Set what `epoll_parameters` returns."""
-    fcntl.ioctl(fd, _EPIOCSPARAMS, parameters)
 
 
 def rearm_timer(fd: int) -> None:

@@ -48,7 +48,7 @@ _REGSET_BYTES = 1 << 14
 
 @dataclass(frozen=True)
 class Machine:
-    """The words of a system call in NT_PRSTATUS (an array of 64-bit words), and numbers of system calls."""
+    """The words of a system call in NT_PRSTATUS (an array of 64-bit words), and kinds of system calls."""
 
     instruction: bytes
     pc: int
@@ -61,13 +61,6 @@ class Machine:
     #: ``offsetof(struct user, u_debugreg[7])``: the register that arms a thread's hardware breakpoints.
     debug_control: int | None
     regsets: tuple[int, ...]
-    close: int
-    mprotect: int
-    munmap: int
-    rt_sigaction: int
-    getpid: int
-    read: int
-    futex: int
     #: System calls that wait for another thread or process, and hold no lock meanwhile.
     waits: frozenset[int]
     #: System calls about the process's memory: a thread in one may hold the lock of an allocator.
@@ -85,13 +78,6 @@ _MACHINES = {
         in_call=15,
         debug_control=848 + 7 * 8,
         regsets=(NT_PRSTATUS, NT_X86_XSTATE, NT_X86_SHSTK),
-        close=3,
-        mprotect=10,
-        munmap=11,
-        rt_sigaction=13,
-        getpid=39,
-        read=0,
-        futex=202,
         # read, poll, select, pause, nanosleep, accept, recvfrom, recvmsg, wait4, semop, rt_sigtimedwait, rt_sigsuspend,
         # futex, restart_syscall, semtimedop, clock_nanosleep, epoll_wait, waitid, pselect6, ppoll, epoll_pwait,
         # accept4, recvmmsg, io_uring_enter, epoll_pwait2, futex_waitv
@@ -109,13 +95,6 @@ _MACHINES = {
         in_call=None,
         debug_control=None,
         regsets=(NT_PRSTATUS, NT_PRFPREG, NT_ARM_HW_BREAK),
-        close=57,
-        mprotect=226,
-        munmap=215,
-        rt_sigaction=134,
-        getpid=172,
-        read=63,
-        futex=98,
         # epoll_pwait, read, pselect6, ppoll, waitid, futex, nanosleep, clock_nanosleep, restart_syscall, rt_sigsuspend,
         # rt_sigtimedwait, semtimedop, semop, accept, recvfrom, recvmsg, accept4, recvmmsg, wait4, io_uring_enter,
         # epoll_pwait2, futex_waitv

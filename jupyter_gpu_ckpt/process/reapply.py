@@ -6,6 +6,7 @@ The notes are those of `inventory.inspect`, taken when the process was stopped f
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import struct
@@ -146,7 +147,7 @@ class _Restorer:
                     file.write(str(self.notes[name]))
         for number, parameters in self.notes.get("epoll_parameters", {}).items():
             with self.trying("parameters of an epoll instance"), self.borrowed(int(number)) as descriptor:
-                kernel_calls.set_epoll_parameters(descriptor, bytes.fromhex(parameters))
+                fcntl.ioctl(descriptor, kernel_calls.EPIOCSPARAMS, bytes.fromhex(parameters))
 
     @contextlib.contextmanager
     def borrowed(self, number: int) -> Iterator[int]:

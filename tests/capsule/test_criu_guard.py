@@ -284,10 +284,10 @@ def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
     """Or tells that it may have."""
     begin, before, allowed = Tracee.__init__, handled(process.pid), iter([True, False, undone])
 
-    def refused(tracee, machine, tid):
+    def refused(tracee, tid):
         if not next(allowed):
             raise PermissionError("another tracer")
-        begin(tracee, machine, tid)
+        begin(tracee, tid)
 
     monkeypatch.setattr(Tracee, "__init__", refused)
     with pytest.raises(OSError, match="^another tracer$" if undone else "another tracer; whether SIGTRAP"):

@@ -19,7 +19,7 @@ import pytest
 from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, FrozenThreads
-from jupyter_gpu_ckpt.process.ptrace import MACHINE
+from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 
 #: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
 KINDS = ("computes", "allocates", "hashes", "comes", "waits", "locks")
@@ -282,7 +282,7 @@ def test_the_process_is_killed(tmp_path):
 def test_a_stopped_process_stays_stopped(tmp_path, continued):
     with running(tmp_path) as subject:
         calls = list(Path(f"/proc/{subject.pid}/task").glob("*/syscall"))
-        until(lambda: {call.read_text().split()[0] for call in calls} == {str(MACHINE.read)}, "all wait")
+        until(lambda: {call.read_text().split()[0] for call in calls} == {str(NUMBERS["read"])}, "all wait")
         os.kill(subject.pid, signal.SIGSTOP)
         until(lambda: set(subject.states()) == {"T"}, "it is stopped")
         frozen = subject.frozen()

@@ -71,7 +71,7 @@ def first_pid() -> int:
     return random.randrange(min(pid_max // 4, 100_000), pid_max // 2)  # noqa: S311 - nobody must not guess it
 
 
-class Capsule:
+class Capsule(contextlib.AbstractContextManager["Capsule"]):
     """One capsule, from `create` to `close`.  Thread-safe: requests queue behind one lock."""
 
     def __init__(self, directory: Path) -> None:
@@ -215,9 +215,8 @@ class Capsule:
         """Close the connection only: a capsule that may outlive its owner runs on."""
         with self._closing, self._lock:
             self._disconnect()
-            for descriptor in (self._pidfd, self._init_fd):
-                if descriptor >= 0:
-                    os.close(descriptor)
+            for descriptor in {self._pidfd, self._init_fd} - {-1}:
+                os.close(descriptor)
             self._pidfd = self._init_fd = -1
             self._outer = None
 
@@ -267,11 +266,9 @@ class Capsule:
 
     def is_cleaning_up(self) -> bool:
         """Whether the kernel has ended, and its resource trackers still remove its files in shared memory."""
-        try:
-            reply, _ = self._request({"verb": "status"}, CLEANUP_TIMEOUT)
-        except (CapsuleError, CapsuleGone):
-            return False
-        return bool(reply["cleaning_up"])
+        with contextlib.suppress(CapsuleError, CapsuleGone):
+            return bool(self._request({"verb": "status"}, CLEANUP_TIMEOUT)[0]["cleaning_up"])
+        return False
 
     def wait_for_cleanup(self) -> None:
         """Wait until `is_cleaning_up` is over, for `CLEANUP_TIMEOUT` seconds at most."""
@@ -293,9 +290,6 @@ class Capsule:
         for stream in (outer.stdout, outer.stderr):
             if stream is not None:
                 stream.close()
-
-    def __enter__(self) -> Capsule:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -334,11 +328,8 @@ class Capsule:
 
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
-        self._set_kernel(
-            *self._request(
-                {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
-            )
-        )
+        request = {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
+        self._set_kernel(*self._request(request))
 
     def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
         """Make the process that CRIU restored under the inner ``pid`` this capsule's kernel, and let it run.
@@ -403,8 +394,7 @@ class Capsule:
 
     def cancel_criu(self) -> None:
         """End the program of `run` as at its deadline.  From any thread; waits for nothing."""
-        connection = self._socket
-        if connection is not None:
+        if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):  # closed meanwhile
                 _send(connection, json.dumps({"verb": "cancel_criu", "version": VERSION}).encode())
 
@@ -412,23 +402,21 @@ class Capsule:
         """Let the processes that a dump left stopped run; those that were stopped before it stay stopped."""
         self._request({"verb": "resume_processes"})
 
-    def freeze_threads(self, timeout: float, *, insist: bool = False) -> int:
-        """Freeze all threads of the kernel but the CUDA driver's and its library's.  Return how many are frozen.
+    def freeze_threads(self, timeout: float, *, insist: bool = False) -> None:
+        """Freeze all threads of the kernel but the CUDA driver's and its library's.
 
         ``insist``: see `freezer.FrozenThreads`.  Raises `CapsuleError` when that cannot be done in ``timeout`` seconds;
         all run on then.  They stay frozen when the owner goes.
         """
-        reply, _ = self._request({"verb": "freeze_threads", "timeout": timeout, "insist": insist}, timeout + ANSWER)
-        return int(reply["threads"])
+        self._request({"verb": "freeze_threads", "timeout": timeout, "insist": insist}, timeout + ANSWER)
 
-    def freeze_threads_in_driver(self) -> int:
-        """Freeze the threads that wait in the CUDA driver's code.  Return how many are frozen.
+    def freeze_threads_in_driver(self) -> None:
+        """Freeze the threads that wait in the CUDA driver's code.
 
         For a kernel that is, or is about to be, suspended: see `freezer.FrozenThreads.freeze_waiting_in_driver`.
         Raises `CapsuleError`.
         """
-        reply, _ = self._request({"verb": "freeze_threads_in_driver"})
-        return int(reply["threads"])
+        self._request({"verb": "freeze_threads_in_driver"})
 
     def unfreeze_threads(self) -> None:
         """Let frozen threads run, if there are any."""
@@ -449,7 +437,7 @@ class Capsule:
         self._request({"verb": "keep_fd"}, fds=[fd])
 
     def inspect(self, *, allow_unconfined: bool = False) -> dict[str, Any]:
-        """Return the state of the kernel's processes, as `inventory.Found.as_dict`.
+        """Return the state of the kernel's processes: `inventory.Found` as a dict.
 
         Complete after a dump, which leaves them stopped; of running ones only what can be seen without a stop.  Raises
         `CapsuleError`.
@@ -457,8 +445,7 @@ class Capsule:
         _, fds = self._request({"verb": "inspect", "allow_unconfined": allow_unconfined}, _INSPECTION)
         with open(fds[0], "rb") as file:
             file.seek(0)
-            found: dict[str, Any] = json.load(file)
-        return found
+            return dict(json.load(file))
 
     def reapply(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Reapply what CRIU forgets to processes that it has restored and that have not run since.

@@ -24,7 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -64,6 +64,15 @@ class RunningProgram:
     #: Of a dump.
     guard: CriuGuard | None
     timed_out: bool = False
+
+
+def _failure(work: Callable[[], object]) -> str:
+    """Call ``work``; return why it failed, or an empty string."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 class Init:
@@ -127,7 +136,6 @@ class Init:
                 return 0
 
     def clear_wakeups(self) -> None:
-        """Empty the pipe into which signals write."""
         with contextlib.suppress(BlockingIOError):
             self.waker.recv(4096)
 
@@ -160,10 +168,9 @@ class Init:
         """The pids of the capsule's living processes but for this one: resource trackers, and all others."""
         found: tuple[list[int], list[int]] = [], []
         for pid in procfs.pids():
-            if pid != os.getpid():
-                with contextlib.suppress(OSError):
-                    if command := procfs.arguments(pid):  # of a zombie there is none
-                        found[_TRACKER.search(" ".join(command)) is None].append(pid)
+            with contextlib.suppress(OSError):
+                if pid != os.getpid() and (command := procfs.arguments(pid)):  # of a zombie there is none
+                    found[_TRACKER.search(" ".join(command)) is None].append(pid)
         return found
 
     def expire(self, job: RunningProgram) -> None:
@@ -244,11 +251,9 @@ class Init:
 
     def resume_without_owner(self) -> None:
         """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
-        try:
-            self.resume_processes()
-        except Exception as error:
+        if why := _failure(self.resume_processes):
             with contextlib.suppress(OSError):
-                print(f"gpu-ckpt-init: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                print(f"gpu-ckpt-init: {why}", file=sys.stderr, flush=True)
 
     def drain_terminals(self, path: str) -> None:
         """Take the data out of the terminals of stopped processes, before a dump, and write it to a file.
@@ -268,19 +273,20 @@ class Init:
 
         Never raises: that must not keep the kernel from running.
         """
-        lost = ""
-        try:
+        lost: list[str] = []
+
+        def restore() -> None:
             if path:
                 self.terminals = Terminals()
                 self.terminals.load(path)
             if self.terminals is not None:
-                lost = self.terminals.restore()
-        except Exception as error:
-            lost = f"{type(error).__name__}: {error}"
+                lost.append(self.terminals.restore())
+
+        why = _failure(restore) or "".join(lost)
         terminals, self.terminals = self.terminals, None
         if terminals is not None:
             terminals.close()
-        return f"terminals: {lost}" if lost else ""
+        return f"terminals: {why}" if why else ""
 
     @staticmethod
     def finish_guard(job: RunningProgram, code: int) -> str:
@@ -288,15 +294,12 @@ class Init:
 
         The reason is also written below CRIU's output, which is not read after a dump that succeeded.
         """
-        try:
-            if job.guard is not None:
-                job.guard.finish(success=code == 0)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+        guard = job.guard
+        why = _failure(lambda: guard.finish(success=code == 0)) if guard is not None else ""
+        if why:
             with contextlib.suppress(OSError), open(job.output, "a") as file:
                 file.write(f"Error: what CRIU left in the kernel could not be repaired: {why}\n")
-            return why
-        return ""
+        return why
 
     # -- requests
 
@@ -340,7 +343,6 @@ class Init:
             self.drop_owner()
 
     def spawn(self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int) -> None:
-        """Start the kernel."""
         if self.kernel:
             raise RuntimeError("this capsule has a kernel already")
         # The kernel's pid and thread ids start high, so that CRIU's own processes take low ones and never the kernel's.
@@ -356,10 +358,10 @@ class Init:
         cwd: str,
         timeout: float,
         output: str,
-        inherit_pipes: bool = False,
-        grace: float = 0.0,
-        on_kernel: bool = False,
-        terminals: str = "",
+        inherit_pipes: bool,
+        grace: float,
+        on_kernel: bool,
+        terminals: str,
     ) -> None:
         """Start a program; `finish_job` answers when it has ended."""
         if self.job:
@@ -397,7 +399,6 @@ class Init:
         return {"status": self.kernel_status, "kernel": self.kernel, "cleaning_up": self.is_cleaning_up()}
 
     def end(self) -> dict[str, Any]:
-        """Kill the kernel."""
         if self.kernel and self.kernel_status is None:
             self.kernel_ended = self.kernel_ended or time.monotonic()
             with contextlib.suppress(ProcessLookupError):
@@ -410,7 +411,6 @@ class Init:
             self.expire(self.job)
 
     def resume_processes(self) -> dict[str, Any]:
-        """Undo a dump's stop."""
         stopped, self.stopped = self.stopped, None
         if stopped is not None:
             self.restore_terminals()
@@ -424,19 +424,15 @@ class Init:
         return self.frozen
 
     def freeze_threads(self, timeout: float, insist: bool) -> dict[str, Any]:
-        """Freeze the kernel's threads but the CUDA driver's; report how many are frozen."""
-        frozen = self.frozen_threads()
-        frozen.freeze_all(time.monotonic() + timeout, insist=insist)
-        return {"threads": len(frozen)}
+        """Freeze the kernel's threads but the CUDA driver's."""
+        self.frozen_threads().freeze_all(time.monotonic() + timeout, insist=insist)
+        return {}
 
     def freeze_threads_in_driver(self) -> dict[str, Any]:
-        """Freeze the threads that wait in the CUDA driver's code; report how many are frozen."""
-        frozen = self.frozen_threads()
-        frozen.freeze_waiting_in_driver()
-        return {"threads": len(frozen)}
+        self.frozen_threads().freeze_waiting_in_driver()
+        return {}
 
     def unfreeze_threads(self) -> dict[str, Any]:
-        """Let frozen threads run."""
         frozen, self.frozen = self.frozen, None
         if frozen is not None:
             frozen.release()
@@ -464,28 +460,21 @@ class Init:
         """Answer with a descriptor of a file that has `inventory.Found` of the kernel's processes as JSON."""
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
-        found = inventory.inspect(
-            self.kernel,
-            stopped=self.stopped is not None,
-            allow_unconfined=allow_unconfined,
-            own=self.own_mounts(),
-        )
+        stopped = self.stopped is not None
+        found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
-            file.write(json.dumps(found.as_dict()).encode())
+            file.write(json.dumps(asdict(found)).encode())
             file.flush()
             self.answer({}, file.fileno())
 
     def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
-        """Put back what CRIU forgets; report what could not be, in words."""
         vital, failed = reapply.reapply(notes)
         return {"vital": vital, "failed": failed}
 
     def clocks(self) -> dict[str, Any]:
-        """Report the capsule's clocks in nanoseconds."""
-        return {"monotonic": time.monotonic_ns(), "boottime": time.clock_gettime_ns(time.CLOCK_BOOTTIME)}
+        return asdict(namespaces.Clocks.now())
 
     def outlive(self, outlive: bool) -> dict[str, Any]:
-        """Keep running when the owner goes, or not."""
         self.may_outlive = outlive
         return {}
 
@@ -557,11 +546,10 @@ class Init:
             signal.signal(each, signal.SIG_DFL)
         if capable:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `expire`
-        if self.rootless:
-            if capable:
-                syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
-            else:
-                syscalls.clear_ambient()
+        if self.rootless and capable:
+            syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
+        elif self.rootless:
+            syscalls.clear_ambient()
         # Two moves, so that no target number is overwritten before it was copied.  Everything else is close-on-exec.
         floor = len(fds) + 1
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in [*fds, report]]

@@ -61,9 +61,6 @@ class FrozenThreads:
         self._pid = pid
         self._frozen: dict[int, Tracee] = {}
 
-    def __len__(self) -> int:
-        return len(self._frozen)
-
     @property
     def leader(self) -> Tracee | None:
         """The main thread, if it is frozen."""

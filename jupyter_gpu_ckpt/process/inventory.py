@@ -15,7 +15,6 @@ not on them is refused by its name while the kernel still lives.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import os
@@ -116,10 +115,6 @@ class Found:
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The same as a dict."""
-        return dataclasses.asdict(self)
-
 
 def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
     """The mounts of a capsule that processes in it have made.
@@ -138,7 +133,7 @@ def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> l
     ]
 
 
-def inspect(root: int, *, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
+def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
     """Inspect process ``root`` and its descendants.
 
     Parameters

@@ -85,7 +85,7 @@ import sys, time
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 frozen = FrozenThreads(int(sys.argv[1]))
 frozen.freeze_all(time.monotonic() + 60)
-print(len(frozen), flush=True)
+print(len(frozen._frozen), flush=True)
 sys.stdin.read()
 """
 
@@ -166,7 +166,7 @@ def test_all_threads_are_frozen_and_run_on(tmp_path, kinds):
     with running(tmp_path, *kinds) as subject:
         for _ in range(8):
             frozen = subject.frozen()
-            assert len(frozen) >= 2
+            assert len(frozen._frozen) >= 2
             stays_at_rest(subject)
             frozen.release()
             subject.goes_on(*set(kinds))
@@ -448,12 +448,12 @@ def test_a_failure_releases_only_what_it_froze(tmp_path):
             until(lambda: set(subject.states()) == {"T"}, "it is stopped")
             frozen = FrozenThreads(subject.pid)
             frozen.freeze_stopped(time.monotonic() + 30)
-            held_before = len(frozen)
+            held_before = len(frozen._frozen)
             os.kill(subject.pid, signal.SIGCONT)
             frozen.freeze_all(time.monotonic() + 0.2)
-            assert len(frozen) == held_before, "a frozen thread is not inspected again"
+            assert len(frozen._frozen) == held_before, "a frozen thread is not inspected again"
             frozen.release()
             with pytest.raises(TimeoutError):
                 frozen.freeze_all(time.monotonic() + 0.2)
-            assert len(frozen) == 0
+            assert len(frozen._frozen) == 0
         subject.goes_on("waits", "locks")

@@ -70,63 +70,51 @@ class Restored:
     changed: list[str]
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """A line of CRIU's log that names a cause: pattern (group 1: the culprit), class, sentence for the user."""
-
-    pattern: re.Pattern[str]
-    error: type[CriuError | NoSpace]
-    sentence: str
-
-
-def _cause(pattern: str, error: type[CriuError | NoSpace], sentence: str) -> _Cause:
-    return _Cause(re.compile(pattern), error, sentence)
-
-
+#: Lines of CRIU's log that name a cause: pattern (group 1: the culprit), class of the error, sentence for the user.
 # In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c (release 4.2).
-_CAUSES = (
-    _cause(r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
-    _cause(r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
-    _cause(r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
-    _cause(r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
-    _cause(r"Can't open mapped \[(.*?)(?: \(deleted\))?\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
-    _cause(r"Can't dump ghost file (\S+)", UnsupportedFile, "{0} was deleted while open, and is too big for an image."),
-    _cause(
+_CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
+    (r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
+    (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
+    (r"File (\S.*?) has bad (?:size|build-ID|mode)", ChangedFile, "{0} was changed while the kernel was away."),
+    (r"Can't open file (\S.*?)(?: on restore)?: No such file", MissingFile, "{0} is not there any more."),
+    (r"Can't open mapped \[(.*?)(?: \(deleted\))?\]", DeletedMapping, "The kernel maps {0}, which was deleted."),
+    (r"Can't dump ghost file (\S+)", UnsupportedFile, "{0} was deleted while open, and is too big for an image."),
+    (
         r"Can't bind inet socket \(id \d+\): Address already in use()",
         PortTaken,
         "A TCP or UDP port the kernel had open cannot be bound: it is in use.",
     ),
-    _cause(
+    (
         r"(?:Unable to set a pipe size|Can't restore pipe size): Operation not permitted()",
         PipesExhausted,
         "The user's processes hold too many pipes (fs.pipe-user-pages-soft).",
     ),
-    _cause(r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
-    _cause(
+    (r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
+    (
         r"(?:Can't dump half of stream unix connection|External socket is used|name-less external socket)"
         r"(?:.*?name: (\S+))?",
         UnsupportedSocket,
         "The kernel is connected to a process outside through a unix socket ({0}).",
     ),
-    _cause(r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
-    _cause(
+    (r"In-flight connection()", UnsupportedSocket, "A connection to a port of the kernel is not accepted yet."),
+    (
         r"Control messages in queue()",
         UnsupportedSocket,
         "Credentials or descriptors were sent through a unix socket of the kernel and are not received yet.",
     ),
-    _cause(
+    (
         r"Unsupported (?:proto|type|socket family)\D*(\d+)",
         UnsupportedSocket,
         "The kernel holds a socket of a kind that cannot be saved (number {0}).",
     ),
-    _cause(
+    (
         r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)",
         UnsupportedFile,
         "An open file cannot be saved: {0}.",
     ),
-    _cause(r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
-    _cause(r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
-    _cause(r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
+    (r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
+    (r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
+    (r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
 )
 
 
@@ -281,22 +269,19 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
     """Return the error for a failed run, from CRIU's log."""
     lines: list[str] = []
     for source in (log, output):
-        try:
+        with contextlib.suppress(OSError):
             lines += source.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
     errors = [line for line in lines if "Error" in line or "error" in line][-12:] or lines[-5:]
     details: dict[str, Any] = {"verb": verb, "status": ran.status, "seconds": round(ran.seconds, 3), "log": errors}
     if ran.unrepaired:
         details["unrepaired"] = ran.unrepaired
-    for cause in _CAUSES:
+    for pattern, error, sentence in _CAUSES:
         for line in errors:
-            match = cause.pattern.search(line)
-            if match:
+            if match := re.search(pattern, line):
                 culprit = match.group(1) or "unnamed"
                 if culprit.startswith(("./", "home/", "tmp/")):
                     culprit = "/" + culprit.removeprefix("./")
-                return cause.error(cause.sentence.format(culprit), culprit=culprit, **details)
+                return error(sentence.format(culprit), culprit=culprit, **details)
     if ran.timed_out or any("Timeout reached" in line for line in lines):
         return CriuTimeout(f"CRIU did not finish its {verb} within the deadline.", **details)
     if ran.status < 0:

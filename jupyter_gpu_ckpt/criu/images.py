@@ -17,11 +17,12 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ImageFormat
+from ..files.atomic import write_atomically
 
 COMMON_MAGIC = 0x54564319
 FILES_MAGIC = 0x56303138
@@ -41,10 +42,10 @@ _INET_FAMILY, _INET_TYPE, _INET_STATE, _INET_PORT, _INET_ADDRESS = 3, 4, 6, 7, 1
 _TCP_LISTEN = 10
 # message reg_file_entry
 _REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
-# messages fdinfo_entry and remap_file_path_entry
 # message tty_info_entry, and its type of pseudo-terminals
 _TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
 _PTY = 1
+# messages fdinfo_entry and remap_file_path_entry
 _FDINFO_ID, _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 1, 2, 3
 _REMAP_LINKED = 0
 # messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
@@ -234,17 +235,17 @@ def view(directory: Path, target: Path, changed: Container[str]) -> Path:
     for path in directory.iterdir():
         if path.name != _FILES:
             (target / path.name).symlink_to(path)
-    with os.fdopen(os.open(target / _FILES, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(struct.pack("<II", COMMON_MAGIC, FILES_MAGIC))
-        for record in records(directory / _FILES, FILES_MAGIC):
-            fields = submessage(record, _ENTRY_REG)
-            if fields and _name(fields) in changed:
-                kept = b"".join(encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
-                record = b"".join(
-                    encode((number, kind, kept if number == _ENTRY_REG else value))
-                    for number, kind, value in fields_of(record)
-                )
-            file.write(struct.pack("<I", len(record)) + record)
+    rewritten = []
+    for record in records(directory / _FILES, FILES_MAGIC):
+        fields = submessage(record, _ENTRY_REG)
+        if fields and _name(fields) in changed:
+            kept = b"".join(encode(field) for field in fields if field[0] not in (_REG_SIZE, _REG_MODE))
+            record = b"".join(
+                encode((number, kind, kept if number == _ENTRY_REG else value))
+                for number, kind, value in fields_of(record)
+            )
+        rewritten.append(record)
+    rewrite(target / _FILES, FILES_MAGIC, rewritten)
     return target
 
 
@@ -264,8 +265,13 @@ def clear_device_owners(directory: Path) -> None:
         if number_of(fields, _TTY_TYPE) != _PTY:
             fields = [field for field in fields if field[0] not in (_TTY_UID, _TTY_GID)]
         kept.append(b"".join(map(encode, fields)))
-    content = b"".join(struct.pack("<I", len(record)) + record for record in kept)
-    path.write_bytes(struct.pack("<II", COMMON_MAGIC, _TTY_INFO_MAGIC) + content)
+    rewrite(path, _TTY_INFO_MAGIC, kept)
+
+
+def rewrite(path: Path, magic: int, contents: Iterable[bytes]) -> None:
+    """Write an image file of records; nobody but its owner may read it.  Raises `OSError`."""
+    lengths_and_records = (struct.pack("<I", len(record)) + record for record in contents)
+    write_atomically(path, struct.pack("<II", COMMON_MAGIC, magic) + b"".join(lengths_and_records), durable=False)
 
 
 def _name(fields: list[Field]) -> str:
@@ -292,9 +298,7 @@ def records(path: Path, magic: int) -> Iterator[bytes]:
         raise ImageFormat(f"CRIU's {path.name} is of a kind this release does not know.")
     at = 8
     while at < len(data):
-        if at + 4 > len(data):
-            raise ImageFormat(f"CRIU's {path.name} ends in the middle.")
-        (length,) = struct.unpack_from("<I", data, at)
+        length = int.from_bytes(data[at : at + 4], "little")
         at += 4 + length
         if at > len(data):
             raise ImageFormat(f"CRIU's {path.name} ends in the middle.")

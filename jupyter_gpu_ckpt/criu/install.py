@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import time
@@ -127,10 +126,13 @@ def _candidates(named: str | None) -> Iterator[tuple[tuple[str, ...], Origin]]:
     if named:
         yield from ((argv, "environment") for argv in _started_by(Path(named)))
         return
-    path = os.pathsep.join((os.environ.get("PATH", ""), *SYSTEM_DIRECTORIES))
-    if system := shutil.which("criu", path=path):
+    if system := _system():
         yield (system,), "system"
     yield from ((argv, "unpacked") for argv in _started_by(default_prefix()))
+
+
+def _system() -> str | None:
+    return shutil.which("criu", path=os.pathsep.join((os.environ.get("PATH", ""), *SYSTEM_DIRECTORIES)))
 
 
 def _started_by(path: Path) -> Iterator[tuple[str, ...]]:
@@ -140,7 +142,7 @@ def _started_by(path: Path) -> Iterator[tuple[str, ...]]:
         # the program of an unpacked tree needs that tree's libraries, unless it is the system's own
         trees, programs = [path.parents[2]] if len(path.parents) > 3 else [], [path]
     else:
-        trees = [path, *sorted((p for p in _subdirectories(path) if _release(p.name)), key=_by_release, reverse=True)]
+        trees = [path, *_releases(path)]
         programs = [path / "usr/sbin/criu", path / "sbin/criu"]
     unpacked = False
     for tree in trees:
@@ -153,19 +155,17 @@ def _started_by(path: Path) -> Iterator[tuple[str, ...]]:
         yield from ((str(program),) for program in programs if program.is_file())
 
 
-def _subdirectories(path: Path) -> list[Path]:
+def _releases(path: Path) -> list[Path]:
+    """Return the directories that are named after releases, the newest first."""
     try:
-        return [entry for entry in path.iterdir() if entry.is_dir()]
+        found = [entry for entry in path.iterdir() if entry.is_dir() and _release(entry.name)]
     except OSError:  # missing or unreadable
         return []
+    return sorted(found, key=lambda tree: _release(tree.name), reverse=True)
 
 
 def _release(name: str) -> tuple[int, ...]:
     return tuple(map(int, name.split("."))) if re.fullmatch(r"\d+(\.\d+)*", name) else ()
-
-
-def _by_release(tree: Path) -> tuple[int, ...]:
-    return _release(tree.name)
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -257,21 +257,20 @@ def install(
 
 
 def _fit_system(report: Callable[[str], None]) -> CriuBinary | None:
-    for argv, origin in _candidates(None):
-        if origin != "system":
-            continue
-        try:
-            binary = CriuBinary(argv, version_of(argv), origin)
-        except CriuMissing as error:
-            report(error.message)
-            continue
-        if not binary.fit:
-            report(f"The system's CRIU is {dotted(binary.version)}; {dotted(FLOOR)} is needed.")
-        elif (answer := check(binary)).ok:
-            report(f"The system's CRIU {dotted(binary.version)} is fit.")
-            return binary
-        else:
-            report(f"The system's CRIU {dotted(binary.version)} does not work here: {answer.what}")
+    if (system := _system()) is None:
+        return None
+    try:
+        binary = CriuBinary((system,), version_of((system,)), "system")
+    except CriuMissing as error:
+        report(error.message)
+        return None
+    if not binary.fit:
+        report(f"The system's CRIU is {dotted(binary.version)}; {dotted(FLOOR)} is needed.")
+    elif (answer := check(binary)).ok:
+        report(f"The system's CRIU {dotted(binary.version)} is fit.")
+        return binary
+    else:
+        report(f"The system's CRIU {dotted(binary.version)} does not work here: {answer.what}")
     return None
 
 
@@ -319,22 +318,17 @@ def _unpack(prefix: Path, report: Callable[[str], None], mirror: str | None, key
         version = version_of(argv)
         if version < FLOOR:
             raise CriuMissing(f"The unpacked CRIU says it is {dotted(version)}.")
-        about = {
-            "version": dotted(version),
-            "suite": fetched.suite,
-            "packages": fetched.packages,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        about = {"version": dotted(version), "created": created, "suite": fetched.suite, "packages": fetched.packages}
         (fresh / "criu.json").write_text(json.dumps(about, indent=1) + "\n")
-        fresh.chmod(stat.S_IRWXU | stat.S_IRGRP | stat.S_IXGRP | stat.S_IROTH | stat.S_IXOTH)
+        fresh.chmod(0o755)
         final = prefix / dotted(version)
         _rename_tree(fresh, final)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    (argv,) = _started_by(final)
-    binary = CriuBinary(argv, version_of(argv), "unpacked")
     report(f"CRIU {dotted(version)} is unpacked.")
-    return binary
+    (argv,) = _started_by(final)
+    return CriuBinary(argv, version_of(argv), "unpacked")
 
 
 def _rename_tree(fresh: Path, final: Path) -> None:

@@ -7,14 +7,11 @@ processes were stopped must be in them.  The format is that of `images`.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files.atomic import write_atomically
 from .images import (
-    COMMON_MAGIC,
     FDINFO_MAGIC,
     FILES_MAGIC,
     MM_MAGIC,
@@ -22,6 +19,7 @@ from .images import (
     fields_of,
     number_of,
     records,
+    rewrite,
     submessage,
     varint,
 )
@@ -56,13 +54,8 @@ def remove_death_signals(directory: Path) -> dict[int, int]:
                     found[int(path.stem.partition("-")[2])] = signal
                     kept = b"".join(encode(field) for field in thread if field[0] != _THREAD_DEATH_SIGNAL)
                     fields[index] = (number, kind, kept)
-                    _rewrite(path, _CORE_MAGIC, b"".join(map(encode, fields)))
+                    rewrite(path, _CORE_MAGIC, [b"".join(map(encode, fields))])
     return found
-
-
-def _rewrite(path: Path, magic: int, record: bytes) -> None:
-    """Replace an image file by one with a single record; nobody but its owner may read it."""
-    write_atomically(path, struct.pack("<III", COMMON_MAGIC, magic, len(record)) + record, durable=False)
 
 
 def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:

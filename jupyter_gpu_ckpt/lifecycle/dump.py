@@ -24,7 +24,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
-from ..process.ports import let_ports_be_rebound
+from ..process.sockets import let_ports_be_rebound
 from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, without_sockets

@@ -226,14 +226,6 @@ _CLOSING = frozenset({"04", "05", "06", "07", "09", "0B"})
 
 def _lingers(number: int) -> bool:
     """Whether a TCP port of this host has only closed connections."""
-    states = set()
-    for row in [*procfs.sockets("tcp"), *procfs.sockets("tcp6")]:
-        if int(row[1].rpartition(":")[2], 16) == number:
-            states.add(row[3])
+    rows = [*procfs.sockets("tcp"), *procfs.sockets("tcp6")]
+    states = {row[3] for row in rows if int(row[1].rpartition(":")[2], 16) == number}
     return bool(states) and states <= _CLOSING
-
-
-def uname() -> tuple[str, str]:
-    """Architecture and release of Linux."""
-    facts = os.uname()
-    return facts.machine, facts.release

@@ -14,6 +14,8 @@ link; by its hash, as far as `Hashes` has it; by size and build-id.
 
 from __future__ import annotations
 
+import functools
+import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -56,13 +58,17 @@ def fingerprint(
         Host memory that the restored kernel takes.
     """
     points = node.mounts()
-    mounts = _Mounts(points)
-    noted = _noted_files(files, mounts)
+    mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
+
+    def mount_of(path: str) -> str:
+        return path if path in points else mount_of_directory(path.rpartition("/")[0])
+
+    noted = _noted_files(files, lambda path: points.get(mount_of(path), ""))
     if hashes is not None:
         contents = ((path, file, file["writes"]) for path, file in noted.items() if file["checked"] and "inode" in file)
         for path, hash in hashes.of_kernel(contents).items():
             noted[path]["blake3"] = hash
-    used = {mounts.of(path) for path in noted} - {"/"}
+    used = {mount_of(path) for path in noted} - {"/"}
     return {
         **_self(criu),
         "files": noted,
@@ -114,10 +120,9 @@ def inspect_node(
 
 
 def _self(criu: str) -> dict[str, Any]:
-    architecture, kernel = node.uname()
     return {
-        "architecture": architecture,
-        "kernel": kernel,
+        "architecture": os.uname().machine,
+        "kernel": os.uname().release,
         "cpu": node.cpu(),
         "criu": criu,
         "glibc": node.glibc(),
@@ -125,28 +130,7 @@ def _self(criu: str) -> dict[str, Any]:
     }
 
 
-class _Mounts:
-    """Mount points and their types, cached by directory."""
-
-    def __init__(self, points: Mapping[str, str]) -> None:
-        self._points = points
-        self._known: dict[str, str] = {}
-
-    def of(self, path: str) -> str:
-        """The mount point that ``path`` lies below."""
-        directory = path.rpartition("/")[0]
-        if path in self._points:
-            return path
-        if directory not in self._known:
-            self._known[directory] = node.mount_of(directory or "/", self._points)
-        return self._known[directory]
-
-    def type_of(self, path: str) -> str:
-        """The type of file system that ``path`` lies on."""
-        return self._points.get(self.of(path), "")
-
-
-def _noted_files(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str, Any]]:
+def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes`` and ``code`` (as program code); ``made``: by the dump, for a restore
@@ -157,7 +141,7 @@ def _noted_files(files: Iterable[Facts], mounts: _Mounts) -> dict[str, dict[str,
         path = file["path"]
         entry = noted.get(path)
         if entry is None:
-            entry = noted[path] = _noted_file(path, file, mounts.type_of(path))
+            entry = noted[path] = _noted_file(path, file, file_system_of(path))
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made"):
             entry[use] = entry[use] or bool(file.get(use))

@@ -126,7 +126,8 @@ class Hashes:
         """Hash the files that `of_kernel` has left, on a thread of the lowest priority, and save the cache."""
         with self._lock:
             if self._thread is None and (self._pending or self._unsaved):
-                # No daemon: it must not be interrupted when the interpreter ends, and `_work` ends soon then.
+                # No daemon: it must not be interrupted when the interpreter ends, and `_work` ends soon then.  No
+                # executor: its threads are joined while the main thread still counts as alive (Python 3.11).
                 self._thread = threading.Thread(target=self._work, name="gpu-ckpt-hashes")
                 self._thread.start()
 
@@ -164,14 +165,10 @@ class Hashes:
     # -- the file; called with the lock held, but for `_save`
 
     def _load(self) -> None:
-        try:
-            now = identity(self._path.lstat())
-        except OSError:
-            return
-        if now == self._read:
-            return
-        self._read = now
-        self._kept = {**_parsed(self._path), **self._kept}
+        with contextlib.suppress(OSError):
+            if (now := identity(self._path.lstat())) != self._read:
+                self._read = now
+                self._kept = {**_parsed(self._path), **self._kept}
 
     def _save(self) -> None:
         with self._lock:
@@ -192,12 +189,11 @@ def _parsed(path: Path) -> dict[str, str]:
     try:
         with open_regular(str(path)) as file:
             data: Any = json.loads(file.read(MOST_KEPT * 512))
-        if data["version"] != _VERSION:
-            return {}
-        kept = {key: hash for key, hash in data["files"].items() if re.fullmatch(r"[0-9a-f]{64}", hash)}
+        if data["version"] == _VERSION:
+            return {key: hash for key, hash in data["files"].items() if re.fullmatch(r"[0-9a-f]{64}", hash)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
-    return kept
+        pass
+    return {}
 
 
 def _lasts(key: str) -> bool:

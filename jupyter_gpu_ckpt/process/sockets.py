@@ -15,9 +15,10 @@ import re
 import select
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import kernel_calls, syscalls
 
 _TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
@@ -275,6 +276,24 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
             except OSError:
                 failed.append(name)
     return failed
+
+
+def let_ports_be_rebound(pids: Iterable[int]) -> None:
+    """Set SO_REUSEADDR on all TCP sockets of processes that are about to end: else they keep the ports from a restore.
+
+    A connection of a process that has ended lingers for a minute (TIME_WAIT, FIN_WAIT_2; tcp(7)), and a port is not
+    bound again meanwhile unless the listener and all connections there had SO_REUSEADDR (socket(7)), which connections
+    inherit from their listener.  It is set on the sockets of the stopped processes once the dump is done: the image is
+    unchanged, and what was sent still arrives before the connection closes.  Never raises.
+    """
+    for pid in pids:
+        with contextlib.suppress(OSError), syscalls.pidfd_of(pid) as pidfd:
+            for number, target in procfs.links(pid):
+                if target.startswith("socket:"):
+                    # Closed meanwhile, or not ours to reach.
+                    with contextlib.suppress(OSError), kernel_calls.socket_of(pidfd, number) as sock:
+                        if sock.family in _INET and sock.type == socket.SOCK_STREAM:
+                            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 # -- multicast

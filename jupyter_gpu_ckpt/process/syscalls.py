@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
@@ -38,21 +38,9 @@ _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
 #: What CRIU needs inside a capsule's user namespace.  CAP_SETUID and CAP_SETGID are left out on purpose: with them CRIU
 #: calls setuid(0), and uid 0 is not mapped.
-CAPABILITIES_FOR_CRIU = {
-    "CAP_CHOWN": 0,
-    "CAP_DAC_OVERRIDE": 1,
-    "CAP_DAC_READ_SEARCH": 2,
-    "CAP_FOWNER": 3,
-    "CAP_FSETID": 4,
-    "CAP_KILL": 5,
-    "CAP_SETPCAP": 8,
-    "CAP_NET_ADMIN": 12,
-    "CAP_SYS_CHROOT": 18,
-    "CAP_SYS_PTRACE": 19,
-    "CAP_SYS_ADMIN": 21,
-    "CAP_SYS_RESOURCE": 24,
-    "CAP_CHECKPOINT_RESTORE": 40,
-}
+#: They are CAP_CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, KILL, SETPCAP, NET_ADMIN, SYS_CHROOT, SYS_PTRACE,
+#: SYS_ADMIN, SYS_RESOURCE, CHECKPOINT_RESTORE.
+CAPABILITIES_FOR_CRIU = (0, 1, 2, 3, 4, 5, 8, 12, 18, 19, 21, 24, 40)
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -111,16 +99,16 @@ def set_name(name: str) -> None:
     check(libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-def raise_ambient(capabilities: dict[str, int]) -> None:
+def raise_ambient(capabilities: Sequence[int]) -> None:
     """Let programs started by this process keep ``capabilities``: into the inheritable, then the ambient set."""
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
     buffer = ctypes.create_string_buffer(24)
     check(libc.capget(ctypes.c_char_p(header), buffer), "capget")
     words = list(struct.unpack("=6I", buffer.raw))  # effective, permitted, inheritable of the low, then the high 32
-    for number in capabilities.values():
+    for number in capabilities:
         words[2 + 3 * (number // 32)] |= 1 << (number % 32)
     check(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words))), "capset")
-    for number in capabilities.values():
+    for number in capabilities:
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 

@@ -102,20 +102,12 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         stdout: int | Any = None,
         stderr: int | Any = None,
     ) -> Capsule:
-        """Make the namespaces and wait for their init.
+        """Make the namespaces and wait for their init, whose socket lies in the existing 0700 ``directory``.
 
-        Parameters
-        ----------
-        directory:
-            Existing 0700 directory; holds the init's socket.
-        offsets:
-            What to add to the host's clocks inside: `Clocks` of the dump minus `Clocks` now, zero for a new kernel.
-        known_as:
-            The path at which the kernel finds ``directory``, if not its own: its path on the host it comes from.
-        stdout, stderr:
-            Destinations of the kernel's raw output, as for `subprocess.Popen`; the caller's own by default.
-
-        Raises `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
+        ``offsets`` are added to the host's clocks inside: `Clocks` of the dump minus `Clocks` now.  ``known_as``: the
+        path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``stdout`` and
+        ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  Raises
+        `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
         """
         capsule = cls(directory)
         try:
@@ -235,7 +227,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 os.close(self._init_fd)
                 self._init_fd = -1
             if self._outer is not None:
-                self._end(self._outer)
+                _end(self._outer)
                 self._outer = None
             if self._pidfd >= 0:
                 self.wait(ANSWER)
@@ -275,21 +267,6 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         deadline = time.monotonic() + CLEANUP_TIMEOUT
         while self.is_cleaning_up() and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    @staticmethod
-    def _end(outer: subprocess.Popen[bytes]) -> None:
-        # The outer process ignores SIGTERM; its only child is PID 1, should there be no connection to that.
-        for pid in procfs.children(outer.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            outer.wait(ANSWER)
-        except subprocess.TimeoutExpired:
-            outer.kill()
-            outer.wait(ANSWER)
-        for stream in (outer.stdout, outer.stderr):
-            if stream is not None:
-                stream.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -360,18 +337,12 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
-        Parameters
-        ----------
-        inherit_pipes:
-            The program gets the writing ends of the kernel's stdout and stderr as fds 3 and 4.
-        grace:
-            The program's writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.
-        on_kernel:
-            A dump: the kernel is stopped meanwhile, frozen threads where they are frozen, and stays stopped if the
-            program succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
-        terminals:
-            File of the data in the kernel's terminals, if there is any: a dump writes it; of another program (a
-            restore) it is put into the terminals when the program has succeeded.
+        ``inherit_pipes``: it gets the writing ends of the kernel's stdout and stderr as fds 3 and 4.  ``grace``: its
+        writes to files fail from ``timeout`` on, and it is killed only ``grace`` seconds later.  ``on_kernel``: it is a
+        dump; the kernel is stopped meanwhile, frozen threads where they are frozen, and stays stopped if the program
+        succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
+        ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
+        program (a restore) has succeeded it is put into the terminals.
 
         Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data.
         """
@@ -532,6 +503,21 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         """Host pids of all processes in the capsule but the kernel: its descendants, and daemons that left its tree."""
         top = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # daemons become children of PID 1
         return [pid for pid in _with_descendants(top) if pid != self.host_pid]
+
+
+def _end(outer: subprocess.Popen[bytes]) -> None:
+    # The outer process ignores SIGTERM; its only child is PID 1, should there be no connection to that.
+    for pid in procfs.children(outer.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        outer.wait(ANSWER)
+    except subprocess.TimeoutExpired:
+        outer.kill()
+        outer.wait(ANSWER)
+    for stream in (outer.stdout, outer.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def _with_descendants(pids: list[int]) -> list[int]:

@@ -134,26 +134,18 @@ def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> l
 
 
 def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
-    """Inspect process ``root`` and its descendants.
+    """Inspect process ``root``, a child of the caller, which has the capabilities over it, and its descendants.
 
-    Parameters
-    ----------
-    root:
-        The pid of the kernel, a child of the caller, which has the capabilities over it.
-    stopped:
-        All threads are in a group stop: also inspect what only a stopped process shows.
-    allow_unconfined:
-        The administrator lets a kernel that is confined by Landlock come back without that.
-    own:
-        Mounts made in the capsule since the kernel began (`own_mounts`).
-
-    A process or thread that ends meanwhile is left out.  Raises `OSError` where ``/proc`` cannot be read.
+    ``stopped``: all threads are in a group stop; also inspect what only a stopped process shows.  ``allow_unconfined``:
+    the administrator lets a kernel that is confined by Landlock come back without that.  ``own``: mounts made in the
+    capsule since the kernel began (`own_mounts`).  A process or thread that ends meanwhile is left out.  Raises
+    `OSError` where ``/proc`` cannot be read.
     """
     found = Found()
     for mount in own:
         found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
-    mine = _OwnState.read()
+    mine = _OwnState()
     found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
@@ -169,20 +161,16 @@ def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
     """Refuse a process that the caller may not inspect, or not by the call that raised ``error``."""
     if procfs.is_ending(pid):
         return
+    what = f"a process about which Linux does not answer its server ({error.filename or error.strerror})"
+    hint = "A seccomp filter or a security module of the host forbids it; its administrator can allow it."
     try:
         procfs.descriptors(pid)
     except PermissionError:
-        found.refuse(
-            "a process that nobody may look into (PR_SET_DUMPABLE is 0)",
-            hint="prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again.",
-        )
+        what = "a process that nobody may look into (PR_SET_DUMPABLE is 0)"
+        hint = "prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again."
     except procfs.GONE:  # it ended
-        pass
-    else:
-        found.refuse(
-            f"a process about which Linux does not answer its server ({error.filename or error.strerror})",
-            hint="A seccomp filter or a security module of the host forbids it; its administrator can allow it.",
-        )
+        return
+    found.refuse(what, hint=hint)
 
 
 def _tree(root: int) -> Iterator[int]:
@@ -205,36 +193,20 @@ def _optional(path: str) -> str:
         return ""
 
 
-@dataclass(frozen=True)
 class _OwnState:
     """State of the caller, PID 1 of the capsule: restored processes inherit from it what CRIU does not restore."""
 
-    affinity: set[int]
-    slice: bytes
-    cgroup: str
-    label: str
-    namespaces: dict[str, str]
-    coredump_filter: str
-    seccomp: str
-    #: `kernel_calls.forbidden`
-    forbidden: set[str]
-    #: Pids that were the last to change some System V semaphore.
-    semaphore_users: set[int]
-
-    @classmethod
-    def read(cls) -> _OwnState:
-        pid = os.getpid()
-        return cls(
-            affinity=os.sched_getaffinity(0),
-            slice=_slice(0),
-            cgroup=procfs.read("/proc/self/cgroup"),
-            label=_optional("/proc/self/attr/current"),
-            namespaces=_namespaces(f"/proc/{pid}"),
-            coredump_filter=_optional("/proc/self/coredump_filter"),
-            forbidden=kernel_calls.forbidden(),
-            semaphore_users=set(kernel_calls.semaphore_users()),
-            seccomp=procfs.status().get("Seccomp", "0"),
-        )
+    def __init__(self) -> None:
+        self.affinity = os.sched_getaffinity(0)
+        self.slice = _slice(0)
+        self.cgroup = procfs.read("/proc/self/cgroup")
+        self.label = _optional("/proc/self/attr/current")
+        self.namespaces = _namespaces(f"/proc/{os.getpid()}")
+        self.coredump_filter = _optional("/proc/self/coredump_filter")
+        self.forbidden = kernel_calls.forbidden()
+        #: Pids that were the last to change some System V semaphore.
+        self.semaphore_users = set(kernel_calls.semaphore_users())
+        self.seccomp = procfs.status().get("Seccomp", "0")
 
 
 def _slice(tid: int) -> bytes:
@@ -285,27 +257,20 @@ class _Process:
     # -- threads
 
     def threads(self) -> None:
-        """Attributes of each thread."""
         tids = procfs.threads(self.pid)
         self.inventory["threads"] = tids
-        noted: dict[str, Notes] = {}
         self.suspects: list[int] = []
         first = procfs.status(self.pid)  # not the first in the list, once threads are made after a wake
         self.user = first.get("Uid"), first.get("Gid")
         if any(len(set((ids or "").split())) > 1 for ids in self.user):
-            self.found.refuse(
-                "real, effective and saved user or group ids that are not the same (setresuid)",
-                hint="Make them the same, or use them in a process of its own.",
-            )
+            what = "real, effective and saved user or group ids that are not the same (setresuid)"
+            self.found.refuse(what, hint="Make them the same, or use them in a process of its own.")
         for tid in tids:
             with contextlib.suppress(*procfs.GONE):
                 if notes := self.thread(tid):
-                    noted[str(tid)] = notes
-        if noted:
-            self.notes["threads"] = noted
+                    self.notes.setdefault("threads", {})[str(tid)] = notes
 
     def thread(self, tid: int) -> Notes:
-        """Return the notes of one thread."""
         root = f"{self.root}/task/{tid}"
         status = procfs.status(self.pid, tid)
         self.confinement(tid, root, status)
@@ -374,7 +339,6 @@ class _Process:
     # -- the process
 
     def process(self) -> None:
-        """Attributes that all threads share."""
         if procfs.read(f"{self.root}/cgroup") != self.mine.cgroup:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
@@ -390,7 +354,6 @@ class _Process:
     # -- descriptors
 
     def descriptors(self) -> None:
-        """All open descriptors."""
         numbers = procfs.descriptors(self.pid)
         self.inventory["descriptors"] = numbers
         self.candidates: list[tuple[str, bytes]] | None = None
@@ -406,12 +369,21 @@ class _Process:
                 except (PermissionError, ProcessLookupError):  # of the whole process
                     raise
                 except OSError as error:
-                    shown = f"{self.shown_target(number)}, descriptor {number}: {os.strerror(error.errno or 0)}"
+                    target = "a name that is too long"
+                    with contextlib.suppress(OSError):
+                        target = os.readlink(f"{self.root}/fd/{number}")
+                    shown = f"{target}, descriptor {number}: {os.strerror(error.errno or 0)}"
                     self.refuse_file(f"a file that cannot be reached ({shown})", "Close it and try again.")
         if self.sockets:
             self.notes["sockets"] = {str(number): notes for number, notes in self.sockets.items()}
-        if self.eventfds:
-            self.notes["semaphores"] = [self.registrations(numbers) for numbers in self.eventfds.values()]
+        for numbers in self.eventfds.values():  # semaphores: their descriptors, and the epoll registrations of them
+            epolls = [
+                {"epoll": epoll, **entry}
+                for epoll, entries in self.epolls.items()
+                for entry in entries
+                if entry["fd"] in numbers
+            ]
+            self.notes.setdefault("semaphores", []).append({"descriptors": numbers, "epolls": epolls})
 
     def descriptor(self, number: int, seen: set[str]) -> None:
         """One descriptor: refuse an unproven kind, and note what CRIU forgets of it.
@@ -434,11 +406,10 @@ class _Process:
         if stat.S_ISFIFO(kind):
             if int(procfs.fdinfo(self.pid, number)["flags"], 8) & _O_DIRECT:
                 self.refuse_file(f"a pipe in packet mode (O_DIRECT, descriptor {number})")
-        elif stat.S_ISCHR(kind):
-            if facts.device not in _STATELESS_DEVICES | _TERMINALS and not target.startswith("/dev/nvidia"):
+        elif stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            known = facts.device in _STATELESS_DEVICES | _TERMINALS or target.startswith("/dev/nvidia")
+            if stat.S_ISBLK(kind) or not known:
                 self.refuse_file(f"the device {target} (descriptor {number})")
-        elif stat.S_ISBLK(kind):
-            self.refuse_file(f"the device {target} (descriptor {number})")
         elif target.startswith("/secretmem"):
             self.refuse_file(f"secret memory (memfd_secret, descriptor {number})")
         elif stat.S_ISREG(kind):
@@ -448,13 +419,6 @@ class _Process:
             self.directory(number, target)
         elif not stat.S_ISLNK(kind):
             self.refuse_file(f"a file of an unknown kind, {target} (descriptor {number})")
-
-    def shown_target(self, number: int) -> str:
-        """The name of the file of a descriptor, as far as Linux has it."""
-        try:
-            return os.readlink(f"{self.root}/fd/{number}")
-        except OSError:
-            return "a name that is too long"
 
     def file_system(self, target: str, number: int) -> str:
         """Why a regular file's file system keeps it from coming back, as a noun phrase; empty if it does not.
@@ -485,7 +449,6 @@ class _Process:
         self.found.refuse(what, "file", hint)
 
     def anonymous(self, number: int, name: str) -> None:
-        """A kernel object without a file."""
         if name not in _ANONYMOUS:
             shown = _ANONYMOUS_NAMES.get(name) or _ANONYMOUS_NAMES.get(f"[{name}]") or f"a kernel object of kind {name}"
             self.refuse_file(f"{shown} (descriptor {number})")
@@ -541,39 +504,22 @@ class _Process:
             with kernel_calls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
                 if any(parameters := fcntl.ioctl(fd, kernel_calls.EPIOCGPARAMS, bytes(8))):
                     self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
-        entries = []
-        for line in text.splitlines():
-            if line.startswith("tfd:"):
-                words = line.split()
-                entries.append({"fd": int(words[1]), "events": int(words[3], 16), "data": int(words[5], 16)})
+        lines = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
+        entries = [{"fd": int(line[1]), "events": int(line[3], 16), "data": int(line[5], 16)} for line in lines]
         for entry in entries:
             if not entry["events"] & ~_EPOLL_PRIVATE:
-                self.refuse_file(
-                    f"a registration that was used up (EPOLLONESHOT) in an epoll instance (descriptor {number})",
-                    "Register the descriptor again, or take it out of the epoll instance.",
-                )
+                what = f"a registration that was used up (EPOLLONESHOT) in an epoll instance (descriptor {number})"
+                self.refuse_file(what, "Register the descriptor again, or take it out of the epoll instance.")
         self.epolls[number] = entries
 
-    def registrations(self, numbers: list[int]) -> dict[str, Any]:
-        """An eventfd that is a semaphore: its descriptors, and the epoll registrations of them."""
-        watched = [
-            {"epoll": epoll, **entry}
-            for epoll, entries in self.epolls.items()
-            for entry in entries
-            if entry["fd"] in numbers
-        ]
-        return {"descriptors": numbers, "epolls": watched}
-
     def socket(self, number: int) -> None:
-        """One socket: refuse an unproven kind or queue, and note the options that CRIU forgets."""
+        """Refuse a socket of an unproven kind or queue, and note the options that CRIU forgets."""
         with kernel_calls.socket_of(self.pidfd, number) as sock:
             queued = int(procfs.fdinfo(self.pid, number).get("scm_fds", "0"))
             if what := sockets.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
                 return
-            notes: Notes = {}
-            if options := sockets.options(sock):
-                notes["options"] = options
+            notes: Notes = {"options": options} if (options := sockets.options(sock)) else {}
             if sock.family != sockets.AF_UNIX and sock.type == sockets.SOCK_DGRAM:
                 if self.candidates is None:
                     self.candidates = sockets.groups(self.pid)
@@ -619,13 +565,10 @@ class _Process:
                 os.pread(memory.fileno(), 1, end - 1)
             except OSError as error:
                 if error.errno == errno.EIO:
-                    self.found.refuse(
-                        "shared memory that was enlarged beyond its end (mremap)",
-                        hint="Close it: make new memory of that size and copy what was in it.",
-                    )
+                    hint = "Close it: make new memory of that size and copy what was in it."
+                    self.found.refuse("shared memory that was enlarged beyond its end (mremap)", hint=hint)
 
     def mapping_name(self, name: str) -> None:
-        """One mapping's name."""
         if name.startswith("/SYSV"):
             self.found.refuse(f"System V shared memory (key 0x{name[5:13]})", hint="Detach it (shmdt) and try again.")
         elif name.startswith(_ASYNCHRONOUS_IO):
@@ -663,10 +606,6 @@ class _Process:
             if (key := re.search(r"^ProtectionKey: +([1-9]\d*)", facts, re.M)) is not None:
                 self.found.refuse(f"memory with a protection key (pkey {key[1]})", hint="Free the key (pkey_free).")
         self.inventory["mappings"] = ranges
-        if sealed:
-            self.notes["sealed"] = sealed
-        if on_fault:
-            self.notes["locked_on_fault"] = on_fault
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")
         policies = []
         for line in _optional(f"{self.root}/numa_maps").splitlines():
@@ -675,8 +614,8 @@ class _Process:
                 start = int(words[0], 16)
                 end = next((high for low, high in ranges if low == start), start)
                 policies.append([start, end, self.numa_policy(words[1])])
-        if policies:
-            self.notes["numa"] = policies
+        noted = {"sealed": sealed, "locked_on_fault": on_fault, "numa": policies}
+        self.notes |= {name: found for name, found in noted.items() if found}
 
     # -- by system calls of the process itself
 

@@ -164,10 +164,9 @@ def withdraw_claim(path: Path) -> None:
 
 def break_claim(path: Path) -> bool:
     """Remove a claim because a user says that the kernel is gone.  Return whether there was one."""
-    if not (path / CLAIM).exists():
-        return False
-    withdraw_claim(path)
-    return True
+    if found := (path / CLAIM).exists():
+        withdraw_claim(path)
+    return found
 
 
 def require_unclaimed(path: Path) -> None:
@@ -195,13 +194,11 @@ def _link_next(path: Path, record: dict[str, Any]) -> int:
     if last and (other := _read(directory / str(last))) is not None and other.get("boot") != record["boot"]:
         # Its owner is on another host, where our lock may mean nothing.
         os.utime(directory)  # the file server's time; a timestamp needs no space on the disk, as a new file would
-        now = directory.stat().st_mtime
         with contextlib.suppress(FileNotFoundError):
-            age = now - (directory / str(last)).stat().st_mtime
+            age = directory.stat().st_mtime - (directory / str(last)).stat().st_mtime
             if age < EXPIRY:
-                raise ImageBusy(
-                    f"Image {path.name} is in use on {other.get('hostname', '?')}.", image=path.name, seconds=age
-                )
+                host = other.get("hostname", "?")
+                raise ImageBusy(f"Image {path.name} is in use on {host}.", image=path.name, seconds=age)
     if not _link(directory / str(last + 1), record):
         raise _busy(path)
     with contextlib.suppress(OSError):
@@ -230,15 +227,13 @@ def _lock_for(keep_fd: KeepFd, path: Path) -> list[int] | None:
 
     Not a `FileLock`: the lock belongs to a descriptor that another process keeps after this one has ended.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        keep_fd(fd)
-        return _file_identity(fd)
-    except (OSError, CapsuleError, CapsuleGone):  # such a claim is judged by its process's id alone
-        return None
-    finally:
-        os.close(fd)
+    with open(path, "r+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            keep_fd(file.fileno())
+            return _file_identity(file.fileno())
+        except (OSError, CapsuleError, CapsuleGone):  # such a claim is judged by its process's id alone
+            return None
 
 
 def _file_identity(fd: int) -> list[int]:
@@ -254,19 +249,11 @@ def _is_unlocked(path: Path, claim: dict[str, Any]) -> bool:
     """
     if claim.get("boot") != _this_host()["boot"] or claim.get("pids") == _pid_namespace() or claim.get("held") is None:
         return False
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if _file_identity(fd) != claim["held"]:
-            return False
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    with contextlib.suppress(OSError), open(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b") as file:
+        if _file_identity(file.fileno()) == claim["held"]:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -301,8 +288,8 @@ def _pid_namespace() -> str:
 def _start_time(pid: int) -> int:
     """Return the start of the process in clock ticks since the boot; 0 when there is none, or a zombie."""
     with contextlib.suppress(OSError):
-        seen = procfs.stat(pid)
-        return 0 if seen.has_ended else seen.started
+        if not (seen := procfs.stat(pid)).has_ended:
+            return seen.started
     return 0
 
 

@@ -7,7 +7,6 @@ made the users' own ones below it.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -65,7 +64,7 @@ def obstacle(named: Path) -> StoreShared | None:
         if problem := _shareable(named):
             return problem
         if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
-            made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {shlex.quote(str(own))}"
+            made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {_quoted(own)}"
             hint = f"An administrator makes yours, `{made}`, or lets everybody make one: `chmod 1777 {_quoted(named)}`."
             message = "The image directory is shared, and nothing can be made in it."
             return StoreShared(message, hint=hint, directory=str(named))
@@ -105,14 +104,13 @@ def _require_links(own: Path) -> None:
     try:
         os.link(probe, linked)
     except OSError as error:
-        if error.errno in _NO_LINKS:
-            message = "The file system of the image directory has no hard links."
-            raise StoreUnsuitable(message, directory=str(own)) from error
-        raise
+        if error.errno not in _NO_LINKS:
+            raise
+        message = "The file system of the image directory has no hard links."
+        raise StoreUnsuitable(message, directory=str(own)) from error
     finally:
-        for each in (linked, probe):
-            with contextlib.suppress(FileNotFoundError):
-                each.unlink()
+        linked.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
 
 
 def _quoted(path: Path) -> str:

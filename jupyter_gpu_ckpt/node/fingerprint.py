@@ -39,23 +39,12 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
-    Parameters
-    ----------
-    files, ports:
-        Those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and ``made`` of each file;
-        ``family``, ``type``, ``address`` and ``number`` of each port.
-    criu:
-        The version of CRIU that made the dump.
-    sockets:
-        Files of unix sockets: ``path``, ``inode`` and ``mtime`` (ns).
-    hashes:
-        Hashes of files; None: none is noted.
-    gpus:
-        All GPUs of the node in the driver's order: ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
-    cuda, device_bytes:
-        Whether the kernel used CUDA, and its device memory by UUID.
-    memory:
-        Host memory that the restored kernel takes.
+    ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and
+    ``made`` of each file; ``family``, ``type``, ``address`` and ``number`` of each port.  ``criu``: the version that
+    made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime`` (ns).  ``hashes``: None: no hash is
+    noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
+    ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory by UUID.  ``memory``: host memory
+    that the restored kernel takes.
     """
     points = node.mounts()
     mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
@@ -139,8 +128,7 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
     noted: dict[str, dict[str, Any]] = {}
     for file in files:
         path = file["path"]
-        entry = noted.get(path)
-        if entry is None:
+        if (entry := noted.get(path)) is None:
             entry = noted[path] = _noted_file(path, file, file_system_of(path))
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made"):

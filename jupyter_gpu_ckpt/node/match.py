@@ -73,8 +73,7 @@ def require(mismatches: Sequence[Mismatch]) -> None:
         return
     first = hard[0]
     more = f" (and {len(hard) - 1} more: `jupyter gpu-ckpt match` lists them)" if hard[1:] else ""
-    kind: type[GpuCkptError] = _ERRORS.get(first.field, NodeUnfit)
-    raise kind(
+    raise _ERRORS.get(first.field, NodeUnfit)(
         f"{first.what}: wanted {first.wanted}, found {first.found}{more}.",
         hint=first.advice,
         culprit=first.path or first.what,
@@ -139,15 +138,10 @@ def _packages(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
             continue
         shown, rest = different[:5], len(different) - 5
         more = f" and {rest} more" if rest > 0 else ""
-        yield Mismatch(
-            "packages",
-            f"Python packages in {directory}",
-            ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more,
-            ", ".join(here.get(name, "none") for name in shown) + more,
-            "What is imported after the restore comes from here; use the same environment on both nodes.",
-            hard=False,
-            path=directory,
-        )
+        was = ", ".join(f"{name} {versions.get(name, '(none)')}" for name in shown) + more
+        now = ", ".join(here.get(name, "none") for name in shown) + more
+        advice = "What is imported after the restore comes from here; use the same environment on both nodes."
+        yield Mismatch("packages", f"Python packages in {directory}", was, now, advice, False, directory)
 
 
 def _mounts(wanted: Facts, found: Facts) -> Iterator[Mismatch]:
@@ -243,10 +237,8 @@ def _files(
     for path, was in wanted.items():
         now = found[path]
         if now is None:
-            use = "has it open" if was["open"] else "uses it"
-            yield Mismatch(
-                "file_missing", path, f"{size(was['size'])}, the kernel {use}", "no file", "Put it back.", True, path
-            )
+            before = f"{size(was['size'])}, the kernel {'has it open' if was['open'] else 'uses it'}"
+            yield Mismatch("file_missing", path, before, "no file", "Put it back.", True, path)
         elif _kind(was) and _kind(now) != _kind(was):
             before, after = (_KINDS.get(_kind(file), "another kind of file") for file in (was, now))
             yield Mismatch("file_changed", path, before, after, "Put it back.", True, path)
@@ -318,15 +310,10 @@ def _unwritten(was: Facts, now: Facts) -> bool:
 
 def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismatch]:
     if was["mode"] is not None and now["mode"] != was["mode"]:
-        yield Mismatch(
-            "file_changed",
-            path,
-            f"mode {was['mode']:o}",
-            f"mode {now['mode']:o}",
-            f"chmod {was['mode'] & 0o7777:o} {shlex.quote(path)}",
-            hard=not accept or bool((now["mode"] ^ was["mode"]) & ~0o7777),
-            path=path,
-        )
+        before, after = f"mode {was['mode']:o}", f"mode {now['mode']:o}"
+        advice = f"chmod {was['mode'] & 0o7777:o} {shlex.quote(path)}"
+        hard = not accept or bool((now["mode"] ^ was["mode"]) & ~0o7777)
+        yield Mismatch("file_changed", path, before, after, advice, hard, path)
     if stat.S_ISDIR(now["mode"]) or now["size"] == was["size"] or not (was["checked"] or was["open"]):
         return  # the size of a directory is of no importance
     # Beyond the end of a mapped file there is no memory: an access ends the process (SIGBUS).
@@ -353,9 +340,7 @@ def _gpus(wanted: Facts, found: Facts, gpu_map: Mapping[str, str] | None) -> Ite
 def _successors(wanted: Sequence[Facts], found: Sequence[Facts], gpu_map: Mapping[str, str] | None) -> list[str]:
     olds, news = [gpu["uuid"] for gpu in wanted], [gpu["uuid"] for gpu in found]
     mapping = dict(gpu_map or {})
-    for uuid in olds:
-        if uuid not in mapping and uuid in news and uuid not in mapping.values():
-            mapping[uuid] = uuid
+    mapping |= {uuid: uuid for uuid in olds if uuid in news and uuid not in {*mapping, *mapping.values()}}
     unused = iter([uuid for uuid in news if uuid not in mapping.values()])
     return [mapping.get(uuid) or next(unused, "") for uuid in olds]
 

@@ -64,19 +64,14 @@ class Requirements:
 
         Kernels wake one by one, when they are used: memory is required for the largest, not for all at once.
         """
+        equal = {}
         for name in ("architecture", "glibc", "driver", "gpus"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine and theirs and mine != theirs:
                 return None
-        return Requirements(
-            architecture=self.architecture or other.architecture,
-            cpu=self.cpu | other.cpu,
-            linux=max(self.linux, other.linux),
-            glibc=self.glibc or other.glibc,
-            driver=self.driver or other.driver,
-            gpus=self.gpus or other.gpus,
-            memory=max(self.memory, other.memory),
-        )
+            equal[name] = mine or theirs
+        linux, memory = max(self.linux, other.linux), max(self.memory, other.memory)
+        return Requirements(cpu=self.cpu | other.cpu, linux=linux, memory=memory, **equal)
 
     def __str__(self) -> str:
         models = sorted({gpu.model for gpu in self.gpus})
@@ -114,6 +109,7 @@ def plan(kernels: Sequence[Requirements]) -> NodeChoice:
 def of(fingerprint: Mapping[str, Any]) -> Requirements:
     """Return the requirements in a fingerprint; missing keys require nothing."""
     cuda = bool(fingerprint.get("cuda"))
+    gpus = fingerprint.get("gpus", ()) if cuda else ()
     release = re.match(r"(\d+)\.(\d+)", str(fingerprint.get("kernel", "")))
     return Requirements(
         architecture=str(fingerprint.get("architecture", "")),
@@ -121,9 +117,7 @@ def of(fingerprint: Mapping[str, Any]) -> Requirements:
         linux=(int(release[1]), int(release[2])) if release else (0, 0),
         glibc=str(fingerprint.get("glibc", "")),
         driver=str(fingerprint.get("driver", "")) if cuda else "",
-        gpus=tuple(sorted(GpuModel(str(gpu["name"]), int(gpu["total"])) for gpu in fingerprint.get("gpus", ())))
-        if cuda
-        else (),
+        gpus=tuple(sorted(GpuModel(str(gpu["name"]), int(gpu["total"])) for gpu in gpus)),
         memory=int(fingerprint.get("memory", 0)),
     )
 

@@ -28,7 +28,6 @@ import struct
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,7 @@ FILE = "terminals.json"
 _TCGETS2, _TCSETS2 = 0x802C542A, 0x402C542B
 _GET_NUMBER, _GET_LOCK, _SET_LOCK = 0x80045430, 0x80045439, 0x40045431
 _GET_PACKET, _GET_EXCLUSIVE = 0x80045438, 0x80045440
-_MULTIPLEXER, _SLAVES = (5, 2), range(136, 144)
+_MULTIPLEXER, _SLAVES = os.makedev(5, 2), range(136, 144)
 
 #: ``struct termios2``: input, output, control and local modes, line discipline, characters, speeds.
 _MODES = struct.Struct("=4IB19s2I")
@@ -100,10 +99,8 @@ def _device(pid: int, fd: int) -> int | None:
     if not _NAMES.search(os.readlink(path)):
         return None
     status = os.stat(path)
-    device = os.major(status.st_rdev), os.minor(status.st_rdev)
-    if stat.S_ISCHR(status.st_mode) and (device == _MULTIPLEXER or device[0] in _SLAVES):
-        return status.st_rdev
-    return None
+    is_terminal = status.st_rdev == _MULTIPLEXER or os.major(status.st_rdev) in _SLAVES
+    return status.st_rdev if stat.S_ISCHR(status.st_mode) and is_terminal else None
 
 
 def _has_own(pid: int) -> bool:
@@ -120,10 +117,8 @@ def _number(device: int) -> int:
 def _exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -139,7 +134,7 @@ class Content:
     rest: bytes = b""
     output: bytes = b""
     closed: bool = False
-    exclusive: tuple[bool, bool] = (False, False)
+    exclusive: tuple[bool, ...] = (False, False)
 
     def input_bytes(self) -> int:
         """Bytes of the line discipline that the input needs at most: a file's end takes one."""
@@ -153,19 +148,19 @@ class Unsupported(OSError):
     """A terminal of stopped processes cannot be restored; ``strerror`` names the terminal and the reason."""
 
 
+@dataclass
 class _Waiter:
     """Waits for one terminal, until ``deadline`` for all together; after one time-out, not any more."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
-        self._timed_out = False
+    deadline: float
+    timed_out: bool = False
 
     def __call__(self, fd: int, event: int) -> bool:
         """Wait for ``event``; return whether it came."""
-        left = self._deadline - time.monotonic()
-        timeout = 0.0 if self._timed_out else min(_ONE_TIMEOUT, max(_LATE_TIMEOUT, left))
+        left = self.deadline - time.monotonic()
+        timeout = 0.0 if self.timed_out else min(_ONE_TIMEOUT, max(_LATE_TIMEOUT, left))
         came = bool(_polled(fd, timeout, event) & event)
-        self._timed_out = self._timed_out or not came
+        self.timed_out |= not came
         return came
 
 
@@ -195,10 +190,9 @@ class Terminals:
                         self._add(pid, number)
 
     def _add(self, pid: int, fd: int) -> None:
-        try:
+        device = None
+        with contextlib.suppress(OSError):  # closed meanwhile
             device = _device(pid, fd)
-        except OSError:  # closed meanwhile
-            return
         if device is None:
             return
         with syscalls.pidfd_of(pid) as pidfd:
@@ -207,13 +201,12 @@ class Terminals:
             known, number = self._slaves, _number(device)
         else:
             known, number = self._masters, _word(found, _GET_NUMBER)
-        if number not in NUMBERS:  # opened since the call of `obstacle`
-            os.close(found)
-            raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
-        if number in known:
-            os.close(found)
-        else:
+        if number in NUMBERS and number not in known:
             known[number] = found
+            return
+        os.close(found)
+        if number not in NUMBERS:  # opened since the call of `obstacle`
+            raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
 
     def drain(self) -> None:
         """Move unread data into ``contents``.  After failure it is in the terminals again.
@@ -246,16 +239,12 @@ class Terminals:
         contents, self.contents = self.contents, {}
         until = time.monotonic() + _ALL_TIMEOUT
         lost = []
-        for number, content in contents.items():
-            if number not in self._masters:
-                continue
+        for number in contents.keys() & self._masters.keys():
             try:
-                left = self._restore(number, content, _Waiter(until))
+                if left := self._restore(number, contents[number], _Waiter(until)):
+                    lost.append(f"pseudo-terminal {number}: {left} bytes did not fit into it again")
             except OSError as error:
                 lost.append(f"pseudo-terminal {number}: {error}")
-            else:
-                if left:
-                    lost.append(f"pseudo-terminal {number}: {left} bytes did not fit into it again")
         return "; ".join(lost)
 
     def close(self) -> None:
@@ -273,21 +262,13 @@ class Terminals:
 
     def load(self, path: str) -> None:
         """Read ``contents`` from the file of `save`, which may not exist."""
-        try:
-            with open(path) as file:
-                rows: list[dict[str, Any]] = json.load(file)
-        except FileNotFoundError:
-            rows = []
-        self.contents = {
-            row["number"]: Content(
-                [line.encode("latin-1") for line in row["lines"]],
-                row["rest"].encode("latin-1"),
-                row["output"].encode("latin-1"),
-                row["closed"],
-                (row["exclusive"][0], row["exclusive"][1]),
-            )
-            for row in rows
-        }
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(FileNotFoundError), open(path) as file:
+            rows = json.load(file)
+        for row in rows:
+            lines = [line.encode("latin-1") for line in row["lines"]]
+            rest, output = row["rest"].encode("latin-1"), row["output"].encode("latin-1")
+            self.contents[row["number"]] = Content(lines, rest, output, row["closed"], tuple(row["exclusive"]))
 
     # -- one terminal
 
@@ -336,7 +317,7 @@ class Terminals:
                 fcntl.ioctl(fd, termios.TIOCEXCL)
         return left
 
-    @contextmanager
+    @contextlib.contextmanager
     def _plain(self, number: int) -> Iterator[tuple[int, bytes]]:
         """Open a slave in non-blocking mode.  Yields it and its modes, which are restored at the end.
 
@@ -351,9 +332,9 @@ class Terminals:
             try:
                 slave = os.open(f"/dev/pts/{number}", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:  # it is exclusively opened
-                slave = os.dup(self._slaves[number]) if number in self._slaves else -1
-                if slave < 0:
+                if number not in self._slaves:
                     raise
+                slave = os.dup(self._slaves[number])
             modes = fcntl.ioctl(slave, _TCGETS2, bytes(_MODES.size))
             try:
                 yield slave, modes
@@ -430,10 +411,9 @@ def _write(fd: int, data: bytes, waiter: _Waiter, length: int = _CHUNK) -> int:
 
 
 def _read(fd: int) -> bytes:
-    try:
+    with contextlib.suppress(BlockingIOError):
         return os.read(fd, 4096)
-    except BlockingIOError:
-        return b""
+    return b""
 
 
 def _polled(fd: int, seconds: float, events: int = select.POLLIN) -> int:

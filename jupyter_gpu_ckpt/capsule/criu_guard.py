@@ -177,10 +177,9 @@ def _inspect(pid: int) -> _SavedProcess:
                 syscall_restart.begin_again(tracee, signals=_signals(pid, tid, "SigPnd", "ShdPnd"))
                 regsets = {kind: data for kind in MACHINE.regsets if (data := tracee.regset(kind)) is not None}
                 threads[tid] = _Thread(regsets, tracee.mask)
-        handler = _sigtrap(injection)
-        if handler in GUARD:
-            handler = GUARD[handler]
-            _sigtrap(injection, handler)
+                if tid == pid and (handler := _sigtrap(injection)) in GUARD:
+                    handler = GUARD[handler]
+                    _sigtrap(injection, handler)
         return _SavedProcess(
             pid=pid,
             mappings=mappings,

@@ -547,7 +547,7 @@ class Init:
         if capable:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # see `expire`
         if self.rootless and capable:
-            syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
+            syscalls.raise_ambient()
         elif self.rootless:
             syscalls.clear_ambient()
         # Two moves, so that no target number is overwritten before it was copied.  Everything else is close-on-exec.

@@ -107,11 +107,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
         UnsupportedSocket,
         "The kernel holds a socket of a kind that cannot be saved (number {0}).",
     ),
-    (
-        r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)",
-        UnsupportedFile,
-        "An open file cannot be saved: {0}.",
-    ),
+    (r"Can't dump file \d+ of that type \[\d+\] \((.*?)\)", UnsupportedFile, "An open file cannot be saved: {0}."),
     (r"Can't lookup mount=\d+ for fd=-?\d+ path=(\S+)", UnsupportedFile, "{0} lies on a foreign mount."),
     (r"ctty inheritance detected()", UnsupportedFile, "/dev/tty is open, and its terminal is not the kernel's."),
     (r"The path \[(.*?)\] is not supported", UnsupportedFile, "The open file {0} cannot be saved."),
@@ -119,13 +115,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
 
 
 class Criu:
-    """Runs one CRIU binary inside capsules.
-
-    Parameters
-    ----------
-    argv:
-        The beginning of the command line: a path, or a loader with its arguments and a path (`install.find`).
-    """
+    """Runs CRIU inside capsules.  ``argv``: a path, or a loader with its arguments and a path (`install.find`)."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = tuple(argv)
@@ -161,9 +151,9 @@ class Criu:
         ]
         log, output = work / f"{verb}.log", work / f"{verb}.out"
         try:
-            for stale in (log, output):
-                # A CRIU that ends before it opens its log must not be explained by an earlier log.
-                stale.unlink(missing_ok=True)
+            # A CRIU that ends before it opens its log must not be explained by an earlier log.
+            log.unlink(missing_ok=True)
+            output.unlink(missing_ok=True)
         except OSError as error:
             raise RuntimeDirectory(f"{work} cannot be written: {error.strerror}.") from error
         try:
@@ -213,11 +203,9 @@ class Criu:
             except CapsuleGone:
                 raise
             except CapsuleError as error:
-                raise KernelBusy(
-                    "A thread of the kernel is never where it can be stopped safely.",
-                    hint="It is in the C library or the CUDA driver all the time: try again when it has ended.",
-                    cause=error.message,
-                ) from error
+                message = "A thread of the kernel is never where it can be stopped safely."
+                hint = "It is in the C library or the CUDA driver all the time: try again when it has ended."
+                raise KernelBusy(message, hint=hint, cause=error.message) from error
         seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
         images.clear_device_owners(directory)
         return seconds

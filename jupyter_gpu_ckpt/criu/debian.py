@@ -11,6 +11,7 @@ be fulfilled in ``sid``, and for mirrors without it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -79,10 +80,8 @@ def require_tools() -> None:
     """Raise `CriuMissing` with a hint for an installation by hand unless apt and dpkg are here."""
     missing = [name for name in ("apt-get", "apt-cache", "dpkg", "dpkg-deb") if shutil.which(name) is None]
     if missing:
-        raise CriuMissing(
-            f"CRIU can be unpacked only on Debian, Ubuntu and kin ({', '.join(missing)} not found).",
-            hint=BY_HAND,
-        )
+        message = f"CRIU can be unpacked only on Debian, Ubuntu and kin ({', '.join(missing)} not found)."
+        raise CriuMissing(message, hint=BY_HAND)
 
 
 def archive_keyring() -> Path:
@@ -134,25 +133,23 @@ def fetch(
             hint=f"Give one with --mirror URL (the keys: package debian-archive-keyring). Or: {BY_HAND}",
         )
     tried: list[str] = []
-    for number, uri in enumerate(uris, 1):
-        for suite in SUITES:
-            apt = PrivateApt(work / f"apt-{number}-{suite}", uri, suite, keys)
-            report(f"Looking for CRIU in Debian {suite} (mirror {number} of {len(uris)}) ...")
-            try:
-                apt.update()
-                version = apt.candidate()
-                if version is None or not at_least(version, floor):
-                    tried.append(f"mirror {number}, {suite}: has {version or 'none'}")
-                    continue
-                report(f"Downloading CRIU {version} and its libraries ...")
-                packages = apt.download()
-            except CriuMissing as error:
-                tried.append(f"mirror {number}, {suite}: {error.message}")
-                continue
-            tree = work / "unpacked"
-            for package in packages:
-                _checked(["dpkg-deb", "-x", package, tree], f"unpack {package.name}")
-            return Fetched(tree, dict(_name_and_version(package) for package in packages), suite)
+    for (number, uri), suite in itertools.product(enumerate(uris, 1), SUITES):
+        apt = PrivateApt(work / f"apt-{number}-{suite}", uri, suite, keys)
+        report(f"Looking for CRIU in Debian {suite} (mirror {number} of {len(uris)}) ...")
+        try:
+            apt.update()
+            version = apt.candidate()
+            if version is None or not at_least(version, floor):
+                raise CriuMissing(f"has {version or 'none'}")
+            report(f"Downloading CRIU {version} and its libraries ...")
+            packages = apt.download()
+        except CriuMissing as error:
+            tried.append(f"mirror {number}, {suite}: {error.message}")
+            continue
+        tree = work / "unpacked"
+        for package in packages:
+            _checked(["dpkg-deb", "-x", package, tree], f"unpack {package.name}")
+        return Fetched(tree, dict(_name_and_version(package) for package in packages), suite)
     wanted = ".".join(map(str, floor))
     why = " | ".join(tried)
     raise CriuMissing(f"No Debian suite with CRIU >= {wanted} could be used: {why}", hint=BY_HAND, tried=tried)
@@ -178,7 +175,6 @@ class PrivateApt:
         (directory / "apt.conf").write_text(_CONFIGURATION.format(directory=directory))
 
     def update(self) -> None:
-        """Fetch and verify the suite's package list."""
         self._run("apt-get", "update", what="the package list cannot be fetched or verified")
 
     def candidate(self) -> str | None:
@@ -214,9 +210,8 @@ def copy_runtime(tree: Path, destination: Path) -> None:
     try:
         criu, loader = program_and_loader(tree)
     except FileNotFoundError:
-        raise CriuMissing(
-            "The downloaded packages hold no CRIU and libc where Debian has them.", hint=BY_HAND
-        ) from None
+        message = "The downloaded packages hold no CRIU and libc where Debian has them."
+        raise CriuMissing(message, hint=BY_HAND) from None
     libraries = loader.parent
     listed = _checked([loader, "--library-path", libraries, "--list", criu], "list CRIU's libraries")
     needed = {Path(path) for path in re.findall(r"=> (\S+) \(0x", listed.out)} - {loader}

@@ -125,7 +125,7 @@ def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # CRIU tries TCP repair on 127.0.0.1
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("=16sH22x", b"lo", IFF_UP))
     if os.geteuid() != 0:  # root keeps its capabilities over execve(2), and may lack some of these by its bounding set
-        syscalls.raise_ambient(syscalls.CAPABILITIES_FOR_CRIU)
+        syscalls.raise_ambient()
     done = subprocess.run(  # the caller of this script ends it if it hangs, with the whole session
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
     )

@@ -38,14 +38,7 @@ T = TypeVar("T")
 
 
 class Store:
-    """The images of this user.
-
-    Parameters
-    ----------
-    named:
-        The image directory of the configuration.  ``root``, with the images, is it or this user's own below it
-        (`user_directory`).
-    """
+    """The images of this user, in ``root``: the configured directory ``named``, or the user's own below it."""
 
     def __init__(
         self, named: Path, keys: Keyring | None = None, vault: Vault | None = None, quota: Quota | None = None
@@ -249,8 +242,8 @@ class Store:
             path.rename(deleted)
             if ended is not None:
                 links.remove(ended.manifest, current=self._is_current(ended))
-            if ended is not None and abandoned:
-                links.remove_tracked(ended.manifest)
+                if abandoned:
+                    links.remove_tracked(ended.manifest)
             before_delete(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
@@ -259,20 +252,18 @@ class Store:
 
     def _is_abandoned(self, image: Image) -> bool:
         """Return whether the image is sealed by the user, and the last of a kernel that does not live."""
-        try:
+        with contextlib.suppress(GpuCkptError, OSError):
             sealed = verify.require_sealed(image.path, self.keys)
             lease.require_unclaimed(image.path)
-        except (GpuCkptError, OSError):
-            return False
-        return sealed == image.manifest and self._is_current(image)
+            return sealed == image.manifest and self._is_current(image)
+        return False
 
     def _is_current(self, image: Image) -> bool:
         """Return whether the image was not restored and is the last of its kernel; False where that is unknown."""
-        try:
+        with contextlib.suppress(GpuCkptError):
             self.generations.require_current(image.manifest)
-        except GpuCkptError:
-            return False
-        return True
+            return True
+        return False
 
     def sweep(self) -> int:
         """Remove drafts whose writer is gone; return their number.  Called when a server starts.

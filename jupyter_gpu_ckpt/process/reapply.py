@@ -91,7 +91,6 @@ class _Restorer:
     failed: list[str]
 
     def run(self) -> None:
-        """Reapply everything, and note what fails."""
         with self.trying("settings of the process"):
             self.process()
         for tid, notes in self.notes.get("threads", {}).items():
@@ -115,10 +114,8 @@ class _Restorer:
     def needs_injection(self) -> bool:
         """Whether some note can only be reapplied by a system call of the process itself."""
         own = {"personality", "speculation", "numa", "death_signal"}
-        threads = self.notes.get("threads", {}).values()
-        return bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"}) or any(
-            own & notes.keys() for notes in threads
-        )
+        threads = any(own & notes.keys() for notes in self.notes.get("threads", {}).values())
+        return threads or bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"})
 
     @contextlib.contextmanager
     def trying(self, what: str, *, vital: bool = False) -> Iterator[None]:
@@ -139,7 +136,6 @@ class _Restorer:
     # -- from outside
 
     def process(self) -> None:
-        """Settings with a file in ``/proc``."""
         for name in ("coredump_filter", "autogroup_nice"):
             if name in self.notes:
                 path = f"/proc/{self.pid}/{name.removesuffix('_nice')}"
@@ -156,7 +152,6 @@ class _Restorer:
             yield descriptor
 
     def thread(self, tid: int, notes: Notes) -> None:
-        """Settings of a thread that others may make."""
         if "affinity" in notes:
             with self.trying(f"CPU affinity {notes['affinity']} of thread {tid}"):
                 os.sched_setaffinity(tid, notes["affinity"])
@@ -173,7 +168,6 @@ class _Restorer:
                 kernel_calls.set_scheduling(tid, bytes(attributes))
 
     def sockets(self) -> None:
-        """Options and memberships."""
         with pidfd_of(self.pid) as pidfd:
             for number, notes in self.notes["sockets"].items():
                 with self.trying(f"socket {number}"), kernel_calls.socket_of(pidfd, int(number)) as sock:
@@ -192,10 +186,8 @@ class _Restorer:
                 self.semaphore(inside, semaphore)
         for start, end, policy in self.notes.get("numa", ()):
             with self.policy(inside, policy) as (mode, address):
-                self.require(
-                    inside.call("mbind", start, end - start, mode, address, _NODES, _MPOL_MF_NONE),
-                    f"NUMA policy {policy}",
-                )
+                done = inside.call("mbind", start, end - start, mode, address, _NODES, _MPOL_MF_NONE)
+                self.require(done, f"NUMA policy {policy}")
         for start, end in self.notes.get("locked_on_fault", ()):
             done = inside.call("mlock2", start, end - start, _MLOCK_ONFAULT)
             self.require(done, "memory locked on fault")
@@ -210,15 +202,13 @@ class _Restorer:
     @contextlib.contextmanager
     def policy(self, inside: Injection, text: str, tid: int = 0) -> Iterator[tuple[int, int]]:
         """A NUMA policy's mode, and the address of its nodes in the process."""
-        parsed = _policy(text)
-        if parsed is None:
+        if (parsed := _policy(text)) is None:
             raise ValueError(f"NUMA policy {text!r}")
         mode, nodes = parsed
         with inside.on_stack(nodes, tid) as address:
             yield mode, address if any(nodes) else 0
 
     def inject_thread(self, inside: Injection, tid: int, notes: Notes) -> None:
-        """Settings that only the thread itself can make."""
         if "numa" in notes:
             with self.policy(inside, notes["numa"], tid) as (mode, address):
                 done = inside.call("set_mempolicy", mode, address, _NODES if address else 0, tid=tid)

@@ -70,12 +70,9 @@ _IPV6 = _table("""
 AF_UNIX, SOCK_DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
 _INET = (socket.AF_INET, socket.AF_INET6)
 #: Kinds of sockets that come back: family, type, protocol.
-_UNIX = {(int(socket.AF_UNIX), int(kind), 0) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)}
-_IP_KINDS = {
-    (int(family), int(kind), protocol)
-    for family in _INET
-    for kind, protocol in ((socket.SOCK_STREAM, 6), (socket.SOCK_DGRAM, 17), (socket.SOCK_DGRAM, 136))
-}
+_UNIX = {(socket.AF_UNIX, kind, 0) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)}
+_IP_TYPES = (socket.SOCK_STREAM, 6), (socket.SOCK_DGRAM, 17), (socket.SOCK_DGRAM, 136)
+_IP_KINDS = {(family, kind, protocol) for family in _INET for kind, protocol in _IP_TYPES}
 _NETLINK_ROUTE, _NETLINK_UEVENT = 0, 15
 _FAMILIES = {
     17: "a packet socket",
@@ -94,8 +91,7 @@ _with_empty_message: set[int] = set()
 _defaults: dict[tuple[int, int, int], dict[str, str]] = {}
 
 
-def kind_of(sock: socket.socket) -> tuple[int, int, int]:
-    """Family, type and protocol, as ``socket(2)`` was given them."""
+def _kind_of(sock: socket.socket) -> tuple[int, int, int]:
     return int(sock.family), int(sock.type), int(sock.proto)
 
 
@@ -104,7 +100,7 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
 
     ``descriptors``: the number of those queued in it, from its fdinfo.
     """
-    family, kind, protocol = kind_of(sock)
+    family, kind, protocol = _kind_of(sock)
     if family == socket.AF_UNIX:
         return _unix_refusal(sock, descriptors) if (family, kind, protocol) in _UNIX else "a unix socket of a new type"
     if (family, kind, protocol) in _IP_KINDS:
@@ -151,12 +147,10 @@ def _waiting(sock: socket.socket) -> bool:
 
 def _has_data(sock: socket.socket) -> bool:
     """Whether there are bytes to be received; assumed where SO_PEEK_OFF is set, as a peek would move its offset."""
-    try:
-        if sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0:
-            return True
-        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        peeks_move = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0
+        return peeks_move or bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    return False
 
 
 def _has_empty_message(sock: socket.socket) -> bool:
@@ -229,13 +223,11 @@ def bound_path(sock: socket.socket) -> str:
 
 def options(sock: socket.socket) -> dict[str, str]:
     """Options that CRIU forgets and that are not a new socket's own, by name, as bytes in hex."""
-    kind = kind_of(sock)
+    kind = _kind_of(sock)
     if kind not in _UNIX | _IP_KINDS:
         return {}
-    if kind[:2] in {(family, socket.SOCK_STREAM) for family in _INET} and _tcp(sock)[0] not in (
-        _TCP_CLOSE,
-        _TCP_LISTEN,
-    ):
+    is_tcp = kind[0] in _INET and kind[1] == socket.SOCK_STREAM
+    if is_tcp and _tcp(sock)[0] not in (_TCP_CLOSE, _TCP_LISTEN):
         return {}
     if kind not in _defaults:
         with socket.socket(*kind) as new:
@@ -255,7 +247,7 @@ def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:
 
 def _read(sock: socket.socket) -> dict[str, str]:
     found = {}
-    for level, table in _tables(kind_of(sock)):
+    for level, table in _tables(_kind_of(sock)):
         for name, number in table.items():
             with contextlib.suppress(OSError):  # this kind of socket, or this Linux, does not have it
                 found[name] = sock.getsockopt(level, number, _LONGEST).hex()
@@ -266,13 +258,12 @@ def reapply(sock: socket.socket, wanted: dict[str, str]) -> list[str]:
     """Set the options that differ from ``wanted``.  Return the names of those that cannot be set."""
     failed = []
     now = _read(sock)
-    for level, table in _tables(kind_of(sock)):
+    for level, table in _tables(_kind_of(sock)):
         for name in table.keys() & wanted.keys():
             value = bytes.fromhex(wanted[name])
-            if now.get(name) == wanted[name]:
-                continue
             try:
-                sock.setsockopt(level, table[name], value.rstrip(b"\0") if name == "TCP_CONGESTION" else value)
+                if now.get(name) != wanted[name]:
+                    sock.setsockopt(level, table[name], value.rstrip(b"\0") if name == "TCP_CONGESTION" else value)
             except OSError:
                 failed.append(name)
     return failed
@@ -324,7 +315,7 @@ def groups(pid: int) -> list[tuple[str, bytes]]:
 def memberships(sock: socket.socket, candidates: list[tuple[str, bytes]]) -> list[dict[str, Any]]:
     """Those of ``candidates`` that the socket is a member of: interface, address, mode and sources."""
     found: list[dict[str, Any]] = []
-    if (int(sock.family), int(sock.type)) not in {(int(family), int(socket.SOCK_DGRAM)) for family in _INET}:
+    if sock.family not in _INET or sock.type != socket.SOCK_DGRAM:
         return found
     for device, address in candidates:
         family = struct.unpack_from("=H", address)[0]
@@ -332,11 +323,9 @@ def memberships(sock: socket.socket, candidates: list[tuple[str, bytes]]) -> lis
             continue
         level = socket.IPPROTO_IP if family == socket.AF_INET else socket.IPPROTO_IPV6
         with contextlib.suppress(OSError):  # the interface is gone
-            filter_ = _source_filter(sock, level, socket.if_nametoindex(device), address)
-            if filter_ is not None:
-                mode, sources = filter_
+            if (filter_ := _source_filter(sock, level, socket.if_nametoindex(device), address)) is not None:
                 facts = {"device": device, "level": level, "address": address.hex()}
-                found.append({**facts, "mode": mode, "sources": sources})
+                found.append({**facts, "mode": filter_[0], "sources": filter_[1]})
     return found
 
 
@@ -360,12 +349,11 @@ def _source_filter(sock: socket.socket, level: int, index: int, address: bytes) 
 def join(sock: socket.socket, group: dict[str, Any]) -> None:
     """Join a group as `memberships` gave it.  Raises `OSError`."""
     index, address = socket.if_nametoindex(group["device"]), bytes.fromhex(group["address"])
-    with contextlib.suppress(FileExistsError):
-        try:
-            sock.setsockopt(group["level"], _MCAST_JOIN_GROUP, struct.pack("=I4x", index) + address)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:  # it is a member already
-                raise
+    try:
+        sock.setsockopt(group["level"], _MCAST_JOIN_GROUP, struct.pack("=I4x", index) + address)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EEXIST):  # it is a member already
+            raise
     if group["mode"] != _EXCLUDE or group["sources"]:
         sources = b"".join(map(bytes.fromhex, group["sources"]))
         head = _FILTER.pack(index, address, group["mode"], len(group["sources"]))

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
@@ -99,16 +99,16 @@ def set_name(name: str) -> None:
     check(libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-def raise_ambient(capabilities: Sequence[int]) -> None:
-    """Let programs started by this process keep ``capabilities``: into the inheritable, then the ambient set."""
+def raise_ambient() -> None:
+    """Let programs started by this process keep `CAPABILITIES_FOR_CRIU`: into the inheritable, then the ambient set."""
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
     buffer = ctypes.create_string_buffer(24)
     check(libc.capget(ctypes.c_char_p(header), buffer), "capget")
     words = list(struct.unpack("=6I", buffer.raw))  # effective, permitted, inheritable of the low, then the high 32
-    for number in capabilities:
+    for number in CAPABILITIES_FOR_CRIU:
         words[2 + 3 * (number // 32)] |= 1 << (number % 32)
     check(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *words))), "capset")
-    for number in capabilities:
+    for number in CAPABILITIES_FOR_CRIU:
         prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 

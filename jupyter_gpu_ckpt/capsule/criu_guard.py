@@ -30,8 +30,8 @@ from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscall_restart
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
+from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 #: Handlers that stand for "was the default" and "was ignored".  No code can lie in the first page.
@@ -277,19 +277,11 @@ def _protection(mapping: MemoryMapping) -> int:
 
 
 class CriuGuard:
-    """Stops a process tree for a dump, and repairs afterwards what CRIU left.
+    """Stops the processes of a kernel, ``root``, for a dump, and repairs afterwards what CRIU left.
 
-    Parameters
-    ----------
-    root:
-        Pid of the kernel, a child of the caller.
-    deadline:
-        `time.monotonic` by which all threads must have stopped.
-    frozen:
-        Frozen threads of ``root``, which stop where they are; those that wait in the CUDA driver's code are frozen
-        again before the process runs on.
-
-    Raises `OSError`, of which `TimeoutError` is one; everything runs on as before then.
+    ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads of ``root`` stop
+    where they are; those that wait in the CUDA driver's code are frozen again before the process runs on.  Raises
+    `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
     def __init__(self, root: int, deadline: float, frozen: FrozenThreads | None = None) -> None:

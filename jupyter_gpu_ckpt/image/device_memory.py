@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -37,30 +37,18 @@ _DEPTH, _DEPTH_AHEAD = 8, 2
 ClaimChunk = Callable[[str, FileEntry, Path], bool]
 
 
-class Codec(Protocol):
-    """The form in which chunks are stored.  Methods are called from several threads at a time."""
-
-    def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
-        """Write ``chunk``, a `direct_io.buffer` with the content of the extent ``source``, to ``path``.
-
-        Returns its entry for the manifest.  Raises `OSError`.
-        """
-
-    def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
-        """Fill ``chunk`` from the file ``path``.  Returns False if the file does not match ``entry``.
-
-        Raises `OSError`.
-        """
-
-
-class PlainCodec:
-    """Store chunks unchanged: moved from a cache, linked where the extent is on the same disk, or written."""
+class Codec:
+    """The form in which chunks are stored: as they are.  Methods are called from several threads at a time."""
 
     def __init__(self, claim: ClaimChunk | None = None) -> None:
         self._claim = claim
 
     def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
-        """As `Codec.store`."""
+        """Write ``chunk``, a `direct_io.buffer` with the content of the extent ``source``, to ``path``.
+
+        It is moved from a cache, linked where the extent is on the same disk, or written.  Returns its entry for the
+        manifest.  Raises `OSError`.
+        """
         entry = FileEntry(len(chunk), blake3(chunk).hexdigest())
         if self._claim is None or not self._claim(path.name, entry, path):
             try:  # one file for both: the library writes to an extent only once
@@ -70,7 +58,7 @@ class PlainCodec:
         return entry
 
     def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
-        """As `Codec.load`."""
+        """Fill ``chunk`` from the file ``path``; return False where it does not match ``entry``.  Raises `OSError`."""
         complete = len(direct_io.read(path, chunk, len(chunk))) == len(chunk)
         return complete and entry == FileEntry(len(chunk), blake3(chunk).hexdigest())
 

@@ -85,12 +85,12 @@ def secret(source: str) -> Secret:
     return Secret(hmac.new(key, b"jupyter_gpu_ckpt key id", hashlib.sha256).hexdigest()[:16], key)
 
 
+@dataclass(frozen=True)
 class Cipher:
     """Encrypts and decrypts the files of one image."""
 
-    def __init__(self, secret: Secret, salt: bytes) -> None:
-        self.secret = secret
-        self.salt = salt
+    secret: Secret
+    salt: bytes
 
     @classmethod
     def from_manifest(cls, secret: Secret | None, facts: dict[str, Any]) -> Cipher:
@@ -220,11 +220,6 @@ class Vault:
         """Whether new images are encrypted."""
         return bool(self.source)
 
-    def require(self) -> None:
-        """Raise `KeyUnusable` if images are to be encrypted and the key cannot be read."""
-        if self.encrypts:
-            self.secret()
-
     def free(self) -> int:
         """Return the bytes that plain files may have."""
         return free(self.base)
@@ -251,26 +246,25 @@ class Vault:
         return swept
 
 
-class EncryptedCodec:
-    """A `device_memory.Codec` that encrypts the chunks of device memory."""
+class EncryptedCodec(device_memory.Codec):
+    """Encrypts the chunks of device memory."""
 
     def __init__(self, cipher: Cipher) -> None:
+        super().__init__()
         self._cipher = cipher
         self._own = threading.local()
 
     def store(self, source: Path, chunk: memoryview, path: Path) -> FileEntry:
-        """As `device_memory.Codec.store`."""
         buffer = self._buffer(len(chunk))
         size = self._cipher.seal(layout.device_file(path.name), chunk, buffer)
         direct_io.write(path, buffer, size, size=size)
         return FileEntry(size, blake3(buffer[:size]).hexdigest())
 
     def load(self, path: Path, entry: FileEntry, chunk: memoryview) -> bool:
-        """As `device_memory.Codec.load`; the hash is checked before anything is decrypted."""
         buffer = self._buffer(len(chunk))
         if entry.bytes > len(buffer):
             return False
-        sealed = direct_io.read(path, buffer, entry.bytes)
+        sealed = direct_io.read(path, buffer, entry.bytes)  # its hash is checked before anything is decrypted
         if len(sealed) != entry.bytes or blake3(sealed).hexdigest() != entry.blake3:
             return False
         return self._cipher.open(layout.device_file(path.name), sealed, chunk)
@@ -300,7 +294,7 @@ class Form:
 
     def codec(self, claim: device_memory.ClaimChunk | None) -> device_memory.Codec:
         """Return the codec of device memory.  ``claim`` provides plain chunks, of no use to an encrypted image."""
-        return device_memory.PlainCodec(claim) if self._cipher is None else EncryptedCodec(self._cipher)
+        return device_memory.Codec(claim) if self._cipher is None else EncryptedCodec(self._cipher)
 
     def finish(self) -> dict[str, Any] | None:
         """Encrypt CRIU's files into the image; return the manifest's facts about it, or None.  Raises `OSError`."""
@@ -341,7 +335,7 @@ def readable(vault: Vault, path: Path, manifest: Manifest) -> Iterator[Readable]
     """
     stored = path / layout.CRIU
     if manifest.encryption is None:
-        yield Readable(stored, stored / layout.DEVICE, device_memory.PlainCodec(), encrypted=False)
+        yield Readable(stored, stored / layout.DEVICE, device_memory.Codec(), encrypted=False)
         return
     cipher = Cipher.from_manifest(vault.secret() if vault.encrypts else None, manifest.encryption)
     with contextlib.closing(PlainDirectory(vault.base, manifest.id)) as plain:

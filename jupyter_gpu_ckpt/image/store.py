@@ -61,7 +61,8 @@ class Store:
         """
         user_directory.prepare(self.named)
         self.keys.current()
-        self.vault.require()
+        if self.vault.encrypts:
+            self.vault.secret()
 
     def free(self) -> int:
         """Return the bytes an unprivileged user may still write, as far as the file system reports its quotas."""

@@ -15,7 +15,7 @@ import signal
 import struct
 from dataclasses import dataclass
 
-from jupyter_gpu_ckpt.process import kernel_calls, syscalls
+from jupyter_gpu_ckpt.process import syscalls
 
 #: Seconds that `within_timeout` waits for the server of a file.
 TIMEOUT = 2.0
@@ -60,7 +60,7 @@ def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:
     how = ctypes.create_string_buffer(struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_CACHED), 24)
     name = ctypes.create_string_buffer(os.fsencode(path))
     try:
-        fd = kernel_calls.call("openat2", directory, ctypes.addressof(name), ctypes.addressof(how), 24)
+        fd = syscalls.call("openat2", directory, ctypes.addressof(name), ctypes.addressof(how), 24)
     except OSError as error:
         if error.errno in (errno.ENOSYS, errno.EINVAL, errno.EPERM):  # an older Linux, or one that forbids the call
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), path) from error

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
+from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 #: Names of threads of the CUDA driver, which serves others in them, and of the library that copies device memory.
 #: The one that suspends and resumes has a number in hexadecimal, as ``cuda00001400006``.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import kernel_calls, syscalls
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
+from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, ProcessMemory, Tracee, system_call_gate
+from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -131,7 +131,7 @@ class Injection:
         if self.call("keyctl", KEYCTL_GET_KEYRING_ID, _PROCESS_KEYRING) > 0:
             yield "a keyring of its own"
         with contextlib.suppress(OSError):  # a Linux without keyrings
-            mine = kernel_calls.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
+            mine = syscalls.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
             theirs = self.call("keyctl", KEYCTL_GET_KEYRING_ID, _SESSION_KEYRING)
             # A process that has joined none has its user's, and may have changed its user.
             changed = user != os.getuid()
@@ -139,7 +139,7 @@ class Injection:
             if theirs != mine and not (changed and theirs == users):
                 yield "a session keyring of its own"
             # A user's keyring belongs to a user namespace, and an ordinary user's capsule has one of its own.
-            if os.geteuid() != 0 and kernel_calls.call("keyctl", KEYCTL_READ, _USER_KEYRING) > 0:
+            if os.geteuid() != 0 and syscalls.call("keyctl", KEYCTL_READ, _USER_KEYRING) > 0:
                 yield "keys in the user's keyring"
         if "modify_ldt" in NUMBERS:
             with self.on_stack(bytes(8)) as address:
@@ -196,7 +196,7 @@ class Injection:
 def has_landlock() -> bool:
     """Whether this Linux has Landlock, and lets the caller use it."""
     try:
-        return kernel_calls.call("landlock_create_ruleset", 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
+        return syscalls.call("landlock_create_ruleset", 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
     except OSError:  # not built in, or not switched on; or forbidden to the caller, and so to all that it starts
         return False
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, kernel_calls, sockets, syscalls
+from jupyter_gpu_ckpt.process import file_facts, sockets, syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -203,15 +203,15 @@ class _OwnState:
         self.label = _optional("/proc/self/attr/current")
         self.namespaces = _namespaces(f"/proc/{os.getpid()}")
         self.coredump_filter = _optional("/proc/self/coredump_filter")
-        self.forbidden = kernel_calls.forbidden()
+        self.forbidden = syscalls.forbidden()
         #: Pids that were the last to change some System V semaphore.
-        self.semaphore_users = set(kernel_calls.semaphore_users())
+        self.semaphore_users = set(syscalls.semaphore_users())
         self.seccomp = procfs.status().get("Seccomp", "0")
 
 
 def _slice(tid: int) -> bytes:
     with contextlib.suppress(OSError):
-        return kernel_calls.scheduling(tid)
+        return syscalls.scheduling(tid)
     return b""
 
 
@@ -290,7 +290,7 @@ class _Process:
             if len(policy) > 1 and policy[1] != "default":
                 notes["numa"] = self.numa_policy(policy[1])
         if "ioprio_get" not in self.mine.forbidden and (
-            priority := kernel_calls.call("ioprio_get", kernel_calls.IOPRIO_WHO_PROCESS, tid)
+            priority := syscalls.call("ioprio_get", syscalls.IOPRIO_WHO_PROCESS, tid)
         ):
             notes["io_priority"] = priority
         self.sharing(tid)
@@ -326,8 +326,8 @@ class _Process:
     def sharing(self, tid: int) -> None:
         """Refuse threads with descriptors or directories of their own (``unshare(2)``): CRIU does not save those."""
         if tid != self.pid and "kcmp" not in self.mine.forbidden:
-            for what, number in (("descriptors", kernel_calls.KCMP_FILES), ("directories", kernel_calls.KCMP_FS)):
-                if kernel_calls.call("kcmp", self.pid, tid, number, 0, 0):
+            for what, number in (("descriptors", syscalls.KCMP_FILES), ("directories", syscalls.KCMP_FS)):
+                if syscalls.call("kcmp", self.pid, tid, number, 0, 0):
                     self.found.refuse(f"a thread with {what} of its own (unshare)", hint="End that thread.")
 
     def numa_policy(self, text: str) -> str:
@@ -433,14 +433,14 @@ class _Process:
         if mount in self.mounts:
             return _FILE_SYSTEMS.get(self.mounts[mount], "")
         if target.startswith("/memfd:"):
-            huge = kernel_calls.file_system(f"{self.root}/fd/{number}") == _HUGETLBFS_MAGIC
+            huge = syscalls.file_system(f"{self.root}/fd/{number}") == _HUGETLBFS_MAGIC
             return _FILE_SYSTEMS["hugetlbfs"] if huge else ""
         return "a POSIX message queue, or a file whose file system is mounted nowhere"
 
     def directory(self, number: int, path: str) -> None:
         """Refuse a notification on a directory (``F_NOTIFY``): ``fs/notify/dnotify`` gives its file an owner."""
         if "pidfd_getfd" not in self.mine.forbidden:
-            with kernel_calls.borrowed(self.pidfd, number) as descriptor, contextlib.suppress(OSError):  # O_PATH
+            with syscalls.borrowed(self.pidfd, number) as descriptor, contextlib.suppress(OSError):  # O_PATH
                 if fcntl.fcntl(descriptor, fcntl.F_GETOWN):
                     hint = "Close the directory and try again."
                     self.refuse_file(f"a notification on the directory {path} (F_NOTIFY, descriptor {number})", hint)
@@ -477,8 +477,8 @@ class _Process:
         interval = timer_time(facts["it_interval"])
         if not interval or timer_time(facts["it_value"]) or "pidfd_getfd" in self.mine.forbidden:
             return
-        with kernel_calls.borrowed(self.pidfd, number) as descriptor:
-            kernel_calls.rearm_timer(descriptor)
+        with syscalls.borrowed(self.pidfd, number) as descriptor:
+            syscalls.rearm_timer(descriptor)
         facts = procfs.fdinfo(self.pid, number)
         self.notes.setdefault("timers", {})[str(number)] = {
             "clock": int(facts["clockid"]),
@@ -494,15 +494,15 @@ class _Process:
         if os.geteuid() != 0:
             self.refuse_file(f"an inotify watch (descriptor {number})", hint)
         elif "pidfd_getfd" not in self.mine.forbidden:
-            with kernel_calls.borrowed(self.pidfd, number) as descriptor:
-                if kernel_calls.readable_bytes(descriptor):
+            with syscalls.borrowed(self.pidfd, number) as descriptor:
+                if syscalls.readable_bytes(descriptor):
                     self.refuse_file(f"an inotify watch with events not read yet (descriptor {number})", hint)
 
     def epoll(self, number: int, text: str) -> None:
         """Note the registrations of an epoll instance: those of a semaphore are made again with it."""
         if "pidfd_getfd" not in self.mine.forbidden:
-            with kernel_calls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
-                if any(parameters := fcntl.ioctl(fd, kernel_calls.EPIOCGPARAMS, bytes(8))):
+            with syscalls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
+                if any(parameters := fcntl.ioctl(fd, syscalls.EPIOCGPARAMS, bytes(8))):
                     self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
         lines = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
         entries = [{"fd": int(line[1]), "events": int(line[3], 16), "data": int(line[5], 16)} for line in lines]
@@ -514,7 +514,7 @@ class _Process:
 
     def socket(self, number: int) -> None:
         """Refuse a socket of an unproven kind or queue, and note the options that CRIU forgets."""
-        with kernel_calls.socket_of(self.pidfd, number) as sock:
+        with syscalls.socket_of(self.pidfd, number) as sock:
             queued = int(procfs.fdinfo(self.pid, number).get("scm_fds", "0"))
             if what := sockets.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")

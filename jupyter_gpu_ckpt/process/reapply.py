@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import injection, kernel_calls
+from jupyter_gpu_ckpt.process import injection, syscalls
 from jupyter_gpu_ckpt.process import sockets as socket_state
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.syscalls import pidfd_of
@@ -109,7 +109,7 @@ class _Restorer:
             with self.trying("periodic timer (timerfd)", vital=True), self.borrowed(int(number)) as descriptor:
                 begin = time.clock_gettime_ns(timer["clock"]) if timer["flags"] & _TFD_TIMER_ABSTIME else 0
                 value, interval = begin + timer["value"], timer["interval"]
-                kernel_calls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
+                syscalls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
 
     def needs_injection(self) -> bool:
         """Whether some note can only be reapplied by a system call of the process itself."""
@@ -143,12 +143,12 @@ class _Restorer:
                     file.write(str(self.notes[name]))
         for number, parameters in self.notes.get("epoll_parameters", {}).items():
             with self.trying("parameters of an epoll instance"), self.borrowed(int(number)) as descriptor:
-                fcntl.ioctl(descriptor, kernel_calls.EPIOCSPARAMS, bytes.fromhex(parameters))
+                fcntl.ioctl(descriptor, syscalls.EPIOCSPARAMS, bytes.fromhex(parameters))
 
     @contextlib.contextmanager
     def borrowed(self, number: int) -> Iterator[int]:
         """Duplicate a descriptor of the process for as long as the body lasts."""
-        with pidfd_of(self.pid) as pidfd, kernel_calls.borrowed(pidfd, number) as descriptor:
+        with pidfd_of(self.pid) as pidfd, syscalls.borrowed(pidfd, number) as descriptor:
             yield descriptor
 
     def thread(self, tid: int, notes: Notes) -> None:
@@ -160,17 +160,17 @@ class _Restorer:
                 file.write(str(notes["timer_slack_ns"]))
         if "io_priority" in notes:
             with self.trying(f"I/O priority of thread {tid}"):
-                kernel_calls.call("ioprio_set", kernel_calls.IOPRIO_WHO_PROCESS, tid, notes["io_priority"])
+                syscalls.call("ioprio_set", syscalls.IOPRIO_WHO_PROCESS, tid, notes["io_priority"])
         if "slice_ns" in notes:
             with self.trying(f"time slice of thread {tid}"):
-                attributes = bytearray(kernel_calls.scheduling(tid))
+                attributes = bytearray(syscalls.scheduling(tid))
                 attributes[24:32] = int(notes["slice_ns"]).to_bytes(8, "little")
-                kernel_calls.set_scheduling(tid, bytes(attributes))
+                syscalls.set_scheduling(tid, bytes(attributes))
 
     def sockets(self) -> None:
         with pidfd_of(self.pid) as pidfd:
             for number, notes in self.notes["sockets"].items():
-                with self.trying(f"socket {number}"), kernel_calls.socket_of(pidfd, int(number)) as sock:
+                with self.trying(f"socket {number}"), syscalls.socket_of(pidfd, int(number)) as sock:
                     failed = socket_state.reapply(sock, notes.get("options", {}))
                     self.failed += [f"{name} of socket {number} (process {self.pid})" for name in failed]
                     for group in notes.get("groups", ()):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import kernel_calls, syscalls
+from jupyter_gpu_ckpt.process import syscalls
 
 _TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
 _SO_PASSCRED = 16
@@ -164,7 +164,7 @@ def _has_empty_message(sock: socket.socket) -> bool:
     events = _events(sock)
     # Behind the last message, the end of a connection reads like an empty one.
     ends = sock.type == socket.SOCK_SEQPACKET and bool(events & select.POLLRDHUP)
-    if not events & select.POLLIN or (ends and not kernel_calls.readable_bytes(sock.fileno())):
+    if not events & select.POLLIN or (ends and not syscalls.readable_bytes(sock.fileno())):
         _with_empty_message.discard(inode)
         return False
     if inode in _with_empty_message:
@@ -282,7 +282,7 @@ def let_ports_be_rebound(pids: Iterable[int]) -> None:
             for number, target in procfs.links(pid):
                 if target.startswith("socket:"):
                     # Closed meanwhile, or not ours to reach.
-                    with contextlib.suppress(OSError), kernel_calls.socket_of(pidfd, number) as sock:
+                    with contextlib.suppress(OSError), syscalls.socket_of(pidfd, number) as sock:
                         if sock.family in _INET and sock.type == socket.SOCK_STREAM:
                             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 

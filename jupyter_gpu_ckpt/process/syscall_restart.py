@@ -13,7 +13,6 @@ rest.  Any other timeout begins anew: such a wait may take longer than its timeo
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, Tracee
 
@@ -24,19 +23,10 @@ ERESTART_RESTARTBLOCK = 516
 _TIMER_ABSTIME = 1
 
 
-@dataclass(frozen=True)
-class _Sleep:
-    """Arguments of ``nanosleep(2)`` and its like: the time to sleep, the address for the rest, and flags (if any)."""
-
-    request: int
-    rest: int
-    flags: int | None = None
-
-
 #: x86_64: poll, rt_sigtimedwait, futex, semop, semtimedop, epoll_wait, epoll_pwait, epoll_pwait2.
 _WAITS = frozenset((7, 128, 202, 65, 220, 232, 281, 441))
-#: x86_64: nanosleep, clock_nanosleep.
-_SLEEPS = {35: _Sleep(0, 1), 230: _Sleep(2, 3, flags=1)}
+#: x86_64: nanosleep, clock_nanosleep; which arguments are the time to sleep, the address for the rest, and flags.
+_SLEEPS: dict[int, tuple[int, int, int | None]] = {35: (0, 1, None), 230: (2, 3, 1)}
 
 
 def begin_again(tracee: Tracee, *, signals: int) -> bool:
@@ -51,19 +41,15 @@ def begin_again(tracee: Tracee, *, signals: int) -> bool:
     if _signed(words[MACHINE.result]) not in (-errno.EINTR, -ERESTART_RESTARTBLOCK):
         return False
     if number in _SLEEPS:
-        _sleep_for_the_rest(words, _SLEEPS[number])
+        request, rest, flags = _SLEEPS[number]
+        absolute = flags is not None and words[MACHINE.arguments[flags]] & _TIMER_ABSTIME
+        if (left := words[MACHINE.arguments[rest]]) and not absolute:  # Linux has written the rest there already
+            words[MACHINE.arguments[request]] = left
     elif number not in _WAITS:
         return False
     words[MACHINE.result] = -ERESTARTNOINTR & (1 << 64) - 1
     tracee.set_words(words)
     return True
-
-
-def _sleep_for_the_rest(words: list[int], sleep: _Sleep) -> None:
-    request, rest = MACHINE.arguments[sleep.request], MACHINE.arguments[sleep.rest]
-    absolute = sleep.flags is not None and words[MACHINE.arguments[sleep.flags]] & _TIMER_ABSTIME
-    if words[rest] and not absolute:  # Linux has written the rest there already
-        words[request] = words[rest]
 
 
 def _signed(word: int) -> int:

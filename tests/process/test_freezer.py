@@ -19,7 +19,7 @@ import pytest
 from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import _SHARED_CODE, FrozenThreads
-from jupyter_gpu_ckpt.process.kernel_calls import NUMBERS
+from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
 #: Each kind of thread counts its beats in a word of its own of a file, and signals are counted in the last one.
 KINDS = ("computes", "allocates", "hashes", "comes", "waits", "locks")

@@ -27,7 +27,7 @@ from jupyter_gpu_ckpt.criu import tasks
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.process import inventory as process_state
-from jupyter_gpu_ckpt.process import kernel_calls, sockets
+from jupyter_gpu_ckpt.process import sockets, syscalls
 
 ROOT = os.geteuid() == 0
 
@@ -844,14 +844,14 @@ def test_a_process_that_changed_its_user_is_refused_only_where_it_is_confined(co
 
 def forbid(monkeypatch, name, unless):
     """Have Linux forbid system call ``name``, where ``unless`` does not say of its arguments that it may be made."""
-    real = kernel_calls.call
+    real = syscalls.call
 
     def call(made, *arguments):
         if made == name and not unless(*arguments):
             raise PermissionError(errno.EPERM, f"{name}: {os.strerror(errno.EPERM)}")
         return real(made, *arguments)
 
-    monkeypatch.setattr(kernel_calls, "call", call)
+    monkeypatch.setattr(syscalls, "call", call)
 
 
 @pytest.mark.parametrize("name", ["kcmp", "ioprio_get"])
@@ -907,7 +907,7 @@ def test_a_descriptor_that_is_no_socket_is_not_kept(tmp_path):
         pidfd, before = os.pidfd_open(os.getpid()), len(os.listdir("/proc/self/fd"))
         try:
             with pytest.raises(OSError, match="Socket operation"):
-                kernel_calls.socket_of(pidfd, file.fileno())
+                syscalls.socket_of(pidfd, file.fileno())
             assert len(os.listdir("/proc/self/fd")) == before
         finally:
             os.close(pidfd)

@@ -180,15 +180,8 @@ def _inspect(pid: int) -> _SavedProcess:
                 if tid == pid and (handler := _sigtrap(injection)) in GUARD:
                     handler = GUARD[handler]
                     _sigtrap(injection, handler)
-        return _SavedProcess(
-            pid=pid,
-            mappings=mappings,
-            descriptors=set(procfs.descriptors(pid)),
-            entry=entry,
-            entry_bytes=injection.memory.read(entry, _ENTRY_BYTES),
-            handler=handler,
-            threads=threads,
-        )
+        entry_bytes = injection.memory.read(entry, _ENTRY_BYTES)
+        return _SavedProcess(pid, mappings, set(procfs.descriptors(pid)), entry, entry_bytes, handler, threads)
 
 
 def _drop_guard(injection: Injection) -> None:

@@ -115,7 +115,7 @@ class Init:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self.selector.register(self.waker, selectors.EVENT_READ, self.clear_wakeups)
+        self.selector.register(self.waker, selectors.EVENT_READ, lambda: self.waker.recv(4096))
         self.selector.register(listener, selectors.EVENT_READ, self.connect)
 
     # -- the loop
@@ -134,10 +134,6 @@ class Init:
             abandoned = self.owner is None and time.monotonic() >= self.deadline
             if abandoned and (not self.may_outlive or self.kernel_status is not None) and not self.must_stay():
                 return 0
-
-    def clear_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self.waker.recv(4096)
 
     def must_stay(self) -> bool:
         """Kill the kernel, which has no owner any more.  Return whether its end or cleanup still takes time."""
@@ -549,7 +545,8 @@ class Init:
         if self.rootless and capable:
             syscalls.raise_ambient()
         elif self.rootless:
-            syscalls.clear_ambient()
+            # A notebook's kernel is an ordinary process, without capabilities.
+            syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
         # Two moves, so that no target number is overwritten before it was copied.  Everything else is close-on-exec.
         floor = len(fds) + 1
         moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, floor) for fd in [*fds, report]]

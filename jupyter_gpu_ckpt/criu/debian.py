@@ -89,10 +89,9 @@ def archive_keyring() -> Path:
     for keyring in KEYRINGS:
         if keyring.is_file():
             return keyring
-    raise CriuMissing(
-        "The keys of the Debian archive are not on this machine, so its packages cannot be verified.",
-        hint="apt-get install debian-archive-keyring (as root), or give the keys with --keyring FILE.",
-    )
+    message = "The keys of the Debian archive are not on this machine, so its packages cannot be verified."
+    hint = "apt-get install debian-archive-keyring (as root), or give the keys with --keyring FILE."
+    raise CriuMissing(message, hint=hint)
 
 
 def mirrors() -> list[str]:
@@ -128,10 +127,8 @@ def fetch(
     keys = keyring or archive_keyring()
     uris = [mirror] if mirror else mirrors()
     if not uris:
-        raise CriuMissing(
-            "This machine's apt sources name no Debian mirror.",
-            hint=f"Give one with --mirror URL (the keys: package debian-archive-keyring). Or: {BY_HAND}",
-        )
+        hint = f"Give one with --mirror URL (the keys: package debian-archive-keyring). Or: {BY_HAND}"
+        raise CriuMissing("This machine's apt sources name no Debian mirror.", hint=hint)
     tried: list[str] = []
     for (number, uri), suite in itertools.product(enumerate(uris, 1), SUITES):
         apt = PrivateApt(work / f"apt-{number}-{suite}", uri, suite, keys)

@@ -105,18 +105,10 @@ def regular_files(directory: Path) -> list[RegularFile]:
         id, path, mode = number_of(fields, _REG_ID), _name(fields), number_of(fields, _REG_MODE)
         if id in deleted or below_proc(path) or not (mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             continue
-        written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY
-        found.add(
-            RegularFile(
-                path,
-                number_of(fields, _REG_SIZE),
-                mode,
-                id in opened,
-                writes=written or id in writes,
-                code=id in code,
-                made=id in made and is_made_name(path),
-            )
-        )
+        written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY or id in writes
+        linked = id in made and is_made_name(path)
+        size = number_of(fields, _REG_SIZE)
+        found.add(RegularFile(path, size, mode, id in opened, writes=written, code=id in code, made=linked))
     return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code))
 
 
@@ -275,9 +267,8 @@ def rewrite(path: Path, magic: int, contents: Iterable[bytes]) -> None:
 
 
 def _name(fields: list[Field]) -> str:
-    return next(
-        (os.fsdecode(value) for number, _, value in fields if number == _REG_NAME and isinstance(value, bytes)), ""
-    )
+    names = (value for number, _, value in fields if number == _REG_NAME and isinstance(value, bytes))
+    return os.fsdecode(next(names, b""))
 
 
 def submessage(record: bytes, wanted: int) -> list[Field]:
@@ -371,14 +362,9 @@ def number_of(fields: list[Field], wanted: int) -> int | None:
 def _numbers(fields: list[Field], wanted: int) -> list[int]:
     """A repeated field, packed or not."""
     found: list[int] = []
-    for number, _, value in fields:
-        if number != wanted:
-            continue
+    for value in (value for number, _, value in fields if number == wanted):
         if isinstance(value, int):
             found.append(value)
         else:
-            at = 0
-            while at < len(value):
-                word, at = varint(value, at)
-                found.append(word)
+            found += [varint(word)[0] for word in _VARINTS.findall(value)]
     return found

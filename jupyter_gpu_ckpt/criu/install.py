@@ -100,12 +100,8 @@ def find() -> CriuBinary:
             return binary
         unfit.append(f"{argv[-1]} is {dotted(binary.version)}")
     if named:
-        raise CriuMissing(
-            f"${VARIABLE} names no CRIU >= {dotted(FLOOR)}: {'; '.join(unfit) or 'there is none at ' + named}.",
-            hint=f"Unset ${VARIABLE}, or let it name another one.",
-            unfit=unfit,
-            named=named,
-        )
+        message = f"${VARIABLE} names no CRIU >= {dotted(FLOOR)}: {'; '.join(unfit) or 'there is none at ' + named}."
+        raise CriuMissing(message, hint=f"Unset ${VARIABLE}, or let it name another one.", unfit=unfit, named=named)
     found = f" ({'; '.join(unfit)})" if unfit else ""
     raise CriuMissing(f"No CRIU >= {dotted(FLOOR)} was found{found}.", unfit=unfit)
 
@@ -372,19 +368,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    flags = {"force_unpack": options.force_unpack, "allow_system_install": not options.no_system}
+    sources = {"mirror": options.mirror, "keyring": options.keyring}
     try:
-        binary = (
-            find()
-            if options.check
-            else install(
-                options.prefix,
-                force_unpack=options.force_unpack,
-                allow_system_install=not options.no_system,
-                mirror=options.mirror,
-                keyring=options.keyring,
-                report=report,
-            )
-        )
+        binary = find() if options.check else install(options.prefix, **flags, **sources, report=report)
     except GpuCkptError as error:
         if options.json:
             print(json.dumps({"error": error.as_dict()}))

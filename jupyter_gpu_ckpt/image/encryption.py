@@ -105,10 +105,6 @@ class Cipher:
             raise KeyUnusable("The image is encrypted with another key.", hint=hint, key=facts.get("key"))
         return cls(secret, bytes.fromhex(facts["salt"]))
 
-    def to_manifest(self) -> dict[str, Any]:
-        """Return the facts for the manifest."""
-        return {"algorithm": ALGORITHM, "chunk": CHUNK, "salt": self.salt.hex(), "key": self.secret.id}
-
     def encrypt(self, plain: Path, stored: Path, name: str) -> None:
         """Write ``stored``, the encrypted form of ``plain``, which is file ``name`` of the image.  Raises `OSError`."""
         aead = self._aead(name)
@@ -183,11 +179,9 @@ class PlainDirectory:
         try:
             parent.mkdir(mode=0o700, exist_ok=True)
             if parent.lstat().st_uid != os.geteuid() or parent.lstat().st_mode & 0o077:
-                raise StoreShared(
-                    "The directory for decrypted files is not this user's alone.",
-                    hint="Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir).",
-                    directory=str(parent),
-                )
+                message = "The directory for decrypted files is not this user's alone."
+                hint = "Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir)."
+                raise StoreShared(message, hint=hint, directory=str(parent))
             self._lock.acquire()
             # Whatever is there was left by a process that has ended: we have its lock.
             shutil.rmtree(self.path, ignore_errors=True)
@@ -306,7 +300,8 @@ class Form:
                 (self._directory / name).mkdir(mode=0o700)
             else:
                 self._cipher.encrypt(path, self._directory / name, f"{layout.CRIU}/{name}")
-        return self._cipher.to_manifest()
+        salt, key = self._cipher.salt.hex(), self._cipher.secret.id
+        return {"algorithm": ALGORITHM, "chunk": CHUNK, "salt": salt, "key": key}
 
     def close(self) -> None:
         """Remove plain files of an encrypted image.  Idempotent, never raises."""

@@ -62,24 +62,16 @@ def used(images: list[Image], damaged: int = 0) -> Used:
 def refusal(quota: Quota, in_use: Used, kernel_id: str, needed: int) -> QuotaExceeded | None:
     """Return why no image of ``needed`` bytes may be made of a kernel, or None if it may.  Pure."""
     if quota.bytes and in_use.bytes + needed > quota.bytes:
-        return QuotaExceeded(
+        message = (
             f"The image may need {size(needed, 2)}; "
-            f"your images have {size(in_use.bytes, 2)} of {size(quota.bytes, 2)} already.",
-            limit="bytes",
-            allowed=quota.bytes,
-            used=in_use.bytes,
-            needed=needed,
+            f"your images have {size(in_use.bytes, 2)} of {size(quota.bytes, 2)} already."
         )
-    if quota.kernels and kernel_id not in in_use.kernels and len(in_use.kernels) >= quota.kernels:
-        sleeping = len(in_use.kernels)
-        return QuotaExceeded(
-            f"{sleeping} of your kernels {'sleeps' if sleeping == 1 else 'sleep'} already, and no more than "
-            f"{quota.kernels} may.",
-            limit="kernels",
-            allowed=quota.kernels,
-            used=sleeping,
-            needed=1,
-        )
+        return QuotaExceeded(message, limit="bytes", allowed=quota.bytes, used=in_use.bytes, needed=needed)
+    sleeping = len(in_use.kernels)
+    if quota.kernels and kernel_id not in in_use.kernels and sleeping >= quota.kernels:
+        sleep = "sleeps" if sleeping == 1 else "sleep"
+        message = f"{sleeping} of your kernels {sleep} already, and no more than {quota.kernels} may."
+        return QuotaExceeded(message, limit="kernels", allowed=quota.kernels, used=sleeping, needed=1)
     return None
 
 

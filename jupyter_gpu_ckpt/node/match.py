@@ -279,8 +279,8 @@ def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) 
         if was["blake3"] == now["blake3"]:
             return
         before, after = f"content {was['blake3'][:12]}", f"content {now['blake3'][:12]}"
-    elif _unwritten(was, now) or was["build_id"]:
-        return
+    elif was["build_id"] or (was["inode"], was["mtime"]) == (now["inode"], now["mtime"]):
+        return  # nothing but its rights, names or device number has changed
     elif not here or was["device"] != now["device"]:
         return  # a copy, or the same file on a device that was mounted again: nothing but the size can be compared
     elif was["inode"] != now["inode"]:
@@ -301,11 +301,6 @@ def _judged(was: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
     if accept:
         return "The kernel continues with it as it is now.", False
     return "Put it back. " + _ACCEPT, True
-
-
-def _unwritten(was: Facts, now: Facts) -> bool:
-    """Whether it is the same file, with nothing but its rights, names or device number changed."""
-    return bool(was["inode"] == now["inode"] and was["mtime"] == now["mtime"])
 
 
 def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismatch]:

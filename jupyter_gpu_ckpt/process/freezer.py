@@ -177,10 +177,9 @@ class FrozenThreads:
             seen = procfs.stat(self._pid, tid)
         except procfs.GONE:  # it ended, and the threads that it made meanwhile are not listed
             return False
-        # The first thread stays as a zombie while there are others.
-        return (
-            tid in self._frozen or _KEPT_RUNNING.match(seen.name) is not None or (tid == self._pid and seen.has_ended)
-        )
+        if tid == self._pid and seen.has_ended:  # the first thread stays as a zombie while there are others
+            return True
+        return tid in self._frozen or _KEPT_RUNNING.match(seen.name) is not None
 
     def _is_safe(self, tid: int, shared: _Shared, *, lenient: bool) -> bool:
         call = _SystemCall.of(self._pid, tid)

@@ -542,7 +542,6 @@ class _Process:
                 self.sockets[number] = notes
 
     def facts_of(self, path: str) -> file_facts.FileFacts:
-        """Return the facts of the file at a path of the process."""
         directory = os.open(f"{self.root}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return file_facts.within_timeout(path.lstrip("/"), directory)
@@ -629,21 +628,18 @@ class _Process:
             for what in injection.unproven(user):
                 self.found.refuse(what)
             if not allow_unconfined and self.suspects and injection.confined(self.suspects, user, group):
-                self.found.refuse(
-                    "a confinement by Landlock",
-                    hint="It would come back without it. Run what is to be confined in a process of its own, or the "
-                    "administrator sets GpuCkptProvisioner.allow_unconfined_wake.",
-                )
+                others = "or the administrator sets GpuCkptProvisioner.allow_unconfined_wake."
+                hint = f"It would come back without it. Run what is to be confined in a process of its own, {others}"
+                self.found.refuse("a confinement by Landlock", hint=hint)
 
     def ended_children(self, injection: Injection) -> None:
         """Refuse an ended child that CRIU itself had restored: Linux may hide its exit code from an ordinary user."""
         for child in procfs.children(self.pid):
             seen = procfs.stat(child)
             if seen.state == "Z" and injection.end_of(child) not in (None, seen.exit_code):
-                self.found.refuse(
-                    f"an ended child (process {child}) of which Linux does not tell how it ended",
-                    hint="Wait for it (os.waitpid, or the poll method of its Popen) and try again.",
-                )
+                hint = "Wait for it (os.waitpid, or the poll method of its Popen) and try again."
+                what = f"an ended child (process {child}) of which Linux does not tell how it ended"
+                self.found.refuse(what, hint=hint)
 
 
 def describe(refusals: list[dict[str, str]]) -> str:

@@ -124,10 +124,8 @@ def umount(target: str) -> None:
 
 def pidfd_getfd(pidfd: int, number: int) -> int:
     """A copy of another process's descriptor ``number``, close-on-exec.  Needs the right to trace that process."""
-    return check(
-        libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)),
-        "pidfd_getfd",
-    )
+    arguments = ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0)
+    return check(libc.syscall(ctypes.c_long(SYS_PIDFD_GETFD), *arguments), "pidfd_getfd")
 
 
 @contextlib.contextmanager
@@ -167,11 +165,6 @@ def drop_capabilities() -> None:
     """Drop every capability of the calling thread."""
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)
     check(libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(bytes(24))), "capset")
-
-
-def clear_ambient() -> None:
-    """Let programs started from here on have no capability: a notebook's kernel is an ordinary process."""
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
 
 
 # -- state of other processes

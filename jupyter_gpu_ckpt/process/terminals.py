@@ -176,18 +176,15 @@ class Terminals:
         self._slaves: dict[int, int] = {}
         self.contents: dict[int, Content] = {}
         try:
-            self._find()
+            for pid in procfs.pids():
+                with contextlib.suppress(*procfs.GONE):
+                    # A zombie has no descriptors, and its directory of them is root's.
+                    if pid != os.getpid() and not procfs.stat(pid).has_ended:
+                        for number in procfs.descriptors(pid):
+                            self._add(pid, number)
         except BaseException:
             self.close()
             raise
-
-    def _find(self) -> None:
-        for pid in procfs.pids():
-            with contextlib.suppress(*procfs.GONE):
-                # A zombie has no descriptors, and its directory of them is root's.
-                if pid != os.getpid() and not procfs.stat(pid).has_ended:
-                    for number in procfs.descriptors(pid):
-                        self._add(pid, number)
 
     def _add(self, pid: int, fd: int) -> None:
         device = None

@@ -303,11 +303,9 @@ class Remote:
         if not keep:
             self._claim(id)
         if store.free() < manifest.bytes:
-            raise NoSpace(
-                "The image does not fit on the disk of the image directory.",
-                left=f"the image {id} is whole where it is, and was not fetched",
-                needed=manifest.bytes,
-            )
+            message = "The image does not fit on the disk of the image directory."
+            left = f"the image {id} is whole where it is, and was not fetched"
+            raise NoSpace(message, left=left, needed=manifest.bytes)
         with _mapped_errors():
             wrong = self._receive(directory, manifest, progress)
         try:
@@ -367,12 +365,9 @@ class Remote:
             if claim is None:
                 raise
             host = str(claim.get("hostname", ""))
-            raise ImageBusy(
-                f"Image {id} was claimed by {host or 'another host'}.",
-                hint="Use the kernel there. If that host is gone for good, pull a copy with --keep.",
-                image=id,
-                hostname=host,
-            ) from None
+            message = f"Image {id} was claimed by {host or 'another host'}."
+            hint = "Use the kernel there. If that host is gone for good, pull a copy with --keep."
+            raise ImageBusy(message, hint=hint, image=id, hostname=host) from None
 
     # -- both
 

@@ -105,10 +105,7 @@ def _lives(pid: int) -> bool:
 
 
 def resume(pid: int, leader: Tracee | None = None) -> None:
-    """End the stop of a process without a call of its own handler of SIGCONT.
-
-    ``leader``: its main thread, if the caller traces that.  Raises `ProcessLookupError`.
-    """
+    """End the stop of a process without a call of its own handler of SIGCONT.  ``leader``: as for `Injection.into`."""
     with ExitStack() as stack:
         if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
@@ -138,10 +135,7 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
 
 
 def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> Iterator[tuple[int, bool]]:
-    """Stop ``root`` and its descendants, a parent before its children.  Yields each, and whether it ran before.
-
-    ``frozen``: threads of ``root``, see `stop`.
-    """
+    """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: of ``root``."""
     pending = [root]
     while pending:
         pid = pending.pop()
@@ -313,10 +307,7 @@ class CriuGuard:
         return ", ".join(why)
 
     def finish(self, success: bool) -> None:
-        """Leave the processes stopped after CRIU's ``success``; else repair them and let them run.
-
-        Raises `OSError` after everything else was done.
-        """
+        """Leave the processes stopped after ``success``, else repair them and let them run; then raise `OSError`."""
         with ExitStack() as stack:
             if not success:
                 stack.callback(self.resume)

@@ -211,10 +211,9 @@ class Init:
     def reap(self) -> None:
         """Collect children that have ended or stopped."""
         while True:
-            try:
+            pid = 0
+            with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
             if pid == 0:
                 return
             was_traced = release_late(pid, status)
@@ -222,13 +221,11 @@ class Init:
                 if not was_traced:
                     # A child of a CRIU that was killed, come to us just before it asked its parent to trace it.
                     os.kill(pid, signal.SIGKILL)
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            if pid == self.kernel:
-                self.kernel_status = code
+            elif pid == self.kernel:
+                self.kernel_status = os.waitstatus_to_exitcode(status)
                 self.kernel_ended = time.monotonic()
             elif self.job and pid == self.job.pid:
-                self.finish_job(self.job, code)
+                self.finish_job(self.job, os.waitstatus_to_exitcode(status))
 
     def finish_job(self, job: RunningProgram, code: int) -> None:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
@@ -252,10 +249,7 @@ class Init:
                 print(f"gpu-ckpt-init: {why}", file=sys.stderr, flush=True)
 
     def drain_terminals(self, path: str) -> None:
-        """Take the data out of the terminals of stopped processes, before a dump, and write it to a file.
-
-        After failure nothing is taken out.  Raises `OSError`.
-        """
+        """Move the data in the terminals of stopped processes to a file.  After failure nothing has moved."""
         self.terminals = Terminals()
         try:
             self.terminals.drain()
@@ -587,9 +581,8 @@ def main(argument: str) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         if pid:
-            os.close(directory)
-            os.close(host_mounts)
-            os.close(report)
+            for fd in (directory, host_mounts, report):
+                os.close(fd)
             return wait_for_init(pid)
         at = "init"
         os.setsid()

@@ -45,10 +45,7 @@ Origin = Literal["system", "unpacked", "environment"]
 
 @dataclass(frozen=True)
 class CriuBinary:
-    """A CRIU that starts.
-
-    ``argv`` comes before CRIU's own arguments: its path, or a loader with its library path and CRIU's path.
-    """
+    """A CRIU that starts.  ``argv``: its path, or a loader with its library path and CRIU's path."""
 
     argv: tuple[str, ...]
     version: tuple[int, ...]

@@ -42,10 +42,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool, mode: i
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of killed writers of ``path``.  Raises `OSError`.
-
-    A write that is under way at the same time may fail with `FileNotFoundError`.
-    """
+    """Remove temporary files of killed writers of ``path``; a write under way may fail with `FileNotFoundError`."""
     for draft in path.parent.glob(f"{_prefix(path)}????????"):
         draft.unlink(missing_ok=True)
 

@@ -45,10 +45,7 @@ def read(path: Path, into: memoryview, length: int, offset: int = 0) -> memoryvi
 
 
 def write(path: Path, data: memoryview, length: int, *, offset: int = 0, size: int) -> None:
-    """Write the first ``length`` bytes of a `buffer` at ``offset`` of a file of ``size`` bytes, made if missing.
-
-    ``offset``: aligned.  Raises `OSError`.
-    """
+    """Write ``length`` bytes of a `buffer` at the aligned ``offset`` of a file that is to have ``size`` bytes."""
     try:
         _write(path, data, length, offset, size, os.O_DIRECT)
     except OSError as error:

@@ -8,10 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 
 
 class BackgroundTask:
-    """Run ``work`` on a thread called ``name``.  ``work`` gets a function that raises `CancelledError` after `cancel`.
-
-    Every method may be called from any thread.
-    """
+    """Run ``work`` on a thread, with a function that raises `CancelledError` after `cancel`.  Thread-safe."""
 
     def __init__(self, name: str, work: Callable[[Callable[[], None]], object]) -> None:
         self._cancelled = threading.Event()

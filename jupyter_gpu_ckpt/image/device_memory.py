@@ -166,10 +166,7 @@ def entries(manifest: Manifest) -> dict[str, FileEntry]:
 
 
 def _each(size: int, work: Callable[[str, memoryview], T], depth: int) -> list[T]:
-    """Call ``work`` with the name and a buffer of each chunk of ``size`` bytes, ``depth`` at a time.
-
-    Returns the results.  After an error no further chunk is begun.
-    """
+    """Return ``work`` of the name and a buffer of each chunk, ``depth`` at a time; after an error no chunk is begun."""
     starts = range(0, size, CHUNK)
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(min(depth, len(starts))):

@@ -57,10 +57,7 @@ class Secret:
 
 
 def secret(source: str) -> Secret:
-    """Read the key from ``file:PATH``, ``env:NAME`` or ``command:COMMAND`` (run without a shell).
-
-    Raises `KeyUnusable`.
-    """
+    """Read the key from ``file:PATH``, ``env:NAME`` or ``command:COMMAND`` (without a shell).  Raises `KeyUnusable`."""
     kind, _, value = source.partition(":")
     try:
         if kind == "file":
@@ -94,10 +91,7 @@ class Cipher:
 
     @classmethod
     def from_manifest(cls, secret: Secret | None, facts: dict[str, Any]) -> Cipher:
-        """Make the cipher of an image with these ``facts`` in its manifest.
-
-        Raises `KeyUnusable` when ``secret`` is not its key.
-        """
+        """Make the cipher of an image by its manifest.  Raises `KeyUnusable` when ``secret`` is not its key."""
         if facts.get("algorithm") != ALGORITHM or facts.get("chunk") != CHUNK:
             raise KeyUnusable("The image is encrypted in a way that this release does not know.")
         if secret is None or secret.id != facts.get("key"):
@@ -311,10 +305,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Readable:
-    """The files of an image as a restore reads them.
-
-    ``criu_directory`` has CRIU's files as CRIU wrote them; ``codec`` reads the files of ``device_directory``.
-    """
+    """An image for a restore: CRIU's files as CRIU wrote them, and device memory, which ``codec`` reads."""
 
     criu_directory: Path
     device_directory: Path

@@ -45,10 +45,7 @@ class Generations:
         self._raise_to(manifest.kernel_id, published=manifest.generation)
 
     def record_restored(self, kernel_id: str, generation: int | None = None) -> None:
-        """Record that the kernel runs on after its image of ``generation`` (or the last): no older one is valid.
-
-        Raises `KeyUnusable`.
-        """
+        """Record that the kernel runs on after this image, or its last: older ones are void.  Raises `KeyUnusable`."""
         if generation is None:
             generation = self._read(kernel_id)["published"]
         if generation:
@@ -64,10 +61,7 @@ class Generations:
             raise ImageStale("The kernel came back from this image and has run on since.", image=manifest.id)
 
     def close(self, kernel_id: str) -> None:
-        """Move the record of a kernel that has ended and has no image to the common file.
-
-        Raises `KeyUnusable`; the record then stays where it was.
-        """
+        """Move the record of an ended kernel without an image to the common file.  Raises `KeyUnusable`."""
         path = self._path(kernel_id)
         if not path.exists():
             return

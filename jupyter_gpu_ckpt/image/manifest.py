@@ -35,10 +35,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts about one image.
-
-    Sizes are bytes, times seconds since the epoch, clocks nanoseconds, durations seconds.
-    """
+    """Facts about an image.  Sizes are bytes, times seconds since the epoch, clocks nanoseconds, durations seconds."""
 
     id: str
     kernel_id: str

@@ -19,10 +19,7 @@ class Limits:
 
 
 def choose(images: Iterable[Image], limits: Limits, now: float, protected: Callable[[Image], bool]) -> list[Image]:
-    """Return the images to delete, oldest first.
-
-    A ``protected`` image is never chosen, but it counts.  ``now``: seconds since the epoch.
-    """
+    """Return the images to delete, oldest first; a ``protected`` one only counts.  ``now``: seconds since the epoch."""
     newest_first = sorted(images, key=lambda image: (image.manifest.created, image.id), reverse=True)
     kept: list[Image] = []
     going: list[Image] = []

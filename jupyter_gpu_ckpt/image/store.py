@@ -78,10 +78,7 @@ class Store:
         return used(self.images(), sum(_bytes(self.root / id) for id in self.damaged()))
 
     def begin(self, kernel_id: str, needed: int = 0) -> Draft:
-        """Begin an image of a kernel, which may need ``needed`` bytes.
-
-        Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`; then there is no draft.
-        """
+        """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`."""
         self.prepare()
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
@@ -128,10 +125,7 @@ class Store:
         return Image(path, manifest)
 
     def _own(self, id: str) -> Path:
-        """Return the directory of an image of this user, whatever is in it.
-
-        CRIU trusts its images completely: what another user wrote is not brought to life as us.
-        """
+        """Return the directory of an image of this user: CRIU would bring to life what another user wrote as us."""
         path = self.root / id
         if not id or "/" in id or id.startswith("."):
             raise ImageNotFound(f"There is no image {id!r}.", image=id)
@@ -192,10 +186,7 @@ class Store:
         self.generations.require_current(verified)
 
     def readable(self, image: Image) -> AbstractContextManager[encryption.Readable]:
-        """Make the files of ``image`` readable for a restore, in the body.
-
-        Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`.
-        """
+        """Make ``image`` readable in the body.  Raises `KeyUnusable`, `ImageDamaged`, `NoMemory`, `ImageBusy`."""
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:

@@ -55,10 +55,7 @@ def prepare(named: Path) -> None:
 
 
 def obstacle(named: Path) -> StoreShared | None:
-    """Return what `prepare` would raise because others can enter or remove the directory; nothing is made.
-
-    Called from the doctor too.  Raises `OSError`.
-    """
+    """Return what `prepare` would raise because others can enter or remove the directory; make nothing."""
     own = of_user(named)
     if own != named:
         if problem := _shareable(named):

@@ -213,10 +213,7 @@ def _digest(
 
 
 def _blocks(fd: int, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
-    """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one.
-
-    Raises `OSError`.
-    """
+    """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one."""
     count = min(DEPTH, -(-size // BLOCK))
     buffers = [memoryview(mmap.mmap(-1, min(BLOCK, size))) for _ in range(count)]
     pending: deque[Future[memoryview]] = deque()

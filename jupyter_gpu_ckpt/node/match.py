@@ -24,10 +24,7 @@ __all__ = ["Facts", "Mismatch", "accepted_files", "fingerprint", "inspect_node",
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One difference.  ``field``: a stable word for programs; ``hard``: the image cannot be restored here.
-
-    ``path``: the file that differs, if it is a file.
-    """
+    """A difference.  ``field``: a stable word; ``hard``: the image cannot be restored here; ``path``: of a file."""
 
     field: str
     what: str

@@ -81,10 +81,7 @@ class FrozenThreads:
         )
 
     def freeze_stopped(self, deadline: float) -> None:
-        """Freeze threads that are in a group stop, wherever they are.
-
-        The stop may end then (SIGCONT), and the frozen threads do not run.
-        """
+        """Freeze threads in a group stop, wherever they are.  The stop may end then (SIGCONT), and they do not run."""
         self._repeat(deadline, lambda *_: True, insist=True)
 
     def freeze_waiting_in_driver(self) -> None:

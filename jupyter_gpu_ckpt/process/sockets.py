@@ -96,10 +96,7 @@ def _kind_of(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def refusal(sock: socket.socket, descriptors: int) -> str:
-    """Why the socket cannot come back, as a noun phrase; empty if it can.
-
-    ``descriptors``: the number of those queued in it, from its fdinfo.
-    """
+    """Why a socket with so many ``descriptors`` queued in it cannot come back, as a noun phrase; empty if it can."""
     family, kind, protocol = _kind_of(sock)
     if family == socket.AF_UNIX:
         return _unix_refusal(sock, descriptors) if (family, kind, protocol) in _UNIX else "a unix socket of a new type"

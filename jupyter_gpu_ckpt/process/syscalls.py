@@ -16,27 +16,18 @@ import struct
 import termios
 from collections.abc import Callable, Iterator
 
-CLONE_NEWTIME = 0x00000080
-CLONE_NEWNS = 0x00020000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
+CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID = 0x00000080, 0x00020000, 0x10000000, 0x20000000
 
 #: The same on all architectures, as all numbers above 423.
 SYS_PIDFD_GETFD = 438
 
-MS_NOSUID = 0x2
-MS_NODEV = 0x4
-MS_NOEXEC = 0x8
-MS_BIND = 0x1000
-MS_REC = 0x4000
-MS_SLAVE = 0x80000
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x2, 0x4, 0x8
+MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 _MNT_DETACH = 0x2
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_RAISE = 2
-PR_CAP_AMBIENT_CLEAR_ALL = 4
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, PR_CAP_AMBIENT_CLEAR_ALL = 47, 2, 4
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
@@ -55,38 +46,19 @@ _SCHED_ATTR_BYTES = 56
 EPIOCSPARAMS, EPIOCGPARAMS = 0x40088A01, 0x80088A02
 _TFD_IOC_SET_TICKS = 0x40085400
 
-#: Numbers of system calls on x86_64 and aarch64.
-_BY_MACHINE = {
-    "kcmp": (312, 272),
-    "ioprio_get": (252, 31),
-    "ioprio_set": (251, 30),
-    "sched_getattr": (315, 275),
-    "sched_setattr": (314, 274),
-    "personality": (135, 92),
-    "prctl": (157, 167),
-    "keyctl": (250, 219),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "eventfd2": (290, 19),
-    "dup3": (292, 24),
-    "close": (3, 57),
-    "epoll_ctl": (233, 21),
-    "mlock2": (325, 284),
-    "mlockall": (151, 230),
-    "mmap": (9, 222),
-    "munmap": (11, 215),
-    "waitid": (247, 95),
-    "mprotect": (10, 226),
-    "rt_sigaction": (13, 134),
-    "getpid": (39, 172),
-    "read": (0, 63),
-    "futex": (202, 98),
-}
+#: Names of system calls, with their numbers on x86_64 and on aarch64.
+_BY_MACHINE = """
+    kcmp 312 272  ioprio_get 252 31  ioprio_set 251 30  sched_getattr 315 275  sched_setattr 314 274
+    personality 135 92  prctl 157 167  keyctl 250 219  mbind 237 235  set_mempolicy 238 237
+    eventfd2 290 19  dup3 292 24  close 3 57  read 0 63  epoll_ctl 233 21  waitid 247 95  futex 202 98
+    mlock2 325 284  mlockall 151 230  mmap 9 222  munmap 11 215  mprotect 10 226  rt_sigaction 13 134  getpid 39 172
+"""
 _MACHINES = ("x86_64", "aarch64")
 #: The numbers of this host; without those of `_BY_MACHINE` on another machine, which a capsule's init refuses.
 NUMBERS = {"openat2": 437, "landlock_create_ruleset": 444, "mseal": 462}  # the same on all machines
 if os.uname().machine in _MACHINES:
-    NUMBERS |= {name: numbers[_MACHINES.index(os.uname().machine)] for name, numbers in _BY_MACHINE.items()}
+    _words = _BY_MACHINE.split()
+    NUMBERS |= dict(zip(_words[::3], map(int, _words[1 + _MACHINES.index(os.uname().machine) :: 3]), strict=True))
 if os.uname().machine == "x86_64":
     NUMBERS |= {"modify_ldt": 154, "arch_prctl": 158}
 

@@ -165,10 +165,7 @@ class _Waiter:
 
 
 class Terminals:
-    """The pseudo-terminals whose masters processes of this pid namespace have open; all those must be stopped.
-
-    Raises `OSError`.
-    """
+    """The pseudo-terminals whose masters the stopped processes of this pid namespace have open.  Raises `OSError`."""
 
     def __init__(self) -> None:
         self._masters: dict[int, int] = {}
@@ -206,10 +203,7 @@ class Terminals:
             raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
 
     def drain(self) -> None:
-        """Move unread data into ``contents``.  After failure it is in the terminals again.
-
-        Raises `Unsupported` for a terminal with more data than a new one takes.
-        """
+        """Move unread data into ``contents``; after failure it is where it was.  Raises `OSError`, `Unsupported`."""
         try:
             for number in self._masters:
                 content = Content()
@@ -380,10 +374,7 @@ def _too_much(number: int) -> Unsupported:
 
 
 def _type(master: int, typed: bytes, echoed: bytes, waiter: _Waiter) -> int:
-    """Write to the slave's input, and wait for the echo: data must have arrived before the modes change.
-
-    Returns the bytes that did not fit.
-    """
+    """Write to the slave's input, and wait for the echo: only then may modes change.  Return the bytes left over."""
     while typed:
         length = _CHUNK
         if typed[:length].endswith(_LITERAL):

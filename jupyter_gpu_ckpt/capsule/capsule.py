@@ -346,19 +346,10 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
         Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data.
         """
-        request = {
-            "verb": "run",
-            "argv": list(argv),
-            "env": dict(env),
-            "cwd": str(cwd),
-            "timeout": timeout,
-            "output": str(output),
-            "inherit_pipes": inherit_pipes,
-            "grace": grace,
-            "on_kernel": on_kernel,
-            "terminals": str(terminals or ""),
-        }
-        reply, _ = self._request(request, timeout + grace + ANSWER)
+        program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
+        limits = {"timeout": timeout, "grace": grace}
+        kernel = {"inherit_pipes": inherit_pipes, "on_kernel": on_kernel, "terminals": str(terminals or "")}
+        reply, _ = self._request({"verb": "run", **program, **limits, **kernel}, timeout + grace + ANSWER)
         if "unsupported_terminal" in reply:
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"])

@@ -127,11 +127,9 @@ class Criu:
         directory: Path,
         timeout: float,
         options: Sequence[str],
-        inherit_pipes: bool = False,
         work: Path | None = None,
     ) -> Ran:
         work = work or capsule.directory
-        rootless = ["--unprivileged"] if os.geteuid() != 0 else []
         arguments = [
             *self.argv,
             verb,
@@ -145,7 +143,7 @@ class Criu:
             # CRIU's own alarm: it covers the freezing of the processes only.
             "--timeout",
             str(max(1, int(timeout))),
-            *rootless,
+            *(["--unprivileged"] if os.geteuid() != 0 else []),
             *(word for option in OPTIONS for word in option),
             *options,
         ]
@@ -165,7 +163,7 @@ class Criu:
                 # A half-restored process ends with the capsule anyhow; a dumped one is the user's work.
                 grace=GRACE if verb == "dump" else 0.0,
                 env=ENVIRONMENT,
-                inherit_pipes=inherit_pipes,
+                inherit_pipes=verb == "restore",
                 on_kernel=verb == "dump",
                 terminals=directory / terminals.FILE,
             )
@@ -233,7 +231,7 @@ class Criu:
         options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
-        ran = self._run("restore", capsule, directory, timeout, options, inherit_pipes=True)
+        ran = self._run("restore", capsule, directory, timeout, options)
         before_running()
         vital, changed = capsule.reapply(notes) if notes else ([], [])
         if vital:

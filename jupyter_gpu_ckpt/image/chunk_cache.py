@@ -45,9 +45,8 @@ class ChunkCache:
         self.root = root
         self._path = root / f"{layout.DRAFT}chunks-{secrets.token_hex(6)}"
         self._entries: dict[str, FileEntry] = {}
-        self._lock = FileLock(
-            self._path.with_name(f"{self._path.name}{layout.LOCK}"), timeout=0, mode=0o600, thread_local=False
-        )
+        lock = root / f"{self._path.name}{layout.LOCK}"
+        self._lock = FileLock(lock, timeout=0, mode=0o600, thread_local=False)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpu-ckpt-chunks")
         self._stopped = threading.Event()
         self._written: Future[bool] | None = None
@@ -129,12 +128,11 @@ class ChunkCache:
         """Rename the chunk ``name`` to ``target``; False if it is not cached with this content.  From any thread."""
         if self._entries.get(name) != content:
             return False
-        try:
+        with contextlib.suppress(OSError):  # removed behind our back
             (self._path / name).rename(target)
-        except OSError:  # removed behind our back
-            return False
-        self._entries.pop(name, None)
-        return True
+            self._entries.pop(name, None)
+            return True
+        return False
 
     def clear(self) -> None:
         """Empty the cache and wait for that; it can be filled again.  Never raises."""

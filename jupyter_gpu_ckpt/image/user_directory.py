@@ -58,8 +58,15 @@ def obstacle(named: Path) -> StoreShared | None:
     """Return what `prepare` would raise because others can enter or remove the directory; make nothing."""
     own = of_user(named)
     if own != named:
-        if problem := _shareable(named):
-            return problem
+        facts = named.stat()
+        if facts.st_uid not in (0, os.geteuid()):
+            hint = f"An administrator makes it root's: `chown root {_quoted(named)}; chmod 1777 {_quoted(named)}`."
+            message = "The image directory belongs to another user, who could take your images away."
+            return StoreShared(message, hint=hint, directory=str(named))
+        if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+            hint = f"An administrator makes it sticky: `chmod +t {_quoted(named)}`."
+            message = "The image directory is one in which other users could take your images away."
+            return StoreShared(message, hint=hint, directory=str(named))
         if not os.path.lexists(own) and not os.access(named, os.W_OK | os.X_OK):
             made = f"install -d -m 700 -o {os.geteuid()} -g {os.getegid()} {_quoted(own)}"
             hint = f"An administrator makes yours, `{made}`, or lets everybody make one: `chmod 1777 {_quoted(named)}`."
@@ -78,19 +85,6 @@ def is_private(own: Path) -> bool:
     # In a directory that others can write to, a link may be an attack; elsewhere the user made it.
     facts = own.lstat() if own.parent.stat().st_mode & 0o022 else own.stat()
     return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o077
-
-
-def _shareable(named: Path) -> StoreShared | None:
-    facts = named.stat()
-    if facts.st_uid not in (0, os.geteuid()):
-        hint = f"An administrator makes it root's: `chown root {_quoted(named)}; chmod 1777 {_quoted(named)}`."
-        message = "The image directory belongs to another user, who could take your images away."
-        return StoreShared(message, hint=hint, directory=str(named))
-    if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
-        hint = f"An administrator makes it sticky: `chmod +t {_quoted(named)}`."
-        message = "The image directory is one in which other users could take your images away."
-        return StoreShared(message, hint=hint, directory=str(named))
-    return None
 
 
 def _require_links(own: Path) -> None:

@@ -80,12 +80,11 @@ def file_facts(path: str) -> dict[str, Any] | None:
 
     Opens nothing: the file at ``path`` may be another user's named pipe by now.
     """
-    try:
+    with contextlib.suppress(OSError, ValueError):
         status = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    device, inode, size, mtime, ctime = identity(status)
-    return {"size": size, "mode": status.st_mode, "device": device, "inode": inode, "mtime": mtime, "ctime": ctime}
+        device, inode, size, mtime, ctime = identity(status)
+        return {"size": size, "mode": status.st_mode, "device": device, "inode": inode, "mtime": mtime, "ctime": ctime}
+    return None
 
 
 def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
@@ -184,12 +183,10 @@ def packages(paths: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def installed(directory: str) -> dict[str, str]:
     """Versions by distribution in one directory (the names of its ``.dist-info``s); empty when it is not there."""
-    found = {}
     with contextlib.suppress(OSError):
-        for path in Path(directory).iterdir():
-            if match := _DISTRIBUTION.fullmatch(path.name):
-                found[match["name"]] = match["version"]
-    return found
+        matches = [_DISTRIBUTION.fullmatch(path.name) for path in Path(directory).iterdir()]
+        return {match["name"]: match["version"] for match in matches if match}
+    return {}
 
 
 def mounts() -> dict[str, str]:

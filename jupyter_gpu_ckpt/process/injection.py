@@ -163,7 +163,10 @@ class Injection:
         A thread in a domain may not inspect a process outside of it: kcmp(2) with such a process, of the same user
         and without capabilities, gives EPERM.  The thread with itself may; where it may not, a filter forbids the call.
         """
-        if not has_landlock():
+        try:
+            if syscalls.call("landlock_create_ruleset", 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) <= 0:
+                return False
+        except OSError:  # not built in, or not switched on; or forbidden to the caller, and so to all that it starts
             return False
         # The caller itself is such a process where it has no more rights than they: root's.
         if os.geteuid() == 0:
@@ -191,14 +194,6 @@ class Injection:
             "mdwe": ("prctl", PR_SET_MDWE, settings.get("mdwe", 0)),
         }
         return [name for name, call in calls.items() if name in settings and self.call(*call) < 0]
-
-
-def has_landlock() -> bool:
-    """Whether this Linux has Landlock, and lets the caller use it."""
-    try:
-        return syscalls.call("landlock_create_ruleset", 0, 0, _LANDLOCK_CREATE_RULESET_VERSION) > 0
-    except OSError:  # not built in, or not switched on; or forbidden to the caller, and so to all that it starts
-        return False
 
 
 @contextlib.contextmanager

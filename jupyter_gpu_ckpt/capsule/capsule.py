@@ -11,7 +11,6 @@ namespace whose init has ended.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import random
@@ -480,9 +479,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             return
         try:
             os.killpg(self.host_pid, number)
-        except OSError as error:
-            if error.errno != errno.ESRCH:
-                raise
+        except ProcessLookupError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.host_pid, number)
 

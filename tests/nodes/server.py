@@ -62,7 +62,7 @@ class Server:
 
     def do_leave(self) -> None:
         """As a server that stops: the kernel is checkpointed, for the next server to adopt."""
-        run_sync(self.provisioner.leave)()
+        run_sync(self.provisioner.detach)()
         self.manager = None
 
     def do_occupy(self, *ports: int) -> None:

@@ -24,7 +24,7 @@ def hosts(tmp_path, criu_binary) -> Iterator[tuple[Host, Host, Path]]:
 
 def began(host: Host, transport: str = "ipc") -> dict[str, Any]:
     facts = host.ask("start", KERNEL_ID, transport)
-    assert "error" not in facts, (facts, host.log.read_text())
+    assert "error" not in facts, f"{facts} {host.log.read_text()}"
     return facts
 
 

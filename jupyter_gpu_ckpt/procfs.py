@@ -213,8 +213,7 @@ def parse_mounts(text: str) -> list[Mount]:
 def sockets(table: str, pid: Pid = "self") -> list[list[str]]:
     """Rows of ``/proc/PID/net/TABLE`` (``tcp``, ``udp6``, ``unix`` ...), split at blanks, without the header.
 
-    The path of a unix socket is one word, also with blanks.  Empty on a Linux without this family, or once the process
-    is gone.
+    The path of a unix socket is one word, also with blanks.  Empty without this family, or once the process is gone.
     """
     with contextlib.suppress(OSError):
         rows = lines(read(f"/proc/{pid}/net/{table}"))[1:]

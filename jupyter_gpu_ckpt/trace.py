@@ -40,8 +40,7 @@ class StepEvent:
     """The start or end of a step, or a moment in between (``running``, emitted by the server's monitor).
 
     ``seconds`` is the step's duration (monotonic; ``None`` on ``started``), ``bytes`` the bytes it moved if known, both
-    up to now while it is ``running``; ``code`` the error's stable code on ``failed``.  Contains no path, token or user
-    content.
+    up to now while it is ``running``; ``code`` the error's code on ``failed``.  Without paths, tokens, user content.
     """
 
     kind: Literal["started", "running", "completed", "failed"]

@@ -30,9 +30,7 @@ class History:
         """Write out cached lines, stop the saving thread and close both connections; return whether there were any.
 
         Session number, input and output caches stay as they are.  A database that cannot be written now (locked by
-        another kernel) loses nothing: its lines stay cached and are written after `reopen`.
-
-        After failure: call `reopen`.
+        another kernel) loses nothing: its lines stay cached and are written after `reopen`.  After failure: `reopen`.
         """
         manager = getattr(self._shell, "history_manager", None)
         if self.closed or manager is None or not manager.enabled or str(manager.hist_file) == ":memory:":

@@ -46,9 +46,7 @@ class IOPub:
 
         The socket object stays, with its handler and the key that authenticates the children's messages.  The listener
         stays open while a living child has it open, too (every forked one): it could not be bound again, and the
-        child's output would be lost.
-
-        After failure: call `bind`.
+        child's output would be lost.  After failure: call `bind`.
         """
         port = self.port
         if port is None or any(_listener(str(child["pid"]), port) for child in probes.children()):

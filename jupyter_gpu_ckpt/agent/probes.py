@@ -163,8 +163,7 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
     """Return sockets connected to other processes, and listeners: ``kind``, ``local`` and ``remote``.
 
     Left out: the kernel's own channels, socket pairs within the process, and listening unix sockets, which are
-    restored.  Reads /proc/self/net (proc(5)); makes no socket objects, whose construction may switch a user's socket to
-    non-blocking.
+    restored.  Reads /proc/self/net (proc(5)): to make socket objects may switch a user's socket to non-blocking.
     """
     ports, paths = own
     tables: dict[str, dict[str, str]] = {}

@@ -214,9 +214,8 @@ class FastPath:
 
         The process is ``LOCKED`` before and after.  With 0, the allocations are unchanged, and left to the driver.
         ``choose_directory`` gets their bytes and returns a directory on a disk if host memory is too small; if it
-        raises, nothing is swapped out.
-
-        *After failure* the kernel may be unlocked, and allocations swapped out: `swap_in` repairs that.
+        raises, nothing is swapped out.  *After failure* the kernel may be unlocked, and allocations swapped out:
+        `swap_in` repairs that.
         """
         pid = self._capsule.host_pid
         try:
@@ -265,10 +264,9 @@ class FastPath:
     def swap_in(self, *, lock_s: float, timeout_s: float) -> None:
         """Bring all allocations back to the device and unlock the kernel: ``LOCKED -> RUNNING``.
 
-        Also repairs the state in which `swap_out` or an earlier `swap_in` failed.
-
-        *After failure* nothing is lost: the kernel is suspended (`GpuFull` if the GPU has too little memory), or its
-        threads are frozen and the library may still be working; another `swap_in` continues from there.
+        Also repairs the state in which `swap_out` or an earlier `swap_in` failed.  *After failure* nothing is lost: the
+        kernel is suspended (`GpuFull` if the GPU has too little memory), or its threads are frozen and the library may
+        still be working; another `swap_in` continues from there.
         """
         pid = self._capsule.host_pid
         if not self.swapped_out():

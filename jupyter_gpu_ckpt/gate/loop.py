@@ -94,8 +94,7 @@ class Loop:
     def run(self, next_time: Callable[[], float | None], tick: Callable[[float], None]) -> None:
         """Run until `stop`.  Raises only what makes it impossible to continue.
 
-        ``next_time`` returns when (monotonic seconds) something falls due; ``tick`` is called with the time in each
-        iteration.
+        ``next_time`` returns when (monotonic seconds) something falls due; ``tick`` is called in each iteration.
         """
         while self._running:
             ready = dict(self._poller.poll(_milliseconds(next_time())))

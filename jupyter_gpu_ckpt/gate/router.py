@@ -176,8 +176,7 @@ class Router:
     def open(self, timeout: float) -> tuple[Future[None], float]:
         """Connect to the kernel if not connected, and wait until an answer came back over iopub.
 
-        Requests stay queued.  *After failure* the connection is closed again and the state is as before.  Raises
-        `KernelSilent`.
+        Requests stay queued.  *After failure* (`KernelSilent`) the connection is closed and the state as before.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state} already.")
@@ -281,8 +280,7 @@ class Router:
     def interrupt(self) -> bool:
         """Answer each queued execution as interrupted; False, and nothing is done, when the gate is open.
 
-        Then the kernel itself is to be interrupted.  A wake under way goes on: the cell is interrupted, and the kernel
-        may be needed for the next one.
+        Then the kernel itself is to be interrupted.  A wake goes on: the kernel may be needed for the next cell.
         """
         if self.state in (GateState.OPEN, GateState.DRAINING):
             return False

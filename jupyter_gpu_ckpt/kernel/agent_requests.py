@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..cuda.driver import CudaState
+from ..cuda.gpus import Gpu
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..gate.gate import Gate
 from ..lifecycle import preflight
@@ -91,20 +91,14 @@ class AgentRequests:
 
     def status(self, lifecycle: Lifecycle, report: dict[str, Any]) -> dict[str, Any]:
         """Return state, sizes in bytes, times in seconds, and preflight's findings; ``report`` is the agent's."""
-        capsule = lifecycle.capsule
-        if capsule is None:
+        if lifecycle.capsule is None:
             raise StateError(f"The kernel is {lifecycle.state.value}.")
-        engine, pid = lifecycle.engine, capsule.host_pid
         device: dict[str, int] = {}
-        gpus: list[dict[str, Any]] = []
+        gpus: list[Gpu] = []
         findings: list[preflight.PreflightFinding] = []
         try:
-            if engine.cuda.state(pid) is not CudaState.NONE:
-                device = engine.gpus.used_by(pid)
-                gpus = [
-                    {"uuid": gpu.uuid, "name": gpu.name, "total": gpu.total, "free": gpu.free, "used": gpu.used}
-                    for gpu in engine.gpus.list()
-                ]
+            if device := lifecycle.device_bytes():
+                gpus = lifecycle.engine.gpus.list()
             findings = lifecycle.findings()
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
@@ -114,10 +108,10 @@ class AgentRequests:
         return {
             "state": lifecycle.state.value,
             "device_bytes": device,
-            "gpus": gpus,
+            "gpus": [{"uuid": gpu.uuid, "name": gpu.name, "total": gpu.total, "free": gpu.free} for gpu in gpus],
             "process_bytes": resident,
             "image_bytes": estimate.image_bytes,
-            "disk_free": engine.store.free(),
+            "disk_free": lifecycle.engine.store.free(),
             "seconds": {"gpu_free": estimate.gpu_free, "saved": estimate.saved, "back": estimate.back},
             "findings": [finding.as_dict() for finding in findings],
             "protected_until": self.protection(),

@@ -45,8 +45,7 @@ from .host import UNFIT, KernelHost, Launch
 class GpuCkptProvisioner(LocalProvisioner):
     """Starts kernels in capsules behind a gate, and moves them between GPU, RAM and disk.
 
-    `suspend`, `resume`, `checkpoint`, `restore` and `state` are the programmatic interface, for the server extension
-    and policies.
+    `suspend`, `resume`, `checkpoint`, `restore` and `state` are for the server extension and policies.
     """
 
     image_dir = Unicode(help="Directory of the images; default: gpu-ckpt/images below Jupyter's data directory.").tag(
@@ -503,8 +502,7 @@ class GpuCkptProvisioner(LocalProvisioner):
     async def detach(self) -> None:
         """Called when the server stops: checkpoint the kernel, for the next server to attach.
 
-        A kernel that cannot be checkpointed now runs on without an owner.  Either way this provisioner has no kernel
-        afterwards.
+        A kernel that cannot be checkpointed now runs on without an owner.  Either way this provisioner has none then.
         """
         if self.lifecycle is None:
             return

@@ -131,8 +131,7 @@ def owned_kernel(directory: Path) -> dict[str, Any] | None:
 def reap(base: Path) -> list[Path]:
     """Remove and return the directories whose owner is gone and whose capsule (if any) has ended.
 
-    A capsule that outlives its owner stays, to be attached.  Raises `CapsuleError` when others lock the base for too
-    long.
+    A capsule that outlives its owner stays, to be attached.  Raises `CapsuleError` as `kernels` does.
     """
     removed = []
     if base.is_dir():

@@ -204,8 +204,7 @@ class Lifecycle:
     def detach(self) -> None:
         """Give up a kernel for another server to attach; a living one runs on without an owner.
 
-        CRIU is cancelled: a dump is undone, a restore keeps its image.  The driver's part of a verb cannot be
-        cancelled, and is waited for.
+        CRIU is cancelled: a dump is undone, a restore keeps its image.  Calls of the CUDA driver are waited for.
         """
         self._cancel(Reason.DETACH)
         with self._lock:
@@ -437,7 +436,6 @@ class Lifecycle:
                     self.gate.release()
 
     def _advance(self, event: machine.Event) -> Steps:
-        """Advance the machine by ``event`` and return the steps to run."""
         before = self.state
         self.kernel.machine, steps = machine.advance(self.kernel.machine, event)
         if self.state is not before:
@@ -446,7 +444,6 @@ class Lifecycle:
         return steps
 
     def _what_is_left(self) -> str:
-        """Return what is left of the kernel now, for the ``left`` of an error."""
         image = self.kernel.image or self.kernel.kept_image
         kept = f"the image is kept as {image.id}" if image else ""
         where = "in host memory" if self.kernel.spill_directory is None else "on the disk"

@@ -141,7 +141,9 @@ class Agent:
                 if not probes.probe(errors, "debugger", lambda: probes.debugger_in_use(self._kernel), True):
                     probes.probe(errors, "debugger", lambda: debugging.close(self._kernel), None)
                 rehomed, still_deleted = probes.probe(errors, "rehome", mappings.rehome, (0, None))
-                self._watch_for_cells()
+                if not self._watches_cells:
+                    self._shell.events.register("pre_execute", self._on_cell)
+                    self._watches_cells = True
                 self._history.close()
                 self._iopub.unbind()
             report = probes.report(self._kernel, self._iopub.port, errors)
@@ -188,17 +190,11 @@ class Agent:
     def _undo_quiesce(self, errors: list[str]) -> None:
         """Undo the ``files`` part of `quiesce`, in reverse; a step that fails does not stop the others."""
         probes.probe(errors, "pipe", self._iopub.bind, None)
-        problem = probes.probe(errors, "history", self._history.reopen, "")
-        if problem:
+        if problem := probes.probe(errors, "history", self._history.reopen, ""):
             errors.append(problem)
         if self._watches_cells:
             self._watches_cells = False
             probes.probe(errors, "events", lambda: self._shell.events.unregister("pre_execute", self._on_cell), None)
-
-    def _watch_for_cells(self) -> None:
-        if not self._watches_cells:
-            self._shell.events.register("pre_execute", self._on_cell)
-            self._watches_cells = True
 
     def _on_cell(self) -> None:
         """Called from IPython before a cell runs; after a thaw it is not registered any more."""

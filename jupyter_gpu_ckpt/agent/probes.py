@@ -101,23 +101,16 @@ def children() -> list[dict[str, Any]]:
         parents[int(name)], states[int(name)] = int(rest[1]), (command, rest[0])
     family = {int(os.readlink("/proc/self"))}
     found: list[int] = []
-    while True:
-        more = [pid for pid, parent in sorted(parents.items()) if parent in family and pid not in family]
-        if not more:
-            break
+    while more := [pid for pid, parent in sorted(parents.items()) if parent in family and pid not in family]:
         family.update(more)
         found += more
     return [{"pid": pid, "cmd": states[pid][0], "benign": _benign(pid, states[pid][1])} for pid in found]
 
 
 def _benign(pid: int, state: str) -> bool:
-    if state == "Z":
-        return True  # a zombie
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return _BENIGN.search(file.read()) is not None
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return state == "Z" or _BENIGN.search(file.read()) is not None
+    return state == "Z"  # a zombie
 
 
 def links(pid: str = "self") -> Iterator[tuple[int, str]]:
@@ -191,11 +184,9 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
 
 
 def _table(kind: str) -> list[list[str]]:
-    try:
-        with open(f"/proc/self/net/{kind}", encoding="utf-8", errors="replace") as file:
-            return [line.split() for line in file.readlines()[1:]]
-    except OSError:
-        return []  # a Linux without this family
+    with contextlib.suppress(OSError), open(f"/proc/self/net/{kind}", encoding="utf-8", errors="replace") as file:
+        return [line.split() for line in file.readlines()[1:]]
+    return []  # a Linux without this family
 
 
 def _address(text: str) -> str:

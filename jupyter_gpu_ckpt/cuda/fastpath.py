@@ -105,10 +105,6 @@ class Amounts:
     swapped_out: int = 0
 
 
-def _in_memory(_: int) -> None:
-    """Choose host memory for allocations of any size (`FastPath.swap_out`)."""
-
-
 class FastPath:
     """The allocations of the kernel in one capsule; none if the kernel has no library, and then nothing is done."""
 
@@ -208,7 +204,7 @@ class FastPath:
             os.close(memory)
 
     def swap_out(
-        self, *, lock_s: float, timeout_s: float, choose_directory: Callable[[int], Path | None] = _in_memory
+        self, *, lock_s: float, timeout_s: float, choose_directory: Callable[[int], Path | None] = lambda _: None
     ) -> int:
         """Copy all allocations to host memory and free them.  Return the bytes moved, 0 if the library cannot.
 

@@ -24,22 +24,13 @@ def shared_engine(image_dir: Path) -> Engine:
     """Return the engine for ``image_dir``: CRIU and the CUDA helper are shared.  Raises `HostError`."""
     with _engines_lock:
         if image_dir not in _engines:
-            known = next(iter(_engines.values()), None)
+            store, known = Store(image_dir), next(iter(_engines.values()), None)
             if known is None:
-                binary = find()
-                helper = Helper()
-                version = dotted(binary.version)
-                known = Engine(Criu(binary.argv), version, Cuda(helper), Gpus(helper), Store(image_dir))
-            store = Store(image_dir)
+                binary, helper = find(), Helper()
+                known = Engine(Criu(binary.argv), dotted(binary.version), Cuda(helper), Gpus(helper), store)
             store.sweep()
-            _engines[image_dir] = Engine(known.criu, known.criu_version, known.cuda, known.gpus, store)
+            _engines[image_dir] = dataclasses.replace(known, store=store)
         return _engines[image_dir]
-
-
-def use_engine(engine: Engine) -> None:
-    """Have this process use ``engine`` for its image directory: for tests, with GPUs of their own."""
-    with _engines_lock:
-        _engines[engine.store.named] = engine
 
 
 def with_own_store(engine: Engine, vault: Vault, quota: Quota) -> Engine:

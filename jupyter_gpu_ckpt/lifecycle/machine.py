@@ -58,17 +58,12 @@ class Step(enum.Enum):
 
 
 class Move(enum.Enum):
-    """A verb: a request to move the kernel between GPU, host memory and disk."""
+    """A verb: a request to move the kernel between GPU, host memory and disk (`driver.Lifecycle` has their meaning)."""
 
-    #: Move the CUDA state to host RAM.
     SUSPEND = "suspend"
-    #: Move the CUDA state back.
     RESUME = "resume"
-    #: Write everything to an image and end the process.
     CHECKPOINT = "checkpoint"
-    #: Bring the process back from its image.
     RESTORE = "restore"
-    #: Resume or restore, whatever the kernel needs to run.
     WAKE = "wake"
 
 

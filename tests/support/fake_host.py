@@ -25,7 +25,7 @@ from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import dotted, find
 from jupyter_gpu_ckpt.cuda.client import Helper
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel.engine import use_engine
+from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.lifecycle.context import Engine
 
 _MEMORY = "fake-device-memory.json"
@@ -93,5 +93,7 @@ def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost
     driver, binary = FakeHost(gpus), find()
     caller = helper(driver) if helper is not None else driver
     cards = FakeGpus(driver, image_dir.parent / "gpu-locks", caller)
-    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, Store(image_dir)))
+    store = Store(image_dir)
+    own = Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, store)
+    engine._engines[store.named] = own
     return driver

@@ -213,8 +213,7 @@ def load_ipython_extension(ip: Any) -> None:
 
 def unload_ipython_extension(ip: Any) -> None:
     """Called from ``%unload_ext``."""
-    agent = getattr(ip, NAME, None)
-    if agent is not None:
+    if (agent := getattr(ip, NAME, None)) is not None:
         agent.unregister()
         delattr(ip, NAME)
 

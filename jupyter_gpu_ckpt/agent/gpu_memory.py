@@ -49,8 +49,7 @@ def _torch() -> Any:
 
 
 def _trim_torch() -> int:
-    cuda = _torch()
-    if cuda is None:
+    if (cuda := _torch()) is None:
         return 0
     # Only devices this process has memory on: `synchronize` would create a context on the others.
     used = [index for index in range(cuda.device_count()) if cuda.memory_reserved(index)]
@@ -105,8 +104,7 @@ def _device(driver: Any, index: int) -> dict[str, Any]:
     driver.cuDeviceGetName(name, 256, index)
     driver.cuDeviceGetUuid(ctypes.byref(identity), index)
     allocated = reserved = 0
-    cuda = _torch()
-    if cuda is not None:
+    if (cuda := _torch()) is not None:
         allocated, reserved = int(cuda.memory_allocated(index)), int(cuda.memory_reserved(index))
     cupy = sys.modules.get("cupy")
     if cupy is not None and hasattr(cupy, "get_default_memory_pool"):

@@ -38,8 +38,7 @@ class History:
         from IPython.core.history import DummyDB
 
         self.closed = True  # first, so that `reopen` works after a failure here
-        thread = getattr(manager, "save_thread", None)
-        if thread is not None:
+        if (thread := getattr(manager, "save_thread", None)) is not None:
             self._thread_class = type(thread)
             thread.stop()  # joins it; the thread closes its own connection
             with contextlib.suppress(Exception):
@@ -64,8 +63,7 @@ class History:
             return ""
         self.closed = False
         manager = self._shell.history_manager
-        problem = _unreadable(manager)
-        if problem:
+        if problem := _unreadable(manager):
             # `init_db` would rename the user's file; history continues in memory, as IPython does without a file.
             manager.hist_file = ":memory:"
         manager.init_db()

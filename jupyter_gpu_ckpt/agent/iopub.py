@@ -63,8 +63,7 @@ class IOPub:
 
     def bind(self) -> None:
         """Listen again: on the same port if possible (children know it), else on a new one."""
-        port = self._unbound_port
-        if port is None:
+        if (port := self._unbound_port) is None:
             return
 
         def rebind() -> int:

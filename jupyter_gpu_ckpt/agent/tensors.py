@@ -96,8 +96,7 @@ def reachable(name: str, value: Any) -> Iterator[Tensor]:
             continue
         seen.add(id(value))
         with contextlib.suppress(Exception):  # a library in an unexpected state: its array is not in the table
-            tensor = _tensor(name, value)
-            if tensor is not None:
+            if (tensor := _tensor(name, value)) is not None:
                 yield tensor
         if depth < _DEPTH:
             for index, (part, child) in enumerate(_children(value)):

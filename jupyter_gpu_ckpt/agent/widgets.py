@@ -39,8 +39,7 @@ class CheckpointPanel(ipywidgets.VBox):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        agent = getattr(get_ipython(), _AGENT, None)
-        if agent is None:
+        if (agent := getattr(get_ipython(), _AGENT, None)) is None:
             raise HostError("This kernel has no agent: it was not started by jupyter_gpu_ckpt.")
         self._agent: Any = agent
         self._tensors: Any = sys.modules[f"{_AGENT}.tensors"]

@@ -194,8 +194,7 @@ class Helper:
 
     def _value(self, session: _Session, call: _Call, args: dict[str, Any], deadline: float) -> Any:
         reply = session.request(next(self._numbers), call, args, deadline)
-        error = reply.get("error")
-        if error is None:
+        if (error := reply.get("error")) is None:
             return reply["value"]
         if error["kind"] == "refused":
             raise DriverRefused(error["number"], error["name"])

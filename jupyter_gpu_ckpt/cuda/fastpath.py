@@ -407,8 +407,7 @@ def preload(built_in: Path = _NATIVE) -> Preload:
     An image names it among the files that its kernel has mapped, so another release must not replace it.  `freezer`
     recognizes it by the end of its name.
     """
-    built = sorted(built_in.glob("_fastpath*.so"))
-    if not built:
+    if not (built := sorted(built_in.glob("_fastpath*.so"))):
         return Preload(None, "it was not built: there was no C compiler when the package was installed")
     content = built[0].read_bytes()
     path = data_directory("native") / f"{hashlib.sha256(content).hexdigest()[:32]}{_LIBRARY}"

@@ -40,8 +40,7 @@ def locked(directory: Path, uuids: Iterable[str], timeout_s: float) -> Iterator[
         for uuid in sorted(set(uuids)):
             if not _NAME.fullmatch(uuid):
                 raise ValueError(f"not a GPU UUID: {uuid!r}")
-            descriptor = _lock(directory, uuid, deadline)
-            if descriptor is None:
+            if (descriptor := _lock(directory, uuid, deadline)) is None:
                 message = "Another kernel is being restored to the same GPU; this one was not tried."
                 raise GpuFull(message, hint="Nothing is lost. Run a cell again in a moment.", uuid=uuid, locked=True)
             descriptors.callback(os.close, descriptor)

@@ -98,8 +98,7 @@ class Gpus(Facade):
         computed less than one percent.  ``None`` where NVML has no samples (MIG, virtual GPUs, missing rights): then
         use `utilisation`.  Process ids as in `processes`.
         """
-        samples = self._call("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))
-        if samples is None:
+        if (samples := self._call("nvml.process_utilisation", uuid=uuid, since_us=int(since * 1e6))) is None:
             return None
         found: dict[int, int] = {}
         for pid, percent in samples:

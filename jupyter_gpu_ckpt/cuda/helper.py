@@ -155,8 +155,7 @@ def check_binding(version: str, symbols: Iterable[str]) -> None:
     if numbers < floor:
         needed = ".".join(map(str, floor))
         raise Unavailable("binding-too-old", f"cuda-bindings {version} is too old; {needed} is needed.")
-    missing = sorted(set(NEEDED_SYMBOLS) - set(symbols))
-    if missing:
+    if missing := sorted(set(NEEDED_SYMBOLS) - set(symbols)):
         raise Unavailable("symbol-missing", f"cuda-bindings {version} lacks {', '.join(missing)}.")
 
 

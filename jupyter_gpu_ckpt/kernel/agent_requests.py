@@ -70,8 +70,7 @@ class AgentRequests:
         }
         reply: dict[str, Any] = {"id": content.get("id"), "kernel_id": lifecycle.home.kernel_id}
         try:
-            verb = verbs.get(str(content.get("verb")))
-            if verb is None:
+            if (verb := verbs.get(str(content.get("verb")))) is None:
                 raise BadRequest("This server does not know the verb that was requested.", hint="Restart the kernel.")
             reply["answer"] = verb()
         except GpuCkptError as error:

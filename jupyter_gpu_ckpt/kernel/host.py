@@ -327,8 +327,7 @@ class KernelHost:
                 return
             back, argv = self._plain_command(launch)
             error = _early_exit(status)
-            plain = self._owner.start_plainly(error, argv)
-            if plain is not None:
+            if (plain := self._owner.start_plainly(error, argv)) is not None:
                 lifecycle.on_state.clear()  # for all listeners the kernel has not ended
                 self.lifecycle = None
                 capsule.close()

@@ -301,8 +301,7 @@ class GpuCkptProvisioner(LocalProvisioner):
         For a kernel from another host the ports may be taken here, or the address be the other host's: then the manager
         chooses, and clients that connect through a server notice nothing.
         """
-        manager = self.parent
-        if manager is None:
+        if (manager := self.parent) is None:
             return
         manager.session.key = str(front["key"]).encode()
         for name in ("curve_publickey", "curve_secretkey"):

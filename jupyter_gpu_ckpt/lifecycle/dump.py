@@ -224,8 +224,7 @@ def write_ahead(kernel: KernelState) -> None:
         return store.free() >= 2 * fresh and store.over_quota(kernel_id, bytes) is None
 
     try:
-        extents = kernel.fast_path().open_extents()
-        if extents is None:
+        if (extents := kernel.fast_path().open_extents()) is None:
             return
         try:
             kernel.chunks = kernel.chunks or ChunkCache(store.root)

@@ -198,8 +198,7 @@ def advance(kernel: MachineState, event: Event) -> Outcome:
     Raises `StateError` with the whole history when ``event`` is not legal in this state.
     """
     kernel = replace(kernel, history=(*kernel.history, f"{kernel.state.value}: {event}")[-40:])
-    outcome = _advance(kernel, event)
-    if outcome is None:
+    if (outcome := _advance(kernel, event)) is None:
         name = event.value if isinstance(event, Move | ProcessEvent) else type(event).__name__
         message = f"A kernel that is {kernel.state.value} cannot take {name!r}."
         raise StateError(message, state=kernel.state.value, history=list(kernel.history))

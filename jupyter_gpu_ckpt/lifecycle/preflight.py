@@ -187,8 +187,7 @@ def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]
 
 def _is_used(adapter: Process) -> bool:
     """Whether a client is connected to a debugger's adapter, at the port that its command line names."""
-    found = re.search(r" --port (\d+)( |$)", adapter.command)
-    if found is None:
+    if (found := re.search(r" --port (\d+)( |$)", adapter.command)) is None:
         return True
     port, connected = f":{int(found[1]):04X}", "01"
     rows = [*procfs.sockets("tcp", adapter.pid), *procfs.sockets("tcp6", adapter.pid)]

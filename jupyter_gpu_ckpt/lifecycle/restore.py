@@ -78,8 +78,7 @@ def _fetch_content(kernel: KernelState, image: Image) -> None:
 def _require_match(attempt: Attempt, image: Image) -> list[str]:
     """Return the changed files that are accepted.  Raises as `node.match.require` for what this node lacks."""
     kernel, settings = attempt.kernel, attempt.kernel.settings
-    accept = attempt.accept_changed_files
-    if accept is None:
+    if (accept := attempt.accept_changed_files) is None:
         accept = settings.accept_changed_files or image.accepts_changed_files
     found = _mismatches(attempt, image, accept)
     deadline = time.monotonic() + settings.lingering

@@ -1,6 +1,6 @@
 """The last generations of each kernel's images, recorded on this machine: an old image that is put back is refused.
 
-A seal shows that this user made an image, not that it is the last one: whoever can write the image directory can put
+A seal shows that this user made an image, not that it is the last one: a writer of the image directory can put
 back an older copy.  So the generation that was published last, and the last one that was restored, are recorded outside
 it, beside the keys.  A machine without a record of the kernel accepts any sealed image.
 

@@ -1,6 +1,6 @@
 """The keys that seal manifests: one directory a user, one file a key, the newest seals and all of them verify.
 
-They lie outside the image directory, so whoever can write images cannot seal them.  A key is 32 random bytes; its name
+They lie outside the image directory, so a writer of images cannot seal them.  A key is 32 random bytes; its name
 begins with the moment it was made.  Several processes may make the first key at once: then there are two, which harms
 nothing, so no lock is needed.
 """

@@ -13,7 +13,7 @@ Files are read block by block, ahead, by several threads: one reader does not fi
 disk): a mapping of a file that is cut short, or that the disk cannot read, ends the whole process by SIGBUS, and images
 are verified because their files may be damaged.  Nor can it be cancelled, or report progress.
 
-Limits are in docs/threat-model.md: whoever can run programs as this user can do all that this user can.
+Limits are in docs/threat-model.md: a program that runs as this user can do all that this user can.
 """
 
 from __future__ import annotations

@@ -145,10 +145,7 @@ class Init:
         return time.monotonic() < self.kernel_ended + CLEANUP_TIMEOUT
 
     def is_cleaning_up(self) -> bool:
-        """Whether resource trackers still remove what the kernel, which has ended, left behind.
-
-        They begin when the last process has ended that could register anything with them.
-        """
+        """Whether resource trackers clean up behind the kernel: they begin when all their users have ended."""
         if self.kernel_status is None:
             return False
         trackers, others = self.other_processes()

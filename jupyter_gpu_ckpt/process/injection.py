@@ -51,10 +51,7 @@ class Injection:
     @classmethod
     @contextlib.contextmanager
     def into(cls, pid: int, leader: Tracee | None = None) -> Iterator[Injection]:
-        """Trace the first thread of ``pid``, all of whose threads are in a group stop, before and after.
-
-        ``leader``: that thread, if the caller traces it already.  Raises `OSError`.
-        """
+        """Trace the first thread (``leader``, if traced already) of a process in a group stop.  Raises `OSError`."""
         with ProcessMemory(pid) as memory, contextlib.ExitStack() as stack:
             gate = system_call_gate(memory, procfs.maps(pid))
             yield cls(pid, leader or stack.enter_context(Tracee(pid)), memory, gate)

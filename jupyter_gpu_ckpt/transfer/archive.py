@@ -93,10 +93,7 @@ def fetch_content(image: Image, store: Store, remote: Remote, progress: Progress
 
 
 def sweep(store: Store, remote: Remote) -> Iterator[tuple[str, GpuCkptError | None]]:
-    """Discard what lies there of removed images; yield each id with the error that made it fail, or None.
-
-    For one process of a store at a time, which sends nothing meanwhile.
-    """
+    """Discard what lies there of removed images; yield ids and errors.  For one process, which sends nothing then."""
     for id in removed(store):
         try:
             _discard(id, store, remote)

@@ -48,20 +48,17 @@ _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
 
 @dataclass
 class RunningProgram:
-    """A program that runs for the owner: CRIU."""
+    """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump."""
 
     pid: int
-    #: Of the request that started it.
     number: int
     began: float
-    #: By the monotonic clock, as ``began``.
+    #: By the monotonic clock, as ``began``; SIGKILL comes ``grace`` seconds later.
     deadline: float
-    #: Seconds between the deadline and SIGKILL.
     grace: float
     output: str
     #: The file of the terminals' contents; empty for a program that has none.
     terminals: str
-    #: Of a dump.
     guard: CriuGuard | None
     timed_out: bool = False
 

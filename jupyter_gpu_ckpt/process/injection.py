@@ -21,7 +21,6 @@ from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, ProcessMemory, Tracee, system_call_gate
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
-PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_MCE_KILL, PR_MCE_KILL_GET, PR_MCE_KILL_SET = 33, 34, 1
 PR_SET_SPECULATION_CTRL = 53

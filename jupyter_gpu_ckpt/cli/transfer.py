@@ -16,8 +16,7 @@ from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
 
 if TYPE_CHECKING:
-    from ..cuda.gpus import Gpus
-    from ..image.store import Image, Store
+    from ..image.store import Image
     from ..transfer.remote import Remote
 
 
@@ -49,11 +48,8 @@ class MatchCommand(ImageCommand):
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:
-            node = _Node(_criu_version(), gpus, store)
-            try:
-                found = mismatches(image.manifest, node, accept_changed_files=accepted, gpu_map=gpu_map)
-            except ValueError as error:
-                raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+            criu = _criu_version()
+            found = mismatches(image.manifest, store, gpus, criu, accept_changed_files=accepted, gpu_map=gpu_map)
         hard = [mismatch for mismatch in found if mismatch.hard]
         if self.accept_changed_files and not hard:
             image.accept_changed_files()
@@ -200,15 +196,6 @@ class NodeFeaturesCommand(GpuCkptCommand):
 
     def show(self, document: dict[str, Any]) -> None:
         self.terminal.line(",".join(document["features"]))
-
-
-@dataclasses.dataclass
-class _Node:
-    """This node, for `compatibility.mismatches`."""
-
-    criu_version: str
-    gpus: Gpus
-    store: Store
 
 
 def _criu_version() -> str:

@@ -130,8 +130,8 @@ async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_adopted_alive
 
 OWNER = """
 import asyncio, os, sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
 from test_adoption import Server
 async def main():
     server = Server(Path(sys.argv[2]), Path(sys.argv[3]))

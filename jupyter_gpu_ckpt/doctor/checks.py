@@ -11,9 +11,9 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..criu import install
 from ..errors import CriuMissing, CudaError
@@ -83,11 +83,13 @@ def diagnose(
     )
     findings: list[Finding] = []
     for check, examine in examinations:
+        need: Need = "gpu" if check == "nvidia-driver" else "cpu"
         try:
-            findings += examine()
+            for finding in examine():
+                findings.append(replace(finding, needed_for=need))
         except Exception as error:  # a failed probe is a finding, too: the other checks must still run
             message = f"could not be examined: {type(error).__name__}: {error}"
-            findings.append(Finding(check, False, message, needed_for="gpu" if check == "nvidia-driver" else "cpu"))
+            findings.append(Finding(check, False, message, needed_for=need))
     return findings
 
 
@@ -104,12 +106,11 @@ def reason(findings: Iterable[Finding], need: Need = "cpu") -> str:
 
 
 def _obstacles(findings: Iterable[Finding], need: Need) -> list[Finding]:
-    relevant = [finding for finding in findings if need == "gpu" or finding.needed_for == "cpu"]
     return [
         finding
-        for finding in relevant
-        if (finding.ok is False and finding.level == "error")
-        or (need == "gpu" and finding.check == "nvidia-driver" and finding.ok is None)
+        for finding in findings
+        if (finding.ok is False and finding.level == "error" and need in (finding.needed_for, "gpu"))
+        or (finding.ok is None and finding.check == "nvidia-driver" and need == "gpu")
     ]
 
 
@@ -260,46 +261,46 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
 def _nvidia(probes: Probes, fast_path: str) -> Iterable[Finding]:
     version = probes.nvidia_driver()
     if version is None:
-        yield Finding("nvidia-driver", None, "This host has no NVIDIA driver.", needed_for="gpu")
+        yield Finding("nvidia-driver", None, "This host has no NVIDIA driver.")
         return
     yield _driver(version)
     try:
         probes.require_cuda()
     except CudaError as error:
-        yield Finding("cuda-checkpoint", False, error.message, fixes.cuda(error), needed_for="gpu")
+        yield Finding("cuda-checkpoint", False, error.message, fixes.cuda(error))
     else:
-        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes", needed_for="gpu")
+        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes")
     try:
         gpus = probes.gpus()
     except CudaError as error:
-        yield Finding("nvml", False, error.message, fixes.cuda(error), needed_for="gpu")
+        yield Finding("nvml", False, error.message, fixes.cuda(error))
         return
     if not gpus:
         message = "The NVIDIA driver is loaded, but this user sees no GPU."
-        yield Finding("nvml", False, message, "nvidia-smi --list-gpus", needed_for="gpu")
+        yield Finding("nvml", False, message, "nvidia-smi --list-gpus")
         return
-    yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}", needed_for="gpu")
+    yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     split = [str(gpu.index) for gpu in gpus if gpu.mig]
     if split:
         fix = f"sudo nvidia-smi -i {','.join(split)} -mig 0"
         message = f"GPU {', '.join(split)} is split by MIG, which the driver cannot checkpoint."
-        yield Finding("mig", False, message, fix, needed_for="gpu")
+        yield Finding("mig", False, message, fix)
     else:
-        yield Finding("mig", True, "no GPU is split by MIG", needed_for="gpu")
+        yield Finding("mig", True, "no GPU is split by MIG")
     if any(gpu.mps for gpu in gpus):
         message = "The MPS service is running, whose clients the driver cannot checkpoint."
-        yield Finding("mps", False, message, "echo quit | nvidia-cuda-mps-control", needed_for="gpu")
+        yield Finding("mps", False, message, "echo quit | nvidia-cuda-mps-control")
     elif any(gpu.mps is None for gpu in gpus):
-        yield Finding("mps", None, "whether MPS is running cannot be seen from here", needed_for="gpu")
+        yield Finding("mps", None, "whether MPS is running cannot be seen from here")
     else:
-        yield Finding("mps", True, "MPS is not running", needed_for="gpu")
+        yield Finding("mps", True, "MPS is not running")
     yield _fast_path(probes, fast_path)
 
 
 def _fast_path(probes: Probes, configured: str) -> Finding:
     if configured == "off":
         message = 'device memory moves at the driver\'s rate (fast_path = "off" is configured)'
-        return Finding("fast-path", None, message, needed_for="gpu")
+        return Finding("fast-path", None, message)
     found = probes.preload()
     if found.path is None:
         message = (
@@ -310,31 +311,27 @@ def _fast_path(probes: Probes, configured: str) -> Finding:
             if found.unknown_locks
             else "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
         )
-        return Finding("fast-path", False, message, fix, "warning", "gpu")
+        return Finding("fast-path", False, message, fix, "warning")
     message = f'device memory can move at the rate of the bus (fast_path = "{configured}")'
-    return Finding("fast-path", True, message, needed_for="gpu")
+    return Finding("fast-path", True, message)
 
 
 def _driver(version: str) -> Finding:
     major = int(version.split(".")[0])
-    check, fix = "nvidia-driver", "Install NVIDIA driver 580 or newer, and restart the host."
+    check, fix = "nvidia-driver", fixes.NEW_DRIVER
     if major == 0:
-        message = "the NVIDIA driver does not report its version"
-        return Finding(check, True, message, needed_for="gpu")
+        return Finding(check, True, "the NVIDIA driver does not report its version")
     if major < DRIVER_PLAIN:
-        return Finding(check, False, f"NVIDIA driver {version} is too old.", fix, needed_for="gpu")
+        return Finding(check, False, f"NVIDIA driver {version} is too old.", fix)
     if major < DRIVER_FULL:
         message = f"With NVIDIA driver {version} a kernel can come back only to the GPU it left."
-        return Finding(check, False, message, fix, "warning", "gpu")
-    return Finding(check, True, f"NVIDIA driver {version}", needed_for="gpu")
-
-
-# -- output -----------------------------------------------------------------------------------------------------------
+        return Finding(check, False, message, fix, "warning")
+    return Finding(check, True, f"NVIDIA driver {version}")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the document for ``--json`` and REST."""
-    needs: tuple[Need, ...] = ("cpu", "gpu")
+    needs = get_args(Need)
     return {
         "fit": {need: fit(findings, need) for need in needs},
         "reason": {need: reason(findings, need) for need in needs},

@@ -19,6 +19,8 @@ from ..errors import GpuCkptError
 #: The problem in a sentence, and the command, or an empty string.
 Remedy = tuple[str, str]
 
+NEW_DRIVER = "Install NVIDIA driver 580 or newer, and restart the host."
+
 #: A usual default of ``user.max_*_namespaces`` on a machine with 4 GiB; any number but a tiny one will do.
 SOME_NAMESPACES = 15000
 
@@ -142,14 +144,13 @@ def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Remedy:
 
 def cuda(error: GpuCkptError) -> str:
     """Return the command that installs the missing part of the GPU stack, by the error's reason."""
-    driver = "Install NVIDIA driver 580 or newer, and restart the host."
     return {
         "binding-missing": "pip install 'jupyter_gpu_ckpt[gpu]'",
         "nvml-missing": "pip install 'jupyter_gpu_ckpt[gpu]'",
         "binding-too-old": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
         "symbol-missing": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
-        "driver-missing": driver,
-        "driver-too-old": driver,
+        "driver-missing": NEW_DRIVER,
+        "driver-too-old": NEW_DRIVER,
     }.get(str(error.details.get("reason")), error.hint)
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import platform
 import re
 import shutil
 import sys
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..criu import install
 from ..criu.install import Check, CriuBinary
@@ -23,19 +23,11 @@ from ..cuda.fastpath import Preload, preload
 from ..procfs import mounts, status, sysctl
 from ..subprocesses import run
 
+if TYPE_CHECKING:
+    from ..cuda.gpus import Gpu
+
 #: Seconds; a cold start of a conda environment on a network file system takes many.
 PYTHON_TIMEOUT_S = 30.0
-
-
-class GpuFacts(Protocol):
-    """The attributes of a `cuda.gpus.Gpu` that the doctor reads."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def mig(self) -> bool: ...
-    @property
-    def mps(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +59,7 @@ class DirectoryFacts:
 
 
 def kernel() -> Uname:
-    name = os.uname()
-    return Uname(name.sysname, name.release, name.machine)
+    return Uname(platform.system(), platform.release(), platform.machine())
 
 
 def is_root() -> bool:
@@ -79,10 +70,9 @@ def container() -> str:
     """Return the container engine: ``kubernetes``, ``docker`` or ``podman``; empty outside of containers."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
-    for path, engine in (("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
-        if Path(path).exists():
-            return engine
-    return ""
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if Path("/.dockerenv").exists() else ""
 
 
 def proc_covers() -> list[str]:
@@ -107,7 +97,7 @@ def _try_to_write(directory: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=".gpu-ckpt-doctor-", dir=directory) as trial:
             if os.stat(trial).st_mode & 0o077:
                 return "directories in it cannot be made private (mode 0700)"
-            with (Path(trial) / "file").open("wb") as file:
+            with open(f"{trial}/file", "wb") as file:
                 file.write(b"x" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,7 +124,7 @@ def default_kernel() -> str:
     does not start or does not end.
     """
     try:
-        kernelspec = importlib.import_module("jupyter_client.kernelspec")
+        from jupyter_client import kernelspec
     except ImportError:
         raise LookupError("jupyter_client is not installed here") from None
     try:
@@ -168,12 +158,12 @@ def require_cuda() -> None:
         facade.available()
 
 
-def gpus() -> list[GpuFacts]:
+def gpus() -> list[Gpu]:
     """Return the GPUs that NVML reports; raises `errors.CudaError`."""
     from ..cuda.gpus import Gpus
 
     with contextlib.closing(Gpus()) as facade:
-        return list(facade.list())
+        return facade.list()
 
 
 @dataclass(frozen=True)
@@ -193,5 +183,5 @@ class Probes:
     default_kernel: Callable[[], str] = default_kernel
     nvidia_driver: Callable[[], str | None] = nvidia_driver
     require_cuda: Callable[[], None] = require_cuda
-    gpus: Callable[[], list[GpuFacts]] = gpus
+    gpus: Callable[[], list[Gpu]] = gpus
     preload: Callable[[], Preload] = preload

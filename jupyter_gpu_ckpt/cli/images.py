@@ -47,15 +47,11 @@ class ListCommand(ImageCommand):
         from ..kernel.registry import kernels
 
         store = self.store()
+        names = ("id", "bytes", "created", "kernel_id", "kernel_name", "hostname")
         images = [
             {
-                "id": image.id,
+                **{name: getattr(image.manifest, name) for name in names},
                 "path": str(image.path),
-                "bytes": image.manifest.bytes,
-                "created": image.manifest.created,
-                "kernel_id": image.manifest.kernel_id,
-                "kernel_name": image.manifest.kernel_name,
-                "hostname": image.manifest.hostname,
                 "device_bytes": sum(image.manifest.device_bytes.values()),
             }
             for image in store.images()
@@ -65,35 +61,31 @@ class ListCommand(ImageCommand):
         return {"kernels": found, "images": images, "damaged": damaged}, 0
 
     def show(self, document: dict[str, Any]) -> None:
-        terminal, now = self.terminal, time.time()
-        kernels: list[list[Part]] = []
+        terminal = self.terminal
+        rows: list[list[Part]] = []
         for kernel in document["kernels"]:
             state = kernel["state"] if kernel["owned"] else "abandoned"
             style = _STATES.get(state, "yellow")
-            kernels.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
-        if kernels:
-            terminal.table([Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")], kernels)
-        else:
-            terminal.line("No kernel of yours runs or sleeps on this host.")
+            rows.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
+        columns = [Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")]
+        terminal.table(columns, rows, otherwise="No kernel of yours runs or sleeps on this host.")
         terminal.line()
-        images: list[list[Part]] = [
+        rows = [
             [
-                image["id"],
-                size(image["bytes"]),
-                size(image["device_bytes"]),
-                duration(now - image["created"]),
-                image["kernel_id"],
+                each["id"],
+                size(each["bytes"]),
+                size(each["device_bytes"]),
+                duration(time.time() - each["created"]),
+                each["kernel_id"],
             ]
-            for image in document["images"]
+            for each in document["images"]
         ]
-        if images:
-            sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
-            terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], images)
-        else:
-            terminal.line(f"There are no images in {self.store().root}.")
+        sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
+        none = f"There are no images in {self.store().root}."
+        terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], rows, otherwise=none)
         if document["damaged"]:
             terminal.line()
-            rows: list[list[Part]] = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
+            rows = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
             terminal.table([Column("DAMAGED IMAGE"), Column("WHAT IS WRONG")], rows)
 
 
@@ -171,10 +163,8 @@ class CheckCommand(ImageCommand):
                 rows.append([each["id"], (f"{error['code']}: {error['message']}", "red")])
             else:
                 rows.append([each["id"], ("archived" if each.get("archived") else "ok", "green")])
-        if rows:
-            self.terminal.table([Column("IMAGE"), Column("RESULT")], rows)
-        else:
-            self.terminal.line(f"There are no images in {self.store().root}.")
+        none = f"There are no images in {self.store().root}."
+        self.terminal.table([Column("IMAGE"), Column("RESULT")], rows, otherwise=none)
 
 
 class RemoveCommand(ImageCommand):

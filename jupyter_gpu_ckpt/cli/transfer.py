@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from traitlets import Bool, Unicode
@@ -130,7 +131,9 @@ class PullCommand(ImageCommand):
     def run(self) -> Result:
         remote = _remote(self.extra_args[0])
         if len(self.extra_args) == 1:
-            return {"images": _listing(remote)}, 0
+            names = ("id", "bytes", "kernel_id", "hostname")
+            facts = ({name: getattr(manifest, name) for name in names} for manifest in remote.images())
+            return {"images": [{**each, "claimed": remote.claimed(each["id"])} for each in facts]}, 0
         id = self.extra_args[1]
         began = time.monotonic()
         with progress(remote.manifest(id).bytes, "Fetching", quiet=self.as_json) as advance:
@@ -144,34 +147,12 @@ class PullCommand(ImageCommand):
             verb = "Moved" if document["moved"] else "Copied"
             terminal.line(f"{verb} {document['id']} and verified it: {_rate(document)}.")
             return
-        if not document["images"]:
-            terminal.line(f"There are no images in {self.extra_args[0]}.")
-            return
         rows: list[list[Part]] = [
-            [
-                image["id"],
-                size(image["bytes"]),
-                image["hostname"],
-                image["kernel_id"],
-                (str(image["claimed"] or "-"), "yellow"),
-            ]
-            for image in document["images"]
+            [each["id"], size(each["bytes"]), each["hostname"], each["kernel_id"], (each["claimed"] or "-", "yellow")]
+            for each in document["images"]
         ]
         columns = [Column("IMAGE"), Column("SIZE", number=True), Column("FROM"), Column("KERNEL"), Column("CLAIMED BY")]
-        terminal.table(columns, rows)
-
-
-def _listing(remote: Remote) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": manifest.id,
-            "bytes": manifest.bytes,
-            "kernel_id": manifest.kernel_id,
-            "hostname": manifest.hostname,
-            "claimed": remote.claimed(manifest.id),
-        }
-        for manifest in remote.images()
-    ]
+        terminal.table(columns, rows, otherwise=f"There are no images in {self.extra_args[0]}.")
 
 
 class NodeFeaturesCommand(GpuCkptCommand):

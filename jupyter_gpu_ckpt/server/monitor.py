@@ -106,15 +106,9 @@ class SwappedOut:
 class Listener:
     """Base of listeners: called on the event loop, in the order of events."""
 
-    def changed(self, change: Changed) -> None:
-        """A kernel has another state."""
-
-    def stepped(self, step: Stepped) -> None:
-        """A step started, progressed, was completed, or failed."""
-
-    def failed(self, failure: Failed) -> None:
-        """A verb failed."""
-
+    def changed(self, change: Changed) -> None: ...
+    def stepped(self, step: Stepped) -> None: ...
+    def failed(self, failure: Failed) -> None: ...
     def protected(self, kernel_id: str, until: float | None) -> None:
         """A protection was set, until some seconds since the epoch, or (None) ended."""
 
@@ -169,8 +163,8 @@ class KernelMonitor:
 
     def gpu_seconds(self, until: float) -> float:
         """GPU-seconds for which kernels were off the GPUs since this server's start, those that still are included."""
-        swapped_out = (kernel.swapped_out for kernel in self.kernels.values() if kernel.swapped_out is not None)
-        return self.freed_gpu_seconds + sum(memory.gpu_seconds(until) for memory in swapped_out)
+        swapped_out = (kernel.swapped_out for kernel in self.kernels.values())
+        return self.freed_gpu_seconds + sum(memory.gpu_seconds(until) for memory in swapped_out if memory)
 
     def notify(self, call: Callable[[Listener], None]) -> None:
         """Apply ``call`` to every listener; the error of one is logged and does not keep it from the others."""
@@ -221,9 +215,9 @@ class MonitoredKernel:
 
     def _on_state(self, state: State, measure: bool = True) -> None:
         at, lifecycle = time.time(), self.provisioner.lifecycle
-        sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle is not None else Sizes()
-        image = lifecycle.image if lifecycle is not None else None
-        saved = SwappedOut(image.manifest.created, image.manifest.device_bytes) if image is not None else None
+        sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle else Sizes()
+        image = lifecycle.image if lifecycle else None
+        saved = SwappedOut(image.manifest.created, image.manifest.device_bytes) if image else None
         self._post(lambda: self._process_state(state, at, sizes, image.id if image else None, saved))
 
     def _measure(self, lifecycle: Lifecycle) -> Sizes:

@@ -93,7 +93,7 @@ class IdlePolicy(LoggingConfigurable):
     # -- for the extension
 
     def start(self) -> None:
-        """Start; does nothing if it runs.  Called from the extension, on its event loop."""
+        """Called from the extension, on its event loop."""
         self._rounds.start()
 
     async def stop(self) -> None:

@@ -61,10 +61,6 @@ class IdleSettings:
     retry_after: float = 120.0
     longest_retry: float = 3600.0
 
-    def rule_for(self, kernel_name: str) -> Rule:
-        """The rule of a kernelspec."""
-        return self.rules.get(kernel_name, self.rule)
-
 
 @dataclass(frozen=True)
 class KernelSnapshot:
@@ -250,7 +246,7 @@ class Policy:
 
     def _plans(self, kernel: KernelSnapshot, idle: float) -> Iterator[tuple[Verb, float]]:
         """Yield the verbs ahead of a kernel in the order of their times, with the seconds until each."""
-        rule = self.settings.rule_for(kernel.kernel_name)
+        rule = self.settings.rules.get(kernel.kernel_name, self.settings.rule)
         running = kernel.state is State.RUNNING
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
@@ -265,13 +261,11 @@ class Policy:
         if limit <= 0:
             return
         # Kernels that are being checkpointed will free theirs soon.
-        staying = (
-            kernel for kernel in seen if kernel.state is State.SUSPENDED and kernel.kernel_id not in self._under_way
-        )
-        excess = sum(kernel.resident for kernel in staying) - limit
-        suspended = (kernel for kernel in ready if kernel.state is State.SUSPENDED)
-        for kernel in sorted(suspended, key=lambda kernel: self._known[kernel.kernel_id].idle_since):
+        staying = (kernel for kernel in seen if kernel.kernel_id not in self._under_way)
+        excess = sum(kernel.resident for kernel in staying if kernel.state is State.SUSPENDED) - limit
+        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state is State.SUSPENDED}
+        for kernel, known in sorted(suspended.items(), key=lambda item: item[1].idle_since):
             if excess <= 0:
                 return
             excess -= kernel.resident
-            yield Action(kernel.kernel_id, Verb.CHECKPOINT, "memory", now - self._known[kernel.kernel_id].idle_since)
+            yield Action(kernel.kernel_id, Verb.CHECKPOINT, "memory", now - known.idle_since)

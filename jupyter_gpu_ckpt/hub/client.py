@@ -29,10 +29,9 @@ _REQUEST = 20.0
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """The verified image of one kernel and its bytes, or an error's code and hint."""
+    """The bytes of one kernel's verified image, or an error's code and hint."""
 
     kernel_id: str
-    image: str | None
     bytes: int
     code: str | None
     hint: str
@@ -61,7 +60,6 @@ def _outcome(result: Any) -> Outcome:
             tuple(
                 KernelOutcome(
                     kernel_id=printable(str(kernel["kernel_id"]), 80),
-                    image=None if kernel["image"] is None else printable(str(kernel["image"]), 80),
                     bytes=int(kernel["bytes"]),
                     code=None if kernel["code"] is None else printable(str(kernel["code"]), 40),
                     hint=printable(str(kernel["hint"]), 300),
@@ -73,28 +71,12 @@ def _outcome(result: Any) -> Outcome:
         raise ServerRefused("The server's reply to the drain cannot be understood.") from error
 
 
-@dataclass(frozen=True)
-class DrainEstimate:
-    """Kernels that are awake, bytes to write, and the seconds that a drain takes at most, by measured rates."""
-
-    kernels: int
-    bytes: int
-    seconds: float
-
-
 class ServerClient:
     """One user's server.
 
-    Parameters
-    ----------
-    url:
-        The server's address with its base URL: through the hub's proxy, or from the hub itself directly.
-    token:
-        A token with the scope ``access:servers`` for this server.
-    ssl_options:
-        The hub's certificates, if it talks to its servers by TLS.
-    slack:
-        Seconds beyond the server's estimate, for the network and a proxy that restarts meanwhile.
+    ``url``: its address with its base URL, through the hub's proxy, or from the hub itself directly.  ``token`` needs
+    the scope ``access:servers`` for this server.  ``ssl_options``: the hub's certificates, if it talks to its servers
+    by TLS.  ``slack``: seconds beyond the server's estimate, for the network and a proxy that restarts meanwhile.
     """
 
     def __init__(self, url: str, token: str, *, ssl_options: Any = None, slack: float = 30.0) -> None:
@@ -103,12 +85,11 @@ class ServerClient:
         self._headers = {"Authorization": f"token {token}"}
         self._ssl = ssl_options
 
-    async def estimate(self) -> DrainEstimate:
-        """Request an estimate of a drain.  Raises `ServerRefused`, `ServerSilent`."""
+    async def estimate(self) -> float:
+        """Request the seconds that a drain takes at most.  Raises `ServerRefused`, `ServerSilent`."""
         reply = await self._request("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
         try:
-            seconds = min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
-            return DrainEstimate(int(reply["kernels"]), int(reply["bytes"]), seconds)
+            return min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
@@ -120,18 +101,18 @@ class ServerClient:
         reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
         return str(reply["last_activity"])
 
-    async def drain(self, estimate: DrainEstimate | None = None) -> Outcome:
+    async def drain(self, estimate: float | None = None) -> Outcome:
         """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.
 
         Raises `ServerRefused`, `ServerSilent`; the drain continues on the server then, and nothing is lost.
         """
-        estimate = estimate or await self.estimate()
-        deadline = time.monotonic() + estimate.seconds + self.slack
+        timeout = (await self.estimate() if estimate is None else estimate) + self.slack
+        deadline = time.monotonic() + timeout
         job = await self._request("POST", "gpu-ckpt/drain", deadline)
         pause = _FIRST_PAUSE
         while job["status"] == "running":
             if time.monotonic() + pause > deadline:
-                raise ServerSilent(f"The server was not drained within {estimate.seconds + self.slack:.0f} s.")
+                raise ServerSilent(f"The server was not drained within {timeout:.0f} s.")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             job = await self._request("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)

@@ -38,16 +38,10 @@ class _OwnRequests:
 class Arbiter:
     """Allows the cull of a server that is idle and whose kernels sleep in verified images.
 
-    Parameters
-    ----------
-    proxy_url:
-        Where the hub's proxy listens, such as ``http://127.0.0.1:8000``; by default the public address that the hub
-        tells its services, if it is configured.
-    token:
-        By default the service's own, ``JUPYTERHUB_API_TOKEN``; it needs the scope ``access:servers``.
-    wait:
-        Seconds that one call of the culler, which handles one server after the other, may take.  A drain that takes
-        longer continues, and is joined in the culler's next round.
+    ``proxy_url``: where the hub's proxy listens, such as ``http://127.0.0.1:8000``; by default the public address that
+    the hub tells its services, if it is configured.  ``token``: by default the service's own, ``JUPYTERHUB_API_TOKEN``;
+    it needs the scope ``access:servers``.  ``wait``: seconds that one call of the culler, which handles one server
+    after the other, may take.  A drain that takes longer continues, and is joined in the culler's next round.
     """
 
     def __init__(self, proxy_url: str | None = None, token: str | None = None, *, wait: float = 20.0) -> None:

@@ -79,8 +79,7 @@ def _gpus(gres: str) -> dict[str, int]:
     """Parse ``gpu:h200:4(S:0-1),shard:8`` to ``{"h200": 4}``."""
     found: dict[str, int] = {}
     for one in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one)
-        if match:
+        if match := re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one):
             kind = match["type"] or ""
             found[kind] = found.get(kind, 0) + int(match["count"] or 1)
     return found
@@ -146,9 +145,8 @@ def sbatch_options(
     if chosen["linux"] and any(requirements.linux) and not releases:
         fitting = []
     terms = [*needed, *([f"({'|'.join(releases)})"] if len(releases) > 1 else releases)]
-    return SbatchOptions(
-        "&".join(terms), ":".join(filter(None, ("gpu", kind, str(count)))) if count else "", tuple(fitting)
-    )
+    request = ":".join(filter(None, ("gpu", kind, str(count)))) if count else ""
+    return SbatchOptions("&".join(terms), request, tuple(fitting))
 
 
 def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> list[str]:

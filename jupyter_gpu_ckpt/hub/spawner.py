@@ -184,7 +184,7 @@ class CheckpointMixin(LoggingConfigurable):
             outcome: Outcome | GpuCkptError
             try:
                 estimate = await client.estimate()
-                seconds = max(self.stop_grace, estimate.seconds)
+                seconds = max(self.stop_grace, estimate)
                 outcome = await client.drain(estimate)
                 if outcome.drained:
                     self.log.info("Server %s is drained: %s", spawner._log_name, outcome)
@@ -225,8 +225,7 @@ class CheckpointMixin(LoggingConfigurable):
         from jupyterhub import orm
 
         database: Any = self.user.db  # type: ignore[attr-defined]
-        found = orm.APIToken.find(database, token)
-        if found is not None:
+        if (found := orm.APIToken.find(database, token)) is not None:
             database.delete(found)
             database.commit()
 
@@ -235,14 +234,10 @@ def notes(outcome: Outcome | GpuCkptError) -> list[str]:
     """Return the messages about a stop that its user reads at the next start."""
     if isinstance(outcome, GpuCkptError):
         return [f"The last stop could not checkpoint your kernels: {outcome.code}. {outcome.hint}"]
-    messages = []
-    asleep = [kernel for kernel in outcome.kernels if kernel.code is None]
-    if asleep:
-        together = size(sum(kernel.bytes for kernel in asleep))
-        messages.append(f"{len(asleep)} of your kernels sleep ({together}); the next cell you run wakes each of them.")
-    messages += [
+    asleep = [kernel.bytes for kernel in outcome.kernels if kernel.code is None]
+    sleep = f"{len(asleep)} of your kernels sleep ({size(sum(asleep))}); the next cell you run wakes each of them."
+    return [sleep] * bool(asleep) + [
         f"Kernel {kernel.kernel_id} could not be checkpointed when the server was stopped: {kernel.code}. {kernel.hint}"
         for kernel in outcome.kernels
         if kernel.code is not None
     ]
-    return messages

@@ -31,7 +31,6 @@ _START = 60.0
 
 
 class DemoCommand(ImageCommand):
-    verb = "demo"
     description = (
         "Run a notebook, checkpoint its kernel at the cell tagged `checkpoint`, and compare what the two cells tagged "
         "`fingerprint` print before and after. The kernel is configured as a server's kernels are."

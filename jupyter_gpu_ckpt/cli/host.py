@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 class DoctorCommand(ImageCommand):
-    verb = "doctor"
     description = "Can this host checkpoint kernels? What it lacks is shown with the command that helps (->)."
     arguments = ()
     examples = """
@@ -61,15 +60,11 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
 
 def _word(finding: Finding) -> tuple[str, str]:
     """Return the word before a finding, and its style."""
-    if finding.ok is None:
-        return "-   ", "dim"
-    if finding.ok:
-        return "ok  ", "green"
-    return ("FAIL", "red") if finding.level == "error" else ("warn", "yellow")
+    words = {None: ("-   ", "dim"), True: ("ok  ", "green")}
+    return words.get(finding.ok, ("FAIL", "red") if finding.level == "error" else ("warn", "yellow"))
 
 
 class InstallCriuCommand(GpuCkptCommand):
-    verb = "install-criu"
     description = "Find a CRIU that works, or install one. No root is needed."
     examples = """
     jupyter gpu-ckpt install-criu
@@ -90,12 +85,7 @@ class InstallCriuCommand(GpuCkptCommand):
         """Run the installer, whose own options ``scripts/install-criu`` uses before this package is installed."""
         from ..criu import install
 
-        values = {"--prefix": self.prefix, "--mirror": self.mirror, "--keyring": self.keyring}
-        switches = {
-            "--check": self.check,
-            "--force-unpack": self.force_unpack,
-            "--no-system": self.no_system,
-            "--json": self.as_json,
-        }
-        arguments = [f"{name}={value}" for name, value in values.items() if value]
-        self.status = install.main([*arguments, *(name for name, on in switches.items() if on)])
+        arguments = [f"--{name}={value}" for name in ("prefix", "mirror", "keyring") if (value := getattr(self, name))]
+        switches = [name for name in ("check", "force_unpack", "no_system") if getattr(self, name)]
+        arguments += [f"--{name.replace('_', '-')}" for name in switches]
+        self.status = install.main([*arguments, *["--json"] * self.as_json])

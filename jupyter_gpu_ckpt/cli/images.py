@@ -27,7 +27,6 @@ _STATES = {"running": "green", "checkpointed": "cyan", "suspended": "cyan", "dea
 
 
 class ListCommand(ImageCommand):
-    verb = "list"
     description = "List your kernels on this host, and your images."
     arguments = ()
     aliases: dict[str, Any] = {
@@ -90,7 +89,6 @@ class ListCommand(ImageCommand):
 
 
 class InspectCommand(ImageCommand):
-    verb = "inspect"
     description = "Show everything that the manifest of an image says."
     examples = "jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839"
 
@@ -110,7 +108,6 @@ class InspectCommand(ImageCommand):
 
 
 class VerifyCommand(ImageCommand):
-    verb = "verify"
     description = "Check that an image is whole, yours, and the newest of its kernel. All of it is read."
     examples = "jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839"
 
@@ -124,13 +121,12 @@ class VerifyCommand(ImageCommand):
         return {"id": image.id, "bytes": count, "files": len(image.manifest.files), "seconds": seconds}, 0
 
     def show(self, document: dict[str, Any]) -> None:
-        speed = rate(document["bytes"], document["seconds"])
-        what = f"{size(document['bytes'])} in {document['files']} files, {speed}"
-        self.terminal.line(f"{document['id']} is ", ("whole", "green"), f": {what}.")
+        count, speed = document["bytes"], rate(document["bytes"], document["seconds"])
+        what = f": {size(count)} in {document['files']} files, {speed}."
+        self.terminal.line(f"{document['id']} is ", ("whole", "green"), what)
 
 
 class CheckCommand(ImageCommand):
-    verb = "check"
     description = "Verify every image. All of them are read; an archived one is verified when it comes back."
     arguments = ()
     examples = "jupyter gpu-ckpt check"
@@ -168,7 +164,6 @@ class CheckCommand(ImageCommand):
 
 
 class RemoveCommand(ImageCommand):
-    verb = "rm"
     description = (
         "Delete images, damaged ones, too. The only copy of a sleeping kernel is deleted with --force only. If one of "
         "several may not be deleted, none is."
@@ -221,7 +216,6 @@ def _require_unusable(path: Path, error: ImageFormat) -> None:
 
 
 class PruneCommand(ImageCommand):
-    verb = "prune"
     description = (
         "Delete images that are too many, too old or too large, the oldest first. The only copy of a sleeping kernel "
         "is never deleted. At least one limit must be given."
@@ -279,7 +273,6 @@ class PruneCommand(ImageCommand):
 
 
 class KeysCommand(GpuCkptCommand):
-    verb = "keys"
     description = (
         "List the keys that seal images. The newest one seals; all of them verify. An image on another machine needs "
         "its key there."
@@ -306,7 +299,6 @@ class KeysCommand(GpuCkptCommand):
 
 
 class SealCommand(ImageCommand):
-    verb = "seal"
     description = (
         "Vouch for an image as it is now, for instance one whose key is lost. Do it only if you know who wrote it: "
         "once it is restored, it can do anything that you can."
@@ -322,7 +314,6 @@ class SealCommand(ImageCommand):
 
 
 class BreakClaimCommand(ImageCommand):
-    verb = "break-claim"
     description = (
         "Free an image that a kernel on another host has claimed, if that host is gone for good. If the kernel still "
         "runs there, restoring the image makes a second one."

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 class MatchCommand(ImageCommand):
-    verb = "match"
     description = "Compare this node with what an image needs: files, programs, GPUs, ports, memory."
     examples = """
     jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839
@@ -79,7 +78,6 @@ class MatchCommand(ImageCommand):
 
 
 class PushCommand(ImageCommand):
-    verb = "push"
     description = "Move an image to a shared directory, an object store or a server, from where another node pulls it."
     arguments = ("IMAGE", "URL")
     examples = """
@@ -118,7 +116,6 @@ def _require_unowned(image: Image) -> None:
 
 
 class PullCommand(ImageCommand):
-    verb = "pull"
     description = "Fetch an image that was pushed, and verify it; without an image, list the images there."
     arguments = ("URL", "[IMAGE]")
     examples = """
@@ -156,7 +153,6 @@ class PullCommand(ImageCommand):
 
 
 class NodeFeaturesCommand(GpuCkptCommand):
-    verb = "node-features"
     description = "Print the features of this node for slurm.conf, by which the hub's placement chooses a node."
     examples = "jupyter gpu-ckpt node-features"
 

@@ -63,11 +63,10 @@ class Finding:
 def diagnose(
     image_directory: Path | None = None, probes: Probes | None = None, *, fast_path: str = "auto"
 ) -> list[Finding]:
-    """Return every finding about this host, in the order in which to fix them.
+    """Return every finding about this host, in the order in which to fix them.  Never raises.
 
     ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
-    ``fast_path``: as kernels are configured.  Takes less than 2 s on a host without a GPU; with one, the start of the
-    CUDA driver is added.  Never raises.
+    Takes less than 2 s on a host without a GPU; with one, the start of the CUDA driver is added.
     """
     probes = probes or Probes()
     directory = image_directory or Path(os.environ.get(image_directories.VARIABLE) or data_directory("images"))
@@ -165,9 +164,8 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     except (OSError, TimeoutError, ValueError) as error:
         yield Finding("user-namespaces", False, f"The namespaces could not be tried: {error}")
         return
-    trial = fixes.Trial(
-        answers, probes.is_root(), probes.container(), probes.sysctl, probes.status().get("Seccomp", "0") != "0"
-    )
+    confined = probes.status().get("Seccomp", "0") != "0"
+    trial = fixes.Trial(answers, probes.is_root(), probes.container(), probes.sysctl, confined)
 
     def judge(
         check: str,
@@ -176,7 +174,7 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
         explain: Callable[[fixes.Trial, fixes.RefusedStep], fixes.Remedy],
         needs: str = "it needs the namespaces",
     ) -> Finding:
-        if not trial.reached(steps[0]):
+        if steps[0] not in answers:
             return Finding(check, None, f"not tried: {needs}")
         refused = trial.refused(*steps)
         return Finding(check, True, message) if refused is None else Finding(check, False, *explain(trial, refused))
@@ -200,10 +198,10 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
 
 def _pids(trial: fixes.Trial) -> Finding:
     check = "pid-choice"
-    if not trial.reached("set_tid"):
+    if "set_tid" not in trial.answers:
         return Finding(check, None, "not tried: it needs the namespaces")
     ways = {"ns_last_pid": "ns_last_pid", "set_tid": "clone3 with set_tid"}
-    works = [way for step, way in ways.items() if trial.works(step)]
+    works = [way for step, way in ways.items() if step in trial.answers and trial.answers[step] is None]
     if works:  # CRIU uses either
         return Finding(check, True, f"a process can be given its old pid ({', '.join(works)})")
     message = "A process cannot be given its old pid: neither ns_last_pid nor clone3 with set_tid works."
@@ -221,10 +219,8 @@ def _images(probes: Probes, named: Path) -> Iterable[Finding]:
         yield Finding(check, False, f"Images cannot be written to {directory}: {facts.problem}.", fix)
     elif facts.filesystem in NETWORK_FILESYSTEMS:
         note = " A server that is root writes there as nobody if the export squashes root." if probes.is_root() else ""
-        message = (
-            f"{directory} is on a network file system ({facts.filesystem}): checkpoints are as fast as that.{note}"
-        )
-        yield Finding(check, False, message, level="warning")
+        where = f"{directory} is on a network file system ({facts.filesystem})"
+        yield Finding(check, False, f"{where}: checkpoints are as fast as that.{note}", level="warning")
     else:
         yield Finding(check, True, f"{directory} can be written ({facts.filesystem})")
     free = f"{size(facts.free)} free for images"
@@ -247,12 +243,10 @@ def _shared_memory(probes: Probes) -> Iterable[Finding]:
 
 def _ipykernel(probes: Probes) -> Iterable[Finding]:
     try:
-        version = probes.default_kernel()
+        yield Finding("ipykernel", True, f"the default kernel has ipykernel {probes.default_kernel()}")
     except (LookupError, OSError, TimeoutError) as error:
         message = f"The default kernel cannot be used: {error}."
         yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
-    else:
-        yield Finding("ipykernel", True, f"the default kernel has ipykernel {version}")
 
 
 # -- the GPU ----------------------------------------------------------------------------------------------------------
@@ -266,18 +260,18 @@ def _nvidia(probes: Probes, fast_path: str) -> Iterable[Finding]:
     yield _driver(version)
     try:
         probes.require_cuda()
+        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes")
     except CudaError as error:
         yield Finding("cuda-checkpoint", False, error.message, fixes.cuda(error))
-    else:
-        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes")
     try:
         gpus = probes.gpus()
     except CudaError as error:
         yield Finding("nvml", False, error.message, fixes.cuda(error))
         return
     if not gpus:
-        message = "The NVIDIA driver is loaded, but this user sees no GPU."
-        yield Finding("nvml", False, message, "nvidia-smi --list-gpus")
+        yield Finding(
+            "nvml", False, "The NVIDIA driver is loaded, but this user sees no GPU.", "nvidia-smi --list-gpus"
+        )
         return
     yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     split = [str(gpu.index) for gpu in gpus if gpu.mig]
@@ -303,15 +297,11 @@ def _fast_path(probes: Probes, configured: str) -> Finding:
         return Finding("fast-path", None, message)
     found = probes.preload()
     if found.path is None:
-        message = (
-            f"Device memory moves at the driver's rate only. The library for a higher rate cannot be used: {found.why}."
-        )
-        fix = (
-            "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
-            if found.unknown_locks
-            else "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
-        )
-        return Finding("fast-path", False, message, fix, "warning")
+        message = "Device memory moves at the driver's rate only. The library for a higher rate cannot be used: "
+        fix = "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
+        if found.unknown_locks:
+            fix = "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
+        return Finding("fast-path", False, f"{message}{found.why}.", fix, "warning")
     message = f'device memory can move at the rate of the bus (fast_path = "{configured}")'
     return Finding("fast-path", True, message)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.process import syscalls
 
 CLONE_NEWNET = 0x40000000
@@ -71,10 +72,6 @@ def unshare_time() -> None:
 def unshare_mounts() -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
-
-
-def mount_proc() -> None:
-    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
 
 
 def clone_with_tid() -> None:
@@ -128,7 +125,7 @@ def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
 
 def inside(answers: dict[str, Any], argv: list[str], seconds: float) -> None:
     """Try the steps of PID 1 of the new namespaces."""
-    if attempt(answers, "proc", mount_proc):
+    if attempt(answers, "proc", namespaces.mount_proc):
         # /proc/sys belongs to the pid namespace that the mount shows: ours, since this mount
         attempt(answers, "ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
     attempt(answers, "set_tid", clone_with_tid)

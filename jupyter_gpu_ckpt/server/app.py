@@ -41,8 +41,7 @@ from .metrics import Metrics
 from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
-from .readiness import Readiness
-from .session_manager import CheckpointSessionManager
+from .readiness import CheckpointSessionManager, Readiness
 
 PROVISIONER = "gpu-ckpt-provisioner"
 

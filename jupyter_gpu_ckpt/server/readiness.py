@@ -5,10 +5,15 @@ ended; the notebook's own kernel, with all its variables, would then sleep on ou
 jupyter_server drops the session of a kernel that it does not find.
 """
 
+# mypy: allow-untyped-calls
+# (jupyter_server does not annotate what is overridden here)
+
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from jupyter_server.services.sessions.sessionmanager import SessionManager
 from tornado.web import HTTPError
 
 #: Seconds after which a request is answered with the kernels there are: a disk may never answer.
@@ -36,3 +41,25 @@ class Readiness:
             raise HTTPError(503, "The server is stopping.")
         if not self.is_ready and self.attaching is not None and self.attaching is not asyncio.current_task():
             await asyncio.wait({self.attaching}, timeout=_TIMEOUT)
+
+
+class CheckpointSessionManager(SessionManager):
+    """The default session manager of servers with the extension."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.readiness = Readiness()
+
+    # Called from REST; `session_exists` also from `persistence`.
+
+    async def list_sessions(self) -> Any:
+        await self.readiness.wait()
+        return await super().list_sessions()
+
+    async def session_exists(self, path: str) -> Any:
+        await self.readiness.wait()
+        return await super().session_exists(path)
+
+    async def get_session(self, **kwargs: Any) -> Any:
+        await self.readiness.wait()
+        return await super().get_session(**kwargs)

@@ -17,13 +17,9 @@ from ..errors import ServerRefused, ServerSilent
 from ..terminal_text import printable
 from ..units import size
 
-#: Seconds between two polls, at first and at most.
+#: Seconds between two polls, at first and at most; for a drain, whatever a server estimates; and for one request.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-
-#: Seconds that a drain may take at most, whatever a server estimates.
 _LONGEST_DRAIN = 24 * 3600.0
-
-#: Seconds for one request; a drain itself is a job, which is polled.
 _REQUEST = 20.0
 
 
@@ -94,12 +90,8 @@ class ServerClient:
             raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
     async def last_activity(self) -> str:
-        """Request the time (ISO 8601) of the server's last use; requests of this class do not count as use.
-
-        Raises `ServerRefused`, `ServerSilent`.
-        """
-        reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
-        return str(reply["last_activity"])
+        """Request the time (ISO 8601) of the server's last use by others.  Raises `ServerRefused`, `ServerSilent`."""
+        return str((await self._request("GET", "api/status", time.monotonic() + self.slack))["last_activity"])
 
     async def drain(self, estimate: float | None = None) -> Outcome:
         """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.

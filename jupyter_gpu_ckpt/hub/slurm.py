@@ -162,12 +162,10 @@ def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] |
 
     None if the cluster names types, and none of them fits.
     """
-    count = len(requirements.gpus)
-    if not count:
+    if not (count := len(requirements.gpus)):
         return "", 0
     models = {word(gpu.model) for gpu in requirements.gpus}
-    fitting = [kind for kind in kinds if kind and all(word(kind) in model for model in models)]
-    if fitting:
+    if fitting := [kind for kind in kinds if kind and all(word(kind) in model for model in models)]:
         return max(fitting, key=len), count
     return ("", count) if "" in kinds else None
 

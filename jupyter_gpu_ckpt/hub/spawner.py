@@ -38,11 +38,8 @@ GRACES = ("interrupt_timeout", "term_timeout", "delete_grace_period")
 #: that still exists, whatever its grace period.
 _POD_WAIT = "start_timeout"
 
-#: Seconds for the end of a server without awake kernels.
-_EMPTY = 15.0
-
-#: Seconds between two drains.
-_RETRY = 2.0
+#: Seconds for the end of a server without awake kernels, and between two drains.
+_EMPTY, _RETRY = 15.0, 2.0
 
 
 class CheckpointMixin(LoggingConfigurable):
@@ -84,13 +81,10 @@ class CheckpointMixin(LoggingConfigurable):
 
     def get_env(self) -> dict[str, str]:
         """Called from the spawner's start."""
-        env: dict[str, str] = super().get_env()  # type: ignore[misc]
         of_spawner: Any = self
-        if self.image_dir:
-            env[IMAGES] = of_spawner.format_string(self.image_dir)
-        if self.archive_url:
-            env["JUPYTER_GPU_CKPT_ARCHIVE"] = of_spawner.format_string(self.archive_url)
-        return env
+        ours = {IMAGES: self.image_dir, "JUPYTER_GPU_CKPT_ARCHIVE": self.archive_url}
+        env: dict[str, str] = super().get_env()  # type: ignore[misc]
+        return env | {name: of_spawner.format_string(value) for name, value in ours.items() if value}
 
     def get_state(self) -> dict[str, Any]:
         """Called from the hub, which keeps it in its database."""

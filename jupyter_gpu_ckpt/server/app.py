@@ -62,13 +62,6 @@ class GpuCkptApp(ExtensionApp):
     classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, KernelPersistence, GpuUsage]  # noqa: RUF012
 
     serverapp: ServerApp  # None only before the extension is linked
-    jobs: Jobs
-    monitor: KernelMonitor
-    store: Store
-    idle: IdlePolicy
-    cold: ColdTier
-    persistence: KernelPersistence
-    usage: GpuUsage
 
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server before it makes its kernel manager: the last moment to choose its class."""
@@ -83,12 +76,10 @@ class GpuCkptApp(ExtensionApp):
     def _persistence_defaults(self, serverapp: ServerApp) -> Config:
         """Sessions on disk, and kernels that outlive a server that dies, each where the user chose nothing else."""
         made = Config()
-        if self.persistence.attach_on_start and not _is_set(serverapp.config, SessionManager, "database_filepath"):
-            database = self.persistence.claim_database(Path(serverapp.root_dir))
-            if database is not None:
-                made.SessionManager.database_filepath = str(database)
-        watched = self.persistence.orphan_timeout > 0
-        if watched and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
+        own = self.persistence.attach_on_start and not _is_set(serverapp.config, SessionManager, "database_filepath")
+        if own and (database := self.persistence.claim_database(Path(serverapp.root_dir))) is not None:
+            made.SessionManager.database_filepath = str(database)
+        if self.persistence.orphan_timeout > 0 and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
             made.GpuCkptProvisioner.outlive_server = True
         return made
 
@@ -116,7 +107,7 @@ class GpuCkptApp(ExtensionApp):
             sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
-            manager.kernel_listeners.append(self.monitor.add)
+            manager.on_kernel = self.monitor.add
             manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:
@@ -130,7 +121,6 @@ class GpuCkptApp(ExtensionApp):
         for the same notebook.
         """
         super().initialize()  # type: ignore[no-untyped-call]
-        self._attaching: asyncio.Task[None] | None = None
         finished = False
 
         async def attach() -> None:
@@ -158,17 +148,16 @@ class GpuCkptApp(ExtensionApp):
             self.serverapp.exit(0)  # a signal stopped the server, and with it the loop
 
     def _start_attaching(self) -> asyncio.Task[None]:
-        if self._attaching is None:
-            self._attaching = self._readiness.attaching = asyncio.ensure_future(self._attach_all())
-        return self._attaching
+        if self._readiness.attaching is None:
+            self._readiness.attaching = asyncio.ensure_future(self._attach_all())
+        return self._readiness.attaching
 
     async def _attach_all(self) -> None:
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
             # First: attached kernels have no other owner, should this server end before it listens.
             self.persistence.start_watchdog(self._runtime_base, self.store.named)
-            root = Path(self.serverapp.root_dir)
-            await self.persistence.attach_all(manager, sessions, root, self._runtime_base, self.store)
+            await self.persistence.attach_all(manager, sessions, self.root, self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
@@ -264,8 +253,8 @@ class GpuCkptApp(ExtensionApp):
 
     async def estimate_drain(self) -> dict[str, Any]:
         """Estimate the work of `drain`."""
-        found = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
-        return dataclasses.asdict(found)
+        work = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
+        return dataclasses.asdict(work)
 
     async def status(self) -> dict[str, Any]:
         """Return the document of ``status``."""
@@ -289,21 +278,17 @@ def defaults(serverapp: ServerApp) -> Config:
     ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
     known.
     """
-    config = serverapp.config
-    made = Config()
+    config, made = serverapp.config, Config()
+    chosen = _is_set(config, KernelProvisionerFactory, "default_provisioner_name")
     factory = KernelProvisionerFactory(parent=serverapp)
-    if factory.default_provisioner_name == "local-provisioner" and not _is_set(
-        config, KernelProvisionerFactory, "default_provisioner_name"
-    ):
+    if not chosen and factory.default_provisioner_name == "local-provisioner":
         made.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
     # With a gateway the kernels are elsewhere.  Not the singleton, which the server makes.
     gateway = GatewayClient(parent=serverapp)  # type: ignore[no-untyped-call]
-    for trait, ours in (
-        ("kernel_manager_class", CheckpointKernelManager),
-        ("session_manager_class", CheckpointSessionManager),
-    ):
+    ours = {"kernel_manager_class": CheckpointKernelManager, "session_manager_class": CheckpointSessionManager}
+    for trait, manager in ours.items():
         if not gateway.gateway_enabled and not _is_set(config, type(serverapp), trait):
-            made.ServerApp[trait] = ours
+            made.ServerApp[trait] = manager
     return made
 
 

@@ -53,7 +53,7 @@ class CheckpointKernelManagerMixin(_Base):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         #: Called with the id and the provisioner of each kernel that runs (again).
-        self.kernel_listeners: list[Callable[[str, GpuCkptProvisioner], object]] = []
+        self.on_kernel: Callable[[str, GpuCkptProvisioner], object] = lambda *_: None
         self.readiness = Readiness()
         #: Seconds for which the idle policy has seen a kernel idle.
         self.idle_seconds: Callable[[str], float] = lambda _: math.inf
@@ -114,8 +114,7 @@ class CheckpointKernelManagerMixin(_Base):
         """Called from jupyter_server once a kernel is ready, and again after a restart."""
         super().start_watching_activity(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
-            for listener in self.kernel_listeners:
-                listener(kernel_id, provisioner)
+            self.on_kernel(kernel_id, provisioner)
 
     # -- culling
 

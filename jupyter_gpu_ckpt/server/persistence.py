@@ -81,12 +81,10 @@ class KernelPersistence(LoggingConfigurable):
         if self.orphan_timeout <= 0 or self._watchdog is not None:
             return
         options = {"base": str(base), "image_dir": str(image_dir), "timeout": self.orphan_timeout}
+        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)]
+        null = subprocess.DEVNULL
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
 
     async def attach_all(

@@ -31,7 +31,6 @@ class Verb(str, enum.Enum):
 
     @property
     def leads_to(self) -> State:
-        """The kernel's state afterwards."""
         return State.SUSPENDED if self is Verb.SUSPEND else State.CHECKPOINTED
 
 
@@ -202,11 +201,9 @@ class Policy:
         }
 
     def _update(self, snapshot: KernelSnapshot, now: float) -> None:
-        known = self._known.get(snapshot.kernel_id)
-        if known is None:
-            # A kernel that is new here is not idle yet, whenever its clients were last active.
-            known = _KernelRecord(snapshot, resumed_at=now, computed_at=snapshot.last_activity)
-            self._known[snapshot.kernel_id] = known
+        # A kernel that is new here is not idle yet, whenever its clients were last active.
+        new = _KernelRecord(snapshot, resumed_at=now, computed_at=snapshot.last_activity)
+        known = self._known.setdefault(snapshot.kernel_id, new)
         before = known.snapshot
         snapshot = replace(snapshot, process=snapshot.process or before.process)  # 0: not inspected
         replaced = before.state in _BEFORE_RESUMED or snapshot.process != before.process

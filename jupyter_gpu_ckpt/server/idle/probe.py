@@ -81,7 +81,7 @@ class KernelProbe:
             self.forget(snapshot.kernel_id)
         if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
             return False
-        own = [directory for directory in (home.runtime_dir, home.known_as) if directory is not None]
+        own = filter(None, (home.runtime_dir, home.known_as))
         pids = {capsule.host_pid, *capsule.other_processes()}
         return self._activity.worked(snapshot.kernel_id, pids, now=time.monotonic(), queries=gate.queries, own=own)
 

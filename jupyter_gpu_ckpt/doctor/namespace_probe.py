@@ -141,25 +141,21 @@ def main(text: str) -> None:
     request = json.loads(text)
     answers: dict[str, Any] = {}
     uid, gid = os.getuid(), os.getgid()
-    ready = True
-    if request["user"]:
-        ready = attempt(answers, "user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
-        ready = ready and attempt(answers, "map", lambda: map_own_ids(uid, gid))
-    if ready:
-        tried = [
-            attempt(answers, "mount", unshare_mounts),
-            attempt(answers, "time", unshare_time),
-            attempt(answers, "pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID)),
-        ]
-        # without its own mounts and pids the rest would touch the host's
-        if tried[0] and tried[2]:
+    if not request["user"] or (
+        attempt(answers, "user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
+        and attempt(answers, "map", lambda: map_own_ids(uid, gid))
+    ):
+        mounts = attempt(answers, "mount", unshare_mounts)
+        attempt(answers, "time", unshare_time)
+        pids = attempt(answers, "pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID))
+        if mounts and pids:  # else the rest would touch the host's
             reader, writer = os.pipe()
             child = os.fork()
             if child == 0:
                 with contextlib.suppress(OSError):
                     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
                 try:
-                    inside(answers, request.get("argv", []), request.get("seconds", 10.0))
+                    inside(answers, request["argv"], request["seconds"])
                 finally:
                     with open(writer, "w") as file:
                         json.dump(answers, file)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..criu import install
 from ..criu.install import Check, CriuBinary
 from ..cuda.fastpath import Preload, preload
+from ..node import facts
 from ..procfs import mounts, status, sysctl
 from ..subprocesses import run
 
@@ -89,7 +90,9 @@ def directory_facts(directory: Path) -> DirectoryFacts:
     existing = directory.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    return DirectoryFacts(existing, shutil.disk_usage(existing).free, _filesystem(existing), _try_to_write(existing))
+    points = facts.mounts()
+    kind = points.get(facts.mount_of(os.path.realpath(existing), points), "unknown")
+    return DirectoryFacts(existing, shutil.disk_usage(existing).free, kind, _try_to_write(existing))
 
 
 def _try_to_write(directory: Path) -> str:
@@ -105,16 +108,6 @@ def _try_to_write(directory: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _filesystem(directory: Path) -> str:
-    """Return the type of a directory's file system: that of the last mount on the longest prefix of its path."""
-    real, best, kind = os.path.realpath(directory), "", "unknown"
-    for mount in mounts():
-        below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
-        if below and len(mount.point) >= len(best):
-            best, kind = mount.point, mount.filesystem
-    return kind
 
 
 def default_kernel() -> str:

@@ -6,18 +6,15 @@ In jupyterhub_config.py::
 
     c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
 
-and, so that a spawn page that is open before the hook runs shows its messages, `spawn_messages.SpawnMessagesMixin`
-before the spawner's class: ``class Spawner(CheckpointMixin, SpawnMessagesMixin, SlurmSpawner)``.  The hook reads what
-the user's last server published about its sleeping kernels (`node.requirements`), and requests a node that has it from
-Slurm (batchspawner) or Kubernetes (KubeSpawner).  If there is none, the user gets any node and a message: the images
-stay, and their kernels wake on a node like theirs.
+and `spawn_messages.SpawnMessagesMixin` before the spawner's class.  The hook reads what the user's last server
+published about its sleeping kernels (`node.requirements`), and requests a node that has it from Slurm (batchspawner) or
+Kubernetes (KubeSpawner).  If there is none, the user gets any node and a message: the images stay, and their kernels
+wake on a node like theirs.
 
-**Permissions.**  Only their owner can read images.  A hub that read the manifests itself would have to be root on the
-shared store, or in a group that can read every secret of every kernel.  So the user's own server publishes the little
-that a scheduler needs - model and number of GPUs, driver, CPU features, versions of Linux and of the C library, bytes -
-in a directory that the hub can read, without any path, name, or identifier of a kernel or an image.  A user who writes
-something else there can only send the own server to another node; the checked form allows a scheduler neither options
-nor operators.
+**Permissions.**  Only their owner can read images, and a hub that could would read every secret of every kernel.  So
+the user's own server publishes the little that a scheduler needs, in a directory that the hub can read, without any
+path, name, or identifier of a kernel or an image.  A user who writes something else there can only send the own server
+to another node; the checked form allows a scheduler neither options nor operators.
 """
 
 from __future__ import annotations

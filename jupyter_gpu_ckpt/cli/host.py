@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from traitlets import Bool, Enum, Unicode
 
+from ..criu import install
+from ..doctor import checks
+from ..doctor.checks import Finding, Need
 from ..errors import HostError
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Part, Terminal
-
-if TYPE_CHECKING:
-    from ..doctor.checks import Finding, Need
 
 
 class DoctorCommand(ImageCommand):
@@ -29,11 +29,9 @@ class DoctorCommand(ImageCommand):
     )
 
     def run(self) -> Result:
-        from ..doctor import checks
-
         configured = self.configured
         self._findings = checks.diagnose(Path(configured.image_dir), fast_path=configured.fast_path)
-        need = cast("Need", self.need)
+        need = cast(Need, self.need)
         return checks.as_json(self._findings), 0 if checks.fit(self._findings, need) else HostError.exit_status
 
     def show(self, document: dict[str, Any]) -> None:
@@ -42,8 +40,6 @@ class DoctorCommand(ImageCommand):
 
 def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     """Print a line for each finding, with the fix below, and then which kernels can be checkpointed."""
-    from ..doctor.checks import reason
-
     rows: list[list[Part]] = []
     for finding in findings:
         rows.append([_word(finding), finding.check, finding.message])
@@ -53,7 +49,7 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     terminal.line()
     subjects: dict[Need, str] = {"cpu": "Kernels without CUDA", "gpu": "Kernels on a GPU"}
     for need, subject in subjects.items():
-        why = reason(findings, need)
+        why = checks.reason(findings, need)
         answer: list[Part] = [("no.", "red"), f" {why}"] if why else [("can be checkpointed here.", "green")]
         terminal.line(f"{subject}: ", *answer)
 
@@ -83,8 +79,6 @@ class InstallCriuCommand(GpuCkptCommand):
 
     def run(self) -> None:
         """Run the installer, whose own options ``scripts/install-criu`` uses before this package is installed."""
-        from ..criu import install
-
         arguments = [f"--{name}={value}" for name in ("prefix", "mirror", "keyring") if (value := getattr(self, name))]
         switches = [name for name in ("check", "force_unpack", "no_system") if getattr(self, name)]
         arguments += [f"--{name.replace('_', '-')}" for name in switches]

@@ -7,17 +7,20 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from traitlets import Bool, Int, Unicode
 
 from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
+from ..image import lease
+from ..image.keys import Keyring
+from ..image.retention import Limits, choose
+from ..image.store import Image
+from ..kernel.adoption import Session, only_copy
+from ..kernel.registry import kernels, owned_kernel
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
-
-if TYPE_CHECKING:
-    from ..image.store import Image
 
 _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _AGES = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -43,8 +46,6 @@ class ListCommand(ImageCommand):
     """
 
     def run(self) -> Result:
-        from ..kernel.registry import kernels
-
         store = self.store()
         names = ("id", "bytes", "created", "kernel_id", "kernel_name", "hostname")
         images = [
@@ -176,8 +177,6 @@ class RemoveCommand(ImageCommand):
     )
 
     def run(self) -> Result:
-        from ..kernel.adoption import only_copy
-
         store = self.store()
         found: dict[str, Image | None] = {}
         for id in dict.fromkeys(self.extra_args):  # all of them exist and may go, or none is deleted
@@ -199,9 +198,6 @@ class RemoveCommand(ImageCommand):
 
 def _require_unusable(path: Path, error: ImageFormat) -> None:
     """Refuse to delete a damaged image that can still be of use."""
-    from ..kernel.adoption import Session
-    from ..kernel.registry import owned_kernel
-
     if "version" in error.details:
         raise ImageBusy(
             f"Image {path.name}: {error.message}", hint="A newer release can read it. Use --force to delete it."
@@ -234,9 +230,6 @@ class PruneCommand(ImageCommand):
     dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True, option=True)
 
     def run(self) -> Result:
-        from ..image.retention import Limits, choose
-        from ..kernel.adoption import only_copy
-
         limits = Limits(
             self.keep_last,
             amount(self.max_age, _AGES) if self.max_age else None,
@@ -285,8 +278,6 @@ class KeysCommand(GpuCkptCommand):
     rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True, option=True)
 
     def run(self) -> Result:
-        from ..image.keys import Keyring
-
         keys = Keyring()
         if self.rotate:
             keys.rotate()
@@ -321,8 +312,6 @@ class BreakClaimCommand(ImageCommand):
     examples = "jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
-        from ..image import lease
-
         return {"broken": lease.break_claim(self.store().get(self.extra_args[0]).path)}, 0
 
     def show(self, document: dict[str, Any]) -> None:

@@ -6,19 +6,25 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from traitlets import Bool, Unicode
 
+from ..criu.install import dotted, find
+from ..cuda.gpus import Gpus
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError
+from ..hub.slurm import features
+from ..image.encryption import Vault
+from ..image.store import Image, Store
+from ..kernel.registry import owned_kernel
+from ..lifecycle import compatibility
+from ..node.fingerprint import fingerprint
+from ..node.match import Mismatch
+from ..node.requirements import of
+from ..transfer.remote import Remote
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
-
-if TYPE_CHECKING:
-    from ..image.store import Image
-    from ..transfer.remote import Remote
 
 
 class MatchCommand(ImageCommand):
@@ -36,11 +42,6 @@ class MatchCommand(ImageCommand):
     )
 
     def run(self) -> Result:
-        from ..cuda.gpus import Gpus
-        from ..image.encryption import Vault
-        from ..image.store import Store
-        from ..lifecycle.compatibility import mismatches
-
         gpu_map = self._gpu_map()
         configured = self.configured
         vault = Vault(configured.encryption_key, Path(configured.memory_dir))
@@ -48,8 +49,9 @@ class MatchCommand(ImageCommand):
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:
-            criu = _criu_version()
-            found = mismatches(image.manifest, store, gpus, criu, accept_changed_files=accepted, gpu_map=gpu_map)
+            found = compatibility.mismatches(
+                image.manifest, store, gpus, _criu_version(), accept_changed_files=accepted, gpu_map=gpu_map
+            )
         hard = [mismatch for mismatch in found if mismatch.hard]
         if self.accept_changed_files and not hard:
             image.accept_changed_files()
@@ -68,8 +70,6 @@ class MatchCommand(ImageCommand):
         return found
 
     def show(self, document: dict[str, Any]) -> None:
-        from ..node.match import Mismatch
-
         terminal = self.terminal
         words: dict[bool, Part] = {True: ("refused", "red"), False: ("warning", "yellow")}
         terminal.rows([[words[one["hard"]], str(Mismatch(**one))] for one in document["mismatches"]])
@@ -105,8 +105,6 @@ class PushCommand(ImageCommand):
 
 def _require_unowned(image: Image) -> None:
     """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
-    from ..kernel.registry import owned_kernel
-
     kernel = owned_kernel(Path(image.manifest.runtime_dir))
     if kernel is not None and kernel["image"] == image.id:
         raise ImageBusy(
@@ -157,11 +155,6 @@ class NodeFeaturesCommand(GpuCkptCommand):
     examples = "jupyter gpu-ckpt node-features"
 
     def run(self) -> Result:
-        from ..cuda.gpus import Gpus
-        from ..hub.slurm import features
-        from ..node.fingerprint import fingerprint
-        from ..node.requirements import of
-
         with Gpus() as gpus:
             try:
                 found = [dataclasses.asdict(gpu) for gpu in gpus.list()]
@@ -176,8 +169,6 @@ class NodeFeaturesCommand(GpuCkptCommand):
 
 
 def _criu_version() -> str:
-    from ..criu.install import dotted, find
-
     try:
         return dotted(find().version)
     except CriuMissing:
@@ -185,8 +176,6 @@ def _criu_version() -> str:
 
 
 def _remote(url: str) -> Remote:
-    from ..transfer.remote import Remote
-
     return Remote(url if "://" in url else f"file://{Path(url).absolute()}")
 
 

@@ -47,10 +47,7 @@ CONFIG_FILES = (
 
 
 class Configured(Configurable):
-    """The traits of `GpuCkptProvisioner` that commands need, from the same configuration.
-
-    Importing the provisioner takes longer than most commands.  The tests compare these traits with its own.
-    """
+    """The traits of `GpuCkptProvisioner` that commands need; importing that takes longer than most commands."""
 
     image_dir = Unicode().tag(config=True)
     runtime_base = Unicode().tag(config=True)
@@ -194,8 +191,7 @@ class GpuCkptCommand(JupyterApp):
     def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
         """Load the files of Jupyter's configuration, or the one that ``--config`` names.  Raises `BadRequest`.
 
-        A file that fails is skipped with a warning, as Jupyter's servers skip it.  Its output goes to stderr: only the
-        command's own is on stdout.
+        A file that fails is skipped with a warning, as by Jupyter's servers.  What files print goes to stderr.
         """
         found = Config()
         with contextlib.redirect_stdout(sys.stderr):

@@ -54,10 +54,8 @@ class Terminal:
         self._console.print(text, soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]], *, otherwise: str = "") -> None:
-        """Print rows below their headings; without any, the line ``otherwise``.
-
-        On a terminal that is too narrow each row becomes a block of lines, one for each column: names are never cut or
-        broken.
+        """Print rows below their headings; without any, the line ``otherwise``.  On a terminal that is too narrow each
+        row becomes a block of lines, one for each column: names are never cut or broken.
         """
         if not rows:
             self.line(otherwise)
@@ -100,10 +98,7 @@ def _row(row: Sequence[Part], numbers: Sequence[bool], widths: Sequence[int]) ->
 
 @contextlib.contextmanager
 def progress(total: int, label: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show on stderr how much of ``total`` bytes is done; yield the callback that adds bytes, from any thread.
-
-    Nothing is shown if ``quiet``, or if stderr is not a terminal that can redraw a line.
-    """
+    """Show on a terminal how much of ``total`` bytes is done; yield the callback that adds bytes, from any thread."""
     if quiet or not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lambda count: None
         return

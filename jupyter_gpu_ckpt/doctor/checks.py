@@ -1,8 +1,4 @@
-"""Check whether this host can checkpoint kernels, and which command fixes what is missing.
-
-`diagnose` calls the probes and judges their results; the server reports `fit` and `reason`, ``jupyter gpu-ckpt doctor``
-(`cli.host`) prints the findings.  Nothing is changed on the host, and a missing feature raises no error.
-"""
+"""Check whether this host can checkpoint kernels, and which command fixes what is missing.  Changes nothing."""
 
 from __future__ import annotations
 

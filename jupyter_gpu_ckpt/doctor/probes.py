@@ -1,7 +1,4 @@
-"""The doctor's probes of this host: each is a real trial with a deadline, and can be replaced in a test.
-
-`checks` judges the results.
-"""
+"""The doctor's probes of this host: each is a real trial with a deadline, and can be replaced in a test."""
 
 from __future__ import annotations
 
@@ -113,8 +110,7 @@ def _try_to_write(directory: Path) -> str:
 def default_kernel() -> str:
     """Return the version of ipykernel in the environment of the default kernel.
 
-    Raises `LookupError` if there is no such kernel or no ipykernel in it, `OSError` and `TimeoutError` if its Python
-    does not start or does not end.
+    Raises `LookupError` if there is no kernel or no ipykernel, `OSError`, `TimeoutError` if its Python fails or hangs.
     """
     try:
         from jupyter_client import kernelspec

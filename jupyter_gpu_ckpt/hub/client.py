@@ -1,7 +1,4 @@
-"""Drain one user's server over HTTP, from a hub or one of its services, with a deadline.
-
-Needs only tornado, which the hub and its culler have.
-"""
+"""Drain one user's server over HTTP, with a deadline.  Needs only tornado, which the hub and its culler have."""
 
 from __future__ import annotations
 

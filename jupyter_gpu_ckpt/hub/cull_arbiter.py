@@ -56,10 +56,7 @@ class Arbiter:
     async def __call__(
         self, *, inactive: timedelta | None, inactive_limit: float, server: dict[str, Any], **_: Any
     ) -> bool:
-        """Return whether to cull a server.  Called from the culler in each round for each running server.
-
-        After failure the server runs on, with some of its kernels asleep; the log says why.
-        """
+        """Return whether to cull a server; else the log says why not.  Called from the culler in each round."""
         path: str = server["url"]
         client = ServerClient(self.proxy_url + path, self._token or os.environ["JUPYTERHUB_API_TOKEN"])
         last = None if inactive is None else await self._last_used(client, path, inactive)

@@ -91,10 +91,7 @@ def _met(expression: Expression, labels: Labels) -> bool:
 
 
 def required(alternatives: Sequence[Sequence[Expression]], configured: Any) -> list[dict[str, Any]]:
-    """Return ``KubeSpawner.node_affinity_required`` with ours in addition to the configured terms.
-
-    Terms are alternatives, so each configured one is combined with each of ours.
-    """
+    """Return ``KubeSpawner.node_affinity_required``: each of the configured alternatives combined with each of ours."""
     combined = []
     for term, ours in itertools.product(_terms(configured) or [{}], alternatives):
         key = "match_expressions" if "match_expressions" in term else "matchExpressions"

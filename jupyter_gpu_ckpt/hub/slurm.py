@@ -158,9 +158,9 @@ def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> li
 
 
 def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] | None:
-    """Return type and number of the GPUs; gres.conf has a part of the model's name as the type.
+    """Return type and number of the GPUs, or None if the cluster names types and none fits.
 
-    None if the cluster names types, and none of them fits.
+    gres.conf has a part of the model's name as the type.
     """
     if not (count := len(requirements.gpus)):
         return "", 0
@@ -171,10 +171,7 @@ def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] |
 
 
 def with_constraint(options: str, constraint: str) -> str:
-    """Return sbatch's ``options`` with ``constraint`` in addition to those in them.
-
-    Slurm splits the words on a ``#SBATCH`` line of a batch script as a shell would.
-    """
+    """Return sbatch's ``options``, which Slurm splits as a shell would, with ``constraint`` in addition to theirs."""
     kept, theirs, words = [], [], iter(shlex.split(options))
     for one in words:
         if one in ("-C", "--constraint"):

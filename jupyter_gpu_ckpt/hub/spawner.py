@@ -113,10 +113,7 @@ class CheckpointMixin(LoggingConfigurable):
             raise
 
     async def get_pod_manifest(self) -> Any:
-        """Called from KubeSpawner's start.
-
-        An eviction, a drained node or ``kubectl delete`` use the manifest's grace period.
-        """
+        """Called from KubeSpawner's start: evictions and ``kubectl delete`` use the manifest's grace period."""
         pod = await super().get_pod_manifest()  # type: ignore[misc]
         if self.checkpoint_before_stop:
             grace = math.ceil(min(self.stop_grace, self.stop_limit))

@@ -1,8 +1,4 @@
-"""The server extension: makes every kernel of the server checkpointable, without configuration.
-
-Enabled by the wheel's ``jupyter_server_config.d/jupyter_gpu_ckpt.json``; configured as ``c.GpuCkptApp`` like any other
-part of the server.
-"""
+"""The server extension: makes every kernel of the server checkpointable; configured as ``c.GpuCkptApp``."""
 
 from __future__ import annotations
 
@@ -274,9 +270,8 @@ class GpuCkptApp(ExtensionApp):
 def defaults(serverapp: ServerApp) -> Config:
     """Our provisioner, kernel manager and session manager, each where the user named no other.
 
-    Reads the configuration, not the traits: at this moment (`ServerApp.initialize` links extensions before
-    ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
-    known.
+    Reads the configuration, not the traits: `ServerApp.initialize` links extensions before the gateway's settings are
+    known, and reading `ServerApp.kernel_manager_class` would fix it.
     """
     config, made = serverapp.config, Config()
     chosen = _is_set(config, KernelProvisionerFactory, "default_provisioner_name")

@@ -1,11 +1,9 @@
 """The cold tier of a server: archives the content of old images, and removes archived content of images that are gone.
 
-(`transfer.archive`; a wake does not wait for that removal.)
-
-The work runs in a process of its own, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time
-from the server's threads, and the process can be ended at any moment; files that are archived by then are not sent
-again.  It reads its options from standard input, for a URL may contain a password; at the end of that pipe, the end of
-the server, it ends too.
+The work (`transfer.archive`) runs in a process of its own: hashing and encrypting take no time from the server's
+threads, and the process can be ended at any moment; files that are archived by then are not sent again.  It reads its
+options from standard input, for a URL may contain a password; at the end of that pipe, the end of the server, it ends
+too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Drain a server: checkpoint every kernel and verify its image, so that the server can be stopped.
+"""Drain a server, at the request of the hub's culler and spawner, so that it can be stopped (see `drain`).
 
-The hub's culler and spawner request it by REST (``drain``); the server's own stop (`persistence`) checkpoints as well,
-but verifies nothing.
+The server's own stop (`persistence`) checkpoints as well, but verifies nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Emit kernels' transitions and steps on jupyter_server's event bus, and log a line for each transition.
-
-The schemas lie in ``events/``; front ends subscribe at ``api/events/subscribe``.
-"""
+"""Emit kernels' transitions and steps on jupyter_server's event bus, and log a line for each transition."""
 
 from __future__ import annotations
 

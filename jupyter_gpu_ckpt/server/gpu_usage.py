@@ -1,7 +1,4 @@
-"""GPU memory by kernel: measured at intervals, kept for an hour, emitted as an event when it has changed.
-
-Front ends read the events: one measurement here serves every browser tab.
-"""
+"""GPU memory by kernel: measured once for all browser tabs, kept for an hour, emitted as an event when it changes."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ class GpuUsage(Listener, LoggingConfigurable):
         return self._record(await asyncio.to_thread(_measure, self._provisioners(), self._image_dir))
 
     async def document(self) -> dict[str, Any]:
-        """Return the reply to ``GET gpus``: a measurement no older than `interval`.
-
-        Where the driver does not answer now, it is the last measurement.
-        """
+        """Return the reply to ``GET gpus``: no older than `interval`, or the last if the driver does not answer."""
         last = self._last
         if last is None or time.monotonic() - self._measured > self.interval:
             try:

@@ -131,10 +131,7 @@ class CheckpointKernelManagerMixin(_Base):
             self._expiry_callback.start()
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Checkpoint a kernel that jupyter_server would cull; shut down a sleeping one that expires.
-
-        A protected kernel is left alone.  Called from the culler.
-        """
+        """Checkpoint a kernel that would be culled, unless it is protected; shut down a sleeping one that expires."""
         provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
         if provisioner is not None and state is not None and provisioner.agent_requests.protection() is not None:
             return
@@ -176,10 +173,9 @@ class CheckpointKernelManagerMixin(_Base):
             return await super().restart_kernel(kernel_id, now=now)
 
     def _lock(self, kernel_id: str) -> asyncio.Lock:
-        """Return the lock that makes restarts and shutdowns of a kernel follow one another.
+        """Return the lock that orders restarts and shutdowns of a kernel: jupyter_client does not.
 
-        jupyter_client does not order them.  A shutdown in the middle of a restart fails (its ``ready`` is not done),
-        and the kernel lives on.
+        A shutdown in the middle of a restart fails (its ``ready`` is not done), and the kernel lives on.
         """
         return self._locks.setdefault(kernel_id, asyncio.Lock())
 

@@ -1,8 +1,4 @@
-"""Prometheus metrics, served by jupyter_server's own ``/metrics``.
-
-Counters count when something happens; gauges (states, swapped-out bytes) are read from the monitor at each scrape.
-Bytes and seconds, names as in Prometheus' conventions.
-"""
+"""Prometheus metrics, served by jupyter_server's own ``/metrics``; gauges are read from the monitor at each scrape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Monitor the kernels: bring their states and steps from worker threads to listeners on the event loop.
-
-Events, metrics, the log and the REST documents read the monitor; none of them listens to a kernel directly.
-"""
+"""Monitor the kernels: bring their states and steps from worker threads to listeners on the event loop."""
 
 from __future__ import annotations
 

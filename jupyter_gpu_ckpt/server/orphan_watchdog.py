@@ -1,9 +1,8 @@
 """The watchdog of one server: checkpoints and ends kernels that run on after the server died.
 
-`persistence.KernelPersistence` runs it as ``python -m jupyter_gpu_ckpt.server.orphan_watchdog '<json>'``.  Its standard
-input is a pipe from the server, whose end is the end of the server.  After ``timeout`` seconds it attaches every kernel
-that still has no owner and checkpoints it, which ends its process; a later server attaches it from its image.  Busy
-kernels are tried again.
+Its standard input is a pipe from the server (`persistence.KernelPersistence`), whose end is the end of the server.
+After ``timeout`` seconds it attaches every kernel that still has no owner and checkpoints it, which ends its process; a
+later server attaches it from its image.  Busy kernels are tried again.
 """
 
 from __future__ import annotations

@@ -61,10 +61,7 @@ class KernelPersistence(LoggingConfigurable):
     # -- the server starts
 
     def claim_database(self, root: Path) -> Path | None:
-        """Claim the session database for servers of this root directory; None while another server uses it.
-
-        Called before the server makes its session manager.
-        """
+        """Claim the session database for servers of this root directory; None while another server uses it."""
         directory = data_directory("sessions")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
@@ -133,10 +130,7 @@ class KernelPersistence(LoggingConfigurable):
         kernel.execution_state = "idle"
 
     async def create_session(self, sessions: Any, orphan: Orphan, root: Path) -> None:
-        """Give an attached kernel the notebook it was started for, if that exists and has no other kernel.
-
-        For a kernel without a row in the database: the row was lost, or is in another server's database.
-        """
+        """Give an attached kernel without a row in the database its notebook, if that exists and has no kernel."""
         path = await asyncio.to_thread(models.notebook, orphan.session, root)
         if path is not None and not await sessions.session_exists(path):
             name, id = path.rsplit("/", 1)[-1], orphan.session.kernel_id

@@ -1,8 +1,7 @@
 """Delay listings while kernels are missing: at a server's start, until they are attached, and at its stop.
 
-A front end that finds no kernel for a notebook starts another, and takes a kernel that is missing in a listing for
-ended; the notebook's own kernel, with all its variables, would then sleep on out of its user's sight.  And
-jupyter_server drops the session of a kernel that it does not find.
+A front end that finds no kernel for a notebook starts another, and the notebook's own kernel, with all its variables,
+would sleep on out of its user's sight.  And jupyter_server drops the session of a kernel that it does not find.
 """
 
 # mypy: allow-untyped-calls
@@ -33,10 +32,7 @@ class Readiness:
         return not self.stopping and (self.attaching is None or self.attaching.done())
 
     async def wait(self) -> None:
-        """Wait until kernels are attached; the task that attaches them does not wait.
-
-        Raises 503 while the server stops: front ends then try again later.
-        """
+        """Wait until kernels are attached, but in the task that attaches them.  Raises 503 while the server stops."""
         if self.stopping:
             raise HTTPError(503, "The server is stopping.")
         if not self.is_ready and self.attaching is not None and self.attaching is not asyncio.current_task():

@@ -44,12 +44,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class IdleSettings:
-    """The policy's settings.
-
-    ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
-    suspended kernels may use together (0: no limit).  ``without_device_memory``: checkpoint kernels without device
-    memory, too.  ``parallel``: how many verbs run at once.  A kernel that refused is tried again after
-    ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
+    """The policy's settings: ``rules`` by the name of the kernelspec, ``rule`` for all others; the rest as the traits
+    of `loop.IdlePolicy`.
     """
 
     rule: Rule = field(default_factory=Rule)
@@ -96,10 +92,7 @@ class Action:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """The last attempt, which failed, and the moment of the next.
-
-    ``refused``: nothing broke, the kernel could not be checkpointed now.  ``error`` is the error's `as_dict`.
-    """
+    """The last attempt, which failed: its error's `as_dict`, and whether only a refusal (nothing broke)."""
 
     error: Mapping[str, Any]
     refused: bool

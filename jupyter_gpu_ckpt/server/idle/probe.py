@@ -35,10 +35,8 @@ class KernelProbe:
         self._states: dict[str, State] = {}
 
     def snapshots(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> list[KernelSnapshot]:
-        """Take a snapshot of each kernel that can be checkpointed.
-
-        A kernel that cannot be inspected (it is just ending, its driver does not answer) counts as working, so that
-        the policy leaves it alone.
+        """Take a snapshot of each kernel that can be checkpointed.  One that cannot be inspected (it is just ending,
+        its driver does not answer) counts as working, so that the policy leaves it alone.
         """
         found: list[KernelSnapshot] = []
         holders: dict[str, list[int]] = {}

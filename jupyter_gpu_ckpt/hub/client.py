@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
 from ..errors import ServerRefused, ServerSilent
 from ..terminal_text import printable
@@ -112,13 +112,24 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, deadline: float) -> Any:
         """Return the JSON document; if the server or the proxy is unavailable, retry until ``deadline``."""
-        pause = _FIRST_PAUSE
+        pause, body = _FIRST_PAUSE, "" if method == "POST" else None
         while True:
+            timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
+            request = HTTPRequest(
+                f"{self.url}/{path}",
+                method=method,
+                headers=self._headers,
+                body=body,
+                connect_timeout=timeout,
+                request_timeout=timeout,
+                follow_redirects=False,
+                ssl_options=self._ssl,
+            )
             try:
-                return json.loads((await self._fetch(method, path, deadline)).body)
+                return json.loads((await AsyncHTTPClient().fetch(request)).body)
             except HTTPClientError as error:
                 if error.code < 500:
-                    raise _refusal(error.code) from error
+                    raise ServerRefused(f"The server answers {error.code}.", hint=_HINTS.get(error.code)) from error
                 code: int | str = error.code
             except (OSError, ValueError) as error:
                 code = type(error).__name__
@@ -127,25 +138,9 @@ class ServerClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _fetch(self, method: str, path: str, deadline: float) -> HTTPResponse:
-        timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
-        request = HTTPRequest(
-            f"{self.url}/{path}",
-            method=method,
-            headers=self._headers,
-            body="" if method == "POST" else None,
-            connect_timeout=timeout,
-            request_timeout=timeout,
-            follow_redirects=False,
-            ssl_options=self._ssl,
-        )
-        return await AsyncHTTPClient().fetch(request)
 
-
-def _refusal(status: int) -> ServerRefused:
-    hints = {
-        403: "The token needs the scope access:servers for this server.",
-        404: "The server's environment needs jupyter_gpu_ckpt[server].",
-        424: "The server is not running.",
-    }
-    return ServerRefused(f"The server answers {status}.", hint=hints.get(status))
+_HINTS = {
+    403: "The token needs the scope access:servers for this server.",
+    404: "The server's environment needs jupyter_gpu_ckpt[server].",
+    424: "The server is not running.",
+}

@@ -53,7 +53,7 @@ class ColdTier:
     async def _run(self) -> None:
         while True:
             try:
-                if await asyncio.to_thread(_needed, self._store, self._after):
+                if await asyncio.to_thread(lambda: due(self._store, self._after) or removed(self._store)):
                     await self._round()
             except Exception:
                 self._log.exception("Old images could not be archived; the next round tries again.")
@@ -77,16 +77,12 @@ class ColdTier:
                 await sender.wait()
 
     def _log_outcome(self, image: str, freed: int | None = None, code: str = "") -> None:
-        if freed is None and not code:
-            self._log.info("The archived content of image %s was removed: the image is gone.", image)
-        elif code:
+        if code:
             self._log.warning("Image %s could not be archived: %s", image or "?", code)
+        elif freed is None:
+            self._log.info("The archived content of image %s was removed: the image is gone.", image)
         else:
             self._log.info("Image %s was archived: %d bytes freed.", image, freed)
-
-
-def _needed(store: Store, after: float) -> bool:
-    return bool(due(store, after) or removed(store))
 
 
 def main() -> None:

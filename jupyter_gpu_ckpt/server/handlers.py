@@ -142,15 +142,14 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         return provisioner
 
     def document(self, kernel_id: str) -> dict[str, Any]:
-        provisioner = self.kernel(kernel_id)
+        provisioner, app = self.kernel(kernel_id), self.app
         name = self.kernel_manager.get_kernel(kernel_id).kernel_name
-        monitored, job = self.app.monitor.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
-        return models.kernel(kernel_id, name, provisioner, monitored, job, self.app.idle.outlook(kernel_id))
+        monitored, job = app.monitor.kernels.get(kernel_id), app.jobs.of_kernel(kernel_id)
+        return models.kernel(kernel_id, name, provisioner, monitored, job, app.idle.outlook(kernel_id))
 
     def job(self, id: str) -> Job:
         """Return the job.  404 when there is none."""
-        job = self.app.jobs.get(id)
-        if job is None:
+        if (job := self.app.jobs.get(id)) is None:
             raise web.HTTPError(404, "There is no such job, or it ended long ago.")
         return job
 
@@ -191,11 +190,9 @@ class VerbHandler(Handler):
     """``kernels/<id>/{suspend,resume,checkpoint,restore}``: begin; 202 with the job."""
 
     async def post(self, kernel_id: str, verb: str) -> None:
-        provisioner = self.checkpointable(kernel_id)
-        parameters = self._parameters(verb)
+        provisioner, parameters, turn = self.checkpointable(kernel_id), self._parameters(verb), None
         arguments = {name: value for name, value in parameters.items() if name != "when"}
         call = functools.partial(VERBS[verb], provisioner, **arguments)
-        turn = None
         if parameters.get("when") == "idle":
             turn = provisioner.once_idle()
         elif verb in ("suspend", "checkpoint"):

@@ -185,12 +185,10 @@ class KernelMonitor:
         return kernel
 
     def remove(self, kernel_id: str) -> None:
-        """Stop monitoring a kernel that was shut down."""
         if (kernel := self.kernels.pop(kernel_id, None)) is not None:
             kernel.close()
 
     def keep_only(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> None:
-        """Monitor these kernels and no others."""
         for gone in set(self.kernels) - set(provisioners):
             self.remove(gone)
         for kernel_id, provisioner in provisioners.items():
@@ -366,13 +364,9 @@ class MonitoredKernel:
     def _report_step(self, event: StepEvent) -> None:
         step, progress = Step(event.step), self.progress
         self._reported_fraction = progress.fraction if progress else 0.0
-        stepped = Stepped(
-            event,
-            verb=VERBS.get(self.state, "") if self.state else "",
-            fraction=self._reported_fraction,
-            expected_bytes=progress.bytes.get(step, 0) if progress else 0,
-            expected_seconds=progress.seconds.get(step, 0.0) if progress else 0.0,
-        )
+        expected = (progress.bytes.get(step, 0), progress.seconds.get(step, 0.0)) if progress else (0, 0.0)
+        verb = VERBS.get(self.state, "") if self.state else ""
+        stepped = Stepped(event, verb, self._reported_fraction, *expected)
         self.monitor.notify(lambda listener: listener.stepped(stepped))
 
     def _clear_swapped_out(self, at: float) -> None:

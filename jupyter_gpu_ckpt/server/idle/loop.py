@@ -36,8 +36,7 @@ class IdlePolicy(LoggingConfigurable):
         "0: never.",
     ).tag(config=True)
     without_device_memory = Bool(
-        False,
-        help="Whether idle kernels without device memory are checkpointed, too, to free host memory.",
+        False, help="Whether idle kernels without device memory are checkpointed, too, to free host memory."
     ).tag(config=True)
     kernelspecs: Dict[str, Any] = Dict(
         help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "

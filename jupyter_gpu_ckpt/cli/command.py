@@ -105,6 +105,7 @@ class GpuCkptCommand(JupyterApp):
         flags, aliases, metavars = {}, {}, {}
         for name, trait in vars(cls).items():
             if isinstance(trait, TraitType) and (value := trait.metadata.get("option")):
+                trait.tag(config=True)
                 key = trait.metadata.get("option_name") or name.replace("_", "-")
                 if isinstance(trait, Bool):
                     flags[key] = ({cls.__name__: {name: True}}, trait.help)

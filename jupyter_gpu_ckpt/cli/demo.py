@@ -44,8 +44,8 @@ class DemoCommand(ImageCommand):
     jupyter gpu-ckpt demo analysis.ipynb --timeout 1000
     """
 
-    kernel = Unicode("python3", help="The kernelspec to use (default: python3).").tag(config=True, option="NAME")
-    timeout = Float(300.0, help="The seconds that a cell may take (default: 300).").tag(config=True, option="SECONDS")
+    kernel = Unicode("python3", help="The kernelspec to use (default: python3).").tag(option="NAME")
+    timeout = Float(300.0, help="The seconds that a cell may take (default: 300).").tag(option="SECONDS")
 
     def run(self) -> Result:
         logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))

@@ -25,7 +25,7 @@ class DoctorCommand(ImageCommand):
     """
 
     need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about: cpu (default) or gpu.").tag(
-        config=True, option="cpu|gpu", option_name="for"
+        option="cpu|gpu", option_name="for"
     )
 
     def run(self) -> Result:
@@ -68,14 +68,12 @@ class InstallCriuCommand(GpuCkptCommand):
     jupyter gpu-ckpt install-criu --force-unpack --prefix /opt/criu
     """
 
-    prefix = Unicode(help="Where to unpack it (default: your Jupyter data directory).").tag(config=True, option="DIR")
-    mirror = Unicode(help="The Debian mirror (default: the machine's own apt sources).").tag(config=True, option="URL")
-    keyring = Unicode(help="The keys that sign the mirror (default: Debian's).").tag(config=True, option="FILE")
-    check = Bool(False, help="Only report the CRIU that is found.").tag(config=True, option=True)
-    force_unpack = Bool(False, help="Unpack one even if the system has one that works.").tag(config=True, option=True)
-    no_system = Bool(False, help="Do not install the distribution's package, even as root.").tag(
-        config=True, option=True
-    )
+    prefix = Unicode(help="Where to unpack it (default: your Jupyter data directory).").tag(option="DIR")
+    mirror = Unicode(help="The Debian mirror (default: the machine's own apt sources).").tag(option="URL")
+    keyring = Unicode(help="The keys that sign the mirror (default: Debian's).").tag(option="FILE")
+    check = Bool(False, help="Only report the CRIU that is found.").tag(option=True)
+    force_unpack = Bool(False, help="Unpack one even if the system has one that works.").tag(option=True)
+    no_system = Bool(False, help="Do not install the distribution's package, even as root.").tag(option=True)
 
     def run(self) -> None:
         """Run the installer, whose own options ``scripts/install-criu`` uses before this package is installed."""

@@ -173,7 +173,7 @@ class RemoveCommand(ImageCommand):
     examples = "jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839"
 
     force = Bool(False, help="Delete also the only copy of a kernel, and an image that a newer release made.").tag(
-        config=True, option=True
+        option=True
     )
 
     def run(self) -> Result:
@@ -222,12 +222,10 @@ class PruneCommand(ImageCommand):
     jupyter gpu-ckpt prune --keep-last 1 --max-bytes 20G
     """
 
-    keep_last = Int(None, allow_none=True, help="Keep this many images of each kernel.").tag(config=True, option="N")
-    max_age = Unicode(help="Delete images that are older, such as 12h or 30d.").tag(config=True, option="AGE")
-    max_bytes = Unicode(help="Keep all images together below this size, such as 500M or 20G.").tag(
-        config=True, option="SIZE"
-    )
-    dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True, option=True)
+    keep_last = Int(None, allow_none=True, help="Keep this many images of each kernel.").tag(option="N")
+    max_age = Unicode(help="Delete images that are older, such as 12h or 30d.").tag(option="AGE")
+    max_bytes = Unicode(help="Keep all images together below this size, such as 500M or 20G.").tag(option="SIZE")
+    dry_run = Bool(False, help="Only say what would be deleted.").tag(option=True)
 
     def run(self) -> Result:
         limits = Limits(
@@ -275,7 +273,7 @@ class KeysCommand(GpuCkptCommand):
     jupyter gpu-ckpt keys --rotate
     """
 
-    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True, option=True)
+    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(option=True)
 
     def run(self) -> Result:
         keys = Keyring()

@@ -35,11 +35,9 @@ class MatchCommand(ImageCommand):
     """
 
     accept_changed_files = Bool(False, help="From now on the image's kernel may wake with files as they are now.").tag(
-        config=True, option=True
+        option=True
     )
-    gpu_map = Unicode(help='Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.').tag(
-        config=True, option="JSON"
-    )
+    gpu_map = Unicode(help='Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.').tag(option="JSON")
 
     def run(self) -> Result:
         gpu_map = self._gpu_map()
@@ -85,7 +83,7 @@ class PushCommand(ImageCommand):
     jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 s3://bucket/images --keep
     """
 
-    keep = Bool(False, help="Copy the image: keep it here, too.").tag(config=True, option=True)
+    keep = Bool(False, help="Copy the image: keep it here, too.").tag(option=True)
 
     def run(self) -> Result:
         store = self.store()
@@ -121,7 +119,7 @@ class PullCommand(ImageCommand):
     jupyter gpu-ckpt pull /depot 20261120T153012-0c0ffee0-a97839
     """
 
-    keep = Bool(False, help="Copy the image: keep it there, too.").tag(config=True, option=True)
+    keep = Bool(False, help="Copy the image: keep it there, too.").tag(option=True)
 
     def run(self) -> Result:
         remote = _remote(self.extra_args[0])

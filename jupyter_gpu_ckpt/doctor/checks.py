@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -114,10 +115,11 @@ def _obstacles(findings: Iterable[Finding], need: Need) -> list[Finding]:
 
 def _linux(probes: Probes) -> Iterable[Finding]:
     kernel = probes.kernel()
+    version = re.match(r"(\d+)\.(\d+)", kernel.release)
     named = f"{kernel.system} {kernel.release} on {kernel.machine}"
     if kernel.system != "Linux":
         yield Finding("linux", False, f"{named}: kernels can be checkpointed on Linux only.")
-    elif kernel.version < OLDEST_KERNEL:
+    elif version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
         yield Finding("linux", False, f"{named} is too old: 5.9 or newer is needed.", "Boot a newer Linux kernel.")
     elif kernel.machine not in ARCHITECTURES:
         yield Finding("linux", False, f"{named}: only {' and '.join(TRIED)} is supported.")

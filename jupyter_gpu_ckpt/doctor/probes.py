@@ -29,20 +29,6 @@ PYTHON_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Uname:
-    """``uname(2)``."""
-
-    system: str
-    release: str
-    machine: str
-
-    @property
-    def version(self) -> tuple[int, int]:
-        match = re.match(r"(\d+)\.(\d+)", self.release)
-        return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-@dataclass(frozen=True)
 class DirectoryFacts:
     """A directory, or its nearest existing parent.
 
@@ -54,14 +40,6 @@ class DirectoryFacts:
     free: int
     filesystem: str
     problem: str = ""
-
-
-def kernel() -> Uname:
-    return Uname(platform.system(), platform.release(), platform.machine())
-
-
-def is_root() -> bool:
-    return os.geteuid() == 0
 
 
 def container() -> str:
@@ -159,8 +137,8 @@ def gpus() -> list[Gpu]:
 class Probes:
     """All probes; tests replace some of them."""
 
-    kernel: Callable[[], Uname] = kernel
-    is_root: Callable[[], bool] = is_root
+    kernel: Callable[[], platform.uname_result] = platform.uname
+    is_root: Callable[[], bool] = lambda: os.geteuid() == 0
     status: Callable[[], dict[str, str]] = status
     sysctl: Callable[[str], str | None] = sysctl
     container: Callable[[], str] = container

@@ -20,6 +20,7 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
 from .._version import __version__
+from ..doctor import checks
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.adoption import Orphan, find_orphan
@@ -257,7 +258,8 @@ class GpuCkptApp(ExtensionApp):
         directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_LIFETIME:
-                self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory, self._fast_path)
+                found = await asyncio.to_thread(checks.diagnose, directory, fast_path=self._fast_path)
+                self._diagnosis = time.monotonic(), checks.as_json(found)
         return {
             "version": __version__,
             "host": self._diagnosis[1],

@@ -22,6 +22,7 @@ from tornado import web
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle.preflight import require
 from . import models
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
@@ -196,7 +197,7 @@ class VerbHandler(Handler):
         if parameters.get("when") == "idle":
             turn = provisioner.once_idle()
         elif verb in ("suspend", "checkpoint"):
-            await asyncio.to_thread(models.require_no_cell, provisioner)
+            await asyncio.to_thread(lambda: require(models.requests(provisioner)))
         self.reply_started(self.app.jobs.start(kernel_id, verb, parameters, call, turn))
 
     def _parameters(self, verb: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class GpuCkptCommand(JupyterApp):
     #: The positional arguments as the help shows them: ``IMAGE``, ``[IMAGE]`` or ``IMAGE...``.
     arguments: ClassVar[tuple[str, ...]] = ()
     #: The names of options' values in the help.
-    metavars: ClassVar[dict[str, str]] = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR"}
+    metavars: ClassVar = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR", "runtime-base": "DIR"}
 
     aliases: dict[str, Any] = {
         "config": ("JupyterApp.config_file", "Read this file instead of those of Jupyter's applications."),
@@ -115,7 +115,7 @@ class GpuCkptCommand(JupyterApp):
         assert base is not None
         cls.flags = {**flags, **base.flags}  # type: ignore[attr-defined]
         cls.aliases = {**aliases, **vars(cls).get("aliases", {}), **base.aliases}  # type: ignore[attr-defined]
-        cls.metavars = {**metavars, **vars(cls).get("metavars", {}), **base.metavars}  # type: ignore[attr-defined]
+        cls.metavars = {**metavars, **base.metavars}  # type: ignore[attr-defined]
 
     #: The exit status, once the command has been started.
     status = 0

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from traitlets import Bool, Int, Unicode
 
@@ -38,7 +38,6 @@ class ListCommand(ImageCommand):
             "The directory of the kernels' sockets (default: the one that Jupyter's configuration sets).",
         )
     }
-    metavars: ClassVar[dict[str, str]] = {"runtime-base": "DIR"}
     examples = """
     jupyter gpu-ckpt list
     jupyter gpu-ckpt list --json

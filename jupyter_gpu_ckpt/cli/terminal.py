@@ -48,10 +48,8 @@ class Terminal:
             return
         from rich.text import Text
 
-        text = Text()
-        for part in parts:
-            text.append(_text(part), part[1] if isinstance(part, tuple) else None)
-        self._console.print(text, soft_wrap=True)
+        styled = ((_text(part), part[1] if isinstance(part, tuple) else "") for part in parts)
+        self._console.print(Text.assemble(*styled), soft_wrap=True)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]], *, otherwise: str = "") -> None:
         """Print rows below their headings; without any, the line ``otherwise``.  On a terminal that is too narrow each

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,11 +78,10 @@ def nodes(text: str, partitions: str = "") -> list[Node]:
 
 def _gpus(gres: str) -> dict[str, int]:
     """Parse ``gpu:h200:4(S:0-1),shard:8`` to ``{"h200": 4}``."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for one in re.sub(r"\([^)]*\)", "", gres).split(","):
         if match := re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one):
-            kind = match["type"] or ""
-            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
+            found[match["type"] or ""] += int(match["count"] or 1)
     return found
 
 

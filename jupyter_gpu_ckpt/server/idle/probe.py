@@ -46,13 +46,9 @@ class KernelProbe:
             if lifecycle is None or gate is None:
                 continue
             until = provisioner.agent_requests.protection()
-            snapshot = KernelSnapshot(
-                kernel_id,
-                lifecycle.home.kernel_name,
-                lifecycle.state,
-                gate.last_activity,
-                protected=max(0.0, until - time.time()) if until else 0.0,
-            )
+            left = max(0.0, until - time.time()) if until else 0.0
+            name, state = lifecycle.home.kernel_name, lifecycle.state
+            snapshot = KernelSnapshot(kernel_id, name, state, gate.last_activity, protected=left)
             try:
                 snapshot, pids = inspect(snapshot, lifecycle, gate)
             except GpuCkptError as error:
@@ -115,9 +111,7 @@ def computing(gpus: Gpus, holders: Mapping[str, list[int]], since: float) -> set
 
     Raises `CudaError` if NVML refuses.
     """
-    busy: set[int] = set()
-    known: set[int] = set()
-    any_work = False
+    busy, known, any_work = set[int](), set[int](), False
     for gpu in gpus.list():
         here = set(gpus.processes(gpu.uuid))
         known |= here

@@ -41,8 +41,8 @@ def expressions(requirements: Requirements, known: Iterable[str] | None = None) 
     ``known``: labels of the nodes; others are not required, since no node could match.  None: unknown, require all.
     """
     wanted: list[Expression] = []
-    if requirements.architecture in _ARCHITECTURES:
-        wanted.append(_in(ARCH, _ARCHITECTURES[requirements.architecture]))
+    if (arch := _ARCHITECTURES.get(requirements.architecture)) is not None:
+        wanted.append(_in(ARCH, arch))
     wanted += [_in(PRODUCT, product(model)) for model in sorted({gpu.model for gpu in requirements.gpus})]
     if requirements.gpus:
         # The label is the smallest GPU's, in whole MiB.

@@ -213,7 +213,5 @@ def _nowhere(choice: NodeChoice) -> Changes:
 
 def _others(choice: NodeChoice) -> str:
     """Return the message about kernels that need another kind of node than the requested one."""
-    if not choice.others:
-        return ""
-    wanted = "; ".join(sorted({str(one) for one in choice.others}))
-    return f" Another kind of node is needed by {len(choice.others)} more ({wanted}), which stay saved."
+    wanted, count = "; ".join(sorted({str(each) for each in choice.others})), len(choice.others)
+    return f" Another kind of node is needed by {count} more ({wanted}), which stay saved." if count else ""

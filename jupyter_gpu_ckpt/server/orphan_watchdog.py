@@ -34,8 +34,7 @@ async def _checkpoint_orphans(base: Path, image_dir: Path, timeout: float) -> No
     from ..image.store import Store
     from ..kernel.adoption import find_orphans
 
-    store = Store(image_dir)
-    due = time.monotonic() + timeout
+    store, due = Store(image_dir), time.monotonic() + timeout
     while any(orphan.directory for orphan in find_orphans(base, store).orphans):
         await asyncio.sleep(min(timeout, _INTERVAL))
         if time.monotonic() < due:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import procfs
@@ -43,7 +43,7 @@ class _Known:
     cpu: float
     queries: int
     processes: frozenset[int]
-    connections: frozenset[str] = field(default_factory=frozenset)
+    connections: frozenset[str]
 
 
 class Activity:
@@ -70,8 +70,8 @@ class Activity:
         ``own``: directories of the unix sockets of the kernel's own channels, whose connections do not count.
         """
         times = {pid: spent for pid in pids if (spent := _cpu(pid)) is not None}
-        fresh = _Known(now, sum(times.values()), queries, frozenset(times))
-        fresh.connections = _connections(times, tuple(f"{directory}/" for directory in own))
+        connections = _connections(times, tuple(f"{directory}/" for directory in own))
+        fresh = _Known(now, sum(times.values()), queries, frozenset(times), connections)
         known = self._known.setdefault(kernel_id, fresh)
         if known is fresh:
             return False

@@ -21,7 +21,7 @@ from ..criu.criu import Criu
 from ..criu.install import dotted, find
 from ..cuda.client import Caller
 from ..image.store import Store
-from ..kernel import engine
+from ..kernel.engine import use_engine
 from ..lifecycle.context import Engine
 from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 
@@ -90,7 +90,5 @@ def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost
     driver, binary = FakeHost(gpus), find()
     caller: Caller = helper(driver) if helper is not None else driver
     cards = FakeGpus(driver, image_dir.parent / "gpu-locks", caller)
-    store = Store(image_dir)
-    own = Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, store)
-    engine._engines[store.named] = own
+    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, Store(image_dir)))
     return driver

@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from cuda_subject import why_no_gpu
 from harness import notebook
+from images import publish
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import find
 from jupyter_gpu_ckpt.cuda.client import Helper
+from jupyter_gpu_ckpt.image.keys import Keyring
+from jupyter_gpu_ckpt.image.store import Image, Store
 
 #: Folders whose files run one after the other.
 _GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}
@@ -146,3 +149,15 @@ def public_directory():
     directory.chmod(0o755)
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    """A store of its own for each test."""
+    return Store(tmp_path / "images", Keyring(tmp_path / "keys"))
+
+
+@pytest.fixture
+def image(store) -> Image:
+    """An image in that store."""
+    return publish(store)

@@ -49,10 +49,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program inside the capsule ended: exit status (negative: the signal), and after how many seconds.
-
-    ``unrepaired``: why what it left in the kernel could not be repaired; empty as a rule.
-    """
+    """How a program inside ended: exit status (negative: the signal), and why the kernel is ``unrepaired``, if so."""
 
     status: int
     timed_out: bool
@@ -157,14 +154,11 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
 
     @classmethod
     def attach(cls, directory: Path) -> Capsule:
-        """Become the owner of a capsule that outlived its last one.  Raises `CapsuleGone`, `ProtocolVersion`.
-
-        A dump of the last owner is undone first, which may take some seconds.
-        """
+        """Become the owner of a capsule that outlived its last one.  Raises `CapsuleGone`, `ProtocolVersion`."""
         capsule = cls(directory)
         capsule._connect()
         try:
-            reply, _ = capsule._request({"verb": "status"}, GRACE + ANSWER)
+            reply, _ = capsule._request({"verb": "status"}, GRACE + ANSWER)  # a dump of the last owner is undone first
             if not reply["kernel"] or reply["status"] is not None:
                 raise CapsuleGone("The kernel of the capsule has ended.")
             capsule.attach_kernel(reply["kernel"])
@@ -212,10 +206,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             self._outer = None
 
     def close(self) -> None:
-        """Kill every process of the capsule.  Idempotent; afterwards nothing of it is left.
-
-        May be called while another thread waits for an answer: that request then fails with `CapsuleGone`.
-        """
+        """Kill every process of the capsule.  Idempotent.  A request of another thread fails with `CapsuleGone`."""
         with self._closing:
             if self._outer is None and self._socket is None:
                 return  # closed or detached
@@ -308,10 +299,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         self._set_kernel(*self._request(request))
 
     def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
-        """Make the process that CRIU restored under the inner ``pid`` this capsule's kernel, and let it run.
-
-        ``frozen``: only the CUDA driver's threads run, until `unfreeze_threads`.
-        """
+        """Let the process ``pid`` that CRIU restored run as the kernel; ``frozen``: only the CUDA driver's threads."""
         self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, "frozen": frozen}, 2 * ANSWER))
 
     def _set_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
@@ -372,11 +360,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         self._request({"verb": "freeze_threads", "timeout": timeout, "insist": insist}, timeout + ANSWER)
 
     def freeze_threads_in_driver(self) -> None:
-        """Freeze the threads that wait in the CUDA driver's code.
-
-        For a kernel that is, or is about to be, suspended: see `freezer.FrozenThreads.freeze_waiting_in_driver`.
-        Raises `CapsuleError`.
-        """
+        """Freeze threads as `freezer.FrozenThreads.freeze_waiting_in_driver`.  Raises `CapsuleError`."""
         self._request({"verb": "freeze_threads_in_driver"})
 
     def unfreeze_threads(self) -> None:
@@ -384,11 +368,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         self._request({"verb": "unfreeze_threads"})
 
     def host_memory(self) -> int:
-        """Return a descriptor of a directory in host memory that ends with the capsule; it is made on first use.
-
-        The kernel finds it in its own directory (`namespaces.HOST_MEMORY`).  The caller closes the descriptor.  Raises
-        `CapsuleError`.
-        """
+        """Return a descriptor, to be closed, of the kernel's `namespaces.HOST_MEMORY`.  Raises `CapsuleError`."""
         _, fds = self._request({"verb": "host_memory"})
         os.set_inheritable(fds[0], False)
         return fds[0]
@@ -517,10 +497,7 @@ def _with_descendants(pids: list[int]) -> list[int]:
 
 
 def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) -> None:
-    """Send a request as one packet, or in a file of its own: the environment of a kernel may be larger than a packet.
-
-    A packet has to fit into the socket's buffer, of which a user has 200 KB (``net.core.wmem_max``).
-    """
+    """Send a request as one packet, or in a file: a packet must fit into 200 KB of buffer (``net.core.wmem_max``)."""
     if len(request) <= _PACKET:
         socket.send_fds(connection, [request], list(fds))
         return
@@ -531,10 +508,7 @@ def _send(connection: socket.socket, request: bytes, fds: Sequence[int] = ()) ->
 
 
 def _ready(descriptors: list[int], timeout: float | None) -> list[int]:
-    """Return the descriptors that can be read or are at their end, after at most ``timeout`` seconds (None: for ever).
-
-    Not ``select``, which takes no descriptor above 1023: a server with some dozens of kernels has those.
-    """
+    """Return the descriptors that can be read or have ended.  Not ``select``, which takes none above 1023."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)

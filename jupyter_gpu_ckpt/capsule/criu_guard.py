@@ -192,10 +192,7 @@ def _unguard(pid: int) -> None:
 
 
 def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
-    """Remove SIGTRAP's guard from restored processes, and let them run: they were stopped when dumped.
-
-    ``frozen``: gets all threads of ``root`` but the CUDA driver's, which alone run.  Raises `OSError`.
-    """
+    """Remove SIGTRAP's guard from restored processes, and let them run; ``frozen`` gets the threads of ``root``."""
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)

@@ -48,20 +48,17 @@ _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
 
 @dataclass
 class RunningProgram:
-    """A program that runs for the owner: CRIU."""
+    """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump."""
 
     pid: int
-    #: Of the request that started it.
     number: int
     began: float
-    #: By the monotonic clock, as ``began``.
+    #: By the monotonic clock, as ``began``; SIGKILL comes ``grace`` seconds later.
     deadline: float
-    #: Seconds between the deadline and SIGKILL.
     grace: float
     output: str
     #: The file of the terminals' contents; empty for a program that has none.
     terminals: str
-    #: Of a dump.
     guard: CriuGuard | None
     timed_out: bool = False
 
@@ -145,10 +142,7 @@ class Init:
         return time.monotonic() < self.kernel_ended + CLEANUP_TIMEOUT
 
     def is_cleaning_up(self) -> bool:
-        """Whether resource trackers still remove what the kernel, which has ended, left behind.
-
-        They begin when the last process has ended that could register anything with them.
-        """
+        """Whether resource trackers clean up behind the kernel: they begin when all their users have ended."""
         if self.kernel_status is None:
             return False
         trackers, others = self.other_processes()

@@ -60,10 +60,7 @@ def enter_namespaces(user: bool, monotonic_ns: int, boottime_ns: int) -> None:
 
 
 def mount_proc() -> None:
-    """Mount a ``/proc`` that shows the capsule's processes.
-
-    Mounts of the host still propagate into the capsule (slave), so that an automounted home works; none goes back.
-    """
+    """Mount a ``/proc`` of the capsule.  Mounts of the host still propagate into it: an automounted home works."""
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
     syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
 
@@ -122,10 +119,7 @@ HOST_MEMORY = "host-memory"
 
 
 def mount_host_memory(directory: str) -> str:
-    """Mount a file system in memory, and return its path.  It ends with the capsule, and CRIU does not save it.
-
-    It has huge pages where the system has them (tmpfs(5)): copies into it are faster.
-    """
+    """Mount a file system in memory, which CRIU does not save, with huge pages if possible; return its path."""
     path = f"{directory}/{HOST_MEMORY}"
     os.makedirs(path, mode=0o700, exist_ok=True)
     flags, options = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC, "mode=0700,size=100%"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from traitlets.config.loader import ArgumentError, Config, ConfigFileNotFound, K
 
 from .._version import __version__
 from ..errors import BadRequest
+from ..kernel import directories
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -45,10 +47,7 @@ CONFIG_FILES = (
 
 
 class Configured(Configurable):
-    """The traits of `GpuCkptProvisioner` that commands need, from the same configuration.
-
-    Importing the provisioner takes longer than most commands.  The tests compare these traits with its own.
-    """
+    """The traits of `GpuCkptProvisioner` that commands need; importing that takes longer than most commands."""
 
     image_dir = Unicode().tag(config=True)
     runtime_base = Unicode().tag(config=True)
@@ -63,19 +62,15 @@ class Configured(Configurable):
 
     @default("image_dir")
     def _default_image_dir(self) -> str:
-        from ..kernel.directories import default_image_dir
-
-        return str(default_image_dir())
+        return str(directories.default_image_dir())
 
     @default("runtime_base")
     def _default_runtime_base(self) -> str:
-        from ..kernel.directories import default_runtime_base
-
-        return str(default_runtime_base())
+        return str(directories.default_runtime_base())
 
 
 class GpuCkptCommand(JupyterApp):
-    """A command; subclasses set `verb`, `description`, `arguments`, `examples`, and define `run` and `show`.
+    """A command; subclasses set `description`, `arguments`, `examples`, and define `run` and `show`.
 
     A trait that is tagged ``option`` is an option of the command, with the trait's help: a flag if it is a `Bool`, else
     with a value that the tag names in the help.  Options of the base class are inherited.
@@ -83,12 +78,12 @@ class GpuCkptCommand(JupyterApp):
 
     name = "jupyter-gpu-ckpt"
     version = __version__
-    #: The word after ``jupyter gpu-ckpt``.
+    #: The word after ``jupyter gpu-ckpt``; set by `main.command`.
     verb: ClassVar[str] = ""
     #: The positional arguments as the help shows them: ``IMAGE``, ``[IMAGE]`` or ``IMAGE...``.
     arguments: ClassVar[tuple[str, ...]] = ()
     #: The names of options' values in the help.
-    metavars: ClassVar[dict[str, str]] = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR"}
+    metavars: ClassVar = {"config": "FILE", "log-level": "LEVEL", "image-dir": "DIR", "runtime-base": "DIR"}
 
     aliases: dict[str, Any] = {
         "config": ("JupyterApp.config_file", "Read this file instead of those of Jupyter's applications."),
@@ -110,6 +105,7 @@ class GpuCkptCommand(JupyterApp):
         flags, aliases, metavars = {}, {}, {}
         for name, trait in vars(cls).items():
             if isinstance(trait, TraitType) and (value := trait.metadata.get("option")):
+                trait.tag(config=True)
                 key = trait.metadata.get("option_name") or name.replace("_", "-")
                 if isinstance(trait, Bool):
                     flags[key] = ({cls.__name__: {name: True}}, trait.help)
@@ -119,7 +115,7 @@ class GpuCkptCommand(JupyterApp):
         assert base is not None
         cls.flags = {**flags, **base.flags}  # type: ignore[attr-defined]
         cls.aliases = {**aliases, **vars(cls).get("aliases", {}), **base.aliases}  # type: ignore[attr-defined]
-        cls.metavars = {**metavars, **vars(cls).get("metavars", {}), **base.metavars}  # type: ignore[attr-defined]
+        cls.metavars = {**metavars, **base.metavars}  # type: ignore[attr-defined]
 
     #: The exit status, once the command has been started.
     status = 0
@@ -171,23 +167,20 @@ class GpuCkptCommand(JupyterApp):
 
     def parse_command_line(self, argv: Any = None) -> None:
         arguments = list(argv or [])
-        options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-        if {"-h", "--help", "--help-all"} & set(options) and "_ARGCOMPLETE" not in os.environ:
+        options = set(itertools.takewhile(lambda word: word != "--" and "_ARGCOMPLETE" not in os.environ, arguments))
+        if {"-h", "--help", "--help-all"} & options:
             self._help_text = "\n".join(self.emit_help(classes="--help-all" in options)).rstrip()
-        elif {"-V", "--version"} & set(options) and "_ARGCOMPLETE" not in os.environ:
+        elif {"-V", "--version"} & options:
             self._help_text = self.version
         else:
-            self._parse(arguments)
-
-    def _parse(self, arguments: list[str]) -> None:
-        flags, aliases = self.flatten_flags()
-        with _errors_mapped(aliases):
-            loader = _Loader(arguments, aliases, flags, command=self)
-            self.cli_config = deepcopy(loader.load_config())
-            self.update_config(self.cli_config)
-        self.extra_args = loader.extra_args
-        if not self.generate_config:
-            self._count_arguments()
+            flags, aliases = self.flatten_flags()
+            with _errors_mapped(aliases):
+                loader = _Loader(arguments, aliases, flags, command=self)
+                self.cli_config = deepcopy(loader.load_config())
+                self.update_config(self.cli_config)
+            self.extra_args = loader.extra_args
+            if not self.generate_config:
+                self._count_arguments()
 
     def _count_arguments(self) -> None:
         given, least = self.extra_args, [name for name in self.arguments if not name.startswith("[")]
@@ -199,8 +192,7 @@ class GpuCkptCommand(JupyterApp):
     def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
         """Load the files of Jupyter's configuration, or the one that ``--config`` names.  Raises `BadRequest`.
 
-        A file that fails is skipped with a warning, as Jupyter's servers skip it.  Its output goes to stderr: only the
-        command's own is on stdout.
+        A file that fails is skipped with a warning, as by Jupyter's servers.  What files print goes to stderr.
         """
         found = Config()
         with contextlib.redirect_stdout(sys.stderr):
@@ -245,8 +237,7 @@ class GpuCkptCommand(JupyterApp):
         elif self.generate_config:
             self.write_default_config()
         else:
-            result = self.run()
-            if result is None:
+            if (result := self.run()) is None:
                 return
             document, self.status = result
             if self.as_json:
@@ -274,17 +265,12 @@ class GpuCkptCommand(JupyterApp):
     # -- help
 
     def emit_help(self, classes: bool = False) -> Iterator[str]:  # type: ignore[override]
-        yield f"usage: {self._usage()}"
-        yield ""
-        yield from textwrap.wrap(self.description, 100)
-        yield ""
+        yield from [f"usage: {self._usage()}", "", *textwrap.wrap(self.description, 100), ""]
         yield from self.emit_options_help()
         if classes:
-            yield "Traits, for configuration files and as --Class.trait=VALUE:"
-            yield ""
-            for one in self._classes_with_config_traits(self._documented()):
-                yield one.class_get_help()
-                yield ""
+            yield from ["Traits, for configuration files and as --Class.trait=VALUE:", ""]
+            for each in self._classes_with_config_traits(self._documented()):
+                yield from [each.class_get_help(), ""]
         yield from self.emit_examples()
 
     def _usage(self) -> str:
@@ -295,18 +281,12 @@ class GpuCkptCommand(JupyterApp):
         rows += [(f"{_option(key)} {self.metavars[key]}", help) for key, (_, help) in self.aliases.items()]
         shared = {_option(key) for key in (*GpuCkptCommand.flags, *GpuCkptCommand.aliases)}
         rows.sort(key=lambda row: row[0].split()[0] in shared)  # its own ones first
-        rows += [
-            ("--help, --help-all", "Print this, or all configurable traits, too."),
-            ("--version", "Print the version."),
-        ]
-        yield "Options:"
-        yield from rows_of_help(rows)
-        yield ""
+        rows.append(("--help, --help-all", "Print this, or all configurable traits, too."))
+        rows.append(("--version", "Print the version."))
+        yield from ["Options:", *rows_of_help(rows), ""]
 
     def emit_examples(self) -> Iterator[str]:  # type: ignore[override]
-        yield "Examples:"
-        yield textwrap.indent(textwrap.dedent(self.examples).strip(), "  ")
-        yield ""
+        yield from ["Examples:", textwrap.indent(textwrap.dedent(self.examples).strip(), "  "), ""]
 
 
 class ImageCommand(GpuCkptCommand):

@@ -13,25 +13,27 @@ import os
 import sys
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jupyter_client.kernelspec import NoSuchKernel
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_core.paths import jupyter_path
 from traitlets import Float, Unicode
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
+from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle.preflight import read_process
 from ..trace import StepEvent
 from ..units import size
 from .command import ImageCommand, Result
 from .terminal import Part
-
-if TYPE_CHECKING:
-    from ..kernel.provisioner import GpuCkptProvisioner
 
 #: Seconds a kernel may take until it answers; importing on a cold disk is slow.
 _START = 60.0
 
 
 class DemoCommand(ImageCommand):
-    verb = "demo"
     description = (
         "Run a notebook, checkpoint its kernel at the cell tagged `checkpoint`, and compare what the two cells tagged "
         "`fingerprint` print before and after. The kernel is configured as a server's kernels are."
@@ -42,8 +44,8 @@ class DemoCommand(ImageCommand):
     jupyter gpu-ckpt demo analysis.ipynb --timeout 1000
     """
 
-    kernel = Unicode("python3", help="The kernelspec to use (default: python3).").tag(config=True, option="NAME")
-    timeout = Float(300.0, help="The seconds that a cell may take (default: 300).").tag(config=True, option="SECONDS")
+    kernel = Unicode("python3", help="The kernelspec to use (default: python3).").tag(option="NAME")
+    timeout = Float(300.0, help="The seconds that a cell may take (default: 300).").tag(option="SECONDS")
 
     def run(self) -> Result:
         logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
@@ -67,12 +69,6 @@ class DemoCommand(ImageCommand):
         self.print(("-" * len(text), "bold"))
 
     async def demonstrate(self) -> dict[str, Any]:
-        from jupyter_client.kernelspec import NoSuchKernel
-        from jupyter_client.manager import AsyncKernelManager
-        from jupyter_client.provisioning.factory import KernelProvisionerFactory
-
-        from ..kernel.provisioner import GpuCkptProvisioner
-
         KernelProvisionerFactory.instance(config=self.kernel_config)
         manager = AsyncKernelManager(kernel_name=self.kernel, config=self.kernel_config)
         try:
@@ -97,8 +93,6 @@ class DemoCommand(ImageCommand):
             await manager.shutdown_kernel(now=True)  # also while a cell runs
 
     async def _cycle(self, provisioner: GpuCkptProvisioner) -> dict[str, Any]:
-        from ..lifecycle.preflight import read_process
-
         self.title("First half")
         await self._execute(self.halves[0])
         lifecycle = provisioner.lifecycle
@@ -187,8 +181,6 @@ class DemoCommand(ImageCommand):
 
 def quickstart() -> Path:
     """Return the quickstart notebook of this checkout, or the one that the wheel installed."""
-    from jupyter_core.paths import jupyter_path
-
     checkout = Path(__file__).resolve().parents[2] / "notebooks"
     for directory in (checkout, *map(Path, jupyter_path("gpu-ckpt", "notebooks"))):
         if (directory / "quickstart.ipynb").is_file():

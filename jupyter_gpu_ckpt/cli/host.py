@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from traitlets import Bool, Enum, Unicode
 
+from ..criu import install
+from ..doctor import checks
+from ..doctor.checks import Finding, Need
 from ..errors import HostError
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Part, Terminal
 
-if TYPE_CHECKING:
-    from ..doctor.checks import Finding, Need
-
 
 class DoctorCommand(ImageCommand):
-    verb = "doctor"
     description = "Can this host checkpoint kernels? What it lacks is shown with the command that helps (->)."
     arguments = ()
     examples = """
@@ -26,15 +25,13 @@ class DoctorCommand(ImageCommand):
     """
 
     need = Enum(["cpu", "gpu"], "cpu", help="What the exit status is about: cpu (default) or gpu.").tag(
-        config=True, option="cpu|gpu", option_name="for"
+        option="cpu|gpu", option_name="for"
     )
 
     def run(self) -> Result:
-        from ..doctor import checks
-
         configured = self.configured
         self._findings = checks.diagnose(Path(configured.image_dir), fast_path=configured.fast_path)
-        need = cast("Need", self.need)
+        need = cast(Need, self.need)
         return checks.as_json(self._findings), 0 if checks.fit(self._findings, need) else HostError.exit_status
 
     def show(self, document: dict[str, Any]) -> None:
@@ -43,8 +40,6 @@ class DoctorCommand(ImageCommand):
 
 def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     """Print a line for each finding, with the fix below, and then which kernels can be checkpointed."""
-    from ..doctor.checks import reason
-
     rows: list[list[Part]] = []
     for finding in findings:
         rows.append([_word(finding), finding.check, finding.message])
@@ -54,22 +49,18 @@ def show_findings(findings: Sequence[Finding], terminal: Terminal) -> None:
     terminal.line()
     subjects: dict[Need, str] = {"cpu": "Kernels without CUDA", "gpu": "Kernels on a GPU"}
     for need, subject in subjects.items():
-        why = reason(findings, need)
+        why = checks.reason(findings, need)
         answer: list[Part] = [("no.", "red"), f" {why}"] if why else [("can be checkpointed here.", "green")]
         terminal.line(f"{subject}: ", *answer)
 
 
 def _word(finding: Finding) -> tuple[str, str]:
     """Return the word before a finding, and its style."""
-    if finding.ok is None:
-        return "-   ", "dim"
-    if finding.ok:
-        return "ok  ", "green"
-    return ("FAIL", "red") if finding.level == "error" else ("warn", "yellow")
+    words = {None: ("-   ", "dim"), True: ("ok  ", "green")}
+    return words.get(finding.ok, ("FAIL", "red") if finding.level == "error" else ("warn", "yellow"))
 
 
 class InstallCriuCommand(GpuCkptCommand):
-    verb = "install-criu"
     description = "Find a CRIU that works, or install one. No root is needed."
     examples = """
     jupyter gpu-ckpt install-criu
@@ -77,25 +68,16 @@ class InstallCriuCommand(GpuCkptCommand):
     jupyter gpu-ckpt install-criu --force-unpack --prefix /opt/criu
     """
 
-    prefix = Unicode(help="Where to unpack it (default: your Jupyter data directory).").tag(config=True, option="DIR")
-    mirror = Unicode(help="The Debian mirror (default: the machine's own apt sources).").tag(config=True, option="URL")
-    keyring = Unicode(help="The keys that sign the mirror (default: Debian's).").tag(config=True, option="FILE")
-    check = Bool(False, help="Only report the CRIU that is found.").tag(config=True, option=True)
-    force_unpack = Bool(False, help="Unpack one even if the system has one that works.").tag(config=True, option=True)
-    no_system = Bool(False, help="Do not install the distribution's package, even as root.").tag(
-        config=True, option=True
-    )
+    prefix = Unicode(help="Where to unpack it (default: your Jupyter data directory).").tag(option="DIR")
+    mirror = Unicode(help="The Debian mirror (default: the machine's own apt sources).").tag(option="URL")
+    keyring = Unicode(help="The keys that sign the mirror (default: Debian's).").tag(option="FILE")
+    check = Bool(False, help="Only report the CRIU that is found.").tag(option=True)
+    force_unpack = Bool(False, help="Unpack one even if the system has one that works.").tag(option=True)
+    no_system = Bool(False, help="Do not install the distribution's package, even as root.").tag(option=True)
 
     def run(self) -> None:
         """Run the installer, whose own options ``scripts/install-criu`` uses before this package is installed."""
-        from ..criu import install
-
-        values = {"--prefix": self.prefix, "--mirror": self.mirror, "--keyring": self.keyring}
-        switches = {
-            "--check": self.check,
-            "--force-unpack": self.force_unpack,
-            "--no-system": self.no_system,
-            "--json": self.as_json,
-        }
-        arguments = [f"{name}={value}" for name, value in values.items() if value]
-        self.status = install.main([*arguments, *(name for name, on in switches.items() if on)])
+        arguments = [f"--{name}={value}" for name in ("prefix", "mirror", "keyring") if (value := getattr(self, name))]
+        switches = [name for name in ("check", "force_unpack", "no_system") if getattr(self, name)]
+        arguments += [f"--{name.replace('_', '-')}" for name in switches]
+        self.status = install.main([*arguments, *["--json"] * self.as_json])

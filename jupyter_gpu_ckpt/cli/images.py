@@ -7,17 +7,20 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from traitlets import Bool, Int, Unicode
 
 from ..errors import BadRequest, GpuCkptError, ImageArchived, ImageBusy, ImageError, ImageFormat, ImageNotFound
+from ..image import lease
+from ..image.keys import Keyring
+from ..image.retention import Limits, choose
+from ..image.store import Image
+from ..kernel.adoption import Session, only_copy
+from ..kernel.registry import kernels, owned_kernel
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
-
-if TYPE_CHECKING:
-    from ..image.store import Image
 
 _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _AGES = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -27,7 +30,6 @@ _STATES = {"running": "green", "checkpointed": "cyan", "suspended": "cyan", "dea
 
 
 class ListCommand(ImageCommand):
-    verb = "list"
     description = "List your kernels on this host, and your images."
     arguments = ()
     aliases: dict[str, Any] = {
@@ -36,7 +38,6 @@ class ListCommand(ImageCommand):
             "The directory of the kernels' sockets (default: the one that Jupyter's configuration sets).",
         )
     }
-    metavars: ClassVar[dict[str, str]] = {"runtime-base": "DIR"}
     examples = """
     jupyter gpu-ckpt list
     jupyter gpu-ckpt list --json
@@ -44,18 +45,12 @@ class ListCommand(ImageCommand):
     """
 
     def run(self) -> Result:
-        from ..kernel.registry import kernels
-
         store = self.store()
+        names = ("id", "bytes", "created", "kernel_id", "kernel_name", "hostname")
         images = [
             {
-                "id": image.id,
+                **{name: getattr(image.manifest, name) for name in names},
                 "path": str(image.path),
-                "bytes": image.manifest.bytes,
-                "created": image.manifest.created,
-                "kernel_id": image.manifest.kernel_id,
-                "kernel_name": image.manifest.kernel_name,
-                "hostname": image.manifest.hostname,
                 "device_bytes": sum(image.manifest.device_bytes.values()),
             }
             for image in store.images()
@@ -65,40 +60,35 @@ class ListCommand(ImageCommand):
         return {"kernels": found, "images": images, "damaged": damaged}, 0
 
     def show(self, document: dict[str, Any]) -> None:
-        terminal, now = self.terminal, time.time()
-        kernels: list[list[Part]] = []
+        terminal = self.terminal
+        rows: list[list[Part]] = []
         for kernel in document["kernels"]:
             state = kernel["state"] if kernel["owned"] else "abandoned"
             style = _STATES.get(state, "yellow")
-            kernels.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
-        if kernels:
-            terminal.table([Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")], kernels)
-        else:
-            terminal.line("No kernel of yours runs or sleeps on this host.")
+            rows.append([kernel["kernel_id"], (state, style), str(kernel["pid"] or "-"), kernel["image"] or "-"])
+        columns = [Column("KERNEL"), Column("STATE"), Column("PID", number=True), Column("IMAGE")]
+        terminal.table(columns, rows, otherwise="No kernel of yours runs or sleeps on this host.")
         terminal.line()
-        images: list[list[Part]] = [
+        rows = [
             [
-                image["id"],
-                size(image["bytes"]),
-                size(image["device_bytes"]),
-                duration(now - image["created"]),
-                image["kernel_id"],
+                each["id"],
+                size(each["bytes"]),
+                size(each["device_bytes"]),
+                duration(time.time() - each["created"]),
+                each["kernel_id"],
             ]
-            for image in document["images"]
+            for each in document["images"]
         ]
-        if images:
-            sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
-            terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], images)
-        else:
-            terminal.line(f"There are no images in {self.store().root}.")
+        sizes = [Column(title, number=True) for title in ("SIZE", "ON GPU", "AGE")]
+        none = f"There are no images in {self.store().root}."
+        terminal.table([Column("IMAGE"), *sizes, Column("KERNEL")], rows, otherwise=none)
         if document["damaged"]:
             terminal.line()
-            rows: list[list[Part]] = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
+            rows = [[one["id"], (one["message"], "red")] for one in document["damaged"]]
             terminal.table([Column("DAMAGED IMAGE"), Column("WHAT IS WRONG")], rows)
 
 
 class InspectCommand(ImageCommand):
-    verb = "inspect"
     description = "Show everything that the manifest of an image says."
     examples = "jupyter gpu-ckpt inspect 20261120T153012-0c0ffee0-a97839"
 
@@ -118,7 +108,6 @@ class InspectCommand(ImageCommand):
 
 
 class VerifyCommand(ImageCommand):
-    verb = "verify"
     description = "Check that an image is whole, yours, and the newest of its kernel. All of it is read."
     examples = "jupyter gpu-ckpt verify 20261120T153012-0c0ffee0-a97839"
 
@@ -132,13 +121,12 @@ class VerifyCommand(ImageCommand):
         return {"id": image.id, "bytes": count, "files": len(image.manifest.files), "seconds": seconds}, 0
 
     def show(self, document: dict[str, Any]) -> None:
-        speed = rate(document["bytes"], document["seconds"])
-        what = f"{size(document['bytes'])} in {document['files']} files, {speed}"
-        self.terminal.line(f"{document['id']} is ", ("whole", "green"), f": {what}.")
+        count, speed = document["bytes"], rate(document["bytes"], document["seconds"])
+        what = f": {size(count)} in {document['files']} files, {speed}."
+        self.terminal.line(f"{document['id']} is ", ("whole", "green"), what)
 
 
 class CheckCommand(ImageCommand):
-    verb = "check"
     description = "Verify every image. All of them are read; an archived one is verified when it comes back."
     arguments = ()
     examples = "jupyter gpu-ckpt check"
@@ -171,14 +159,11 @@ class CheckCommand(ImageCommand):
                 rows.append([each["id"], (f"{error['code']}: {error['message']}", "red")])
             else:
                 rows.append([each["id"], ("archived" if each.get("archived") else "ok", "green")])
-        if rows:
-            self.terminal.table([Column("IMAGE"), Column("RESULT")], rows)
-        else:
-            self.terminal.line(f"There are no images in {self.store().root}.")
+        none = f"There are no images in {self.store().root}."
+        self.terminal.table([Column("IMAGE"), Column("RESULT")], rows, otherwise=none)
 
 
 class RemoveCommand(ImageCommand):
-    verb = "rm"
     description = (
         "Delete images, damaged ones, too. The only copy of a sleeping kernel is deleted with --force only. If one of "
         "several may not be deleted, none is."
@@ -187,12 +172,10 @@ class RemoveCommand(ImageCommand):
     examples = "jupyter gpu-ckpt rm 20261120T153012-0c0ffee0-a97839"
 
     force = Bool(False, help="Delete also the only copy of a kernel, and an image that a newer release made.").tag(
-        config=True, option=True
+        option=True
     )
 
     def run(self) -> Result:
-        from ..kernel.adoption import only_copy
-
         store = self.store()
         found: dict[str, Image | None] = {}
         for id in dict.fromkeys(self.extra_args):  # all of them exist and may go, or none is deleted
@@ -214,9 +197,6 @@ class RemoveCommand(ImageCommand):
 
 def _require_unusable(path: Path, error: ImageFormat) -> None:
     """Refuse to delete a damaged image that can still be of use."""
-    from ..kernel.adoption import Session
-    from ..kernel.registry import owned_kernel
-
     if "version" in error.details:
         raise ImageBusy(
             f"Image {path.name}: {error.message}", hint="A newer release can read it. Use --force to delete it."
@@ -231,7 +211,6 @@ def _require_unusable(path: Path, error: ImageFormat) -> None:
 
 
 class PruneCommand(ImageCommand):
-    verb = "prune"
     description = (
         "Delete images that are too many, too old or too large, the oldest first. The only copy of a sleeping kernel "
         "is never deleted. At least one limit must be given."
@@ -242,17 +221,12 @@ class PruneCommand(ImageCommand):
     jupyter gpu-ckpt prune --keep-last 1 --max-bytes 20G
     """
 
-    keep_last = Int(None, allow_none=True, help="Keep this many images of each kernel.").tag(config=True, option="N")
-    max_age = Unicode(help="Delete images that are older, such as 12h or 30d.").tag(config=True, option="AGE")
-    max_bytes = Unicode(help="Keep all images together below this size, such as 500M or 20G.").tag(
-        config=True, option="SIZE"
-    )
-    dry_run = Bool(False, help="Only say what would be deleted.").tag(config=True, option=True)
+    keep_last = Int(None, allow_none=True, help="Keep this many images of each kernel.").tag(option="N")
+    max_age = Unicode(help="Delete images that are older, such as 12h or 30d.").tag(option="AGE")
+    max_bytes = Unicode(help="Keep all images together below this size, such as 500M or 20G.").tag(option="SIZE")
+    dry_run = Bool(False, help="Only say what would be deleted.").tag(option=True)
 
     def run(self) -> Result:
-        from ..image.retention import Limits, choose
-        from ..kernel.adoption import only_copy
-
         limits = Limits(
             self.keep_last,
             amount(self.max_age, _AGES) if self.max_age else None,
@@ -289,7 +263,6 @@ class PruneCommand(ImageCommand):
 
 
 class KeysCommand(GpuCkptCommand):
-    verb = "keys"
     description = (
         "List the keys that seal images. The newest one seals; all of them verify. An image on another machine needs "
         "its key there."
@@ -299,11 +272,9 @@ class KeysCommand(GpuCkptCommand):
     jupyter gpu-ckpt keys --rotate
     """
 
-    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(config=True, option=True)
+    rotate = Bool(False, help="Make a new key, which seals from now on.").tag(option=True)
 
     def run(self) -> Result:
-        from ..image.keys import Keyring
-
         keys = Keyring()
         if self.rotate:
             keys.rotate()
@@ -316,7 +287,6 @@ class KeysCommand(GpuCkptCommand):
 
 
 class SealCommand(ImageCommand):
-    verb = "seal"
     description = (
         "Vouch for an image as it is now, for instance one whose key is lost. Do it only if you know who wrote it: "
         "once it is restored, it can do anything that you can."
@@ -332,7 +302,6 @@ class SealCommand(ImageCommand):
 
 
 class BreakClaimCommand(ImageCommand):
-    verb = "break-claim"
     description = (
         "Free an image that a kernel on another host has claimed, if that host is gone for good. If the kernel still "
         "runs there, restoring the image makes a second one."
@@ -340,8 +309,6 @@ class BreakClaimCommand(ImageCommand):
     examples = "jupyter gpu-ckpt break-claim 20261120T153012-0c0ffee0-a97839"
 
     def run(self) -> Result:
-        from ..image import lease
-
         return {"broken": lease.break_claim(self.store().get(self.extra_args[0]).path)}, 0
 
     def show(self, document: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -33,10 +34,6 @@ EXIT_STATUSES = {
     130: "interrupted",
     141: "the program that read the output has ended",
 }
-
-_INTERRUPTED = 130
-#: 128 and SIGPIPE, as a shell has it: the reader of the output has ended.
-_NO_READER = 141
 
 
 class GpuCkptMain(GpuCkptCommand):
@@ -92,29 +89,28 @@ class GpuCkptMain(GpuCkptCommand):
         elif self.extra_args[0] in self.subcommands:
             raise BadRequest("Options come after the command.", hint=f"Usage: {self._usage()}")
         else:
-            known = [*self.subcommands]
-            raise BadRequest(f"There is no command {self.extra_args[0]!r}.", hint=suggestion(self.extra_args[0], known))
+            hint = suggestion(self.extra_args[0], [*self.subcommands])
+            raise BadRequest(f"There is no command {self.extra_args[0]!r}.", hint=hint)
 
     def _usage(self) -> str:
         return f"{PROGRAM} COMMAND [OPTIONS]"
 
     def emit_help(self, classes: bool = False) -> Iterator[str]:  # type: ignore[override]
         yield from super().emit_help(classes)
-        yield "Exit status:"
-        yield from rows_of_help([(str(status), meaning) for status, meaning in EXIT_STATUSES.items()])
-        yield ""
+        statuses = rows_of_help([(str(status), meaning) for status, meaning in EXIT_STATUSES.items()])
+        yield from ["Exit status:", *statuses, ""]
         yield f"`{PROGRAM} COMMAND --help` has each command's own options and examples."
 
     def emit_options_help(self) -> Iterator[str]:  # type: ignore[override]
-        yield "Commands:"
-        yield from rows_of_help([(name, help) for name, (_, help) in self.subcommands.items()])
-        yield ""
+        commands = rows_of_help([(name, help) for name, (_, help) in self.subcommands.items()])
+        yield from ["Commands:", *commands, ""]
         yield from super().emit_options_help()
 
 
 def command(verb: str) -> type[GpuCkptCommand]:
     """Import the class of a subcommand."""
     found: type[GpuCkptCommand] = import_item(f"{__package__}.{GpuCkptMain.subcommands[verb][0]}")
+    found.verb = verb
     return found
 
 
@@ -128,10 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return application.status
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python writes once more as it ends
-        return _NO_READER
+        return 128 + signal.SIGPIPE  # as a shell has it: the reader of the output has ended
     except GpuCkptError as error:
         return _failed(error, arguments)
     except Exception as error:

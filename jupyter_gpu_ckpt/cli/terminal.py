@@ -35,7 +35,7 @@ class Terminal:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._console = _console(self._stream) if _is_terminal(self._stream) else None
+        self._console = _console(self._stream) if self._stream.isatty() else None
 
     @property
     def width(self) -> int | None:
@@ -48,21 +48,25 @@ class Terminal:
             return
         from rich.text import Text
 
-        text = Text()
-        for part in parts:
-            text.append(_text(part), part[1] if isinstance(part, tuple) else None)
-        self._console.print(text, soft_wrap=True)
+        styled = ((_text(part), part[1] if isinstance(part, tuple) else "") for part in parts)
+        self._console.print(Text.assemble(*styled), soft_wrap=True)
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]]) -> None:
-        """Print rows below their headings.
-
-        On a terminal that is too narrow each row becomes a block of lines, one for each column: names are never cut or
-        broken.
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]], *, otherwise: str = "") -> None:
+        """Print rows below their headings; without any, the line ``otherwise``.  On a terminal that is too narrow each
+        row becomes a block of lines, one for each column: names are never cut or broken.
         """
+        if not rows:
+            self.line(otherwise)
+            return
         titled = [[(column.title, "bold") for column in columns], *rows]
         widths = _widths(titled)
         if self.width is not None and sum(widths) + 2 * (len(widths) - 1) > self.width:
-            self._blocks(columns, rows)
+            longest = max(len(column.title) for column in columns)
+            for number, row in enumerate(rows):
+                if number:
+                    self.line()
+                for column, cell in zip(columns, row, strict=True):
+                    self.line((f"{column.title:{longest}}  ", "bold"), cell)
         else:
             self.rows(titled, [column.number for column in columns])
 
@@ -71,14 +75,6 @@ class Terminal:
         widths = _widths(rows)
         for row in rows:
             self.line(*_row(row, numbers or [False] * len(row), widths))
-
-    def _blocks(self, columns: Sequence[Column], rows: Sequence[Sequence[Part]]) -> None:
-        longest = max(len(column.title) for column in columns)
-        for number, row in enumerate(rows):
-            if number:
-                self.line()
-            for column, cell in zip(columns, row, strict=True):
-                self.line((f"{column.title:{longest}}  ", "bold"), cell)
 
 
 def _widths(rows: Sequence[Sequence[Part]]) -> list[int]:
@@ -100,11 +96,8 @@ def _row(row: Sequence[Part], numbers: Sequence[bool], widths: Sequence[int]) ->
 
 @contextlib.contextmanager
 def progress(total: int, label: str, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show on stderr how much of ``total`` bytes is done; yield the callback that adds bytes, from any thread.
-
-    Nothing is shown if ``quiet``, or if stderr is not a terminal that can redraw a line.
-    """
-    if quiet or not _is_terminal(sys.stderr) or os.environ.get("TERM") in ("dumb", "unknown"):
+    """Show on a terminal how much of ``total`` bytes is done; yield the callback that adds bytes, from any thread."""
+    if quiet or not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield lambda count: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -114,10 +107,6 @@ def progress(total: int, label: str, *, quiet: bool) -> Iterator[Callable[[int],
     with Progress(description, *columns, console=_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(printable(label), total=total)
         yield lambda count: bar.advance(task, count)
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty()
 
 
 def _console(stream: TextIO) -> Console:

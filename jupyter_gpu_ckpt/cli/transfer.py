@@ -6,23 +6,28 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from traitlets import Bool, Unicode
 
+from ..criu.install import dotted, find
+from ..cuda.gpus import Gpus
 from ..errors import BadRequest, CriuMissing, GpuCkptError, ImageBusy, ImageError
+from ..hub.slurm import features
+from ..image.encryption import Vault
+from ..image.store import Image, Store
+from ..kernel.registry import owned_kernel
+from ..lifecycle import compatibility
+from ..node.fingerprint import fingerprint
+from ..node.match import Mismatch
+from ..node.requirements import of
+from ..transfer.remote import Remote
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result
 from .terminal import Column, Part, progress
 
-if TYPE_CHECKING:
-    from ..cuda.gpus import Gpus
-    from ..image.store import Image, Store
-    from ..transfer.remote import Remote
-
 
 class MatchCommand(ImageCommand):
-    verb = "match"
     description = "Compare this node with what an image needs: files, programs, GPUs, ports, memory."
     examples = """
     jupyter gpu-ckpt match 20261120T153012-0c0ffee0-a97839
@@ -30,18 +35,11 @@ class MatchCommand(ImageCommand):
     """
 
     accept_changed_files = Bool(False, help="From now on the image's kernel may wake with files as they are now.").tag(
-        config=True, option=True
+        option=True
     )
-    gpu_map = Unicode(help='Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.').tag(
-        config=True, option="JSON"
-    )
+    gpu_map = Unicode(help='Which GPU here each GPU there becomes: {"UUID there": "UUID here"}.').tag(option="JSON")
 
     def run(self) -> Result:
-        from ..cuda.gpus import Gpus
-        from ..image.encryption import Vault
-        from ..image.store import Store
-        from ..lifecycle.compatibility import mismatches
-
         gpu_map = self._gpu_map()
         configured = self.configured
         vault = Vault(configured.encryption_key, Path(configured.memory_dir))
@@ -49,11 +47,9 @@ class MatchCommand(ImageCommand):
         image = store.get(self.extra_args[0])
         accepted = self.accept_changed_files or image.accepts_changed_files or configured.accept_changed_files
         with Gpus() as gpus:
-            node = _Node(_criu_version(), gpus, store)
-            try:
-                found = mismatches(image.manifest, node, accept_changed_files=accepted, gpu_map=gpu_map)
-            except ValueError as error:
-                raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+            found = compatibility.mismatches(
+                image.manifest, store, gpus, _criu_version(), accept_changed_files=accepted, gpu_map=gpu_map
+            )
         hard = [mismatch for mismatch in found if mismatch.hard]
         if self.accept_changed_files and not hard:
             image.accept_changed_files()
@@ -72,8 +68,6 @@ class MatchCommand(ImageCommand):
         return found
 
     def show(self, document: dict[str, Any]) -> None:
-        from ..node.match import Mismatch
-
         terminal = self.terminal
         words: dict[bool, Part] = {True: ("refused", "red"), False: ("warning", "yellow")}
         terminal.rows([[words[one["hard"]], str(Mismatch(**one))] for one in document["mismatches"]])
@@ -82,7 +76,6 @@ class MatchCommand(ImageCommand):
 
 
 class PushCommand(ImageCommand):
-    verb = "push"
     description = "Move an image to a shared directory, an object store or a server, from where another node pulls it."
     arguments = ("IMAGE", "URL")
     examples = """
@@ -90,7 +83,7 @@ class PushCommand(ImageCommand):
     jupyter gpu-ckpt push 20261120T153012-0c0ffee0-a97839 s3://bucket/images --keep
     """
 
-    keep = Bool(False, help="Copy the image: keep it here, too.").tag(config=True, option=True)
+    keep = Bool(False, help="Copy the image: keep it here, too.").tag(option=True)
 
     def run(self) -> Result:
         store = self.store()
@@ -110,8 +103,6 @@ class PushCommand(ImageCommand):
 
 def _require_unowned(image: Image) -> None:
     """Refuse to move the image of a kernel whose server runs: it would look for the image here."""
-    from ..kernel.registry import owned_kernel
-
     kernel = owned_kernel(Path(image.manifest.runtime_dir))
     if kernel is not None and kernel["image"] == image.id:
         raise ImageBusy(
@@ -121,7 +112,6 @@ def _require_unowned(image: Image) -> None:
 
 
 class PullCommand(ImageCommand):
-    verb = "pull"
     description = "Fetch an image that was pushed, and verify it; without an image, list the images there."
     arguments = ("URL", "[IMAGE]")
     examples = """
@@ -129,12 +119,14 @@ class PullCommand(ImageCommand):
     jupyter gpu-ckpt pull /depot 20261120T153012-0c0ffee0-a97839
     """
 
-    keep = Bool(False, help="Copy the image: keep it there, too.").tag(config=True, option=True)
+    keep = Bool(False, help="Copy the image: keep it there, too.").tag(option=True)
 
     def run(self) -> Result:
         remote = _remote(self.extra_args[0])
         if len(self.extra_args) == 1:
-            return {"images": _listing(remote)}, 0
+            names = ("id", "bytes", "kernel_id", "hostname")
+            facts = ({name: getattr(manifest, name) for name in names} for manifest in remote.images())
+            return {"images": [{**each, "claimed": remote.claimed(each["id"])} for each in facts]}, 0
         id = self.extra_args[1]
         began = time.monotonic()
         with progress(remote.manifest(id).bytes, "Fetching", quiet=self.as_json) as advance:
@@ -148,47 +140,19 @@ class PullCommand(ImageCommand):
             verb = "Moved" if document["moved"] else "Copied"
             terminal.line(f"{verb} {document['id']} and verified it: {_rate(document)}.")
             return
-        if not document["images"]:
-            terminal.line(f"There are no images in {self.extra_args[0]}.")
-            return
         rows: list[list[Part]] = [
-            [
-                image["id"],
-                size(image["bytes"]),
-                image["hostname"],
-                image["kernel_id"],
-                (str(image["claimed"] or "-"), "yellow"),
-            ]
-            for image in document["images"]
+            [each["id"], size(each["bytes"]), each["hostname"], each["kernel_id"], (each["claimed"] or "-", "yellow")]
+            for each in document["images"]
         ]
         columns = [Column("IMAGE"), Column("SIZE", number=True), Column("FROM"), Column("KERNEL"), Column("CLAIMED BY")]
-        terminal.table(columns, rows)
-
-
-def _listing(remote: Remote) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": manifest.id,
-            "bytes": manifest.bytes,
-            "kernel_id": manifest.kernel_id,
-            "hostname": manifest.hostname,
-            "claimed": remote.claimed(manifest.id),
-        }
-        for manifest in remote.images()
-    ]
+        terminal.table(columns, rows, otherwise=f"There are no images in {self.extra_args[0]}.")
 
 
 class NodeFeaturesCommand(GpuCkptCommand):
-    verb = "node-features"
     description = "Print the features of this node for slurm.conf, by which the hub's placement chooses a node."
     examples = "jupyter gpu-ckpt node-features"
 
     def run(self) -> Result:
-        from ..cuda.gpus import Gpus
-        from ..hub.slurm import features
-        from ..node.fingerprint import fingerprint
-        from ..node.requirements import of
-
         with Gpus() as gpus:
             try:
                 found = [dataclasses.asdict(gpu) for gpu in gpus.list()]
@@ -202,18 +166,7 @@ class NodeFeaturesCommand(GpuCkptCommand):
         self.terminal.line(",".join(document["features"]))
 
 
-@dataclasses.dataclass
-class _Node:
-    """This node, for `compatibility.mismatches`."""
-
-    criu_version: str
-    gpus: Gpus
-    store: Store
-
-
 def _criu_version() -> str:
-    from ..criu.install import dotted, find
-
     try:
         return dotted(find().version)
     except CriuMissing:
@@ -221,8 +174,6 @@ def _criu_version() -> str:
 
 
 def _remote(url: str) -> Remote:
-    from ..transfer.remote import Remote
-
     return Remote(url if "://" in url else f"file://{Path(url).absolute()}")
 
 

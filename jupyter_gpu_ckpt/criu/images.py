@@ -113,10 +113,7 @@ def regular_files(directory: Path) -> list[RegularFile]:
 
 
 def made_names(directory: Path) -> list[str]:
-    """Return the names that the dump in ``directory`` gave to files whose own names had been deleted.
-
-    A restore removes them.  Empty for an unfinished dump that cannot be read.
-    """
+    """Return the names that a dump gave to open, deleted files, for a restore to remove; none if it is unreadable."""
     try:
         made = {number_of(remap, _REMAP_TO) for remap in _remaps(directory) if _is_link(remap)}
         names = [_name(fields) for fields in _regular(directory) if made and number_of(fields, _REG_ID) in made]

@@ -191,10 +191,7 @@ def check(binary: CriuBinary) -> Check:
 
 
 def probe_namespaces(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run ``namespace_probe.py`` (see there for the answers), and ``argv`` inside it.
-
-    Raises `OSError` or `TimeoutError` if it does not come to an end, `ValueError` if it has no answer.
-    """
+    """Run ``namespace_probe.py``, and ``argv`` inside it.  Raises `OSError`, `TimeoutError`, `ValueError`."""
     order = {"user": os.geteuid() != 0, "argv": list(argv), "seconds": CHECK_TIMEOUT_S}
     script = Path(__file__).parents[1] / "doctor" / "namespace_probe.py"
     # a longer deadline than the one inside, which has the better answer
@@ -268,10 +265,7 @@ def _fit_system(report: Callable[[str], None]) -> CriuBinary | None:
 
 
 def _system_install(report: Callable[[str], None]) -> bool:
-    """Install the distribution's package, if apt already knows one that is new enough.
-
-    No ``apt-get update``: the machine's package lists are its administrator's, and unpacking does not need them.
-    """
+    """Install the distribution's package if apt knows a new one; the administrator's package lists stay as they are."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         return False
     try:

@@ -59,10 +59,7 @@ def remove_death_signals(directory: Path) -> dict[int, int]:
 
 
 def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the parts of the processes that the dump in ``directory`` lacks, as noun phrases.
-
-    ``inventory`` is that of `inventory.inspect`, taken while the processes were stopped.  Raises `ImageFormat`.
-    """
+    """Return what of `inventory.inspect` the dump of stopped processes lacks, as noun phrases."""
     lacking = []
     for pid, was in inventory.items():
         if not (directory / f"mm-{pid}.img").exists():
@@ -79,10 +76,7 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
 
 
 def has_external_peer(directory: Path) -> bool:
-    """Whether a unix socket of the dump is connected to one that is not in it.
-
-    CRIU refuses those by itself, but not a connection that the process outside has not accepted yet; the restore fails.
-    """
+    """Whether a unix socket is connected to one outside; CRIU refuses only connections that are accepted."""
     sockets = [
         fields
         for record in records(directory / "files.img", FILES_MAGIC)

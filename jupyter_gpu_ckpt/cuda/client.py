@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
 from .helper import DRAIN_S, DriverRefused
@@ -34,6 +34,13 @@ _HINTS = {
     "driver-too-old": "Install NVIDIA driver 580 or newer.",
     "driver-refuses": "Run `nvidia-smi` to see why; after a driver update the host must be restarted.",
 }
+
+
+class Caller(Protocol):
+    """The methods of a helper that the facades call; `testing.fake_cuda.FakeDriver` has them, too."""
+
+    def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any: ...
+    def close(self) -> None: ...
 
 
 class _NotSent(Exception):
@@ -219,8 +226,8 @@ _F = TypeVar("_F", bound="Facade")
 class Facade:
     """Base of the facades: uses the given helper, shared with others, or its own, which `close` ends."""
 
-    def __init__(self, helper: Helper | None = None) -> None:
-        self._helper: Helper = helper or Helper()
+    def __init__(self, helper: Caller | None = None) -> None:
+        self._helper: Caller = helper or Helper()
         self._owns_helper = helper is None
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import CudaError, GpuFull
 from ..units import size
 from . import gpu_locks
-from .client import Facade, Helper
+from .client import Caller, Facade
 from .helper import DriverRefused
 
 NVML_TIMEOUT_S = 30.0
@@ -53,7 +53,7 @@ class Gpus(Facade):
     there is a driver), `CudaTimeout` or `HelperGone`.
     """
 
-    def __init__(self, helper: Helper | None = None, *, lock_dir: Path | None = None) -> None:
+    def __init__(self, helper: Caller | None = None, *, lock_dir: Path | None = None) -> None:
         super().__init__(helper)
         self._lock_dir = lock_dir or Path(tempfile.gettempdir()) / "jupyter-gpu-ckpt-locks"
 

@@ -1,19 +1,16 @@
-"""Check whether this host can checkpoint kernels, and which command fixes what is missing.
-
-`diagnose` calls the probes and judges their results; the server reports `fit` and `reason`, ``jupyter gpu-ckpt doctor``
-(`cli.host`) prints the findings.  Nothing is changed on the host, and a missing feature raises no error.
-"""
+"""Check whether this host can checkpoint kernels, and which command fixes what is missing.  Changes nothing."""
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..criu import install
 from ..errors import CriuMissing, CudaError
@@ -63,11 +60,10 @@ class Finding:
 def diagnose(
     image_directory: Path | None = None, probes: Probes | None = None, *, fast_path: str = "auto"
 ) -> list[Finding]:
-    """Return every finding about this host, in the order in which to fix them.
+    """Return every finding about this host, in the order in which to fix them.  Never raises.
 
     ``image_directory``: by default ``$JUPYTER_GPU_CKPT_IMAGES``, or ``gpu-ckpt/images`` in the Jupyter data directory.
-    ``fast_path``: as kernels are configured.  Takes less than 2 s on a host without a GPU; with one, the start of the
-    CUDA driver is added.  Never raises.
+    Takes less than 2 s on a host without a GPU; with one, the start of the CUDA driver is added.
     """
     probes = probes or Probes()
     directory = image_directory or Path(os.environ.get(image_directories.VARIABLE) or data_directory("images"))
@@ -83,11 +79,13 @@ def diagnose(
     )
     findings: list[Finding] = []
     for check, examine in examinations:
+        need: Need = "gpu" if check == "nvidia-driver" else "cpu"
         try:
-            findings += examine()
+            for finding in examine():
+                findings.append(replace(finding, needed_for=need))
         except Exception as error:  # a failed probe is a finding, too: the other checks must still run
             message = f"could not be examined: {type(error).__name__}: {error}"
-            findings.append(Finding(check, False, message, needed_for="gpu" if check == "nvidia-driver" else "cpu"))
+            findings.append(Finding(check, False, message, needed_for=need))
     return findings
 
 
@@ -104,12 +102,11 @@ def reason(findings: Iterable[Finding], need: Need = "cpu") -> str:
 
 
 def _obstacles(findings: Iterable[Finding], need: Need) -> list[Finding]:
-    relevant = [finding for finding in findings if need == "gpu" or finding.needed_for == "cpu"]
     return [
         finding
-        for finding in relevant
-        if (finding.ok is False and finding.level == "error")
-        or (need == "gpu" and finding.check == "nvidia-driver" and finding.ok is None)
+        for finding in findings
+        if (finding.ok is False and finding.level == "error" and need in (finding.needed_for, "gpu"))
+        or (finding.ok is None and finding.check == "nvidia-driver" and need == "gpu")
     ]
 
 
@@ -118,10 +115,11 @@ def _obstacles(findings: Iterable[Finding], need: Need) -> list[Finding]:
 
 def _linux(probes: Probes) -> Iterable[Finding]:
     kernel = probes.kernel()
+    version = re.match(r"(\d+)\.(\d+)", kernel.release)
     named = f"{kernel.system} {kernel.release} on {kernel.machine}"
     if kernel.system != "Linux":
         yield Finding("linux", False, f"{named}: kernels can be checkpointed on Linux only.")
-    elif kernel.version < OLDEST_KERNEL:
+    elif version is None or (int(version[1]), int(version[2])) < OLDEST_KERNEL:
         yield Finding("linux", False, f"{named} is too old: 5.9 or newer is needed.", "Boot a newer Linux kernel.")
     elif kernel.machine not in ARCHITECTURES:
         yield Finding("linux", False, f"{named}: only {' and '.join(TRIED)} is supported.")
@@ -164,9 +162,8 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
     except (OSError, TimeoutError, ValueError) as error:
         yield Finding("user-namespaces", False, f"The namespaces could not be tried: {error}")
         return
-    trial = fixes.Trial(
-        answers, probes.is_root(), probes.container(), probes.sysctl, probes.status().get("Seccomp", "0") != "0"
-    )
+    confined = probes.status().get("Seccomp", "0") != "0"
+    trial = fixes.Trial(answers, probes.is_root(), probes.container(), probes.sysctl, confined)
 
     def judge(
         check: str,
@@ -175,7 +172,7 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
         explain: Callable[[fixes.Trial, fixes.RefusedStep], fixes.Remedy],
         needs: str = "it needs the namespaces",
     ) -> Finding:
-        if not trial.reached(steps[0]):
+        if steps[0] not in answers:
             return Finding(check, None, f"not tried: {needs}")
         refused = trial.refused(*steps)
         return Finding(check, True, message) if refused is None else Finding(check, False, *explain(trial, refused))
@@ -199,10 +196,10 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
 
 def _pids(trial: fixes.Trial) -> Finding:
     check = "pid-choice"
-    if not trial.reached("set_tid"):
+    if "set_tid" not in trial.answers:
         return Finding(check, None, "not tried: it needs the namespaces")
     ways = {"ns_last_pid": "ns_last_pid", "set_tid": "clone3 with set_tid"}
-    works = [way for step, way in ways.items() if trial.works(step)]
+    works = [way for step, way in ways.items() if step in trial.answers and trial.answers[step] is None]
     if works:  # CRIU uses either
         return Finding(check, True, f"a process can be given its old pid ({', '.join(works)})")
     message = "A process cannot be given its old pid: neither ns_last_pid nor clone3 with set_tid works."
@@ -220,10 +217,8 @@ def _images(probes: Probes, named: Path) -> Iterable[Finding]:
         yield Finding(check, False, f"Images cannot be written to {directory}: {facts.problem}.", fix)
     elif facts.filesystem in NETWORK_FILESYSTEMS:
         note = " A server that is root writes there as nobody if the export squashes root." if probes.is_root() else ""
-        message = (
-            f"{directory} is on a network file system ({facts.filesystem}): checkpoints are as fast as that.{note}"
-        )
-        yield Finding(check, False, message, level="warning")
+        where = f"{directory} is on a network file system ({facts.filesystem})"
+        yield Finding(check, False, f"{where}: checkpoints are as fast as that.{note}", level="warning")
     else:
         yield Finding(check, True, f"{directory} can be written ({facts.filesystem})")
     free = f"{size(facts.free)} free for images"
@@ -246,12 +241,10 @@ def _shared_memory(probes: Probes) -> Iterable[Finding]:
 
 def _ipykernel(probes: Probes) -> Iterable[Finding]:
     try:
-        version = probes.default_kernel()
+        yield Finding("ipykernel", True, f"the default kernel has ipykernel {probes.default_kernel()}")
     except (LookupError, OSError, TimeoutError) as error:
         message = f"The default kernel cannot be used: {error}."
         yield Finding("ipykernel", False, message, f"{shlex.quote(sys.executable)} -m pip install ipykernel", "warning")
-    else:
-        yield Finding("ipykernel", True, f"the default kernel has ipykernel {version}")
 
 
 # -- the GPU ----------------------------------------------------------------------------------------------------------
@@ -260,81 +253,73 @@ def _ipykernel(probes: Probes) -> Iterable[Finding]:
 def _nvidia(probes: Probes, fast_path: str) -> Iterable[Finding]:
     version = probes.nvidia_driver()
     if version is None:
-        yield Finding("nvidia-driver", None, "This host has no NVIDIA driver.", needed_for="gpu")
+        yield Finding("nvidia-driver", None, "This host has no NVIDIA driver.")
         return
     yield _driver(version)
     try:
         probes.require_cuda()
+        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes")
     except CudaError as error:
-        yield Finding("cuda-checkpoint", False, error.message, fixes.cuda(error), needed_for="gpu")
-    else:
-        yield Finding("cuda-checkpoint", True, "the driver can checkpoint processes", needed_for="gpu")
+        yield Finding("cuda-checkpoint", False, error.message, fixes.cuda(error))
     try:
         gpus = probes.gpus()
     except CudaError as error:
-        yield Finding("nvml", False, error.message, fixes.cuda(error), needed_for="gpu")
+        yield Finding("nvml", False, error.message, fixes.cuda(error))
         return
     if not gpus:
-        message = "The NVIDIA driver is loaded, but this user sees no GPU."
-        yield Finding("nvml", False, message, "nvidia-smi --list-gpus", needed_for="gpu")
+        yield Finding(
+            "nvml", False, "The NVIDIA driver is loaded, but this user sees no GPU.", "nvidia-smi --list-gpus"
+        )
         return
-    yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}", needed_for="gpu")
+    yield Finding("nvml", True, f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}")
     split = [str(gpu.index) for gpu in gpus if gpu.mig]
     if split:
         fix = f"sudo nvidia-smi -i {','.join(split)} -mig 0"
         message = f"GPU {', '.join(split)} is split by MIG, which the driver cannot checkpoint."
-        yield Finding("mig", False, message, fix, needed_for="gpu")
+        yield Finding("mig", False, message, fix)
     else:
-        yield Finding("mig", True, "no GPU is split by MIG", needed_for="gpu")
+        yield Finding("mig", True, "no GPU is split by MIG")
     if any(gpu.mps for gpu in gpus):
         message = "The MPS service is running, whose clients the driver cannot checkpoint."
-        yield Finding("mps", False, message, "echo quit | nvidia-cuda-mps-control", needed_for="gpu")
+        yield Finding("mps", False, message, "echo quit | nvidia-cuda-mps-control")
     elif any(gpu.mps is None for gpu in gpus):
-        yield Finding("mps", None, "whether MPS is running cannot be seen from here", needed_for="gpu")
+        yield Finding("mps", None, "whether MPS is running cannot be seen from here")
     else:
-        yield Finding("mps", True, "MPS is not running", needed_for="gpu")
+        yield Finding("mps", True, "MPS is not running")
     yield _fast_path(probes, fast_path)
 
 
 def _fast_path(probes: Probes, configured: str) -> Finding:
     if configured == "off":
         message = 'device memory moves at the driver\'s rate (fast_path = "off" is configured)'
-        return Finding("fast-path", None, message, needed_for="gpu")
+        return Finding("fast-path", None, message)
     found = probes.preload()
     if found.path is None:
-        message = (
-            f"Device memory moves at the driver's rate only. The library for a higher rate cannot be used: {found.why}."
-        )
-        fix = (
-            "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
-            if found.unknown_locks
-            else "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
-        )
-        return Finding("fast-path", False, message, fix, "warning", "gpu")
+        message = "Device memory moves at the driver's rate only. The library for a higher rate cannot be used: "
+        fix = "Install a C compiler (apt-get install gcc), then pip install --force-reinstall jupyter_gpu_ckpt"
+        if found.unknown_locks:
+            fix = "A newer release of jupyter_gpu_ckpt may know them; kernels can be checkpointed without."
+        return Finding("fast-path", False, f"{message}{found.why}.", fix, "warning")
     message = f'device memory can move at the rate of the bus (fast_path = "{configured}")'
-    return Finding("fast-path", True, message, needed_for="gpu")
+    return Finding("fast-path", True, message)
 
 
 def _driver(version: str) -> Finding:
     major = int(version.split(".")[0])
-    check, fix = "nvidia-driver", "Install NVIDIA driver 580 or newer, and restart the host."
+    check, fix = "nvidia-driver", fixes.NEW_DRIVER
     if major == 0:
-        message = "the NVIDIA driver does not report its version"
-        return Finding(check, True, message, needed_for="gpu")
+        return Finding(check, True, "the NVIDIA driver does not report its version")
     if major < DRIVER_PLAIN:
-        return Finding(check, False, f"NVIDIA driver {version} is too old.", fix, needed_for="gpu")
+        return Finding(check, False, f"NVIDIA driver {version} is too old.", fix)
     if major < DRIVER_FULL:
         message = f"With NVIDIA driver {version} a kernel can come back only to the GPU it left."
-        return Finding(check, False, message, fix, "warning", "gpu")
-    return Finding(check, True, f"NVIDIA driver {version}", needed_for="gpu")
-
-
-# -- output -----------------------------------------------------------------------------------------------------------
+        return Finding(check, False, message, fix, "warning")
+    return Finding(check, True, f"NVIDIA driver {version}")
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the document for ``--json`` and REST."""
-    needs: tuple[Need, ...] = ("cpu", "gpu")
+    needs = get_args(Need)
     return {
         "fit": {need: fit(findings, need) for need in needs},
         "reason": {need: reason(findings, need) for need in needs},

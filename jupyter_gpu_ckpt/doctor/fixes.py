@@ -19,6 +19,8 @@ from ..errors import GpuCkptError
 #: The problem in a sentence, and the command, or an empty string.
 Remedy = tuple[str, str]
 
+NEW_DRIVER = "Install NVIDIA driver 580 or newer, and restart the host."
+
 #: A usual default of ``user.max_*_namespaces`` on a machine with 4 GiB; any number but a tiny one will do.
 SOME_NAMESPACES = 15000
 
@@ -43,12 +45,6 @@ class Trial:
     container: str
     sysctl: Callable[[str], str | None]
     confined: bool
-
-    def reached(self, step: str) -> bool:
-        return step in self.answers
-
-    def works(self, step: str) -> bool:
-        return step in self.answers and self.answers[step] is None
 
     def refused(self, *steps: str) -> RefusedStep | None:
         """Return the first refused one of ``steps``."""
@@ -75,15 +71,14 @@ def set_sysctl(name: str, value: int | str) -> str:
 def user_namespace(trial: Trial, refused: RefusedStep) -> Remedy:
     """Explain a user namespace that was refused, or has no rights."""
     where = " on the container's host" if trial.container else ""
+    raise_limit = set_sysctl("user.max_user_namespaces", SOME_NAMESPACES)
     if trial.sysctl("user.max_user_namespaces") == "0":
-        fix = set_sysctl("user.max_user_namespaces", SOME_NAMESPACES)
-        return f"User namespaces are switched off{where} (user.max_user_namespaces is 0).", fix
+        return f"User namespaces are switched off{where} (user.max_user_namespaces is 0).", raise_limit
     if trial.sysctl("kernel.unprivileged_userns_clone") == "0":
         fix = set_sysctl("kernel.unprivileged_userns_clone", 1)
         return f"User namespaces are for root only{where} (kernel.unprivileged_userns_clone is 0).", fix
     if refused.errno == errno.ENOSPC:
-        fix = set_sysctl("user.max_user_namespaces", SOME_NAMESPACES)
-        return f"The limit of user namespaces is reached{where} (user.max_user_namespaces).", fix
+        return f"The limit of user namespaces is reached{where} (user.max_user_namespaces).", raise_limit
     if apparmor := _apparmor(trial):
         return apparmor
     if trial.container:
@@ -104,9 +99,7 @@ def namespace(trial: Trial, refused: RefusedStep) -> Remedy:
         name = f"user.max_{'mnt' if step == 'mount' else step}_namespaces"
         return f"The limit of {step} namespaces is reached ({name}).", set_sysctl(name, SOME_NAMESPACES)
     if refused.errno == errno.EINVAL and step == "time":
-        message = (
-            "This Linux kernel has no time namespaces, without which a restored kernel's timers would stand still."
-        )
+        message = "This Linux kernel has no time namespaces, without which a restored kernel's timers stand still."
         return message, "Boot a Linux kernel built with CONFIG_TIME_NS=y."
     if not trial.root and (apparmor := _apparmor(trial)):
         return apparmor
@@ -131,25 +124,21 @@ def proc(trial: Trial, refused: RefusedStep, covers: Sequence[str]) -> Remedy:
 def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Remedy:
     """Explain why CRIU could not attach to a process."""
     if scope == "3":
-        message = (
-            "CRIU cannot attach to processes: yama's ptrace_scope is 3, which only a restart of the host can undo."
-        )
         fix = "echo kernel.yama.ptrace_scope=1 | sudo tee /etc/sysctl.d/99-ptrace.conf && sudo reboot"
-        return message, fix
+        return "CRIU cannot attach to processes: yama's ptrace_scope is 3, until the host is restarted.", fix
     message = f"CRIU cannot attach to processes: {refused.message}."
     return message, container(trial.container, root=trial.root) if trial.confined or trial.container else ""
 
 
 def cuda(error: GpuCkptError) -> str:
     """Return the command that installs the missing part of the GPU stack, by the error's reason."""
-    driver = "Install NVIDIA driver 580 or newer, and restart the host."
     return {
         "binding-missing": "pip install 'jupyter_gpu_ckpt[gpu]'",
         "nvml-missing": "pip install 'jupyter_gpu_ckpt[gpu]'",
         "binding-too-old": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
         "symbol-missing": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
-        "driver-missing": driver,
-        "driver-too-old": driver,
+        "driver-missing": NEW_DRIVER,
+        "driver-too-old": NEW_DRIVER,
     }.get(str(error.details.get("reason")), error.hint)
 
 

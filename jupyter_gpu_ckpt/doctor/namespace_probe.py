@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.process import syscalls
 
 CLONE_NEWNET = 0x40000000
@@ -41,21 +42,15 @@ WANTED_PID = 3000
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-class ProbeAnswers:
-    """Results by step."""
-
-    def __init__(self) -> None:
-        self.answers: dict[str, Any] = {}
-
-    def attempt(self, name: str, work: Callable[[], object]) -> bool:
-        """Call ``work`` and record the result as step ``name``; return whether it succeeded."""
-        try:
-            work()
-        except OSError as error:
-            self.answers[name] = {"errno": error.errno or 0, "message": error.strerror or str(error)}
-            return False
-        self.answers[name] = None
-        return True
+def attempt(answers: dict[str, Any], name: str, work: Callable[[], object]) -> bool:
+    """Call ``work`` and record the result as step ``name``; return whether it succeeded."""
+    try:
+        work()
+    except OSError as error:
+        answers[name] = {"errno": error.errno or 0, "message": error.strerror or str(error)}
+        return False
+    answers[name] = None
+    return True
 
 
 def write(path: str, text: str) -> None:
@@ -77,10 +72,6 @@ def unshare_time() -> None:
 def unshare_mounts() -> None:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount(None, "/", None, syscalls.MS_REC | syscalls.MS_SLAVE)
-
-
-def mount_proc() -> None:
-    syscalls.mount("proc", "/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
 
 
 def clone_with_tid() -> None:
@@ -132,52 +123,48 @@ def run_inside(argv: list[str], seconds: float) -> dict[str, Any]:
     return {"status": done.returncode, "output": done.stdout.decode(errors="replace")}
 
 
-def inside(steps: ProbeAnswers, argv: list[str], seconds: float) -> None:
+def inside(answers: dict[str, Any], argv: list[str], seconds: float) -> None:
     """Try the steps of PID 1 of the new namespaces."""
-    if steps.attempt("proc", mount_proc):
+    if attempt(answers, "proc", namespaces.mount_proc):
         # /proc/sys belongs to the pid namespace that the mount shows: ours, since this mount
-        steps.attempt("ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
-    steps.attempt("set_tid", clone_with_tid)
-    steps.attempt("ptrace", seize_unrelated)
+        attempt(answers, "ns_last_pid", lambda: write("/proc/sys/kernel/ns_last_pid", str(WANTED_PID - 1000)))
+    attempt(answers, "set_tid", clone_with_tid)
+    attempt(answers, "ptrace", seize_unrelated)
     if argv:
         try:
-            steps.answers["run"] = run_inside(argv, seconds)
+            answers["run"] = run_inside(argv, seconds)
         except (OSError, subprocess.TimeoutExpired) as error:
-            steps.answers["run"] = {"status": -1, "output": str(error)}
+            answers["run"] = {"status": -1, "output": str(error)}
 
 
 def main(text: str) -> None:
     request = json.loads(text)
-    steps = ProbeAnswers()
+    answers: dict[str, Any] = {}
     uid, gid = os.getuid(), os.getgid()
-    ready = True
-    if request["user"]:
-        ready = steps.attempt("user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
-        ready = ready and steps.attempt("map", lambda: map_own_ids(uid, gid))
-    if ready:
-        tried = [
-            steps.attempt("mount", unshare_mounts),
-            steps.attempt("time", unshare_time),
-            steps.attempt("pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID)),
-        ]
-        # without its own mounts and pids the rest would touch the host's
-        if tried[0] and tried[2]:
+    if not request["user"] or (
+        attempt(answers, "user", lambda: syscalls.unshare(syscalls.CLONE_NEWUSER))
+        and attempt(answers, "map", lambda: map_own_ids(uid, gid))
+    ):
+        mounts = attempt(answers, "mount", unshare_mounts)
+        attempt(answers, "time", unshare_time)
+        pids = attempt(answers, "pid", lambda: syscalls.unshare(syscalls.CLONE_NEWPID))
+        if mounts and pids:  # else the rest would touch the host's
             reader, writer = os.pipe()
             child = os.fork()
             if child == 0:
                 with contextlib.suppress(OSError):
                     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
                 try:
-                    inside(steps, request.get("argv", []), request.get("seconds", 10.0))
+                    inside(answers, request["argv"], request["seconds"])
                 finally:
                     with open(writer, "w") as file:
-                        json.dump(steps.answers, file)
+                        json.dump(answers, file)
                     os._exit(0)
             os.close(writer)
             with open(reader) as file:
-                steps.answers = json.loads(file.read() or "{}") or steps.answers
+                answers = json.loads(file.read() or "{}") or answers
             os.waitpid(child, 0)
-    json.dump(steps.answers, sys.stdout)
+    json.dump(answers, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The doctor's probes of this host: each is a real trial with a deadline, and can be replaced in a test.
-
-`checks` judges the results.
-"""
+"""The doctor's probes of this host: each is a real trial with a deadline, and can be replaced in a test."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import platform
 import re
 import shutil
 import sys
@@ -15,41 +12,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..criu import install
 from ..criu.install import Check, CriuBinary
 from ..cuda.fastpath import Preload, preload
+from ..node import facts
 from ..procfs import mounts, status, sysctl
 from ..subprocesses import run
 
+if TYPE_CHECKING:
+    from ..cuda.gpus import Gpu
+
 #: Seconds; a cold start of a conda environment on a network file system takes many.
 PYTHON_TIMEOUT_S = 30.0
-
-
-class GpuFacts(Protocol):
-    """The attributes of a `cuda.gpus.Gpu` that the doctor reads."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def mig(self) -> bool: ...
-    @property
-    def mps(self) -> bool | None: ...
-
-
-@dataclass(frozen=True)
-class Uname:
-    """``uname(2)``."""
-
-    system: str
-    release: str
-    machine: str
-
-    @property
-    def version(self) -> tuple[int, int]:
-        match = re.match(r"(\d+)\.(\d+)", self.release)
-        return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -66,23 +42,13 @@ class DirectoryFacts:
     problem: str = ""
 
 
-def kernel() -> Uname:
-    name = os.uname()
-    return Uname(name.sysname, name.release, name.machine)
-
-
-def is_root() -> bool:
-    return os.geteuid() == 0
-
-
 def container() -> str:
     """Return the container engine: ``kubernetes``, ``docker`` or ``podman``; empty outside of containers."""
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
-    for path, engine in (("/run/.containerenv", "podman"), ("/.dockerenv", "docker")):
-        if Path(path).exists():
-            return engine
-    return ""
+    if Path("/run/.containerenv").exists():
+        return "podman"
+    return "docker" if Path("/.dockerenv").exists() else ""
 
 
 def proc_covers() -> list[str]:
@@ -99,7 +65,9 @@ def directory_facts(directory: Path) -> DirectoryFacts:
     existing = directory.absolute()
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
-    return DirectoryFacts(existing, shutil.disk_usage(existing).free, _filesystem(existing), _try_to_write(existing))
+    points = facts.mounts()
+    kind = points.get(facts.mount_of(os.path.realpath(existing), points), "unknown")
+    return DirectoryFacts(existing, shutil.disk_usage(existing).free, kind, _try_to_write(existing))
 
 
 def _try_to_write(directory: Path) -> str:
@@ -107,7 +75,7 @@ def _try_to_write(directory: Path) -> str:
         with tempfile.TemporaryDirectory(prefix=".gpu-ckpt-doctor-", dir=directory) as trial:
             if os.stat(trial).st_mode & 0o077:
                 return "directories in it cannot be made private (mode 0700)"
-            with (Path(trial) / "file").open("wb") as file:
+            with open(f"{trial}/file", "wb") as file:
                 file.write(b"x" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
@@ -117,24 +85,13 @@ def _try_to_write(directory: Path) -> str:
     return ""
 
 
-def _filesystem(directory: Path) -> str:
-    """Return the type of a directory's file system: that of the last mount on the longest prefix of its path."""
-    real, best, kind = os.path.realpath(directory), "", "unknown"
-    for mount in mounts():
-        below = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
-        if below and len(mount.point) >= len(best):
-            best, kind = mount.point, mount.filesystem
-    return kind
-
-
 def default_kernel() -> str:
     """Return the version of ipykernel in the environment of the default kernel.
 
-    Raises `LookupError` if there is no such kernel or no ipykernel in it, `OSError` and `TimeoutError` if its Python
-    does not start or does not end.
+    Raises `LookupError` if there is no kernel or no ipykernel, `OSError`, `TimeoutError` if its Python fails or hangs.
     """
     try:
-        kernelspec = importlib.import_module("jupyter_client.kernelspec")
+        from jupyter_client import kernelspec
     except ImportError:
         raise LookupError("jupyter_client is not installed here") from None
     try:
@@ -168,20 +125,20 @@ def require_cuda() -> None:
         facade.available()
 
 
-def gpus() -> list[GpuFacts]:
+def gpus() -> list[Gpu]:
     """Return the GPUs that NVML reports; raises `errors.CudaError`."""
     from ..cuda.gpus import Gpus
 
     with contextlib.closing(Gpus()) as facade:
-        return list(facade.list())
+        return facade.list()
 
 
 @dataclass(frozen=True)
 class Probes:
     """All probes; tests replace some of them."""
 
-    kernel: Callable[[], Uname] = kernel
-    is_root: Callable[[], bool] = is_root
+    kernel: Callable[[], platform.uname_result] = platform.uname
+    is_root: Callable[[], bool] = lambda: os.geteuid() == 0
     status: Callable[[], dict[str, str]] = status
     sysctl: Callable[[str], str | None] = sysctl
     container: Callable[[], str] = container
@@ -193,5 +150,5 @@ class Probes:
     default_kernel: Callable[[], str] = default_kernel
     nvidia_driver: Callable[[], str | None] = nvidia_driver
     require_cuda: Callable[[], None] = require_cuda
-    gpus: Callable[[], list[GpuFacts]] = gpus
+    gpus: Callable[[], list[Gpu]] = gpus
     preload: Callable[[], Preload] = preload

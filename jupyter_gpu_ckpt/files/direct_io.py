@@ -32,10 +32,7 @@ def buffer(size: int) -> memoryview:
 
 
 def read(path: Path, into: memoryview, length: int, offset: int = 0) -> memoryview:
-    """Read ``length`` bytes of a file from ``offset`` on, or fewer if it ends before; return a view of ``into``.
-
-    ``into``: a `buffer`.  ``offset``: aligned.  Raises `OSError`.
-    """
+    """Read ``length`` bytes, or up to the end, from the aligned ``offset`` into a `buffer`; return a view of it."""
     try:
         return _read(path, into, length, offset, os.O_DIRECT)
     except OSError as error:

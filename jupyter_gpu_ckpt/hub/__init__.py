@@ -1,4 +1,1 @@
-"""JupyterHub's side: servers whose kernels sleep in images before they are stopped, and wake on a node that fits.
-
-Runs in the hub or its services; talks to servers over HTTP only.
-"""
+"""JupyterHub's side: servers whose kernels sleep in images before they are stopped, and wake on a node that fits."""

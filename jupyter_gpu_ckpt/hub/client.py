@@ -1,7 +1,4 @@
-"""Drain one user's server over HTTP, from a hub or one of its services, with a deadline.
-
-Needs only tornado, which the hub and its culler have.
-"""
+"""Drain one user's server over HTTP, with a deadline.  Needs only tornado, which the hub and its culler have."""
 
 from __future__ import annotations
 
@@ -11,28 +8,23 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest, HTTPResponse
+from tornado.httpclient import AsyncHTTPClient, HTTPClientError, HTTPRequest
 
 from ..errors import ServerRefused, ServerSilent
 from ..terminal_text import printable
 from ..units import size
 
-#: Seconds between two polls, at first and at most.
+#: Seconds between two polls, at first and at most; for a drain, whatever a server estimates; and for one request.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-
-#: Seconds that a drain may take at most, whatever a server estimates.
 _LONGEST_DRAIN = 24 * 3600.0
-
-#: Seconds for one request; a drain itself is a job, which is polled.
 _REQUEST = 20.0
 
 
 @dataclass(frozen=True)
 class KernelOutcome:
-    """The verified image of one kernel and its bytes, or an error's code and hint."""
+    """The bytes of one kernel's verified image, or an error's code and hint."""
 
     kernel_id: str
-    image: str | None
     bytes: int
     code: str | None
     hint: str
@@ -61,7 +53,6 @@ def _outcome(result: Any) -> Outcome:
             tuple(
                 KernelOutcome(
                     kernel_id=printable(str(kernel["kernel_id"]), 80),
-                    image=None if kernel["image"] is None else printable(str(kernel["image"]), 80),
                     bytes=int(kernel["bytes"]),
                     code=None if kernel["code"] is None else printable(str(kernel["code"]), 40),
                     hint=printable(str(kernel["hint"]), 300),
@@ -73,28 +64,12 @@ def _outcome(result: Any) -> Outcome:
         raise ServerRefused("The server's reply to the drain cannot be understood.") from error
 
 
-@dataclass(frozen=True)
-class DrainEstimate:
-    """Kernels that are awake, bytes to write, and the seconds that a drain takes at most, by measured rates."""
-
-    kernels: int
-    bytes: int
-    seconds: float
-
-
 class ServerClient:
     """One user's server.
 
-    Parameters
-    ----------
-    url:
-        The server's address with its base URL: through the hub's proxy, or from the hub itself directly.
-    token:
-        A token with the scope ``access:servers`` for this server.
-    ssl_options:
-        The hub's certificates, if it talks to its servers by TLS.
-    slack:
-        Seconds beyond the server's estimate, for the network and a proxy that restarts meanwhile.
+    ``url``: its address with its base URL, through the hub's proxy, or from the hub itself directly.  ``token`` needs
+    the scope ``access:servers`` for this server.  ``ssl_options``: the hub's certificates, if it talks to its servers
+    by TLS.  ``slack``: seconds beyond the server's estimate, for the network and a proxy that restarts meanwhile.
     """
 
     def __init__(self, url: str, token: str, *, ssl_options: Any = None, slack: float = 30.0) -> None:
@@ -103,35 +78,30 @@ class ServerClient:
         self._headers = {"Authorization": f"token {token}"}
         self._ssl = ssl_options
 
-    async def estimate(self) -> DrainEstimate:
-        """Request an estimate of a drain.  Raises `ServerRefused`, `ServerSilent`."""
+    async def estimate(self) -> float:
+        """Request the seconds that a drain takes at most.  Raises `ServerRefused`, `ServerSilent`."""
         reply = await self._request("GET", "gpu-ckpt/drain", time.monotonic() + self.slack)
         try:
-            seconds = min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
-            return DrainEstimate(int(reply["kernels"]), int(reply["bytes"]), seconds)
+            return min(_LONGEST_DRAIN, max(0.0, float(reply["seconds"])))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerRefused("The server's estimate of the drain cannot be understood.") from error
 
     async def last_activity(self) -> str:
-        """Request the time (ISO 8601) of the server's last use; requests of this class do not count as use.
+        """Request the time (ISO 8601) of the server's last use by others.  Raises `ServerRefused`, `ServerSilent`."""
+        return str((await self._request("GET", "api/status", time.monotonic() + self.slack))["last_activity"])
 
-        Raises `ServerRefused`, `ServerSilent`.
-        """
-        reply = await self._request("GET", "api/status", time.monotonic() + self.slack)
-        return str(reply["last_activity"])
-
-    async def drain(self, estimate: DrainEstimate | None = None) -> Outcome:
+    async def drain(self, estimate: float | None = None) -> Outcome:
         """Checkpoint every kernel and verify its image.  A second request joins a drain that runs.
 
         Raises `ServerRefused`, `ServerSilent`; the drain continues on the server then, and nothing is lost.
         """
-        estimate = estimate or await self.estimate()
-        deadline = time.monotonic() + estimate.seconds + self.slack
+        timeout = (await self.estimate() if estimate is None else estimate) + self.slack
+        deadline = time.monotonic() + timeout
         job = await self._request("POST", "gpu-ckpt/drain", deadline)
         pause = _FIRST_PAUSE
         while job["status"] == "running":
             if time.monotonic() + pause > deadline:
-                raise ServerSilent(f"The server was not drained within {estimate.seconds + self.slack:.0f} s.")
+                raise ServerSilent(f"The server was not drained within {timeout:.0f} s.")
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
             job = await self._request("GET", f"gpu-ckpt/jobs/{job['id']}", deadline)
@@ -142,13 +112,24 @@ class ServerClient:
 
     async def _request(self, method: str, path: str, deadline: float) -> Any:
         """Return the JSON document; if the server or the proxy is unavailable, retry until ``deadline``."""
-        pause = _FIRST_PAUSE
+        pause, body = _FIRST_PAUSE, "" if method == "POST" else None
         while True:
+            timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
+            request = HTTPRequest(
+                f"{self.url}/{path}",
+                method=method,
+                headers=self._headers,
+                body=body,
+                connect_timeout=timeout,
+                request_timeout=timeout,
+                follow_redirects=False,
+                ssl_options=self._ssl,
+            )
             try:
-                return json.loads((await self._fetch(method, path, deadline)).body)
+                return json.loads((await AsyncHTTPClient().fetch(request)).body)
             except HTTPClientError as error:
                 if error.code < 500:
-                    raise _refusal(error.code) from error
+                    raise ServerRefused(f"The server answers {error.code}.", hint=_HINTS.get(error.code)) from error
                 code: int | str = error.code
             except (OSError, ValueError) as error:
                 code = type(error).__name__
@@ -157,25 +138,9 @@ class ServerClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _fetch(self, method: str, path: str, deadline: float) -> HTTPResponse:
-        timeout = max(0.1, min(_REQUEST, deadline - time.monotonic()))
-        request = HTTPRequest(
-            f"{self.url}/{path}",
-            method=method,
-            headers=self._headers,
-            body="" if method == "POST" else None,
-            connect_timeout=timeout,
-            request_timeout=timeout,
-            follow_redirects=False,
-            ssl_options=self._ssl,
-        )
-        return await AsyncHTTPClient().fetch(request)
 
-
-def _refusal(status: int) -> ServerRefused:
-    hints = {
-        403: "The token needs the scope access:servers for this server.",
-        404: "The server's environment needs jupyter_gpu_ckpt[server].",
-        424: "The server is not running.",
-    }
-    return ServerRefused(f"The server answers {status}.", hint=hints.get(status))
+_HINTS = {
+    403: "The token needs the scope access:servers for this server.",
+    404: "The server's environment needs jupyter_gpu_ckpt[server].",
+    424: "The server is not running.",
+}

@@ -38,16 +38,10 @@ class _OwnRequests:
 class Arbiter:
     """Allows the cull of a server that is idle and whose kernels sleep in verified images.
 
-    Parameters
-    ----------
-    proxy_url:
-        Where the hub's proxy listens, such as ``http://127.0.0.1:8000``; by default the public address that the hub
-        tells its services, if it is configured.
-    token:
-        By default the service's own, ``JUPYTERHUB_API_TOKEN``; it needs the scope ``access:servers``.
-    wait:
-        Seconds that one call of the culler, which handles one server after the other, may take.  A drain that takes
-        longer continues, and is joined in the culler's next round.
+    ``proxy_url``: where the hub's proxy listens, such as ``http://127.0.0.1:8000``; by default the public address that
+    the hub tells its services, if it is configured.  ``token``: by default the service's own, ``JUPYTERHUB_API_TOKEN``;
+    it needs the scope ``access:servers``.  ``wait``: seconds that one call of the culler, which handles one server
+    after the other, may take.  A drain that takes longer continues, and is joined in the culler's next round.
     """
 
     def __init__(self, proxy_url: str | None = None, token: str | None = None, *, wait: float = 20.0) -> None:
@@ -62,10 +56,7 @@ class Arbiter:
     async def __call__(
         self, *, inactive: timedelta | None, inactive_limit: float, server: dict[str, Any], **_: Any
     ) -> bool:
-        """Return whether to cull a server.  Called from the culler in each round for each running server.
-
-        After failure the server runs on, with some of its kernels asleep; the log says why.
-        """
+        """Return whether to cull a server; else the log says why not.  Called from the culler in each round."""
         path: str = server["url"]
         client = ServerClient(self.proxy_url + path, self._token or os.environ["JUPYTERHUB_API_TOKEN"])
         last = None if inactive is None else await self._last_used(client, path, inactive)

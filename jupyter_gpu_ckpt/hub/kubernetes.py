@@ -41,19 +41,18 @@ def expressions(requirements: Requirements, known: Iterable[str] | None = None) 
     ``known``: labels of the nodes; others are not required, since no node could match.  None: unknown, require all.
     """
     wanted: list[Expression] = []
-    if requirements.architecture in _ARCHITECTURES:
-        wanted.append(_in(ARCH, _ARCHITECTURES[requirements.architecture]))
-    for model in sorted({gpu.model for gpu in requirements.gpus}):
-        wanted.append(_in(PRODUCT, product(model)))
+    if (arch := _ARCHITECTURES.get(requirements.architecture)) is not None:
+        wanted.append(_in(ARCH, arch))
+    wanted += [_in(PRODUCT, product(model)) for model in sorted({gpu.model for gpu in requirements.gpus})]
     if requirements.gpus:
         # The label is the smallest GPU's, in whole MiB.
         wanted.append(_above(GPU_MEMORY, (min(gpu.total for gpu in requirements.gpus) >> 20) - 1))
     if requirements.driver:
         wanted.append(_in(DRIVER, requirements.driver))
     wanted += [_in(_CPUID + name, "true") for name in sorted(filter(None, map(_cpuid, requirements.cpu)))]
-    labels = None if known is None else set(known)
-    common = [one for one in wanted if labels is None or one["key"] in labels]
-    if not any(requirements.linux) or (labels is not None and not {MAJOR, MINOR} <= labels):
+    labels = {MAJOR, MINOR, *(each["key"] for each in wanted)} if known is None else set(known)
+    common = [each for each in wanted if each["key"] in labels]
+    if not any(requirements.linux) or not labels >= {MAJOR, MINOR}:
         return [common]
     major, minor = requirements.linux
     return [[*common, _above(MAJOR, major)], [*common, _in(MAJOR, str(major)), _above(MINOR, minor - 1)]]
@@ -65,9 +64,8 @@ def product(model: str) -> str:
 
 
 def _cpuid(feature: str) -> str:
-    if feature in _SPELLED:
-        return _SPELLED[feature]
-    return feature.replace("_", "").upper() if _AS_THEY_ARE.fullmatch(feature) else ""
+    as_it_is = feature.replace("_", "").upper() if _AS_THEY_ARE.fullmatch(feature) else ""
+    return _SPELLED.get(feature, as_it_is)
 
 
 def _in(key: str, value: str) -> Expression:
@@ -93,10 +91,7 @@ def _met(expression: Expression, labels: Labels) -> bool:
 
 
 def required(alternatives: Sequence[Sequence[Expression]], configured: Any) -> list[dict[str, Any]]:
-    """Return ``KubeSpawner.node_affinity_required`` with ours in addition to the configured terms.
-
-    Terms are alternatives, so each configured one is combined with each of ours.
-    """
+    """Return ``KubeSpawner.node_affinity_required``: each of the configured alternatives combined with each of ours."""
     combined = []
     for term, ours in itertools.product(_terms(configured) or [{}], alternatives):
         key = "match_expressions" if "match_expressions" in term else "matchExpressions"

@@ -6,18 +6,15 @@ In jupyterhub_config.py::
 
     c.Spawner.pre_spawn_hook = Placement(published="/shared/placement/{username}")
 
-and, so that a spawn page that is open before the hook runs shows its messages, `spawn_messages.SpawnMessagesMixin`
-before the spawner's class: ``class Spawner(CheckpointMixin, SpawnMessagesMixin, SlurmSpawner)``.  The hook reads what
-the user's last server published about its sleeping kernels (`node.requirements`), and requests a node that has it from
-Slurm (batchspawner) or Kubernetes (KubeSpawner).  If there is none, the user gets any node and a message: the images
-stay, and their kernels wake on a node like theirs.
+and `spawn_messages.SpawnMessagesMixin` before the spawner's class.  The hook reads what the user's last server
+published about its sleeping kernels (`node.requirements`), and requests a node that has it from Slurm (batchspawner) or
+Kubernetes (KubeSpawner).  If there is none, the user gets any node and a message: the images stay, and their kernels
+wake on a node like theirs.
 
-**Permissions.**  Only their owner can read images.  A hub that read the manifests itself would have to be root on the
-shared store, or in a group that can read every secret of every kernel.  So the user's own server publishes the little
-that a scheduler needs - model and number of GPUs, driver, CPU features, versions of Linux and of the C library, bytes -
-in a directory that the hub can read, without any path, name, or identifier of a kernel or an image.  A user who writes
-something else there can only send the own server to another node; the checked form allows a scheduler neither options
-nor operators.
+**Permissions.**  Only their owner can read images, and a hub that could would read every secret of every kernel.  So
+the user's own server publishes the little that a scheduler needs, in a directory that the hub can read, without any
+path, name, or identifier of a kernel or an image.  A user who writes something else there can only send the own server
+to another node; the checked form allows a scheduler neither options nor operators.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import asyncio
 import os
 import stat
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +106,7 @@ class Placement(LoggingConfigurable):
             self.log.warning("%s: no node could be chosen: %s", spawner._log_name, what)
             self.log.debug("No node could be chosen because:", exc_info=error)
             message = f"The node that your sleeping kernels need could not be found out ({what}): you get any. {_STAYS}"
-            spawn_messages.add(spawner, message)
-            return
+            changes = Changes({}, message)
         self._configured[spawner] = {name: getattr(spawner, name) for name in changes.traits}
         for name, value in changes.traits.items():
             setattr(spawner, name, value)
@@ -119,7 +115,8 @@ class Placement(LoggingConfigurable):
 
     async def changes(self, spawner: Any, choice: NodeChoice) -> Changes:
         """Return the traits that a choice of node sets on this spawner.  Raises the errors of a failing scheduler."""
-        if not choice.requirements.gpus and self.without_gpu and not _asks_for_gpu(spawner, self.gpu_option):
+        asked = (spawner.user_options or {}).get(self.gpu_option)
+        if not choice.requirements.gpus and self.without_gpu and not asked:
             made = Changes(dict(self.without_gpu), "Nothing of yours is on a GPU: you get a node without one.")
             if choice.together:
                 on_top = await self._scheduled(spawner, choice, made.traits)
@@ -156,7 +153,8 @@ class Placement(LoggingConfigurable):
             traits["req_options"] = slurm.with_constraint(now("req_options"), request.constraint)
         if request.gres:
             traits["req_gres"] = slurm.with_gpus(now("req_gres"), request.gres)
-        return Changes(traits, f"{_needs(choice)}: {_one_of(request.nodes)} will do.")
+        more = f" or one of {len(request.nodes) - 5} more" if len(request.nodes) > 5 else ""
+        return Changes(traits, f"{_needs(choice)}: {', '.join(sorted(request.nodes)[:5])}{more} will do.")
 
     async def _kubernetes(self, spawner: Any, choice: NodeChoice, now: Callable[[str], Any]) -> Changes:
         traits: dict[str, Any] = {}
@@ -165,9 +163,8 @@ class Placement(LoggingConfigurable):
             traits["extra_resource_limits"] = {**now("extra_resource_limits"), **gpus}
         needs = _needs(choice)
         if not self.list_nodes:
-            alternatives = kubernetes.expressions(choice.requirements)
             name = "node_affinity_preferred"
-            traits[name] = kubernetes.preferred(alternatives, now(name))
+            traits[name] = kubernetes.preferred(kubernetes.expressions(choice.requirements), now(name))
             return Changes(traits, f"{needs}: a node like that is preferred. On another one they stay saved.")
         nodes = await kubernetes.node_labels(spawner.api)
         alternatives = kubernetes.expressions(choice.requirements, {label for node in nodes for label in node})
@@ -205,10 +202,6 @@ def _name(spawner: Any) -> str:
     return quote(spawner.user.name, safe="@")
 
 
-def _asks_for_gpu(spawner: Any, option: str) -> bool:
-    return bool((spawner.user_options or {}).get(option))
-
-
 def _needs(choice: NodeChoice) -> str:
     whose = "Your sleeping kernel needs" if choice.together == 1 else f"Your {choice.together} sleeping kernels need"
     return f"{whose} {choice.requirements}"
@@ -218,14 +211,7 @@ def _nowhere(choice: NodeChoice) -> Changes:
     return Changes({}, f"{_needs(choice)}. No node like that is in service: you get any. {_STAYS}")
 
 
-def _one_of(nodes: Iterable[str]) -> str:
-    shown = sorted(nodes)
-    return ", ".join(shown[:5]) + (f" or one of {len(shown) - 5} more" if len(shown) > 5 else "")
-
-
 def _others(choice: NodeChoice) -> str:
     """Return the message about kernels that need another kind of node than the requested one."""
-    if not choice.others:
-        return ""
-    wanted = "; ".join(sorted({str(one) for one in choice.others}))
-    return f" Another kind of node is needed by {len(choice.others)} more ({wanted}), which stay saved."
+    wanted, count = "; ".join(sorted({str(each) for each in choice.others})), len(choice.others)
+    return f" Another kind of node is needed by {count} more ({wanted}), which stay saved." if count else ""

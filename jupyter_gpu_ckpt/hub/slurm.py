@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,12 +78,10 @@ def nodes(text: str, partitions: str = "") -> list[Node]:
 
 def _gpus(gres: str) -> dict[str, int]:
     """Parse ``gpu:h200:4(S:0-1),shard:8`` to ``{"h200": 4}``."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for one in re.sub(r"\([^)]*\)", "", gres).split(","):
-        match = re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one)
-        if match:
-            kind = match["type"] or ""
-            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
+        if match := re.fullmatch(r"gpu(?::(?P<type>[^:]+?))??(?::(?P<count>\d+))?", one):
+            found[match["type"] or ""] += int(match["count"] or 1)
     return found
 
 
@@ -146,9 +145,8 @@ def sbatch_options(
     if chosen["linux"] and any(requirements.linux) and not releases:
         fitting = []
     terms = [*needed, *([f"({'|'.join(releases)})"] if len(releases) > 1 else releases)]
-    return SbatchOptions(
-        "&".join(terms), ":".join(filter(None, ("gpu", kind, str(count)))) if count else "", tuple(fitting)
-    )
+    request = ":".join(filter(None, ("gpu", kind, str(count)))) if count else ""
+    return SbatchOptions("&".join(terms), request, tuple(fitting))
 
 
 def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> list[str]:
@@ -160,25 +158,20 @@ def _releases(floor: tuple[int, int], known: Iterable[str], template: str) -> li
 
 
 def _gres(requirements: Requirements, kinds: Sequence[str]) -> tuple[str, int] | None:
-    """Return type and number of the GPUs; gres.conf has a part of the model's name as the type.
+    """Return type and number of the GPUs, or None if the cluster names types and none fits.
 
-    None if the cluster names types, and none of them fits.
+    gres.conf has a part of the model's name as the type.
     """
-    count = len(requirements.gpus)
-    if not count:
+    if not (count := len(requirements.gpus)):
         return "", 0
     models = {word(gpu.model) for gpu in requirements.gpus}
-    fitting = [kind for kind in kinds if kind and all(word(kind) in model for model in models)]
-    if fitting:
+    if fitting := [kind for kind in kinds if kind and all(word(kind) in model for model in models)]:
         return max(fitting, key=len), count
     return ("", count) if "" in kinds else None
 
 
 def with_constraint(options: str, constraint: str) -> str:
-    """Return sbatch's ``options`` with ``constraint`` in addition to those in them.
-
-    Slurm splits the words on a ``#SBATCH`` line of a batch script as a shell would.
-    """
+    """Return sbatch's ``options``, which Slurm splits as a shell would, with ``constraint`` in addition to theirs."""
     kept, theirs, words = [], [], iter(shlex.split(options))
     for one in words:
         if one in ("-C", "--constraint"):

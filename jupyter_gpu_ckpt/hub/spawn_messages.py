@@ -1,8 +1,4 @@
-"""Messages on the spawn page, beside the spawner's own.
-
-JupyterHub shows there what ``Spawner.progress``, an asynchronous generator, yields; a page calls it once, as soon as it
-is open.  `install` merges the messages that `add` collects with the spawner's own.
-"""
+"""Messages on the spawn page, merged with those that ``Spawner.progress``, an asynchronous generator, yields."""
 
 from __future__ import annotations
 

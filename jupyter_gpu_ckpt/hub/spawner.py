@@ -38,11 +38,8 @@ GRACES = ("interrupt_timeout", "term_timeout", "delete_grace_period")
 #: that still exists, whatever its grace period.
 _POD_WAIT = "start_timeout"
 
-#: Seconds for the end of a server without awake kernels.
-_EMPTY = 15.0
-
-#: Seconds between two drains.
-_RETRY = 2.0
+#: Seconds for the end of a server without awake kernels, and between two drains.
+_EMPTY, _RETRY = 15.0, 2.0
 
 
 class CheckpointMixin(LoggingConfigurable):
@@ -84,13 +81,10 @@ class CheckpointMixin(LoggingConfigurable):
 
     def get_env(self) -> dict[str, str]:
         """Called from the spawner's start."""
-        env: dict[str, str] = super().get_env()  # type: ignore[misc]
         of_spawner: Any = self
-        if self.image_dir:
-            env[IMAGES] = of_spawner.format_string(self.image_dir)
-        if self.archive_url:
-            env["JUPYTER_GPU_CKPT_ARCHIVE"] = of_spawner.format_string(self.archive_url)
-        return env
+        ours = {IMAGES: self.image_dir, "JUPYTER_GPU_CKPT_ARCHIVE": self.archive_url}
+        env: dict[str, str] = super().get_env()  # type: ignore[misc]
+        return env | {name: of_spawner.format_string(value) for name, value in ours.items() if value}
 
     def get_state(self) -> dict[str, Any]:
         """Called from the hub, which keeps it in its database."""
@@ -119,10 +113,7 @@ class CheckpointMixin(LoggingConfigurable):
             raise
 
     async def get_pod_manifest(self) -> Any:
-        """Called from KubeSpawner's start.
-
-        An eviction, a drained node or ``kubectl delete`` use the manifest's grace period.
-        """
+        """Called from KubeSpawner's start: evictions and ``kubectl delete`` use the manifest's grace period."""
         pod = await super().get_pod_manifest()  # type: ignore[misc]
         if self.checkpoint_before_stop:
             grace = math.ceil(min(self.stop_grace, self.stop_limit))
@@ -184,7 +175,7 @@ class CheckpointMixin(LoggingConfigurable):
             outcome: Outcome | GpuCkptError
             try:
                 estimate = await client.estimate()
-                seconds = max(self.stop_grace, estimate.seconds)
+                seconds = max(self.stop_grace, estimate)
                 outcome = await client.drain(estimate)
                 if outcome.drained:
                     self.log.info("Server %s is drained: %s", spawner._log_name, outcome)
@@ -225,8 +216,7 @@ class CheckpointMixin(LoggingConfigurable):
         from jupyterhub import orm
 
         database: Any = self.user.db  # type: ignore[attr-defined]
-        found = orm.APIToken.find(database, token)
-        if found is not None:
+        if (found := orm.APIToken.find(database, token)) is not None:
             database.delete(found)
             database.commit()
 
@@ -235,14 +225,10 @@ def notes(outcome: Outcome | GpuCkptError) -> list[str]:
     """Return the messages about a stop that its user reads at the next start."""
     if isinstance(outcome, GpuCkptError):
         return [f"The last stop could not checkpoint your kernels: {outcome.code}. {outcome.hint}"]
-    messages = []
-    asleep = [kernel for kernel in outcome.kernels if kernel.code is None]
-    if asleep:
-        together = size(sum(kernel.bytes for kernel in asleep))
-        messages.append(f"{len(asleep)} of your kernels sleep ({together}); the next cell you run wakes each of them.")
-    messages += [
+    asleep = [kernel.bytes for kernel in outcome.kernels if kernel.code is None]
+    sleep = f"{len(asleep)} of your kernels sleep ({size(sum(asleep))}); the next cell you run wakes each of them."
+    return [sleep] * bool(asleep) + [
         f"Kernel {kernel.kernel_id} could not be checkpointed when the server was stopped: {kernel.code}. {kernel.hint}"
         for kernel in outcome.kernels
         if kernel.code is not None
     ]
-    return messages

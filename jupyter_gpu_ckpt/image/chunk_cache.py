@@ -36,10 +36,7 @@ _lock = threading.Lock()
 
 
 class ChunkCache:
-    """The cached chunks of one kernel, by name, below the image directory ``root``; end it with `discard`.
-
-    The directory is made with the first chunk.  Long work is done on one thread, in order.
-    """
+    """The cached chunks of one kernel, by name, until `discard`.  Long work is done on one thread, in order."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,10 +59,7 @@ class ChunkCache:
         return sum(entry.bytes for entry in list(self._entries.values()))
 
     def reuse(self, directory: Path, entries: Mapping[str, FileEntry]) -> None:
-        """Fill the empty cache with the device memory ``directory`` of an image that is being removed.
-
-        ``entries``: as they were verified when that image was restored.  Raises `OSError`; then the cache stays empty.
-        """
+        """Fill the empty cache with a ``directory`` of verified ``entries``.  Raises `OSError`; then it stays empty."""
         self._create()
         directory.rename(self._path)
         self._entries = dict(entries)

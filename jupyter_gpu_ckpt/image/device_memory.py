@@ -126,10 +126,7 @@ def write_ahead(extents: int, directory: Path, cached: dict[str, FileEntry], sto
 def begin_read(
     extents: int, size: int, directory: Path, chunks: Mapping[str, FileEntry], codec: Codec
 ) -> BackgroundTask:
-    """Begin to read ``size`` bytes into the empty directory ``extents`` from the ``chunks`` in ``directory``.
-
-    A chunk that is not listed is zeros.  `BackgroundTask.wait` raises `ImageDamaged`, `OSError`.
-    """
+    """Begin to read ``chunks`` into the empty directory ``extents``; chunks that are not listed are zeros."""
     target = path(extents)
 
     def read_all(check_cancelled: Callable[[], None]) -> None:

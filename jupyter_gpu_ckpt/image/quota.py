@@ -102,10 +102,7 @@ class QuotaReservation:
 
 
 def with_reservations(in_use: Used, root: Path, without: Path | None = None) -> Used:
-    """Add the reservations of drafts that are being written to ``in_use``, except for the one at ``without``.
-
-    Removes a reservation whose writer is gone; a sweep removes the draft.
-    """
+    """Add the reservations of living drafts to ``in_use``, but the one at ``without``; remove those of dead ones."""
     bytes, kernels = in_use.bytes, set(in_use.kernels)
     for path in sorted(root.glob(f"{layout.DRAFT}*{layout.RESERVATION}")) if root.is_dir() else ():
         draft = path.with_name(path.name.removesuffix(layout.RESERVATION))
@@ -118,10 +115,7 @@ def with_reservations(in_use: Used, root: Path, without: Path | None = None) -> 
 
 
 def _abandoned(draft: Path, reservation: Path) -> bool:
-    """Return whether the writer of a draft is gone, and remove its reservation then.
-
-    A writer keeps the lock of its draft.  Where that cannot be tested, it counts as present.
-    """
+    """Return whether nobody locks a draft, and remove its reservation then; False where that cannot be tested."""
     lock = FileLock(draft.with_name(f"{draft.name}{layout.LOCK}"), timeout=0, mode=0o600)
     with contextlib.suppress(Timeout, OSError), lock:
         reservation.unlink(missing_ok=True)

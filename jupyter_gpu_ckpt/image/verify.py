@@ -78,10 +78,7 @@ def verify(path: Path, keys: Keyring, progress: Progress | None = None) -> Manif
 
 
 def begin(path: Path, keys: Keyring) -> tuple[Manifest, BackgroundTask]:
-    """Do as `verify`, but verify the pages of the processes in a background task, whose `wait` raises `ImageDamaged`.
-
-    Device memory is verified by its reader (`device_memory`).  Raises as `verify`.
-    """
+    """Do as `verify`, but verify the processes' pages in a background task, and leave device memory to its reader."""
     manifest = require_sealed(path, keys)
     require_tree(path, manifest)
     files = manifest.files

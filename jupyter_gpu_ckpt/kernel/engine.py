@@ -33,6 +33,12 @@ def shared_engine(image_dir: Path) -> Engine:
         return _engines[image_dir]
 
 
+def use_engine(engine: Engine) -> None:
+    """Have this process use ``engine`` for its image directory (`testing.fake_host`)."""
+    with _engines_lock:
+        _engines[engine.store.named] = engine
+
+
 def with_own_store(engine: Engine, vault: Vault, quota: Quota) -> Engine:
     """Return ``engine`` with a store that encrypts, and limits images, as a kernel's configuration has it."""
     store = Store(engine.store.named, engine.store.keys, vault, quota)

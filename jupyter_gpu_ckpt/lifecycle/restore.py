@@ -13,7 +13,7 @@ from pathlib import Path
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu import images
-from ..errors import BadRequest, CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
+from ..errors import CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
 from ..files.disk import mapped_errors
 from ..image import device_memory, layout
 from ..image.chunk_cache import ChunkCache
@@ -96,17 +96,16 @@ def _require_match(attempt: Attempt, image: Image) -> list[str]:
 
 
 def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
-    kernel, cancellation = attempt.kernel, attempt.kernel.cancellation
-    try:
-        found = compatibility.mismatches(
-            image.manifest,
-            kernel.engine,
-            accept_changed_files=accept,
-            gpu_map=attempt.gpu_map,
-            cancelled=lambda: cancellation.reason >= Reason.DETACH,
-        )
-    except ValueError as error:
-        raise BadRequest(f"The GPU mapping cannot be used: {error}.") from error
+    engine, cancellation = attempt.kernel.engine, attempt.kernel.cancellation
+    found = compatibility.mismatches(
+        image.manifest,
+        engine.store,
+        engine.gpus,
+        engine.criu_version,
+        accept_changed_files=accept,
+        gpu_map=attempt.gpu_map,
+        cancelled=lambda: cancellation.reason >= Reason.DETACH,
+    )
     cancellation.check()
     # Room on the GPU is the next step's, which has the lock that makes the answer last.
     return [mismatch for mismatch in found if mismatch.field != "device_memory"]

@@ -76,10 +76,7 @@ def machine() -> str:
 
 
 def file_facts(path: str) -> dict[str, Any] | None:
-    """Size in bytes, mode as in ``stat(2)``, device, inode, and mtime and ctime in ns; None when there is no file.
-
-    Opens nothing: the file at ``path`` may be another user's named pipe by now.
-    """
+    """Return facts of a file by stat(2), times in ns; None without one.  Not opened: it may be a pipe by now."""
     with contextlib.suppress(OSError, ValueError):
         status = os.stat(path)
         device, inode, size, mtime, ctime = identity(status)

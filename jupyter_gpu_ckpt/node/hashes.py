@@ -69,10 +69,7 @@ class Hashes:
         return found
 
     def of(self, path: str, facts: Facts, cancelled: Callable[[], bool] = lambda: False) -> str:
-        """Return the hash, reading the file if need be; empty if it cannot be read or has other ``facts`` by now.
-
-        ``cancelled`` is called after each MiB; True ends the reading without a result.
-        """
+        """Return the hash, reading the file if need be; empty if it is unreadable, another, or ``cancelled()``."""
         if found := self.known(facts):
             return found
         if not stat.S_ISREG(facts["mode"]):

@@ -53,10 +53,7 @@ def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
 
 
 def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:
-    """Return the same of a path all names of which Linux has in memory; `BlockingIOError` for another path.
-
-    A path through ``/proc/PID/root`` is never in memory: pass a descriptor of that as ``directory``.
-    """
+    """Return the same of a path that Linux has in memory, which ``/proc/PID/root`` never is; else `BlockingIOError`."""
     how = ctypes.create_string_buffer(struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_CACHED), 24)
     name = ctypes.create_string_buffer(os.fsencode(path))
     try:

@@ -21,7 +21,6 @@ from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, ProcessMemory, Tracee, system_call_gate
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
-PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_MCE_KILL, PR_MCE_KILL_GET, PR_MCE_KILL_SET = 33, 34, 1
 PR_SET_SPECULATION_CTRL = 53
@@ -51,10 +50,7 @@ class Injection:
     @classmethod
     @contextlib.contextmanager
     def into(cls, pid: int, leader: Tracee | None = None) -> Iterator[Injection]:
-        """Trace the first thread of ``pid``, all of whose threads are in a group stop, before and after.
-
-        ``leader``: that thread, if the caller traces it already.  Raises `OSError`.
-        """
+        """Trace the first thread (``leader``, if traced already) of a process in a group stop.  Raises `OSError`."""
         with ProcessMemory(pid) as memory, contextlib.ExitStack() as stack:
             gate = system_call_gate(memory, procfs.maps(pid))
             yield cls(pid, leader or stack.enter_context(Tracee(pid)), memory, gate)

@@ -219,7 +219,7 @@ class _Restorer:
             done = inside.call("prctl", injection.PR_SET_SPECULATION_CTRL, which, value, tid=tid)
             self.require(done, f"speculation control of thread {tid}", vital=True)
         if "death_signal" in notes:
-            done = inside.call("prctl", injection.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
+            done = inside.call("prctl", syscalls.PR_SET_PDEATHSIG, notes["death_signal"], tid=tid)
             self.require(done, f"PR_SET_PDEATHSIG of thread {tid}")
 
     def semaphore(self, inside: Injection, semaphore: Notes) -> None:

@@ -288,10 +288,7 @@ def let_ports_be_rebound(pids: Iterable[int]) -> None:
 
 
 def groups(pid: int) -> list[tuple[str, bytes]]:
-    """Groups that any process in the network namespace of ``pid`` has joined: interface and ``sockaddr_storage``.
-
-    From ``/proc/PID/net/igmp`` and ``igmp6``, which do not name the sockets.
-    """
+    """Groups that some socket in the network namespace of ``pid`` has joined: interface and ``sockaddr_storage``."""
     found: list[tuple[str, bytes]] = []
     device = ""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/net/igmp") as file:

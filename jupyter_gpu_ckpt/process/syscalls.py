@@ -149,10 +149,7 @@ def call(name: str, *arguments: int) -> int:
 
 
 def forbidden() -> set[str]:
-    """Those of the calls about other processes that the caller may not even make about itself.
-
-    The host forbids them to all (a seccomp filter of a container), or this Linux was built without them.
-    """
+    """Return the calls about other processes that the host's seccomp filter forbids, or that this Linux lacks."""
     pid = os.getpid()
     found: set[str] = set()
     with open("/dev/null") as file, pidfd_of(pid) as pidfd:

@@ -91,12 +91,9 @@ def _numbers(pid: int) -> Iterator[int]:
 
 
 def _device(pid: int, fd: int) -> int | None:
-    """Return the device of an open file, if it is one end of a pseudo-terminal; raises `OSError` if it is closed.
-
-    By its name first: stat(2) of any other file waits for its server, which may not answer.
-    """
+    """Return the device of one end of a pseudo-terminal; None for another file.  Raises `OSError` if it is closed."""
     path = f"/proc/{pid}/fd/{fd}"
-    if not _NAMES.search(os.readlink(path)):
+    if not _NAMES.search(os.readlink(path)):  # stat(2) of it could wait for a server that never answers
         return None
     status = os.stat(path)
     is_terminal = status.st_rdev == _MULTIPLEXER or os.major(status.st_rdev) in _SLAVES
@@ -223,10 +220,7 @@ class Terminals:
             raise
 
     def restore(self) -> str:
-        """Write ``contents`` to the terminals, and clear them.  Return what is lost, in words.
-
-        A failure of one terminal does not affect the others, but for the time that it takes.
-        """
+        """Write ``contents`` to the terminals, and clear them.  Return what is lost, in words."""
         contents, self.contents = self.contents, {}
         until = time.monotonic() + _ALL_TIMEOUT
         lost = []
@@ -310,10 +304,7 @@ class Terminals:
 
     @contextlib.contextmanager
     def _plain(self, number: int) -> Iterator[tuple[int, bytes]]:
-        """Open a slave in non-blocking mode.  Yields it and its modes, which are restored at the end.
-
-        Packet mode, in which each change is reported to the master, is off meanwhile, and so is the lock.
-        """
+        """Yield a slave in non-blocking mode and its modes; it is unlocked and out of packet mode meanwhile."""
         master = self._masters[number]
         locked, packets = _word(master, _GET_LOCK), _word(master, _GET_PACKET)
         _set_word(master, _SET_LOCK, 0)

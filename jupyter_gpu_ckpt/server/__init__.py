@@ -1,4 +1,1 @@
-"""The Jupyter server extension: REST, events, metrics, start and stop of a server, the idle policy.
-
-It works on kernels through `kernel.provisioner`.
-"""
+"""The Jupyter server extension: REST, events, metrics, start and stop, the idle policy.  Uses `kernel.provisioner`."""

@@ -1,8 +1,4 @@
-"""The server extension: makes every kernel of the server checkpointable, without configuration.
-
-Enabled by the wheel's ``jupyter_server_config.d/jupyter_gpu_ckpt.json``; configured as ``c.GpuCkptApp`` like any other
-part of the server.
-"""
+"""The server extension: makes every kernel of the server checkpointable; configured as ``c.GpuCkptApp``."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from jupyter_server.services.sessions.sessionmanager import SessionManager
 from traitlets.config import Config
 
 from .._version import __version__
+from ..doctor import checks
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.adoption import Orphan, find_orphan
@@ -41,8 +38,7 @@ from .metrics import Metrics
 from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
-from .readiness import Readiness
-from .session_manager import CheckpointSessionManager
+from .readiness import CheckpointSessionManager, Readiness
 
 PROVISIONER = "gpu-ckpt-provisioner"
 
@@ -63,13 +59,6 @@ class GpuCkptApp(ExtensionApp):
     classes = [CheckpointKernelManager, GpuCkptProvisioner, IdlePolicy, KernelPersistence, GpuUsage]  # noqa: RUF012
 
     serverapp: ServerApp  # None only before the extension is linked
-    jobs: Jobs
-    monitor: KernelMonitor
-    store: Store
-    idle: IdlePolicy
-    cold: ColdTier
-    persistence: KernelPersistence
-    usage: GpuUsage
 
     def _link_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server before it makes its kernel manager: the last moment to choose its class."""
@@ -84,12 +73,10 @@ class GpuCkptApp(ExtensionApp):
     def _persistence_defaults(self, serverapp: ServerApp) -> Config:
         """Sessions on disk, and kernels that outlive a server that dies, each where the user chose nothing else."""
         made = Config()
-        if self.persistence.attach_on_start and not _is_set(serverapp.config, SessionManager, "database_filepath"):
-            database = self.persistence.claim_database(Path(serverapp.root_dir))
-            if database is not None:
-                made.SessionManager.database_filepath = str(database)
-        watched = self.persistence.orphan_timeout > 0
-        if watched and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
+        own = self.persistence.attach_on_start and not _is_set(serverapp.config, SessionManager, "database_filepath")
+        if own and (database := self.persistence.claim_database(Path(serverapp.root_dir))) is not None:
+            made.SessionManager.database_filepath = str(database)
+        if self.persistence.orphan_timeout > 0 and not _is_set(serverapp.config, GpuCkptProvisioner, "outlive_server"):
             made.GpuCkptProvisioner.outlive_server = True
         return made
 
@@ -117,7 +104,7 @@ class GpuCkptApp(ExtensionApp):
             sessions.readiness = self._readiness
         if isinstance(manager, CheckpointKernelManagerMixin):
             manager.readiness = self._readiness
-            manager.kernel_listeners.append(self.monitor.add)
+            manager.on_kernel = self.monitor.add
             manager.idle_seconds = self.idle.idle_seconds
 
     def initialize_handlers(self) -> None:
@@ -131,7 +118,6 @@ class GpuCkptApp(ExtensionApp):
         for the same notebook.
         """
         super().initialize()  # type: ignore[no-untyped-call]
-        self._attaching: asyncio.Task[None] | None = None
         finished = False
 
         async def attach() -> None:
@@ -159,17 +145,16 @@ class GpuCkptApp(ExtensionApp):
             self.serverapp.exit(0)  # a signal stopped the server, and with it the loop
 
     def _start_attaching(self) -> asyncio.Task[None]:
-        if self._attaching is None:
-            self._attaching = self._readiness.attaching = asyncio.ensure_future(self._attach_all())
-        return self._attaching
+        if self._readiness.attaching is None:
+            self._readiness.attaching = asyncio.ensure_future(self._attach_all())
+        return self._readiness.attaching
 
     async def _attach_all(self) -> None:
         manager, sessions = self.serverapp.kernel_manager, self.serverapp.session_manager
         if isinstance(manager, CheckpointKernelManagerMixin):
             # First: attached kernels have no other owner, should this server end before it listens.
             self.persistence.start_watchdog(self._runtime_base, self.store.named)
-            root = Path(self.serverapp.root_dir)
-            await self.persistence.attach_all(manager, sessions, root, self._runtime_base, self.store)
+            await self.persistence.attach_all(manager, sessions, self.root, self._runtime_base, self.store)
 
     async def _start_jupyter_server_extension(self, serverapp: ServerApp) -> None:
         """Called from jupyter_server when its event loop runs."""
@@ -265,15 +250,16 @@ class GpuCkptApp(ExtensionApp):
 
     async def estimate_drain(self) -> dict[str, Any]:
         """Estimate the work of `drain`."""
-        found = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
-        return dataclasses.asdict(found)
+        work = await asyncio.to_thread(drain.estimate, self.provisioners(), self.serverapp.log, verify=True)
+        return dataclasses.asdict(work)
 
     async def status(self) -> dict[str, Any]:
         """Return the document of ``status``."""
         directory = self.store.named
         async with self._diagnosing:
             if self._diagnosis is None or time.monotonic() - self._diagnosis[0] > _DIAGNOSIS_LIFETIME:
-                self._diagnosis = time.monotonic(), await asyncio.to_thread(models.host, directory, self._fast_path)
+                found = await asyncio.to_thread(checks.diagnose, directory, fast_path=self._fast_path)
+                self._diagnosis = time.monotonic(), checks.as_json(found)
         return {
             "version": __version__,
             "host": self._diagnosis[1],
@@ -286,25 +272,20 @@ class GpuCkptApp(ExtensionApp):
 def defaults(serverapp: ServerApp) -> Config:
     """Our provisioner, kernel manager and session manager, each where the user named no other.
 
-    Reads the configuration, not the traits: at this moment (`ServerApp.initialize` links extensions before
-    ``init_configurables``) reading `ServerApp.kernel_manager_class` would fix it before the gateway's settings are
-    known.
+    Reads the configuration, not the traits: `ServerApp.initialize` links extensions before the gateway's settings are
+    known, and reading `ServerApp.kernel_manager_class` would fix it.
     """
-    config = serverapp.config
-    made = Config()
+    config, made = serverapp.config, Config()
+    chosen = _is_set(config, KernelProvisionerFactory, "default_provisioner_name")
     factory = KernelProvisionerFactory(parent=serverapp)
-    if factory.default_provisioner_name == "local-provisioner" and not _is_set(
-        config, KernelProvisionerFactory, "default_provisioner_name"
-    ):
+    if not chosen and factory.default_provisioner_name == "local-provisioner":
         made.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
     # With a gateway the kernels are elsewhere.  Not the singleton, which the server makes.
     gateway = GatewayClient(parent=serverapp)  # type: ignore[no-untyped-call]
-    for trait, ours in (
-        ("kernel_manager_class", CheckpointKernelManager),
-        ("session_manager_class", CheckpointSessionManager),
-    ):
+    ours = {"kernel_manager_class": CheckpointKernelManager, "session_manager_class": CheckpointSessionManager}
+    for trait, manager in ours.items():
         if not gateway.gateway_enabled and not _is_set(config, type(serverapp), trait):
-            made.ServerApp[trait] = ours
+            made.ServerApp[trait] = manager
     return made
 
 

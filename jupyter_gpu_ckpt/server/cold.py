@@ -1,11 +1,9 @@
 """The cold tier of a server: archives the content of old images, and removes archived content of images that are gone.
 
-(`transfer.archive`; a wake does not wait for that removal.)
-
-The work runs in a process of its own, ``python -m jupyter_gpu_ckpt.server.cold``: hashing and encrypting take no time
-from the server's threads, and the process can be ended at any moment; files that are archived by then are not sent
-again.  It reads its options from standard input, for a URL may contain a password; at the end of that pipe, the end of
-the server, it ends too.
+The work (`transfer.archive`) runs in a process of its own: hashing and encrypting take no time from the server's
+threads, and the process can be ended at any moment; files that are archived by then are not sent again.  It reads its
+options from standard input, for a URL may contain a password; at the end of that pipe, the end of the server, it ends
+too.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class ColdTier:
     async def _run(self) -> None:
         while True:
             try:
-                if await asyncio.to_thread(_needed, self._store, self._after):
+                if await asyncio.to_thread(lambda: due(self._store, self._after) or removed(self._store)):
                     await self._round()
             except Exception:
                 self._log.exception("Old images could not be archived; the next round tries again.")
@@ -79,16 +77,12 @@ class ColdTier:
                 await sender.wait()
 
     def _log_outcome(self, image: str, freed: int | None = None, code: str = "") -> None:
-        if freed is None and not code:
-            self._log.info("The archived content of image %s was removed: the image is gone.", image)
-        elif code:
+        if code:
             self._log.warning("Image %s could not be archived: %s", image or "?", code)
+        elif freed is None:
+            self._log.info("The archived content of image %s was removed: the image is gone.", image)
         else:
             self._log.info("Image %s was archived: %d bytes freed.", image, freed)
-
-
-def _needed(store: Store, after: float) -> bool:
-    return bool(due(store, after) or removed(store))
 
 
 def main() -> None:

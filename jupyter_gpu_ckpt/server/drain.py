@@ -1,7 +1,6 @@
-"""Drain a server: checkpoint every kernel and verify its image, so that the server can be stopped.
+"""Drain a server, at the request of the hub's culler and spawner, so that it can be stopped (see `drain`).
 
-The hub's culler and spawner request it by REST (``drain``); the server's own stop (`persistence`) checkpoints as well,
-but verifies nothing.
+The server's own stop (`persistence`) checkpoints as well, but verifies nothing.
 """
 
 from __future__ import annotations
@@ -75,14 +74,12 @@ async def drain(
         {id: kernel for id, kernel in kernels.items() if kernel.lifecycle is not None and id not in dead},
         lambda id, kernel: _drain_kernel(id, kernel, store),
     )
-    results = [await tasks[id] if id in tasks else _not_checkpointable(id) for id in ids]
+    hint = "It would end with the server: end it, or find out why by `jupyter gpu-ckpt doctor` and restart it."
+    results = [await tasks[id] if id in tasks else DrainResult(id, code=StateError.code, hint=hint) for id in ids]
     for result in results:
         if result.code is not None:
             log.warning("Kernel %s could not be drained: %s", result.kernel_id, result.code)
-    return {
-        "drained": all(result.code is None for result in results),
-        "kernels": [asdict(result) for result in results],
-    }
+    return {"drained": all(each.code is None for each in results), "kernels": [asdict(each) for each in results]}
 
 
 async def _drain_kernel(kernel_id: str, provisioner: GpuCkptProvisioner, store: Store) -> DrainResult:
@@ -96,11 +93,6 @@ async def _drain_kernel(kernel_id: str, provisioner: GpuCkptProvisioner, store: 
         error = GpuCkptError.from_exception(failure)
         return DrainResult(kernel_id, code=error.code, hint=error.hint)
     return DrainResult(kernel_id, image.id, image.manifest.bytes)
-
-
-def _not_checkpointable(kernel_id: str) -> DrainResult:
-    hint = "It would end with the server: end it, or find out why by `jupyter gpu-ckpt doctor` and restart it."
-    return DrainResult(kernel_id, code=StateError.code, hint=hint)
 
 
 def estimate(kernels: Mapping[str, GpuCkptProvisioner], log: Logger, *, verify: bool) -> DrainWork:

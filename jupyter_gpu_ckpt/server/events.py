@@ -1,7 +1,4 @@
-"""Emit kernels' transitions and steps on jupyter_server's event bus, and log a line for each transition.
-
-The schemas lie in ``events/``; front ends subscribe at ``api/events/subscribe``.
-"""
+"""Emit kernels' transitions and steps on jupyter_server's event bus, and log a line for each transition."""
 
 from __future__ import annotations
 
@@ -74,14 +71,14 @@ class Log(Listener):
         self.log = log
 
     def changed(self, change: Changed) -> None:
-        facts = {
-            "kernel": change.kernel_id,
-            "from": change.previous.value if change.previous else "-",
-            "to": change.state.value,
-            "seconds": f"{change.seconds:.3f}",
-            "device_bytes": change.device_bytes,
-            "image": change.image or "-",
-            "code": change.code or "-",
-        }
         write = self.log.warning if change.code else self.log.info
-        write("gpu_ckpt transition %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+        write(
+            "gpu_ckpt transition kernel=%s from=%s to=%s seconds=%.3f device_bytes=%d image=%s code=%s",
+            change.kernel_id,
+            change.previous.value if change.previous else "-",
+            change.state.value,
+            change.seconds,
+            change.device_bytes,
+            change.image or "-",
+            change.code or "-",
+        )

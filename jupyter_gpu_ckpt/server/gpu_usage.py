@@ -1,7 +1,4 @@
-"""GPU memory by kernel: measured at intervals, kept for an hour, emitted as an event when it has changed.
-
-Front ends read the events: one measurement here serves every browser tab.
-"""
+"""GPU memory by kernel: measured once for all browser tabs, kept for an hour, emitted as an event when it changes."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ class GpuUsage(Listener, LoggingConfigurable):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._provisioners = provisioners
-        self._monitor = monitor
-        self._image_dir = image_dir
-        self._emit = emit
+        self._provisioners, self._monitor, self._image_dir, self._emit = provisioners, monitor, image_dir, emit
         self._task = PeriodicTask("gpu-ckpt-usage", self._run)
         self._sooner = asyncio.Event()
         self._last: Usage | None = None
@@ -84,27 +78,22 @@ class GpuUsage(Listener, LoggingConfigurable):
         return self._record(await asyncio.to_thread(_measure, self._provisioners(), self._image_dir))
 
     async def document(self) -> dict[str, Any]:
-        """Return the reply to ``GET gpus``: a measurement no older than `interval`.
-
-        Where the driver does not answer now, it is the last measurement.
-        """
+        """Return the reply to ``GET gpus``: no older than `interval`, or the last if the driver does not answer."""
         last = self._last
         if last is None or time.monotonic() - self._measured > self.interval:
             try:
                 last = await self.measure()
             except GpuCkptError:
                 last = last or Usage(time.time(), (), {})  # the doctor says why
-        return {
-            "gpus": [
-                {
-                    **asdict(gpu),
-                    "kernels": dict(last.kernels.get(gpu.uuid, {})),
-                    "history": [list(point) for point in self._history.get(gpu.uuid, ())],
-                }
-                for gpu in last.gpus
-            ],
-            "gpu_seconds_freed": self._monitor.gpu_seconds(time.time()),
-        }
+        gpus = [
+            {
+                **asdict(gpu),
+                "kernels": dict(last.kernels.get(gpu.uuid, {})),
+                "history": [list(point) for point in self._history.get(gpu.uuid, ())],
+            }
+            for gpu in last.gpus
+        ]
+        return {"gpus": gpus, "gpu_seconds_freed": self._monitor.gpu_seconds(time.time())}
 
     async def _run(self) -> None:
         await self._sooner.wait()  # without kernels no driver is loaded
@@ -133,16 +122,11 @@ class GpuUsage(Listener, LoggingConfigurable):
                 points.pop()  # of equal values only the first and the last are kept
             points.append((usage.at, gpu.used))
         if usage.gpus and (before is None or usage.differs(before)):
-            self._emit(
-                {
-                    "at": usage.at,
-                    "gpus": [
-                        {"uuid": gpu.uuid, "used": gpu.used, "kernels": dict(usage.kernels.get(gpu.uuid, {}))}
-                        for gpu in usage.gpus
-                    ],
-                    "gpu_seconds_freed": self._monitor.gpu_seconds(usage.at),
-                }
-            )
+            gpus = [
+                {"uuid": gpu.uuid, "used": gpu.used, "kernels": dict(usage.kernels.get(gpu.uuid, {}))}
+                for gpu in usage.gpus
+            ]
+            self._emit({"at": usage.at, "gpus": gpus, "gpu_seconds_freed": self._monitor.gpu_seconds(usage.at)})
         return usage
 
     def changed(self, change: Changed) -> None:

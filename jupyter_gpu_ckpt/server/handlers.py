@@ -22,6 +22,7 @@ from tornado import web
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.provisioner import GpuCkptProvisioner
+from ..lifecycle.preflight import require
 from . import models
 from .gpu_usage import GpuUsage
 from .idle.loop import IdlePolicy
@@ -142,15 +143,14 @@ class Handler(ExtensionHandlerMixin, APIHandler):
         return provisioner
 
     def document(self, kernel_id: str) -> dict[str, Any]:
-        provisioner = self.kernel(kernel_id)
+        provisioner, app = self.kernel(kernel_id), self.app
         name = self.kernel_manager.get_kernel(kernel_id).kernel_name
-        monitored, job = self.app.monitor.kernels.get(kernel_id), self.app.jobs.of_kernel(kernel_id)
-        return models.kernel(kernel_id, name, provisioner, monitored, job, self.app.idle.outlook(kernel_id))
+        monitored, job = app.monitor.kernels.get(kernel_id), app.jobs.of_kernel(kernel_id)
+        return models.kernel(kernel_id, name, provisioner, monitored, job, app.idle.outlook(kernel_id))
 
     def job(self, id: str) -> Job:
         """Return the job.  404 when there is none."""
-        job = self.app.jobs.get(id)
-        if job is None:
+        if (job := self.app.jobs.get(id)) is None:
             raise web.HTTPError(404, "There is no such job, or it ended long ago.")
         return job
 
@@ -191,15 +191,13 @@ class VerbHandler(Handler):
     """``kernels/<id>/{suspend,resume,checkpoint,restore}``: begin; 202 with the job."""
 
     async def post(self, kernel_id: str, verb: str) -> None:
-        provisioner = self.checkpointable(kernel_id)
-        parameters = self._parameters(verb)
+        provisioner, parameters, turn = self.checkpointable(kernel_id), self._parameters(verb), None
         arguments = {name: value for name, value in parameters.items() if name != "when"}
         call = functools.partial(VERBS[verb], provisioner, **arguments)
-        turn = None
         if parameters.get("when") == "idle":
             turn = provisioner.once_idle()
         elif verb in ("suspend", "checkpoint"):
-            await asyncio.to_thread(models.require_no_cell, provisioner)
+            await asyncio.to_thread(lambda: require(models.requests(provisioner)))
         self.reply_started(self.app.jobs.start(kernel_id, verb, parameters, call, turn))
 
     def _parameters(self, verb: str) -> dict[str, Any]:

@@ -36,9 +36,6 @@ else:
     # Not the manager itself: the mixin goes before whatever manager there is.
     _Base = LoggingConfigurable
 
-#: Called with each kernel that runs (again): its id and its provisioner.
-KernelListener = Callable[[str, GpuCkptProvisioner], object]
-
 #: The kernel that jupyter_server's culler examines now; to end it means to checkpoint it.
 _culling: ContextVar[str | None] = ContextVar("_culling", default=None)
 
@@ -55,7 +52,8 @@ class CheckpointKernelManagerMixin(_Base):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.kernel_listeners: list[KernelListener] = []
+        #: Called with the id and the provisioner of each kernel that runs (again).
+        self.on_kernel: Callable[[str, GpuCkptProvisioner], object] = lambda *_: None
         self.readiness = Readiness()
         #: Seconds for which the idle policy has seen a kernel idle.
         self.idle_seconds: Callable[[str], float] = lambda _: math.inf
@@ -108,18 +106,15 @@ class CheckpointKernelManagerMixin(_Base):
             kernel.execution_state, kernel.reason, kernel.last_activity = "starting", "", utcnow()
         model: dict[str, Any] = super().kernel_model(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
-            model["gpu_ckpt"] = {
-                "state": provisioner.state.value,
-                "checkpointable": provisioner.lifecycle is not None,
-            }
+            checkpointable = provisioner.lifecycle is not None
+            model["gpu_ckpt"] = {"state": provisioner.state.value, "checkpointable": checkpointable}
         return model
 
     def start_watching_activity(self, kernel_id: str) -> None:
         """Called from jupyter_server once a kernel is ready, and again after a restart."""
         super().start_watching_activity(kernel_id)
         if (provisioner := self.provisioner_of(kernel_id)) is not None:
-            for listener in self.kernel_listeners:
-                listener(kernel_id, provisioner)
+            self.on_kernel(kernel_id, provisioner)
 
     # -- culling
 
@@ -136,10 +131,7 @@ class CheckpointKernelManagerMixin(_Base):
             self._expiry_callback.start()
 
     async def cull_kernel_if_idle(self, kernel_id: str) -> None:
-        """Checkpoint a kernel that jupyter_server would cull; shut down a sleeping one that expires.
-
-        A protected kernel is left alone.  Called from the culler.
-        """
+        """Checkpoint a kernel that would be culled, unless it is protected; shut down a sleeping one that expires."""
         provisioner, state = self.provisioner_of(kernel_id), self._state(kernel_id)
         if provisioner is not None and state is not None and provisioner.agent_requests.protection() is not None:
             return
@@ -177,29 +169,25 @@ class CheckpointKernelManagerMixin(_Base):
             await super().shutdown_kernel(kernel_id, now=now, restart=restart)
 
     async def restart_kernel(self, kernel_id: str, now: bool = False) -> Any:  # type: ignore[override]
-        """Called from REST."""
         async with self._lock(kernel_id):
             return await super().restart_kernel(kernel_id, now=now)
 
     def _lock(self, kernel_id: str) -> asyncio.Lock:
-        """Return the lock that makes restarts and shutdowns of a kernel follow one another.
+        """Return the lock that orders restarts and shutdowns of a kernel: jupyter_client does not.
 
-        jupyter_client does not order them.  A shutdown in the middle of a restart fails (its ``ready`` is not done),
-        and the kernel lives on.
+        A shutdown in the middle of a restart fails (its ``ready`` is not done), and the kernel lives on.
         """
         return self._locks.setdefault(kernel_id, asyncio.Lock())
 
     async def _expire(self, kernel_id: str) -> None:
         provisioner = self.provisioner_of(kernel_id)
-        lifecycle = provisioner.lifecycle if provisioner is not None else None
-        image = lifecycle.image if lifecycle is not None else None
-        if self.checkpointed_expiry <= 0 or image is None:
+        image = provisioner.lifecycle.image if provisioner and provisioner.lifecycle else None
+        if provisioner is None or image is None or self.checkpointed_expiry <= 0:
             return
         asleep = time.time() - image.manifest.created
         if asleep > self.checkpointed_expiry:
             self.log.warning("Kernel %s expires: it was checkpointed %.0f s ago.", kernel_id, asleep)
-            if provisioner is not None:
-                provisioner.keep_image = True
+            provisioner.keep_image = True
             async with self._lock(kernel_id):
                 await super().shutdown_kernel(kernel_id)
 

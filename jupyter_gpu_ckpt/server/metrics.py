@@ -1,8 +1,4 @@
-"""Prometheus metrics, served by jupyter_server's own ``/metrics``.
-
-Counters count when something happens; gauges (states, swapped-out bytes) are read from the monitor at each scrape.
-Bytes and seconds, names as in Prometheus' conventions.
-"""
+"""Prometheus metrics, served by jupyter_server's own ``/metrics``; gauges are read from the monitor at each scrape."""
 
 from __future__ import annotations
 
@@ -45,16 +41,16 @@ class Metrics(Listener, Collector):
     def collect(self) -> Iterable[Metric]:
         """Called from ``/metrics``."""
         monitored = list(self.monitor.kernels.values())
-        states = Tally(kernel.state for kernel in monitored if kernel.state is not None)
+        states = Tally(kernel.state for kernel in monitored)
         kernels = GaugeMetricFamily("gpu_ckpt_kernels", "Kernels that can be checkpointed, by state", labels=["state"])
         for state in State:
             kernels.add_metric([state.value], states[state])
         yield kernels
-        swapped_out = [kernel.swapped_out for kernel in monitored if kernel.swapped_out is not None]
+        swapped_out = [kernel.swapped_out.device for kernel in monitored if kernel.swapped_out is not None]
         yield GaugeMetricFamily(
             "gpu_ckpt_device_bytes_swapped_out",
             "Bytes of kernels' device memory that are in host memory or images now",
-            value=sum(sum(memory.device.values()) for memory in swapped_out),
+            value=sum(sum(device.values()) for device in swapped_out),
         )
         yield CounterMetricFamily(
             "gpu_ckpt_gpu_seconds_freed",

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..doctor import checks
 from ..errors import (
     BadRequest,
     GpuCkptError,
@@ -29,7 +28,7 @@ from ..kernel.adoption import Session, only_copy
 from ..kernel.engine import shared_engine
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.machine import State
-from ..lifecycle.preflight import PreflightFinding, judge_requests, require
+from ..lifecycle.preflight import PreflightFinding, judge_requests
 from .jobs import Job
 from .monitor import MonitoredKernel
 
@@ -106,11 +105,6 @@ def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:
     return judge_requests(under_way.cells, under_way.others)
 
 
-def require_no_cell(provisioner: GpuCkptProvisioner) -> None:
-    """Raise `KernelBusy` while a cell runs.  Waits for the gate's thread."""
-    require(requests(provisioner))
-
-
 def image(of: Image, root: Path) -> dict[str, Any]:
     """Return the document of one image, with its notebook's path below ``root``.  Reads the disk."""
     names = ("kernel_id", "kernel_name", "created", "bytes", "device_bytes", "hostname", "criu_version", "steps")
@@ -141,11 +135,6 @@ def remove(store: Store, doomed: Image, *, force: bool) -> int:
     if not force and (refusal := only_copy(doomed, "add force=true")) is not None:
         raise refusal
     return store.remove(doomed)
-
-
-def host(image_dir: Path, fast_path: str) -> dict[str, Any]:
-    """Return the doctor's results.  Takes up to some seconds."""
-    return checks.as_json(checks.diagnose(image_dir, fast_path=fast_path))
 
 
 def gpus(image_dir: Path) -> list[dict[str, Any]]:

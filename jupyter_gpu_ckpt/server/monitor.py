@@ -1,7 +1,4 @@
-"""Monitor the kernels: bring their states and steps from worker threads to listeners on the event loop.
-
-Events, metrics, the log and the REST documents read the monitor; none of them listens to a kernel directly.
-"""
+"""Monitor the kernels: bring their states and steps from worker threads to listeners on the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from logging import Logger
 
 from tornado.ioloop import IOLoop
@@ -18,8 +15,8 @@ from .. import errors
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.driver import Lifecycle
 from ..lifecycle.machine import PLANS, Plan, State, Step
+from ..lifecycle.rates import RATES
 from ..trace import StepEvent
-from .progress import Progress, Sizes
 
 #: The verb under way in each transitional state.
 VERBS = {
@@ -33,6 +30,10 @@ VERBS = {
 POLL_INTERVAL = 0.25
 #: Growth of a verb's fraction that is worth an event.
 MIN_PROGRESS = 0.005
+
+#: Seconds a step takes however little it moves: measured with a kernel without CUDA (docs/measurements.md).
+_FLOORS = {Step.QUIESCE: 0.03, Step.DUMP: 0.08, Step.CRIU_RESTORE: 0.07, Step.CONNECT: 0.02, Step.END_PROCESS: 0.03}
+_FLOOR = 0.005
 
 _ERRORS = {
     each.code: each
@@ -103,18 +104,62 @@ class SwappedOut:
         return len(self.device) * max(0.0, until - self.since)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes known before a verb starts: resident host memory, device memory by GPU UUID, the image."""
+
+    host: int = 0
+    device: dict[str, int] = field(default_factory=dict)
+    image: int = 0
+
+    def moved_by(self, step: Step) -> int:
+        """Return the bytes that ``step`` will move."""
+        on_device = sum(self.device.values())
+        if step in (Step.CUDA_SUSPEND, Step.CUDA_RESUME):
+            return on_device
+        if step in (Step.DUMP, Step.PUBLISH):
+            return self.host + on_device
+        return self.image if step is Step.CRIU_RESTORE else 0
+
+
+class Progress:
+    """One verb under way: how far it is, from bytes known beforehand and this host's measured rates.
+
+    Inside a step the fraction moves by the bytes that were written to disk, else by the seconds that have passed.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes) -> None:
+        self.plan = plan
+        self.bytes = {step: sizes.moved_by(step) for step in plan.steps}
+        self.seconds = {step: _seconds(step, bytes) for step, bytes in self.bytes.items()}
+        self._parts: dict[Step, float] = {}
+
+    @property
+    def fraction(self) -> float:
+        """The part of the expected time that is done, 0 to 1.  Never decreases; 1 when all steps are done."""
+        if all(self._parts.get(step) == 1.0 for step in self.seconds):
+            return 1.0
+        return sum(self.seconds[step] * part for step, part in self._parts.items()) / sum(self.seconds.values())
+
+    def under_way(self, step: Step, seconds: float, bytes: int | None = None) -> None:
+        """Record that a step has run for ``seconds`` and, if known, has moved ``bytes``."""
+        if step in self.seconds:
+            by_bytes = bytes is not None and self.bytes[step] > 0
+            share = (bytes or 0) / self.bytes[step] if by_bytes else seconds / self.seconds[step]
+            self._parts[step] = max(self._parts.get(step, 0.0), _damped(share))
+
+    def done(self, step: Step) -> None:
+        """Record that a step of the plan was completed; undo steps do not count."""
+        if step in self.seconds:
+            self._parts[step] = 1.0
+
+
 class Listener:
     """Base of listeners: called on the event loop, in the order of events."""
 
-    def changed(self, change: Changed) -> None:
-        """A kernel has another state."""
-
-    def stepped(self, step: Stepped) -> None:
-        """A step started, progressed, was completed, or failed."""
-
-    def failed(self, failure: Failed) -> None:
-        """A verb failed."""
-
+    def changed(self, change: Changed) -> None: ...
+    def stepped(self, step: Stepped) -> None: ...
+    def failed(self, failure: Failed) -> None: ...
     def protected(self, kernel_id: str, until: float | None) -> None:
         """A protection was set, until some seconds since the epoch, or (None) ended."""
 
@@ -140,12 +185,10 @@ class KernelMonitor:
         return kernel
 
     def remove(self, kernel_id: str) -> None:
-        """Stop monitoring a kernel that was shut down."""
         if (kernel := self.kernels.pop(kernel_id, None)) is not None:
             kernel.close()
 
     def keep_only(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> None:
-        """Monitor these kernels and no others."""
         for gone in set(self.kernels) - set(provisioners):
             self.remove(gone)
         for kernel_id, provisioner in provisioners.items():
@@ -169,8 +212,8 @@ class KernelMonitor:
 
     def gpu_seconds(self, until: float) -> float:
         """GPU-seconds for which kernels were off the GPUs since this server's start, those that still are included."""
-        swapped_out = (kernel.swapped_out for kernel in self.kernels.values() if kernel.swapped_out is not None)
-        return self.freed_gpu_seconds + sum(memory.gpu_seconds(until) for memory in swapped_out)
+        swapped_out = (kernel.swapped_out for kernel in self.kernels.values())
+        return self.freed_gpu_seconds + sum(memory.gpu_seconds(until) for memory in swapped_out if memory)
 
     def notify(self, call: Callable[[Listener], None]) -> None:
         """Apply ``call`` to every listener; the error of one is logged and does not keep it from the others."""
@@ -221,9 +264,9 @@ class MonitoredKernel:
 
     def _on_state(self, state: State, measure: bool = True) -> None:
         at, lifecycle = time.time(), self.provisioner.lifecycle
-        sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle is not None else Sizes()
-        image = lifecycle.image if lifecycle is not None else None
-        saved = SwappedOut(image.manifest.created, image.manifest.device_bytes) if image is not None else None
+        sizes = self._measure(lifecycle) if measure and state in VERBS and lifecycle else Sizes()
+        image = lifecycle.image if lifecycle else None
+        saved = SwappedOut(image.manifest.created, image.manifest.device_bytes) if image else None
         self._post(lambda: self._process_state(state, at, sizes, image.id if image else None, saved))
 
     def _measure(self, lifecycle: Lifecycle) -> Sizes:
@@ -321,13 +364,9 @@ class MonitoredKernel:
     def _report_step(self, event: StepEvent) -> None:
         step, progress = Step(event.step), self.progress
         self._reported_fraction = progress.fraction if progress else 0.0
-        stepped = Stepped(
-            event,
-            verb=VERBS.get(self.state, "") if self.state else "",
-            fraction=self._reported_fraction,
-            expected_bytes=progress.bytes.get(step, 0) if progress else 0,
-            expected_seconds=progress.seconds.get(step, 0.0) if progress else 0.0,
-        )
+        expected = (progress.bytes.get(step, 0), progress.seconds.get(step, 0.0)) if progress else (0, 0.0)
+        verb = VERBS.get(self.state, "") if self.state else ""
+        stepped = Stepped(event, verb, self._reported_fraction, *expected)
         self.monitor.notify(lambda listener: listener.stepped(stepped))
 
     def _clear_swapped_out(self, at: float) -> None:
@@ -341,3 +380,13 @@ def _plan(before: State | None, via: State) -> Plan | None:
     """Return the plan that leads through ``via``: the one from ``before``, else any (its start may not be known)."""
     plans = [(state, plan) for (state, _), plan in PLANS.items() if plan is not None and plan.via is via]
     return next((plan for state, plan in plans if state is before), None) or next((plan for _, plan in plans), None)
+
+
+def _damped(share: float) -> float:
+    """Damp an estimate of the part that is done: beyond nine tenths it grows ever slower, never to 1."""
+    return max(0.0, share) if share <= 0.9 else 1.0 - 0.09 / share
+
+
+def _seconds(step: Step, bytes: int) -> float:
+    floor = _FLOORS.get(step, _FLOOR)
+    return floor + RATES.seconds([step.value], bytes) if bytes else floor

@@ -1,9 +1,8 @@
 """The watchdog of one server: checkpoints and ends kernels that run on after the server died.
 
-`persistence.KernelPersistence` runs it as ``python -m jupyter_gpu_ckpt.server.orphan_watchdog '<json>'``.  Its standard
-input is a pipe from the server, whose end is the end of the server.  After ``timeout`` seconds it attaches every kernel
-that still has no owner and checkpoints it, which ends its process; a later server attaches it from its image.  Busy
-kernels are tried again.
+Its standard input is a pipe from the server (`persistence.KernelPersistence`), whose end is the end of the server.
+After ``timeout`` seconds it attaches every kernel that still has no owner and checkpoints it, which ends its process; a
+later server attaches it from its image.  Busy kernels are tried again.
 """
 
 from __future__ import annotations
@@ -35,26 +34,24 @@ async def _checkpoint_orphans(base: Path, image_dir: Path, timeout: float) -> No
     from ..image.store import Store
     from ..kernel.adoption import find_orphans
 
-    store = Store(image_dir)
-    due = time.monotonic() + timeout
+    store, due = Store(image_dir), time.monotonic() + timeout
     while any(orphan.directory for orphan in find_orphans(base, store).orphans):
         await asyncio.sleep(min(timeout, _INTERVAL))
         if time.monotonic() < due:
             continue
         for orphan in find_orphans(base, store).orphans:
             if orphan.directory is not None:
-                await checkpoint(orphan.session, base, image_dir)
+                await _checkpoint(orphan.session, base, image_dir)
         # Wait as long again for busy kernels, whose cells still compute.
         due = time.monotonic() + timeout
 
 
-async def checkpoint(session: Session, base: Path, image_dir: Path) -> bool:
-    """Attach one kernel, checkpoint it and detach; return whether it sleeps in an image now."""
+async def _checkpoint(session: Session, base: Path, image_dir: Path) -> None:
+    """Attach one kernel, checkpoint it and detach."""
     from jupyter_client.manager import AsyncKernelManager
     from jupyter_client.provisioning.factory import KernelProvisionerFactory
     from traitlets.config import Config
 
-    from ..image.store import Store
     from ..kernel.provisioner import GpuCkptProvisioner
 
     config = Config()
@@ -69,13 +66,10 @@ async def checkpoint(session: Session, base: Path, image_dir: Path) -> bool:
         try:
             await manager.start_kernel(kernel_id=session.kernel_id)
         except Exception:
-            return False  # another owner was faster
-        provisioner = manager.provisioner
-        if not isinstance(provisioner, GpuCkptProvisioner):
-            return False
-        await provisioner.detach()
-        await manager.cleanup_resources()
-    return any(image.manifest.kernel_id == session.kernel_id for image in Store(image_dir).images())
+            return  # another owner was faster
+        if isinstance(manager.provisioner, GpuCkptProvisioner):
+            await manager.provisioner.detach()
+            await manager.cleanup_resources()
 
 
 if __name__ == "__main__":

@@ -61,10 +61,7 @@ class KernelPersistence(LoggingConfigurable):
     # -- the server starts
 
     def claim_database(self, root: Path) -> Path | None:
-        """Claim the session database for servers of this root directory; None while another server uses it.
-
-        Called before the server makes its session manager.
-        """
+        """Claim the session database for servers of this root directory; None while another server uses it."""
         directory = data_directory("sessions")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
@@ -81,12 +78,10 @@ class KernelPersistence(LoggingConfigurable):
         if self.orphan_timeout <= 0 or self._watchdog is not None:
             return
         options = {"base": str(base), "image_dir": str(image_dir), "timeout": self.orphan_timeout}
+        command = [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)]
+        null = subprocess.DEVNULL
         self._watchdog = subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpu_ckpt.server.orphan_watchdog", json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
 
     async def attach_all(
@@ -135,10 +130,7 @@ class KernelPersistence(LoggingConfigurable):
         kernel.execution_state = "idle"
 
     async def create_session(self, sessions: Any, orphan: Orphan, root: Path) -> None:
-        """Give an attached kernel the notebook it was started for, if that exists and has no other kernel.
-
-        For a kernel without a row in the database: the row was lost, or is in another server's database.
-        """
+        """Give an attached kernel without a row in the database its notebook, if that exists and has no kernel."""
         path = await asyncio.to_thread(models.notebook, orphan.session, root)
         if path is not None and not await sessions.session_exists(path):
             name, id = path.rsplit("/", 1)[-1], orphan.session.kernel_id

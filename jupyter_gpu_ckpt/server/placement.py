@@ -1,8 +1,7 @@
-"""Publish what sleeping kernels need of a node, for the hub that places this user's next server.
+"""Publish what sleeping kernels need of a node (`node.requirements`), for the hub that places this user's next server.
 
-The hub cannot read images, which only their owner may open.  So this server writes the few facts that a scheduler needs
-(`node.requirements`) to a directory that it shares with the hub.  The environment variable
-``$JUPYTER_GPU_CKPT_PLACEMENT`` names that directory; without it nothing is written.
+The hub cannot read images.  ``$JUPYTER_GPU_CKPT_PLACEMENT`` names a directory that this server shares with it; without
+it nothing is written.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ def publish(directory: Path, store: Store) -> None:
 
     The group may read it: a directory with the set-group-id bit and the hub's group gives it to the hub alone.
     """
-    images = [orphan.image for orphan in newest_images(store).values() if orphan.image]
-    images.sort(key=lambda image: image.manifest.created)
-    text = to_json(of(image.manifest.fingerprint) for image in images)
+    manifests = [orphan.image.manifest for orphan in newest_images(store).values() if orphan.image]
+    text = to_json(of(each.fingerprint) for each in sorted(manifests, key=lambda each: each.created))
     write_atomically(directory / FILE, text, durable=True, mode=0o640)
 
 

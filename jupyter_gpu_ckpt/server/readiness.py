@@ -1,14 +1,18 @@
 """Delay listings while kernels are missing: at a server's start, until they are attached, and at its stop.
 
-A front end that finds no kernel for a notebook starts another, and takes a kernel that is missing in a listing for
-ended; the notebook's own kernel, with all its variables, would then sleep on out of its user's sight.  And
-jupyter_server drops the session of a kernel that it does not find.
+A front end that finds no kernel for a notebook starts another, and the notebook's own kernel, with all its variables,
+would sleep on out of its user's sight.  And jupyter_server drops the session of a kernel that it does not find.
 """
+
+# mypy: allow-untyped-calls
+# (jupyter_server does not annotate what is overridden here)
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from jupyter_server.services.sessions.sessionmanager import SessionManager
 from tornado.web import HTTPError
 
 #: Seconds after which a request is answered with the kernels there are: a disk may never answer.
@@ -28,11 +32,30 @@ class Readiness:
         return not self.stopping and (self.attaching is None or self.attaching.done())
 
     async def wait(self) -> None:
-        """Wait until kernels are attached; the task that attaches them does not wait.
-
-        Raises 503 while the server stops: front ends then try again later.
-        """
+        """Wait until kernels are attached, but in the task that attaches them.  Raises 503 while the server stops."""
         if self.stopping:
             raise HTTPError(503, "The server is stopping.")
         if not self.is_ready and self.attaching is not None and self.attaching is not asyncio.current_task():
             await asyncio.wait({self.attaching}, timeout=_TIMEOUT)
+
+
+class CheckpointSessionManager(SessionManager):
+    """The default session manager of servers with the extension."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.readiness = Readiness()
+
+    # Called from REST; `session_exists` also from `persistence`.
+
+    async def list_sessions(self) -> Any:
+        await self.readiness.wait()
+        return await super().list_sessions()
+
+    async def session_exists(self, path: str) -> Any:
+        await self.readiness.wait()
+        return await super().session_exists(path)
+
+    async def get_session(self, **kwargs: Any) -> Any:
+        await self.readiness.wait()
+        return await super().get_session(**kwargs)

@@ -30,7 +30,7 @@ from ..image.store import Store
 from .remote import Progress, Remote
 
 
-def archive(image: Image, store: Store, remote: Remote, progress: Progress | None = None) -> int:
+def archive(image: Image, store: Store, remote: Remote) -> int:
     """Send the content of an image to the cold tier and remove it here; return the bytes freed.
 
     After a crash all of it is in one of the two places at least; what was sent is not sent again.  Raises `ImageBusy`
@@ -41,7 +41,7 @@ def archive(image: Image, store: Store, remote: Remote, progress: Progress | Non
     with mapped_errors(store.root):
         token = image.mark_sent()
     try:
-        remote.send(image, progress, token)
+        remote.send(image, token=token)
         remote.complete(image, token)
         content = _detach_content(image, store)
     except BaseException as error:
@@ -93,10 +93,7 @@ def fetch_content(image: Image, store: Store, remote: Remote, progress: Progress
 
 
 def sweep(store: Store, remote: Remote) -> Iterator[tuple[str, GpuCkptError | None]]:
-    """Discard what lies there of removed images; yield each id with the error that made it fail, or None.
-
-    For one process of a store at a time, which sends nothing meanwhile.
-    """
+    """Discard what lies there of removed images; yield ids and errors.  For one process, which sends nothing then."""
     for id in removed(store):
         try:
             _discard(id, store, remote)

@@ -275,10 +275,7 @@ class Remote:
 
     @contextlib.contextmanager
     def fetched(self, id: str, store: Store, *, keep: bool = True, progress: Progress | None = None) -> Iterator[Path]:
-        """Fetch an image into a directory beside the images, verified and on disk, for the body to move files from.
-
-        Raises as `pull`.  After failure the next try continues with the files that are there.
-        """
+        """Fetch an image into a verified directory for the body to move files from; resumes.  Raises as `pull`."""
         directory = Path(store.root, INCOMING, self._checked(id))  # of the image's name, as `verify` requires
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         lock = FileLock(layout.mark(directory, layout.LOCK), timeout=0, mode=0o600)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from desktop import BADGE, lab, write_notebook
-from fake_host import allocation_cell
+
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
 GIB = 1 << 30
 GPU = "GPU-fake-a"
@@ -15,7 +16,7 @@ CONFIG = f"""
 import sys
 from pathlib import Path
 sys.path.append({SUPPORT!r})
-from fake_host import install
+from jupyter_gpu_ckpt.testing.fake_host import install
 install({{{GPU!r}: 16 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
 """
 

@@ -112,7 +112,7 @@ def test_match_counts_the_memory_that_an_encrypted_image_takes(store, run, confi
     vaults = []
     monkeypatch.setattr(
         "jupyter_gpu_ckpt.lifecycle.compatibility.mismatches",
-        lambda _, node, **__: vaults.append(node.store.vault) or [],
+        lambda _, opened, *__, **___: vaults.append(opened.vault) or [],
     )
     image = publish(store)
     assert run("match", image.id).status == 0

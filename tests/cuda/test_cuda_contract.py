@@ -7,11 +7,11 @@ import contextlib
 
 import pytest
 from cuda_subject import CudaSubject
-from fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 MIB = 2**20
 MEMORY = 256 * MIB

@@ -4,10 +4,10 @@ The destructions were measured on the real driver; ``tests/gpu`` measures them a
 """
 
 import pytest
-from fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 from jupyter_gpu_ckpt.cuda.driver import CudaState
 from jupyter_gpu_ckpt.errors import CudaError, HelperGone, UnsupportedCuda
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"
 B = "GPU-00000000-0000-0000-0000-00000000000b"

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fake_cuda import FakeDriver, FakeGpus
 
 from jupyter_gpu_ckpt.cuda import gpu_locks
 from jupyter_gpu_ckpt.cuda.gpus import Gpus, gpu_mapping
 from jupyter_gpu_ckpt.cuda.helper import Nvml, Unavailable
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull, HostError
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeGpus
 
 GIB = 2**30
 A, B, C, D = (f"GPU-00000000-0000-0000-0000-00000000000{letter}" for letter in "abcd")

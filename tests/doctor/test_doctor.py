@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from jupyter_gpu_ckpt.criu.install import Check, CriuBinary
 from jupyter_gpu_ckpt.cuda.fastpath import Preload
 from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.doctor.checks import Finding, diagnose, fit, reason
-from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes, Uname
+from jupyter_gpu_ckpt.doctor.probes import DirectoryFacts, Probes
 from jupyter_gpu_ckpt.errors import CriuMissing, CudaError, CudaUnavailable
 
 PERMITTED = ("user", "map", "mount", "time", "pid", "proc", "ns_last_pid", "set_tid", "ptrace")
+
+
+Uname = namedtuple("Uname", ("system", "release", "machine"))
 
 
 @dataclass(frozen=True)

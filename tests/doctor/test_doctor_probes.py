@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_cuda import FakeCuda, FakeDriver
 
 from jupyter_gpu_ckpt.doctor import probes
 from jupyter_gpu_ckpt.errors import CudaUnavailable
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver
 
 
 def test_place_of_a_directory_that_is_not_there_yet(tmp_path):

@@ -20,8 +20,6 @@ from unittest import mock
 
 import pytest
 import pytest_asyncio
-from fake_helper import FakeHelper
-from fake_host import FakeHost, allocation_cell, install
 from faulty import Subject
 from harness import notebook
 from waiting import until
@@ -33,6 +31,8 @@ from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.adoption import find_orphans
 from jupyter_gpu_ckpt.lifecycle import machine
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
+from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
 
 VICTIM = Path(__file__).with_name("victim.py")
 PLANS = {

@@ -8,13 +8,15 @@ import dataclasses
 import pytest
 from harness import notebook
 
+from jupyter_gpu_ckpt.errors import BadRequest
 from jupyter_gpu_ckpt.lifecycle import compatibility
 
 pytestmark = pytest.mark.gpu
 
 
 def fields(manifest, engine, **options) -> list[str]:
-    return [mismatch.field for mismatch in compatibility.mismatches(manifest, engine, **options) if mismatch.hard]
+    found = compatibility.mismatches(manifest, engine.store, engine.gpus, engine.criu_version, **options)
+    return [mismatch.field for mismatch in found if mismatch.hard]
 
 
 def elsewhere(manifest, **changes):
@@ -53,7 +55,7 @@ async def test_a_partial_mapping_is_completed_and_a_wrong_one_refused(tmp_path, 
         zero, one = (gpu.uuid for gpu in engine.gpus.list()[:2])
         await kernel.run("import torch; x = torch.ones(1 << 20, device='cuda:0')")
         image = await kernel.provisioner.checkpoint()
-        with pytest.raises(ValueError, match="unknown GPU"):
+        with pytest.raises(BadRequest, match="unknown GPU"):
             fields(image.manifest, engine, gpu_map={zero: "GPU-of-another-node"})
         await kernel.provisioner.restore(gpu_map={zero: one})  # and what was on the other one comes to this one
         assert set(engine.gpus.used_by(kernel.lifecycle.capsule.host_pid)) == {one}

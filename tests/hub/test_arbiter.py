@@ -155,6 +155,6 @@ async def test_what_a_server_says_forges_no_line_of_a_log(double):
 
 async def test_no_server_can_ask_for_ever(double):
     double.seconds = float("inf")
-    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()).seconds <= 24 * HOUR
+    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()) <= 24 * HOUR
     double.seconds = float("nan")
-    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()).seconds <= 24 * HOUR
+    assert (await ServerClient(double.url + "/user/ann/", "t").estimate()) <= 24 * HOUR

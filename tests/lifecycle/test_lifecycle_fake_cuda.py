@@ -14,15 +14,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_cuda import (
-    CHECKPOINTED,
-    LOCKED,
-    OPERATING_SYSTEM,
-    RUNNING,
-    FakeCuda,
-    FakeDriver,
-    FakeGpus,
-)
 from gate_double import GateDouble
 from harness import alive
 from waiting import until
@@ -48,6 +39,15 @@ from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
+from jupyter_gpu_ckpt.testing.fake_cuda import (
+    CHECKPOINTED,
+    LOCKED,
+    OPERATING_SYSTEM,
+    RUNNING,
+    FakeCuda,
+    FakeDriver,
+    FakeGpus,
+)
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"

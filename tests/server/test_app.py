@@ -15,7 +15,7 @@ from traitlets.config import Config
 
 from jupyter_gpu_ckpt.server.app import PROVISIONER, defaults
 from jupyter_gpu_ckpt.server.kernel_manager import CheckpointKernelManager
-from jupyter_gpu_ckpt.server.session_manager import CheckpointSessionManager
+from jupyter_gpu_ckpt.server.readiness import CheckpointSessionManager
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,10 +18,8 @@ from tornado.ioloop import IOLoop
 from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Move, State, Step
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import monitor as monitor_module
-from jupyter_gpu_ckpt.server import progress
 from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, STEP, Events
-from jupyter_gpu_ckpt.server.monitor import VERBS, KernelMonitor, Stepped
-from jupyter_gpu_ckpt.server.progress import Progress, Sizes
+from jupyter_gpu_ckpt.server.monitor import VERBS, KernelMonitor, Progress, Sizes, Stepped
 from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"
@@ -31,7 +29,7 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def first_rates(monkeypatch):
     """Not what the tests before this one measured."""
-    monkeypatch.setattr(progress, "RATES", Rates())
+    monkeypatch.setattr(monitor_module, "RATES", Rates())
 
 
 def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:

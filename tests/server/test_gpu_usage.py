@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import jsonschema_rs
 import pytest
 import yaml
-from fake_cuda import FakeDriver, FakeGpus
 from harness import until as until_async
 from tornado.ioloop import IOLoop
 
@@ -19,6 +18,7 @@ from jupyter_gpu_ckpt.server import gpu_usage
 from jupyter_gpu_ckpt.server.events import SCHEMAS
 from jupyter_gpu_ckpt.server.gpu_usage import GpuUsage
 from jupyter_gpu_ckpt.server.monitor import KernelMonitor
+from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeGpus
 
 GIB = 2**30
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"

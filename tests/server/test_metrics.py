@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.metrics import Metrics
-from jupyter_gpu_ckpt.server.monitor import Changed, Failed, KernelMonitor, MonitoredKernel, Stepped
-from jupyter_gpu_ckpt.server.progress import Sizes
+from jupyter_gpu_ckpt.server.monitor import Changed, Failed, KernelMonitor, MonitoredKernel, Sizes, Stepped
 from jupyter_gpu_ckpt.trace import StepEvent
 
 REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "events.md"

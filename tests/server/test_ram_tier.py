@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_host import allocation_cell
 from live import Server, server, until
 from tab import OPENING, tab
+
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
 
 GPU = "GPU-fake-a"
 SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
@@ -17,7 +18,7 @@ CONFIG = """
 import sys
 from pathlib import Path
 sys.path.append({support!r})
-from fake_host import install
+from jupyter_gpu_ckpt.testing.fake_host import install
 install({{{gpu!r}: 8 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
 c.IdlePolicy.interval = 0.1
 {more}

@@ -1,4 +1,4 @@
-"""The idle policy: which kernels are suspended or checkpointed, and when.
+"""Which kernels are suspended or checkpointed, and when.
 
 `policy` decides and does no I/O; `probe` and `activity` take snapshots of kernels; `loop` runs rounds and verbs.
 """

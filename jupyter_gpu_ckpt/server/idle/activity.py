@@ -6,11 +6,10 @@ process in the kernel's capsule; the kernel itself is not involved.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ... import procfs
@@ -44,7 +43,7 @@ class _Known:
     cpu: float
     queries: int
     processes: frozenset[int]
-    connections: frozenset[str] = field(default_factory=frozenset)
+    connections: frozenset[str]
 
 
 class Activity:
@@ -65,22 +64,14 @@ class Activity:
     def worked(
         self, kernel_id: str, pids: Iterable[int], *, now: float, queries: int, own: Iterable[Path] = ()
     ) -> bool:
-        """Return whether these processes worked since the last call; False at the first one.
+        """Return whether a kernel's processes ``pids`` worked since the last call; False at the first one.
 
-        Parameters
-        ----------
-        pids:
-            All processes of the kernel.
-        now:
-            Monotonic seconds.
-        queries:
-            How many requests that are no use of the kernel it had so far.
-        own:
-            Directories of the unix sockets of the kernel's own channels, whose connections do not count.
+        ``now``: monotonic seconds.  ``queries``: how many requests that are no use of the kernel it had so far.
+        ``own``: directories of the unix sockets of the kernel's own channels, whose connections do not count.
         """
-        times = {pid: spent for pid in pids if (spent := self._cpu(pid)) is not None}
-        fresh = _Known(now, sum(times.values()), queries, frozenset(times))
-        fresh.connections = self._connections(times, tuple(own))
+        times = {pid: spent for pid in pids if (spent := _cpu(pid)) is not None}
+        connections = _connections(times, tuple(f"{directory}/" for directory in own))
+        fresh = _Known(now, sum(times.values()), queries, frozenset(times), connections)
         known = self._known.setdefault(kernel_id, fresh)
         if known is fresh:
             return False
@@ -97,40 +88,39 @@ class Activity:
             known.connections, known.processes = fresh.connections, fresh.processes
         return spent > allowed or accepted
 
-    @staticmethod
-    def _cpu(pid: int) -> float | None:
-        """Return the seconds of CPU time of a process and the children it has waited for; None when it is gone."""
-        try:
-            return procfs.stat(pid).cpu_ticks / _TICKS
-        except OSError:
-            return None
 
-    def _connections(self, pids: Mapping[int, object], own: tuple[Path, ...]) -> frozenset[str]:
-        """Return the connections that listeners of these processes have accepted, each by a unique name."""
-        # A kernel shares this process's network namespace.
-        inodes = {inode for pid in pids for inode in self._sockets(pid)}
-        if not inodes:
-            return frozenset()
-        found: set[str] = set()
-        for name in ("tcp", "tcp6"):
-            rows = procfs.sockets(name)
-            ports = {row[1].rpartition(":")[2] for row in rows if row[3] == _LISTEN and row[9] in inodes}
-            if ports:
-                found |= {f"{name} {row[1]} {row[2]}" for row in rows if _was_accepted(row, ports)}
-        rows = [row for row in procfs.sockets("unix") if len(row) > 7 and not _lies_in(row[7], own)]
-        paths = {row[7] for row in rows if int(row[3], 16) & _UNIX_ACCEPTS and row[6] in inodes}
-        found |= {f"unix {row[6]}" for row in rows if row[5] == _UNIX_CONNECTED and row[7] in paths}
-        return frozenset(found)
+def _cpu(pid: int) -> float | None:
+    """Return the seconds of CPU time of a process and the children it has waited for; None when it is gone."""
+    try:
+        return procfs.stat(pid).cpu_ticks / _TICKS
+    except OSError:
+        return None
 
-    @staticmethod
-    def _sockets(pid: int) -> set[str]:
-        """Inodes of a process's sockets."""
-        found: set[str] = set()
-        with contextlib.suppress(OSError):  # it has ended
-            for _, target in procfs.links(pid):
-                if match := re.fullmatch(r"socket:\[(\d+)\]", target):
-                    found.add(match[1])
-        return found
+
+def _sockets(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; none when it is gone."""
+    try:
+        return {match[1] for _, target in procfs.links(pid) if (match := re.fullmatch(r"socket:\[(\d+)\]", target))}
+    except OSError:
+        return set()
+
+
+def _connections(pids: Iterable[int], own: tuple[str, ...]) -> frozenset[str]:
+    """Return the connections that listeners of these processes have accepted, each by a unique name."""
+    # A kernel shares this process's network namespace.
+    inodes = {inode for pid in pids for inode in _sockets(pid)}
+    if not inodes:
+        return frozenset()
+    found: set[str] = set()
+    for name in ("tcp", "tcp6"):
+        rows = procfs.sockets(name)
+        ports = {row[1].rpartition(":")[2] for row in rows if row[3] == _LISTEN and row[9] in inodes}
+        if ports:
+            found |= {f"{name} {row[1]} {row[2]}" for row in rows if _was_accepted(row, ports)}
+    rows = [row for row in procfs.sockets("unix") if len(row) > 7 and not row[7].startswith(own)]
+    paths = {row[7] for row in rows if int(row[3], 16) & _UNIX_ACCEPTS and row[6] in inodes}
+    found |= {f"unix {row[6]}" for row in rows if row[5] == _UNIX_CONNECTED and row[7] in paths}
+    return frozenset(found)
 
 
 def _was_accepted(row: list[str], ports: set[str]) -> bool:
@@ -139,7 +129,3 @@ def _was_accepted(row: list[str], ports: set[str]) -> bool:
     if port in ports:
         return row[3] != _LISTEN
     return row[3] == _TIME_WAIT and here == there and their_port in ports  # the end of a client on this host
-
-
-def _lies_in(path: str, directories: tuple[Path, ...]) -> bool:
-    return any(path.startswith(f"{directory}/") for directory in directories)

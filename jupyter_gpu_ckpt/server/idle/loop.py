@@ -1,7 +1,4 @@
-"""Run the idle policy: take snapshots of the server's kernels, let `policy` decide, and start its actions.
-
-Kernels are suspended and checkpointed by their provisioners' own verbs, a few at a time; the next cell wakes them.
-"""
+"""Run the idle policy: take snapshots of the server's kernels, let `policy` decide, and start its actions."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _RULE_KEYS = ("suspend_after", "checkpoint_after")
 
 
 class IdlePolicy(LoggingConfigurable):
-    """Suspends and checkpoints idle kernels.
-
-    ``kernels`` is called in each round on the event loop's thread and returns the provisioners by kernel id; kernels
-    that were started plainly are left alone.
-    """
+    """Suspends and checkpoints idle kernels, those of the provisioners by kernel id that ``kernels`` returns."""
 
     suspend_after = Float(
         300.0, min=0, help="Seconds of idleness after which a kernel with device memory is suspended; 0: never."
@@ -43,8 +36,7 @@ class IdlePolicy(LoggingConfigurable):
         "0: never.",
     ).tag(config=True)
     without_device_memory = Bool(
-        False,
-        help="Whether idle kernels without device memory are checkpointed, too, to free host memory.",
+        False, help="Whether idle kernels without device memory are checkpointed, too, to free host memory."
     ).tag(config=True)
     kernelspecs: Dict[str, Any] = Dict(
         help="Other times for some kernelspecs, by name: {'python3': {'suspend_after': 60, 'checkpoint_after': 0}}. "
@@ -93,7 +85,7 @@ class IdlePolicy(LoggingConfigurable):
     # -- for the extension
 
     def start(self) -> None:
-        """Start; does nothing if it runs.  Called from the extension, on its event loop."""
+        """Called from the extension, on its event loop."""
         self._rounds.start()
 
     async def stop(self) -> None:

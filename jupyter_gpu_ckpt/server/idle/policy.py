@@ -31,7 +31,6 @@ class Verb(str, enum.Enum):
 
     @property
     def leads_to(self) -> State:
-        """The kernel's state afterwards."""
         return State.SUSPENDED if self is Verb.SUSPEND else State.CHECKPOINTED
 
 
@@ -45,12 +44,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class IdleSettings:
-    """The policy's settings.
-
-    ``rules`` by the name of the kernelspec, ``rule`` for all others.  ``memory_limit``: bytes of host memory that
-    suspended kernels may use together (0: no limit).  ``without_device_memory``: checkpoint kernels without device
-    memory, too.  ``parallel``: how many verbs run at once.  A kernel that refused is tried again after
-    ``retry_after``; after an error the wait doubles each time, up to ``longest_retry``.
+    """The policy's settings: ``rules`` by the name of the kernelspec, ``rule`` for all others; the rest as the traits
+    of `loop.IdlePolicy`.
     """
 
     rule: Rule = field(default_factory=Rule)
@@ -60,10 +55,6 @@ class IdleSettings:
     parallel: int = 2
     retry_after: float = 120.0
     longest_retry: float = 3600.0
-
-    def rule_for(self, kernel_name: str) -> Rule:
-        """The rule of a kernelspec."""
-        return self.rules.get(kernel_name, self.rule)
 
 
 @dataclass(frozen=True)
@@ -101,10 +92,7 @@ class Action:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """The last attempt, which failed, and the moment of the next.
-
-    ``refused``: nothing broke, the kernel could not be checkpointed now.  ``error`` is the error's `as_dict`.
-    """
+    """The last attempt, which failed: its error's `as_dict`, and whether only a refusal (nothing broke)."""
 
     error: Mapping[str, Any]
     refused: bool
@@ -206,11 +194,9 @@ class Policy:
         }
 
     def _update(self, snapshot: KernelSnapshot, now: float) -> None:
-        known = self._known.get(snapshot.kernel_id)
-        if known is None:
-            # A kernel that is new here is not idle yet, whenever its clients were last active.
-            known = _KernelRecord(snapshot, resumed_at=now, computed_at=snapshot.last_activity)
-            self._known[snapshot.kernel_id] = known
+        # A kernel that is new here is not idle yet, whenever its clients were last active.
+        new = _KernelRecord(snapshot, resumed_at=now, computed_at=snapshot.last_activity)
+        known = self._known.setdefault(snapshot.kernel_id, new)
         before = known.snapshot
         snapshot = replace(snapshot, process=snapshot.process or before.process)  # 0: not inspected
         replaced = before.state in _BEFORE_RESUMED or snapshot.process != before.process
@@ -250,7 +236,7 @@ class Policy:
 
     def _plans(self, kernel: KernelSnapshot, idle: float) -> Iterator[tuple[Verb, float]]:
         """Yield the verbs ahead of a kernel in the order of their times, with the seconds until each."""
-        rule = self.settings.rule_for(kernel.kernel_name)
+        rule = self.settings.rules.get(kernel.kernel_name, self.settings.rule)
         running = kernel.state is State.RUNNING
         if running and kernel.on_gpu and rule.suspend_after > 0 and not 0 < rule.checkpoint_after <= rule.suspend_after:
             yield Verb.SUSPEND, rule.suspend_after - idle
@@ -265,13 +251,11 @@ class Policy:
         if limit <= 0:
             return
         # Kernels that are being checkpointed will free theirs soon.
-        staying = (
-            kernel for kernel in seen if kernel.state is State.SUSPENDED and kernel.kernel_id not in self._under_way
-        )
-        excess = sum(kernel.resident for kernel in staying) - limit
-        suspended = (kernel for kernel in ready if kernel.state is State.SUSPENDED)
-        for kernel in sorted(suspended, key=lambda kernel: self._known[kernel.kernel_id].idle_since):
+        staying = (kernel for kernel in seen if kernel.kernel_id not in self._under_way)
+        excess = sum(kernel.resident for kernel in staying if kernel.state is State.SUSPENDED) - limit
+        suspended = {kernel: self._known[kernel.kernel_id] for kernel in ready if kernel.state is State.SUSPENDED}
+        for kernel, known in sorted(suspended.items(), key=lambda item: item[1].idle_since):
             if excess <= 0:
                 return
             excess -= kernel.resident
-            yield Action(kernel.kernel_id, Verb.CHECKPOINT, "memory", now - self._known[kernel.kernel_id].idle_since)
+            yield Action(kernel.kernel_id, Verb.CHECKPOINT, "memory", now - known.idle_since)

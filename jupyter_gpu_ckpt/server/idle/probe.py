@@ -35,10 +35,8 @@ class KernelProbe:
         self._states: dict[str, State] = {}
 
     def snapshots(self, provisioners: Mapping[str, GpuCkptProvisioner]) -> list[KernelSnapshot]:
-        """Take a snapshot of each kernel that can be checkpointed.
-
-        A kernel that cannot be inspected (it is just ending, its driver does not answer) counts as working, so that
-        the policy leaves it alone.
+        """Take a snapshot of each kernel that can be checkpointed.  One that cannot be inspected (it is just ending,
+        its driver does not answer) counts as working, so that the policy leaves it alone.
         """
         found: list[KernelSnapshot] = []
         holders: dict[str, list[int]] = {}
@@ -48,13 +46,9 @@ class KernelProbe:
             if lifecycle is None or gate is None:
                 continue
             until = provisioner.agent_requests.protection()
-            snapshot = KernelSnapshot(
-                kernel_id,
-                lifecycle.home.kernel_name,
-                lifecycle.state,
-                gate.last_activity,
-                protected=max(0.0, until - time.time()) if until else 0.0,
-            )
+            left = max(0.0, until - time.time()) if until else 0.0
+            name, state = lifecycle.home.kernel_name, lifecycle.state
+            snapshot = KernelSnapshot(kernel_id, name, state, gate.last_activity, protected=left)
             try:
                 snapshot, pids = inspect(snapshot, lifecycle, gate)
             except GpuCkptError as error:
@@ -81,7 +75,7 @@ class KernelProbe:
             self.forget(snapshot.kernel_id)
         if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
             return False
-        own = [directory for directory in (home.runtime_dir, home.known_as) if directory is not None]
+        own = filter(None, (home.runtime_dir, home.known_as))
         pids = {capsule.host_pid, *capsule.other_processes()}
         return self._activity.worked(snapshot.kernel_id, pids, now=time.monotonic(), queries=gate.queries, own=own)
 
@@ -117,9 +111,7 @@ def computing(gpus: Gpus, holders: Mapping[str, list[int]], since: float) -> set
 
     Raises `CudaError` if NVML refuses.
     """
-    busy: set[int] = set()
-    known: set[int] = set()
-    any_work = False
+    busy, known, any_work = set[int](), set[int](), False
     for gpu in gpus.list():
         here = set(gpus.processes(gpu.uuid))
         known |= here

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
 from fast_program import MIB, Program
 from gate_double import GateDouble
 
@@ -21,6 +20,7 @@ from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
 A = "GPU-00000000-0000-0000-0000-00000000000a"

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from fake_cuda import RUNNING, FakeCuda, FakeDriver
 from waiting import until
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.fastpath import FastPath
+from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING, FakeCuda, FakeDriver
 
 MIB = 1 << 20
 A = "GPU-00000000-0000-0000-0000-00000000000a"

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_cuda import CHECKPOINTED
 from fast_kernel import CONTEXT, A, chunks
 from fast_program import SIZES
 from waiting import until
@@ -27,6 +26,7 @@ from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import preflight
 from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
 

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 from fast_program import MIB, SIZES, A, parked
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
@@ -19,6 +18,7 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver
 
 
 def test_swap_out_and_in(kernel):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_cuda import RUNNING
 from fast_program import parked
 from waiting import until
 
 from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
+from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
 
 #: Threads that call the driver all the time; ``double_lock_file`` begins to lock it by a file.
 CALLERS = '''exec("""

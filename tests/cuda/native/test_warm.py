@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from fake_cuda import CHECKPOINTED, LOCKED
 from fast_kernel import CONTEXT, A
 from fast_program import MIB
 
@@ -11,6 +10,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaError, DeviceHeld, GpuFull
 from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED
 
 
 @pytest.fixture

@@ -179,8 +179,8 @@ class TestTraits:
         config.IdlePolicy.kernelspecs = {"big": {"checkpoint_after": 0}}
         policy = IdlePolicy(dict, config=config)
         rules = policy._settings()
-        assert (rules.rule_for("big").suspend_after, rules.rule_for("big").checkpoint_after) == (60, 0)
-        assert rules.rule_for("other").checkpoint_after == 1800
+        assert (rules.rules["big"].suspend_after, rules.rules["big"].checkpoint_after) == (60, 0)
+        assert rules.rules.keys() == {"big"} and rules.rule.checkpoint_after == 1800
         json.dumps(policy.status())
 
     @pytest.mark.parametrize("rule", [{"suspend": 3}, {"suspend_after": -1}, {"suspend_after": "3"}, 7])

@@ -6,11 +6,11 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
 
 from jupyter_gpu_ckpt.lifecycle.machine import State
 from jupyter_gpu_ckpt.server.idle.policy import KernelSnapshot
 from jupyter_gpu_ckpt.server.idle.probe import computing, inspect
+from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30
 A, B = "GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b"

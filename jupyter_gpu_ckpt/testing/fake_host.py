@@ -2,9 +2,7 @@
 
 In a ``jupyter_server_config.py``::
 
-    import sys
-    sys.path.append("tests/support")
-    from fake_host import install
+    from jupyter_gpu_ckpt.testing.fake_host import install
     install({"GPU-a": 8 << 30}, image_dir)
 
 A kernel of that server has device memory once it has run the cell `allocation_cell`; the memory goes with it through
@@ -18,15 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
-
-from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.criu.criu import Criu
-from jupyter_gpu_ckpt.criu.install import dotted, find
-from jupyter_gpu_ckpt.cuda.client import Helper
-from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel import engine
-from jupyter_gpu_ckpt.lifecycle.context import Engine
+from .. import procfs
+from ..criu.criu import Criu
+from ..criu.install import dotted, find
+from ..cuda.client import Caller
+from ..image.store import Store
+from ..kernel.engine import use_engine
+from ..lifecycle.context import Engine
+from .fake_cuda import CHECKPOINTED, FakeCuda, FakeDriver, FakeGpus, FakeProcess
 
 _MEMORY = "fake-device-memory.json"
 
@@ -85,15 +82,13 @@ def _home(pid: int) -> Path | None:
     return files[0].parent if files else None
 
 
-def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Helper] | None = None) -> FakeHost:
+def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Caller] | None = None) -> FakeHost:
     """Give this process's kernels a host with these GPUs (total bytes by UUID).
 
     ``helper`` makes the driver's caller, for instance a `fake_helper.FakeHelper`; else the driver is called directly.
     """
     driver, binary = FakeHost(gpus), find()
-    caller = helper(driver) if helper is not None else driver
+    caller: Caller = helper(driver) if helper is not None else driver
     cards = FakeGpus(driver, image_dir.parent / "gpu-locks", caller)
-    store = Store(image_dir)
-    own = Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, store)
-    engine._engines[store.named] = own
+    use_engine(Engine(Criu(binary.argv), dotted(binary.version), _Cuda(driver, caller), cards, Store(image_dir)))
     return driver

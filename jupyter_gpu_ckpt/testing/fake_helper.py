@@ -1,7 +1,7 @@
 """A real helper process, which tests can kill, in front of a fake driver.
 
 The driver stays in the test's process, as the real one stays in Linux: it finishes its calls, also when the helper has
-ended.  ``python fake_helper.py ADDRESS`` is the helper.
+ended.  ``python -m jupyter_gpu_ckpt.testing.fake_helper ADDRESS`` is the helper.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from fake_cuda import FakeDriver
-
-from jupyter_gpu_ckpt.cuda.client import Helper
-from jupyter_gpu_ckpt.cuda.helper import DriverRefused, real_operations, run
+from ..cuda.client import Helper
+from ..cuda.helper import DriverRefused, real_operations, run
+from .fake_cuda import FakeDriver
 
 #: No call of a fake driver takes long; seconds.
 _DEADLINE = 60.0
@@ -31,7 +30,7 @@ class FakeHelper(Helper):
         self._driver = driver
         self._directory = tempfile.TemporaryDirectory(prefix="gc-")
         self._listener = Listener(str(Path(self._directory.name) / "driver"), "AF_UNIX")
-        super().__init__([sys.executable, __file__, str(self._listener.address)])
+        super().__init__([sys.executable, "-m", __name__, str(self._listener.address)])
         threading.Thread(target=self._accept, name="fake-driver", daemon=True).start()
 
     def _accept(self) -> None:

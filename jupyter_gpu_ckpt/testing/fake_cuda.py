@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpu_ckpt.cuda import driver as real
-from jupyter_gpu_ckpt.cuda.client import Helper
-from jupyter_gpu_ckpt.cuda.driver import Cuda
-from jupyter_gpu_ckpt.cuda.gpus import Gpus
-from jupyter_gpu_ckpt.cuda.helper import DriverRefused
-from jupyter_gpu_ckpt.errors import CudaError, HelperGone
+from ..cuda import driver as real
+from ..cuda.client import Caller
+from ..cuda.driver import Cuda
+from ..cuda.gpus import Gpus
+from ..cuda.helper import DriverRefused
+from ..errors import CudaError, HelperGone
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 OPERATING_SYSTEM = 304
@@ -228,7 +228,7 @@ class FakeDriver:
 class FakeCuda(Cuda):
     """`cuda.Cuda` over a `FakeDriver`; ``helper``: its caller, if the driver is not called directly."""
 
-    def __init__(self, driver: FakeDriver, helper: Helper | None = None) -> None:
+    def __init__(self, driver: FakeDriver, helper: Caller | None = None) -> None:
         super().__init__(helper or driver)
         self.driver = driver
 
@@ -249,7 +249,7 @@ class FakeCuda(Cuda):
 class FakeGpus(Gpus):
     """`gpus.Gpus` over a `FakeDriver`; the locks are real files in ``lock_dir``."""
 
-    def __init__(self, driver: FakeDriver, lock_dir: Path | None = None, helper: Helper | None = None) -> None:
+    def __init__(self, driver: FakeDriver, lock_dir: Path | None = None, helper: Caller | None = None) -> None:
         super().__init__(helper or driver, lock_dir=lock_dir)
         self.driver = driver
 

@@ -66,6 +66,7 @@ class MemoryMapping(NamedTuple):
     #: ``r-xp``
     permissions: str
     name: str
+    inode: int = 0
 
     def contains(self, address: int) -> bool:
         """Whether ``address`` lies in the mapping."""
@@ -152,7 +153,8 @@ def maps(pid: int) -> list[MemoryMapping]:
     for line in lines(read(f"/proc/{pid}/maps")):
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
-        found.append(MemoryMapping(int(start, 16), int(end, 16), words[1], words[5] if len(words) > 5 else ""))
+        name = words[5] if len(words) > 5 else ""
+        found.append(MemoryMapping(int(start, 16), int(end, 16), words[1], name, int(words[4])))
     return found
 
 

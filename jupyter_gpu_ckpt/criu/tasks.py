@@ -75,6 +75,12 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
     return lacking
 
 
+def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the processes of a dump that `inventory.inspect` did not find alive afterwards, as noun phrases."""
+    saved = {path.stem.partition("-")[2] for path in directory.glob("mm-*.img")}
+    return [f"process {pid}" for pid in sorted(saved - inventory.keys())]
+
+
 def has_external_peer(directory: Path) -> bool:
     """Whether a unix socket is connected to one outside; CRIU refuses only connections that are accepted."""
     sockets = [

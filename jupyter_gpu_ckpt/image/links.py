@@ -13,18 +13,62 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
+from .. import procfs
 from ..criu import images
 from ..node.facts import identity
 from .manifest import Manifest
 
 #: Nanoseconds that the clock which stamps files may be behind this host's (that of a file server).
 _BEHIND = 1_000_000_000
+_DELETED = " (deleted)"
+#: The end of a `secured_name`: the name of an image.
+_SECURED = re.compile(r"\.\d{8}T\d{6}-[^./]+$")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where glibc keeps shared memory and semaphores
+
+
+def made(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return the links that the dump of an image has made, and what they were.  The manifest may be unverified."""
+    files = manifest.fingerprint.get("files")
+    return {
+        name: was
+        for name, was in (files.items() if isinstance(files, dict) else ())
+        if isinstance(was, dict) and was.get("made") and images.is_made_name(name)
+    }
+
+
+def secured_name(name: str, id: str) -> str:
+    """Return the name of the second link that a link of image ``id`` has while it is restored."""
+    return f"{name}.{id}"
+
+
+def secure(manifest: Manifest) -> None:
+    """Make a second link of each link of an image that is about to be restored: CRIU removes the first.
+
+    Without it a restore that fails, or is killed, after that could not be tried again.
+    """
+    for name, was in made(manifest).items():
+        with contextlib.suppress(OSError):
+            if _regular(Path(name)).st_ino == was.get("inode"):
+                Path(secured_name(name, manifest.id)).hardlink_to(name)
+
+
+def put_back(manifest: Manifest) -> None:
+    """Put links back that a restore has removed which was not completed (`secure`), and remove the second ones."""
+    for name, was in made(manifest).items():
+        with contextlib.suppress(OSError):
+            second = Path(secured_name(name, manifest.id))
+            if _regular(second).st_ino == was.get("inode"):
+                with contextlib.suppress(FileExistsError):
+                    Path(name).hardlink_to(second)
+                second.unlink()
 
 
 def remove(manifest: Manifest, *, current: bool) -> None:
@@ -33,16 +77,16 @@ def remove(manifest: Manifest, *, current: bool) -> None:
     ``current``: it was not restored.  Then the links are the image's as long as they are the same file; else the kernel
     may have another image by now, with links of the same names, and only untouched links are removed.
     """
-    files = manifest.fingerprint.get("files")
-    for name, was in files.items() if isinstance(files, dict) else ():
-        # The manifest may not have been verified.
-        if not (isinstance(was, dict) and was.get("made") and images.is_made_name(name)):
-            continue
+    for name, was in made(manifest).items():
         with contextlib.suppress(OSError):
             path = Path(name)
             device, inode, _, _, ctime = identity(_regular(path))
             if inode == was.get("inode") and (ctime == was.get("ctime") or (current and device == was.get("device"))):
                 path.unlink()
+        with contextlib.suppress(OSError):
+            second = Path(secured_name(name, manifest.id))
+            if _regular(second).st_ino == was.get("inode"):
+                second.unlink()
 
 
 def remove_of_dump(directory: Path, since: int) -> None:
@@ -51,6 +95,36 @@ def remove_of_dump(directory: Path, since: int) -> None:
         with contextlib.suppress(OSError):
             if _regular(path).st_ctime_ns > since - _BEHIND:  # else the file is older than the dump
                 Path(path).unlink()
+
+
+def remove_of_processes(pids: Iterable[int], needed: Collection[str]) -> None:
+    """Remove the links to deleted files that ``pids`` have open or mapped, but those of the paths in ``needed``.
+
+    For a dump that was broken off: CRIU notes its links in the image only at the end.
+    """
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended
+            for directory, inodes in _deleted_files(pid).items():
+                with contextlib.suppress(OSError):
+                    for path in Path(f"/proc/{pid}/root{directory}").iterdir():
+                        name = f"{directory}/{path.name}"
+                        first = name.rpartition(".")[0] if _SECURED.search(name) else name
+                        if images.is_made_name(first) and name not in needed and _regular(path).st_ino in inodes:
+                            path.unlink()
+
+
+def _deleted_files(pid: int) -> dict[str, set[int]]:
+    """Return the inodes of deleted files that a process uses, by the directory that they were opened in."""
+    found: dict[str, set[int]] = {}
+    files = [(mapping.name, mapping.inode) for mapping in procfs.maps(pid)]
+    for number, target in procfs.links(pid):
+        if target.endswith(_DELETED):
+            with contextlib.suppress(OSError):
+                files.append((target, os.stat(f"/proc/{pid}/fd/{number}").st_ino))
+    for path, inode in files:
+        if path.startswith("/") and path.endswith(_DELETED):
+            found.setdefault(str(Path(path).parent), set()).add(inode)
+    return found
 
 
 def _regular(path: Path) -> os.stat_result:

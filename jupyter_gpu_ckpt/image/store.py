@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import calendar
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,10 @@ from .verify import Progress
 __all__ = ["Image", "Store"]
 
 T = TypeVar("T")
+
+#: The time in the name of an image; and the name of the draft of one.
+_STAMP = "%Y%m%dT%H%M%S"
+_DRAFT_OF_DUMP = re.compile(re.escape(layout.DRAFT) + r"(\d{8}T\d{6})-[^-]{8}-[0-9a-f]{6}")
 
 
 class Store:
@@ -80,7 +86,7 @@ class Store:
     def begin(self, kernel_id: str, needed: int = 0) -> Draft:
         """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`."""
         self.prepare()
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        stamp = time.strftime(_STAMP, time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
         return Draft(self.root, id, self.keys, self.generations, self.vault, reservation, needed)
@@ -257,6 +263,13 @@ class Store:
             return True
         return False
 
+    def remove_unused_links(self, kernel_id: str, pids: Iterable[int]) -> None:
+        """Remove the links that dumps of a running kernel have left: no image of it is current."""
+        others = [image.manifest for image in self.images() if image.manifest.kernel_id != kernel_id]
+        needed = {name for manifest in others for name in links.made(manifest)}
+        secured = {links.secured_name(name, manifest.id) for manifest in others for name in links.made(manifest)}
+        links.remove_of_processes(pids, needed | secured)
+
     def sweep(self) -> int:
         """Remove drafts whose writer is gone; return their number.  Called when a server starts.
 
@@ -275,6 +288,8 @@ class Store:
             lock = FileLock(path.with_name(path.name + layout.LOCK), timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
                 if path.is_dir():  # another sweep may have held the lock before
+                    if (begun := _dump_begun(path)) is not None:
+                        links.remove_of_dump(path / layout.CRIU, begun)
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
@@ -282,6 +297,13 @@ class Store:
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)
         return swept
+
+
+def _dump_begun(draft: Path) -> int | None:
+    """Return when the unfinished dump in a draft began (ns since the epoch); None for any other draft."""
+    if (draft / MANIFEST).exists() or not (name := _DRAFT_OF_DUMP.fullmatch(draft.name)):
+        return None
+    return calendar.timegm(time.strptime(name[1], _STAMP)) * 10**9
 
 
 def _bytes(path: Path) -> int:

@@ -131,6 +131,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         draft.discard()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
+        kernel.engine.store.remove_unused_links(kernel.home.kernel_id, capsule.processes())
         raise
 
 
@@ -151,6 +152,9 @@ def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
     preflight.require(preflight.judge_state(state["refusals"]))
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
         _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
+    if ended := tasks.uninspected(directory, state["inventory"]):
+        # What CRIU does not save of it is not known, so the image would not restore what was.
+        raise errors.CriuError(f"Of the kernel, {' and '.join(ended)} ended right after the dump.", ended=ended)
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)

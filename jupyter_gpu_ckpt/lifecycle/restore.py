@@ -15,7 +15,7 @@ from ..capsule.namespaces import Clocks
 from ..criu import images
 from ..errors import CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
 from ..files.disk import mapped_errors
-from ..image import device_memory, layout
+from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
 from ..image.encryption import Readable
 from ..image.store import Image
@@ -39,6 +39,7 @@ def match(attempt: Attempt) -> None:
     attempt.lease = image.lease(_MOMENT)
     attempt.resources.callback(_end_lease, attempt)
     try:
+        links.put_back(image.manifest)  # of a restore whose process was killed
         if image.archived:
             _fetch_content(kernel, image)
         attempt.verification = store.begin_check(image)
@@ -56,6 +57,8 @@ def _end_lease(attempt: Attempt) -> None:
     lease, attempt.lease = attempt.lease, None
     assert lease is not None
     if attempt.kernel.capsule is None:  # whatever was restored has ended
+        if attempt.kernel.image is not None:
+            links.put_back(attempt.kernel.image.manifest)
         with contextlib.suppress(OSError):  # a claim whose process is gone is void all the same
             lease.withdraw_claim()
     lease.release()
@@ -125,6 +128,7 @@ def criu_restore(attempt: Attempt) -> None:
     assert kernel.image is not None
     manifest = kernel.image.manifest
     home.renew()
+    links.secure(manifest)
     try:
         for stale in home.runtime_dir.glob("kernel-*"):
             if stale.is_socket():

@@ -154,6 +154,10 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
             pass
         except PermissionError as error:
             _refuse_hidden(pid, found, error)
+    for ended in [pid for pid in found.inventory if procfs.is_ending(int(pid))]:
+        # Some of it may have been read when there was nothing left to read.
+        del found.inventory[ended]
+        found.notes.pop(ended, None)
     return found
 
 

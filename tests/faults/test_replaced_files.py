@@ -15,6 +15,8 @@ import pytest
 from harness import until
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
+from jupyter_gpu_ckpt.lifecycle import driver
+from jupyter_gpu_ckpt.lifecycle.machine import Step
 from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
 
 SIZE = 65536
@@ -327,6 +329,36 @@ async def test_an_image_that_is_dropped_takes_the_name_with_it(subject):
     subject.kernel.lifecycle.engine.store.remove(image)
     assert made(directory) == [mine]
     assert (directory / "second").read_text() == "kept"
+
+
+async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypatch):
+    directory = await deleted(subject)
+    await subject.provisioner.checkpoint()
+    (name,) = made(directory)
+
+    def fail(attempt):
+        assert not name.exists(), "CRIU has consumed it"
+        raise GpuCkptError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(driver.STEPS, Step.CUDA_RESUME, fail)
+        with pytest.raises(GpuCkptError, match="broken"):
+            await subject.provisioner.restore()
+    assert made(directory) == [name]
+    await subject.provisioner.restore()
+    assert made(directory) == []
+    assert await subject.run("print(f.read(), os.fstat(f.fileno()).st_nlink)") == "kept 1"
+
+
+async def test_a_running_kernel_has_no_name_of_a_dump_that_was_broken_off(subject):
+    directory = await deleted(subject)
+    lifecycle = subject.kernel.lifecycle
+    stray, other = directory / "link_remap.7", directory / "link_remap.8"
+    stray.hardlink_to(directory / "second")
+    other.write_text("of the user")
+    lifecycle.engine.store.remove_unused_links(lifecycle.home.kernel_id, lifecycle.capsule.processes())
+    assert made(directory) == [other]
+    assert await subject.run("print(f.read())") == "kept"
 
 
 async def test_a_kernel_that_is_shut_down_asleep_leaves_no_name(subject):

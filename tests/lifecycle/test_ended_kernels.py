@@ -6,13 +6,16 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import alive, notebook, until
 from jupyter_client.manager import AsyncKernelManager
 from waiting import until as wait_until
 
-from jupyter_gpu_ckpt.errors import NoSpace
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.errors import KernelLost, NoSpace
 from jupyter_gpu_ckpt.lifecycle import driver, dump
 from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
 from jupyter_gpu_ckpt.lifecycle.machine import Step
@@ -147,6 +150,25 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
     assert kernel.lifecycle.engine.store.images() == []
     assert all(path.exists() for path in made)
     assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+
+
+async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_settings(kernel, monkeypatch):
+    """What CRIU does not save is read from the stopped process, and there is nothing to read any more."""
+    await kernel.run("import os; os.sched_setaffinity(0, {0})")
+    inspect = Capsule.inspect
+
+    def kill_and_inspect(capsule: Capsule, **options: Any) -> dict[str, Any]:
+        os.kill(capsule.host_pid, signal.SIGKILL)
+        wait_until(lambda: procfs.is_ending(capsule.host_pid), "the end of the kernel")
+        return inspect(capsule, **options)
+
+    def dumped(directory: Path) -> None:
+        monkeypatch.setattr(Capsule, "inspect", kill_and_inspect)
+
+    monkeypatch.setattr(dump, "_require_restorable", dumped)
+    with pytest.raises(KernelLost):
+        await kernel.provisioner.checkpoint()
+    assert kernel.lifecycle.engine.store.images() == []
 
 
 async def test_a_tracker_that_does_not_end_delays_nobody_for_long(kernel):

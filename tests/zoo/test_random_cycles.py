@@ -127,7 +127,12 @@ class Wandering:
         self.owner: Owner | None = None
         self.shown: dict[str, str] = {}
         self.usual = {"checkpoint": 0.5, "restore": 0.5}
+        self.last_truths: list[int] = []
         self.count: collections.Counter[str] = collections.Counter()
+
+    def errors(self) -> str:
+        """What the owners wrote to stderr."""
+        return (self.directory / "owner.log").read_text()
 
     # -- processes
 
@@ -181,7 +186,8 @@ class Wandering:
         argv = self.user.command(sys.executable, script, str(self.directory), str(self.base), "truths")
         told = subprocess.run(argv, env=self.user.environment, cwd="/", capture_output=True, text=True, timeout=60)
         assert told.returncode == 0, told.stderr
-        return json.loads(told.stdout)
+        self.last_truths = json.loads(told.stdout)
+        return self.last_truths
 
     def begin(self, dice: random.Random) -> None:
         """A fresh kernel with a random combination of kinds."""
@@ -190,7 +196,7 @@ class Wandering:
         for image in (self.directory / "images").glob("*"):
             subprocess.run(["rm", "-rf", str(image)], check=True)
         self.owner = Owner(self.user, self.directory, self.base)
-        assert self.owner.first is not None, (self.directory / "owner.log").read_text()[-3000:]
+        assert self.owner.first is not None, self.errors()[-3000:]
         answer = self.owner.ask("make", *dice.sample(self.kinds, dice.randint(3, 8)))
         # Not every two can be in one kernel; whether each can be made is `test_zoo`'s question.
         self.count.update(f"{key} not made beside others" for key in answer["failed"])
@@ -234,13 +240,14 @@ class Wandering:
         if not killed:
             self.usual[verb] = 0.9 * self.usual[verb] + 0.1 * (time.monotonic() - began)
         what = f"{verb}, {victim} {'killed' if killed else 'not met'}"
+        print(f"({what})", end=" ", flush=True)
         if answer is None or self.owner.process.poll() is not None:
             assert victim == "owner", answer
             self.owner.end()
             waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
             self.owner = Owner(self.user, self.directory, self.base)
             answer = self.owner.first
-            assert answer is not None, (self.directory / "owner.log").read_text()[-3000:]
+            assert answer is not None, self.errors()[-3000:]
         elif victim == "owner" and killed:  # it had answered before it was killed
             self.owner.process.wait(30)
             self.owner.end()
@@ -295,6 +302,10 @@ def test_exactly_one_is_true_after_any_death(zoo, who, cycles):
             became = wandering.cycle(seed)
             print(became, flush=True)
             wandering.count[became] += 1
+    except BaseException:
+        print("\nwith", *wandering.shown, "\ntruths:", wandering.last_truths)
+        print("owner:", wandering.errors()[-6000:], flush=True)
+        raise
     finally:
         wandering.close()
     print(*(f"{number:5} {what}" for what, number in wandering.count.most_common()), sep="\n")

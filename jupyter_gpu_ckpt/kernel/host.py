@@ -27,8 +27,8 @@ from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..lifecycle.context import Engine, Home
-from ..lifecycle.driver import Lifecycle
-from ..lifecycle.machine import State
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
 from .adoption import Orphan, Session, ended_notice, newest_images

@@ -28,8 +28,8 @@ from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Image, Store
-from ..lifecycle.driver import Lifecycle
-from ..lifecycle.machine import State
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable

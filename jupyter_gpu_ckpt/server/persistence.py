@@ -25,7 +25,7 @@ from ..errors import GpuCkptError
 from ..image.store import Store
 from ..kernel.adoption import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from ..paths import data_directory
 from . import drain, models
 from .kernel_manager import CheckpointKernelManagerMixin

@@ -25,7 +25,7 @@ from jupyter_gpu_ckpt.kernel import provisioner
 from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find_orphans, only_copy
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.node import hashes
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"

@@ -18,7 +18,7 @@ from live import TOKEN, Server, server, until
 
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.adoption import find_orphans
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import drain
 from jupyter_gpu_ckpt.trace import StepEvent

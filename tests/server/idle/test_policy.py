@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
 
 RULE = Rule(suspend_after=300, checkpoint_after=1800)

@@ -31,10 +31,10 @@ from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
-from .adoption import Orphan, Session, ended_notice, newest_images
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, writing
+from .orphans import Orphan, Session, ended_notice, newest_images
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
 

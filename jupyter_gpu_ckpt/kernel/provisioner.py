@@ -34,12 +34,12 @@ from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from .adoption import Orphan, find_orphan, newest_images, not_attached_notice
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .host import UNFIT, KernelHost, Launch
+from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
 
 class GpuCkptProvisioner(LocalProvisioner):

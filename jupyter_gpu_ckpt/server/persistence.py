@@ -23,7 +23,7 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
-from ..kernel.adoption import Orphan, find_orphans
+from ..kernel.orphans import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..lifecycle.plans import State
 from ..paths import data_directory

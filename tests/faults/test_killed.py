@@ -28,7 +28,7 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
-from jupyter_gpu_ckpt.kernel.adoption import find_orphans
+from jupyter_gpu_ckpt.kernel.orphans import find_orphans
 from jupyter_gpu_ckpt.lifecycle import plans
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
@@ -106,7 +106,7 @@ def chain(tmp_path, runtime_base, criu_binary):
     ],
 )
 def test_the_server_killed_at_any_step(chain, points):
-    """Each server adopts what the one before it left: the retry.  A counter in the kernel proves that none was lost."""
+    """Each server attaches the kernel that the last one left.  A counter in the kernel proves that no cell was lost."""
     for point in points:
         assert chain.victim(*point) == (-signal.SIGKILL, "dying"), point
         chain.exactly_one()

@@ -142,7 +142,7 @@ class TestIdleness:
         assert server.verbs(1) == {"k": "suspend"}
 
     def test_a_kernel_seen_for_the_first_time_is_not_idle_yet(self):
-        """An adopted one has not been heard for an hour; its clients only now have a chance to be."""
+        """An attached kernel had no message for an hour; only now can its clients send one."""
         server = Server()
         server.kernel(on_gpu=True, last_activity=0.0)
         assert server.verbs(299) == {}

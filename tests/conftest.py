@@ -16,7 +16,7 @@ from images import publish
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import find
-from jupyter_gpu_ckpt.cuda.client import Helper
+from jupyter_gpu_ckpt.cuda.helper_client import Helper
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Image, Store
 

@@ -25,12 +25,21 @@ def test_links_lead_somewhere(document):
         assert (document.parent / target).exists(), target
 
 
-def test_every_test_that_the_threat_model_names_exists():
-    text = (ROOT / "docs" / "threat-model.md").read_text()
-    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
-    assert len(named) > 10
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_test_that_a_page_names_exists(document):
+    named = re.findall(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`", document.read_text())
+    assert document.name not in ("threat-model.md", "hardening.md") or len(named) > 10
     for file, name in named:
-        assert f"def {name}" in (ROOT / file).read_text(), (file, name)
+        assert (ROOT / file).exists(), file
+        assert not name or f"def {name}(" in (ROOT / file).read_text(), (file, name)
+
+
+def test_every_defect_that_was_found_has_a_test():
+    text = (ROOT / "docs" / "hardening.md").read_text()
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE)]
+    rows = [row for row in rows if row[0] != "what broke"]
+    assert len(rows) > 20
+    assert [row for row in rows if len(row) != 4 or "`tests/" not in row[2]] == []
 
 
 @pytest.mark.parametrize("page", ["architecture", "performance", "threat-model", "hardening"])

@@ -16,7 +16,7 @@ from ..image import lease
 from ..image.keys import Keyring
 from ..image.retention import Limits, choose
 from ..image.store import Image
-from ..kernel.adoption import Session, only_copy
+from ..kernel.orphans import Session, only_copy
 from ..kernel.registry import kernels, owned_kernel
 from ..units import duration, rate, size
 from .command import GpuCkptCommand, ImageCommand, Result

@@ -4,7 +4,7 @@ No policy and no hidden retries.  The option table is fixed and printable; every
 here, and only here, to turn a failure into an error class with a cause that a notebook user understands.
 
 CRIU runs without its CUDA plugin, which can fail silently and let a dump "succeed" without the device state.  CUDA
-state is suspended before the dump (`cuda.driver`), so for CRIU the process is an ordinary one.
+state is suspended before the dump (`cuda.cuda`), so for CRIU the process is an ordinary one.
 """
 
 from __future__ import annotations

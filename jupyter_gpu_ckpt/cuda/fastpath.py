@@ -36,7 +36,7 @@ from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull
 from ..files.atomic import write_atomically
 from ..paths import data_directory
 from ..units import size
-from .driver import OUT_OF_MEMORY, Cuda, CudaState
+from .cuda import OUT_OF_MEMORY, Cuda, CudaState
 
 _log = logging.getLogger(__name__)
 

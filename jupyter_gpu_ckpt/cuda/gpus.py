@@ -15,8 +15,8 @@ from typing import Any
 from ..errors import CudaError, GpuFull
 from ..units import size
 from . import gpu_locks
-from .client import Caller, Facade
-from .helper import DriverRefused
+from .checkpoint_api import DriverRefused
+from .helper_client import Caller, Facade
 
 NVML_TIMEOUT_S = 30.0
 
@@ -45,7 +45,7 @@ class Gpu:
 class Gpus(Facade):
     """NVML's view of this node.  Thread-safe; every call has a deadline of `NVML_TIMEOUT_S`.
 
-    ``helper``: the helper process, shared with a `driver.Cuda`; by default an own one, ended by `close`.  ``lock_dir``:
+    ``helper``: the helper process, shared with a `cuda.Cuda`; by default an own one, ended by `close`.  ``lock_dir``:
     directory of the locks of `reservation`, by default in the system's temporary directory; the same one for all
     servers that restore kernels to this node's GPUs.
 
@@ -109,7 +109,7 @@ class Gpus(Facade):
     def reservation(self, needs: Mapping[str, int], timeout_s: float) -> Iterator[None]:
         """Lock the GPUs in ``needs`` (bytes by UUID) during the body, with that much memory free on each.
 
-        The body is `driver.Cuda.restore`: a restore into too little memory destroys the process, and so would two
+        The body is `cuda.Cuda.restore`: a restore into too little memory destroys the process, and so would two
         restores that both found the same memory free.  Programs that do not use the locks can still allocate the memory
         in between; therefore the image is kept until the process runs.
 
@@ -140,7 +140,7 @@ class Gpus(Facade):
 def gpu_mapping(
     saved: Sequence[str], node: Sequence[str], wanted: Mapping[str, str] | None = None
 ) -> dict[str, str] | None:
-    """Return the mapping for `driver.Cuda.restore`, or ``None`` when every GPU is mapped to itself.
+    """Return the mapping for `cuda.Cuda.restore`, or ``None`` when every GPU is mapped to itself.
 
     ``saved``: UUIDs of all GPUs that the driver had at the checkpoint (`Gpus.list`, not ``CUDA_VISIBLE_DEVICES``);
     ``node``: those of the node now.  ``wanted``: required pairs; other GPUs are mapped to themselves where possible,

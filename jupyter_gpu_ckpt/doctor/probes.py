@@ -119,7 +119,7 @@ def nvidia_driver() -> str | None:
 
 def require_cuda() -> None:
     """Raise `errors.CudaUnavailable` (``details["reason"]``) if processes cannot be checkpointed on this host."""
-    from ..cuda.driver import Cuda  # starts a helper process: only for a host that has a driver
+    from ..cuda.cuda import Cuda  # starts a helper process: only for a host that has a driver
 
     with contextlib.closing(Cuda()) as facade:
         facade.available()

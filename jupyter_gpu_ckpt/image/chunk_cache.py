@@ -4,7 +4,7 @@ They are kept from its last image while the kernel runs; and while it is suspend
 The next image renames those whose hash is the same instead of writing them: every cached chunk was flushed.  They lie
 in a draft's directory, so a sweep removes them if their owner ends without doing so.
 
-Whoever needs the disk space empties the cache (`evict`).
+`evict` empties the cache when disk space is needed.
 """
 
 from __future__ import annotations

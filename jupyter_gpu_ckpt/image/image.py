@@ -32,7 +32,7 @@ class Image:
         return self.path / layout.CRIU
 
     def retire(self) -> None:
-        """Record that the user shut the kernel down: no server adopts the image by itself.  It stays usable."""
+        """Record that the user shut the kernel down: no server attaches the kernel by itself.  It stays usable."""
         layout.mark(self.path, layout.RETIRED).touch(0o600)
 
     def unretire(self) -> None:

@@ -1,7 +1,7 @@
 """Device memory that is swapped out to disk, where host memory is too small for it.
 
 Its directory lies beside the images and has the same files as device memory in an image.  The capsule keeps its lock,
-so a sweep (`Store.sweep`) removes it after the kernel's end, whoever owns the kernel.  A lock of another host says
+so a sweep (`Store.sweep`) removes it after the end of the kernel, in any server.  A lock of another host says
 nothing, so a sweep spares directories of other hosts.
 """
 

@@ -196,7 +196,7 @@ class Store:
         return encryption.readable(self.vault, image.path, image.manifest)
 
     def seal(self, image: Image) -> Image:
-        """Hash and seal an image as it is now, whoever made it.  Raises as `remove`."""
+        """Hash and seal an image as it is now, also one that another user or release made.  Raises as `remove`."""
         with lease.acquire(image.path), mapped_errors(self.root):
             for name in (MANIFEST, SEAL):  # of a seal that broke off
                 remove_leftovers(image.path / name)

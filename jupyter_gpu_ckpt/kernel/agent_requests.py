@@ -18,7 +18,7 @@ from ..cuda.gpus import Gpu
 from ..errors import BadRequest, GpuCkptError, StateError
 from ..gate.gate import Gate
 from ..lifecycle import preflight
-from ..lifecycle.driver import Lifecycle
+from ..lifecycle.lifecycle import Lifecycle
 from ..lifecycle.rates import RATES
 from .panel import Panel
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..criu.criu import Criu
 from ..criu.install import dotted, find
-from ..cuda.client import Helper
-from ..cuda.driver import Cuda
+from ..cuda.cuda import Cuda
 from ..cuda.gpus import Gpus
+from ..cuda.helper_client import Helper
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Store

@@ -27,14 +27,14 @@ from ..errors import CapsuleGone, GpuCkptError, KernelUnfit
 from ..files.atomic import write_atomically
 from ..gate.gate import Gate, GateState
 from ..lifecycle.context import Engine, Home
-from ..lifecycle.driver import Lifecycle
-from ..lifecycle.machine import State
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import State
 from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
-from .adoption import Orphan, Session, ended_notice, newest_images
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
 from .directories import make_runtime_dir, writing
+from .orphans import Orphan, Session, ended_notice, newest_images
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import GpuCkptError
 from ..gate.gate import Gate
-from ..lifecycle.machine import PLANS, State
+from ..lifecycle.plans import PLANS, State
 from ..trace import StepEvent
 
 #: Texts shown for the states.

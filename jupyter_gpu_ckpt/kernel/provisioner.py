@@ -28,18 +28,18 @@ from ..gate.gate import Gate, GateState
 from ..image.encryption import Vault
 from ..image.quota import Quota
 from ..image.store import Image, Store
-from ..lifecycle.driver import Lifecycle
-from ..lifecycle.machine import State
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
 from ..lifecycle.settings import REFRESHED, LifecycleSettings
 from ..node.facts import unbindable
 from ..trace import Sink, StepEvent, notify
-from .adoption import Orphan, find_orphan, newest_images, not_attached_notice
 from .agent_injection import NOTICE, PLAIN, rewrite
 from .agent_requests import AgentRequests
 from .directories import default_image_dir, default_runtime_base
 from .engine import shared_engine, with_own_store
 from .host import UNFIT, KernelHost, Launch
+from .orphans import Orphan, find_orphan, newest_images, not_attached_notice
 
 
 class GpuCkptProvisioner(LocalProvisioner):

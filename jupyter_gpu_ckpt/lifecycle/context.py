@@ -1,7 +1,7 @@
 """State of one kernel, of one attempt to move it, and the cancellation of that attempt.
 
-The steps are functions of one `Attempt`, in `suspend`, `dump`, `restore` and `resume`; `machine` has their order and
-their undo, `driver` runs them.  A step that fails leaves everything as it was before, or raises `PartlyDone`.
+The steps are functions of one `Attempt`, in `suspend`, `dump`, `restore` and `resume`; `plans` has their order and
+their undo, `lifecycle` runs them.  A step that fails leaves everything as it was before, or raises `PartlyDone`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu.criu import Criu
-from ..cuda.driver import Cuda
+from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpus
 from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost
@@ -27,7 +27,7 @@ from ..image.draft import Draft
 from ..image.lease import Lease
 from ..image.store import Image, Store
 from ..trace import Trace, TracedStep
-from .machine import MachineState, State
+from .plans import MachineState, State
 from .settings import LifecycleSettings
 
 

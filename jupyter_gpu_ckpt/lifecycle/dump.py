@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import errors
 from ..criu import images, tasks
-from ..cuda.driver import CudaState
+from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache, device_memory, layout
 from ..image.background_task import BackgroundTask

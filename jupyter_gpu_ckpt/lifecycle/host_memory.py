@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
-from ..cuda.driver import CudaState
+from ..cuda.cuda import CudaState
 from ..errors import NoMemory
 from ..image import chunk_cache, spill
 from ..units import size

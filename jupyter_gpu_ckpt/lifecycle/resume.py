@@ -7,12 +7,12 @@ import os
 from contextlib import AbstractContextManager
 
 from ..capsule.capsule import Capsule
-from ..cuda.driver import CudaState
+from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
 from ..errors import BadRequest, KeyUnusable
 from . import host_memory, preflight
 from .context import Attempt, KernelState, Saved
-from .machine import State
+from .plans import State
 from .suspend import answering, request_agent
 
 #: The driver's states in which a process has its device memory on the GPU.

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
-from ..cuda.driver import CudaState
+from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache
 from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
-from .machine import State
+from .plans import State
 from .preflight import PreflightFinding
 
 #: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.

@@ -23,7 +23,7 @@ from .._version import __version__
 from ..doctor import checks
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
-from ..kernel.adoption import Orphan, find_orphan
+from ..kernel.orphans import Orphan, find_orphan
 from ..kernel.provisioner import GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import GpuCkptError, StateError
 from ..image.store import Store
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from ..lifecycle.rates import RATES
 
 #: Kernels that are checkpointed at the same time.  They share a disk and the host's processors: more are no faster.

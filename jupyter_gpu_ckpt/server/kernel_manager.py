@@ -27,7 +27,7 @@ from traitlets.config import LoggingConfigurable
 from ..errors import GpuCkptError
 from ..gate.replies import IDLE_TYPE
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from .readiness import Readiness
 
 if TYPE_CHECKING:

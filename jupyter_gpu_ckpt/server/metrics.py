@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from .monitor import VERBS, Changed, Failed, KernelMonitor, Listener, Stepped
 
 STEP_SECONDS = Histogram(

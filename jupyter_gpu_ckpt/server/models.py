@@ -24,10 +24,10 @@ from ..errors import (
     StateError,
 )
 from ..image.store import Image, Store
-from ..kernel.adoption import Session, only_copy
 from ..kernel.engine import shared_engine
+from ..kernel.orphans import Session, only_copy
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from ..lifecycle.preflight import PreflightFinding, judge_requests
 from .jobs import Job
 from .monitor import MonitoredKernel

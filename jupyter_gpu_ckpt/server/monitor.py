@@ -13,8 +13,8 @@ from tornado.ioloop import IOLoop
 
 from .. import errors
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.driver import Lifecycle
-from ..lifecycle.machine import PLANS, Plan, State, Step
+from ..lifecycle.lifecycle import Lifecycle
+from ..lifecycle.plans import PLANS, Plan, State, Step
 from ..lifecycle.rates import RATES
 from ..trace import StepEvent
 

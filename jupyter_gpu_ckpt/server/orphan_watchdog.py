@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..kernel.adoption import Session
+    from ..kernel.orphans import Session
 
 #: Seconds between two checks whether the kernels still have no owner.
 _INTERVAL = 5.0
@@ -32,7 +32,7 @@ def main(argument: str) -> None:
 async def _checkpoint_orphans(base: Path, image_dir: Path, timeout: float) -> None:
     # Imported now: as long as the server lives this process only waits, and should be small.
     from ..image.store import Store
-    from ..kernel.adoption import find_orphans
+    from ..kernel.orphans import find_orphans
 
     store, due = Store(image_dir), time.monotonic() + timeout
     while any(orphan.directory for orphan in find_orphans(base, store).orphans):

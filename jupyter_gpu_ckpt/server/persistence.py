@@ -23,9 +23,9 @@ from traitlets.config import LoggingConfigurable
 
 from ..errors import GpuCkptError
 from ..image.store import Store
-from ..kernel.adoption import Orphan, find_orphans
+from ..kernel.orphans import Orphan, find_orphans
 from ..kernel.provisioner import GpuCkptProvisioner
-from ..lifecycle.machine import State
+from ..lifecycle.plans import State
 from ..paths import data_directory
 from . import drain, models
 from .kernel_manager import CheckpointKernelManagerMixin

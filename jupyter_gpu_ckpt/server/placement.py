@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..files.atomic import write_atomically
 from ..image.store import Store
-from ..kernel.adoption import newest_images
+from ..kernel.orphans import newest_images
 from ..node.requirements import FILE, of, to_json
 from .monitor import Changed, Listener
 from .periodic_task import PeriodicTask

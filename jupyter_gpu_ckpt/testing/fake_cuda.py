@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cuda import driver as real
-from ..cuda.client import Caller
-from ..cuda.driver import Cuda
+from ..cuda import cuda as real
+from ..cuda.checkpoint_api import DriverRefused
+from ..cuda.cuda import Cuda
 from ..cuda.gpus import Gpus
-from ..cuda.helper import DriverRefused
+from ..cuda.helper_client import Caller
 from ..errors import CudaError, HelperGone
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
@@ -61,7 +61,7 @@ class FakeProcess:
 
 
 class FakeDriver:
-    """GPUs and the processes on them; called as a `client.Helper`.
+    """GPUs and the processes on them; called as a `helper_client.Helper`.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class FakeDriver:
         """Free bytes on one GPU."""
         return self.gpus[uuid] - sum(p.memory.get(uuid, 0) for p in self.processes.values() if p.on_gpu)
 
-    # -- as client.Helper --
+    # -- as helper_client.Helper --
 
     def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any:
         """Run an operation as the helper process does, under one lock, so that threads see whole operations."""

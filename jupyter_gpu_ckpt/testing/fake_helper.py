@@ -15,8 +15,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from ..cuda.client import Helper
-from ..cuda.helper import DriverRefused, real_operations, run
+from ..cuda.checkpoint_api import DriverRefused
+from ..cuda.helper import real_operations, run
+from ..cuda.helper_client import Helper
 from .fake_cuda import FakeDriver
 
 #: No call of a fake driver takes long; seconds.
@@ -24,7 +25,7 @@ _DEADLINE = 60.0
 
 
 class FakeHelper(Helper):
-    """`client.Helper`, with ``driver`` behind its process.  ``close`` ends the process and its connections."""
+    """`helper_client.Helper`, with ``driver`` behind its process.  ``close`` ends the process and its connections."""
 
     def __init__(self, driver: FakeDriver) -> None:
         self._driver = driver

@@ -19,7 +19,7 @@ from typing import Any
 from .. import procfs
 from ..criu.criu import Criu
 from ..criu.install import dotted, find
-from ..cuda.client import Caller
+from ..cuda.helper_client import Caller
 from ..image.store import Store
 from ..kernel.engine import use_engine
 from ..lifecycle.context import Engine

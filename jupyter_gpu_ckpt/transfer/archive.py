@@ -1,6 +1,6 @@
 """The cold tier: the content of an image that was not needed for long lies elsewhere, its manifest and seal stay here.
 
-Such an image is listed, adopted and woken as any other; a wake first fetches its content and verifies it.
+Such an image is listed, attached and woken as any other; a wake first fetches its content and verifies it.
 
 Content is sent without the image's lease, so that no wake waits for it: an image never changes.  A wake that acquires
 the lease meanwhile wins; what was sent stays for as long as the image does, and no other host can pull it.  No request

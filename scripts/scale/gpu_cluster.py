@@ -18,7 +18,7 @@ import simpy
 from experiment import Move, Plan, Result, Strategy, Use, Wake
 from notebook_activity import DAY, WEEK, Cell, Person, Session, people
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.preflight import MARGIN
 from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, KernelSnapshot, Policy, Verb
 

@@ -214,7 +214,7 @@ def test_an_outliving_capsule_ends_once_its_kernel_has(directory):
         Capsule.attach(directory)
 
 
-def test_closing_an_adopted_capsule_ends_it(directory):
+def test_closing_an_attached_capsule_ends_it(directory):
     process, pids = owner(directory, outlive=True)
     kill(process)
     capsule = Capsule.attach(directory)

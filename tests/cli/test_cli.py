@@ -271,7 +271,7 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
     assert [kernel["kernel_id"] for kernel in site.json("list")["kernels"]] == [fresh.facts["kernel_id"]]
     assert stat.S_IMODE(site.base.stat().st_mode) == 0o700
     status, error = site.error("rm", image)
-    assert (status, error["code"]) == (66, "IMAGE_BUSY"), "the next server would adopt it"
+    assert (status, error["code"]) == (66, "IMAGE_BUSY"), "the next server would attach it"
     assert set(site.json("rm", "--force", image)["removed"]) == {image}
 
 

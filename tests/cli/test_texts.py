@@ -20,8 +20,8 @@ from jupyter_gpu_ckpt.cli import demo
 from jupyter_gpu_ckpt.doctor import checks
 from jupyter_gpu_ckpt.doctor.checks import Finding
 from jupyter_gpu_ckpt.image import layout
-from jupyter_gpu_ckpt.kernel.adoption import VERSION
 from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.orphans import VERSION
 from jupyter_gpu_ckpt.kernel.registry import Registration
 from jupyter_gpu_ckpt.node.match import Mismatch
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from cuda_subject import CudaSubject
 
-from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, GpuFull, StateError
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus

@@ -5,7 +5,7 @@ The destructions were measured on the real driver; ``tests/gpu`` measures them a
 
 import pytest
 
-from jupyter_gpu_ckpt.cuda.driver import CudaState
+from jupyter_gpu_ckpt.cuda.cuda import CudaState
 from jupyter_gpu_ckpt.errors import CudaError, HelperGone, UnsupportedCuda
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeCuda, FakeDriver, FakeGpus
 

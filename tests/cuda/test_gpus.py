@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.cuda import gpu_locks
+from jupyter_gpu_ckpt.cuda.checkpoint_api import Unavailable
 from jupyter_gpu_ckpt.cuda.gpus import Gpus, gpu_mapping
-from jupyter_gpu_ckpt.cuda.helper import Nvml, Unavailable
+from jupyter_gpu_ckpt.cuda.nvml import Nvml
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull, HostError
 from jupyter_gpu_ckpt.testing.fake_cuda import FakeDriver, FakeGpus
 

@@ -60,7 +60,7 @@ def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
 @pytest.fixture
 def driver(monkeypatch):
     driver = FakeDriver({})
-    monkeypatch.setattr("jupyter_gpu_ckpt.cuda.driver.Cuda", lambda: FakeCuda(driver))
+    monkeypatch.setattr("jupyter_gpu_ckpt.cuda.cuda.Cuda", lambda: FakeCuda(driver))
     return driver
 
 

@@ -28,16 +28,16 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
-from jupyter_gpu_ckpt.kernel.adoption import find_orphans
-from jupyter_gpu_ckpt.lifecycle import machine
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.kernel.orphans import find_orphans
+from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
 
 VICTIM = Path(__file__).with_name("victim.py")
 PLANS = {
-    "checkpoint": machine.PLANS[State.RUNNING, machine.Move.CHECKPOINT],
-    "restore": machine.PLANS[State.CHECKPOINTED, machine.Move.RESTORE],
+    "checkpoint": plans.PLANS[State.RUNNING, plans.Move.CHECKPOINT],
+    "restore": plans.PLANS[State.CHECKPOINTED, plans.Move.RESTORE],
 }
 POINTS = [
     (verb, step.value, edge) for verb, plan in PLANS.items() for step in plan.steps for edge in ("started", "completed")
@@ -106,7 +106,7 @@ def chain(tmp_path, runtime_base, criu_binary):
     ],
 )
 def test_the_server_killed_at_any_step(chain, points):
-    """Each server adopts what the one before it left: the retry.  A counter in the kernel proves that none was lost."""
+    """Each server attaches the kernel that the last one left.  A counter in the kernel proves that no cell was lost."""
     for point in points:
         assert chain.victim(*point) == (-signal.SIGKILL, "dying"), point
         chain.exactly_one()

@@ -21,8 +21,8 @@ from waiting import until
 from jupyter_gpu_ckpt.errors import PipesExhausted
 from jupyter_gpu_ckpt.kernel.engine import shared_engine
 from jupyter_gpu_ckpt.lifecycle.context import Home
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.trace import Trace
 

@@ -15,8 +15,8 @@ import pytest
 from harness import until
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.lifecycle import driver
-from jupyter_gpu_ckpt.lifecycle.machine import Step
+from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
+from jupyter_gpu_ckpt.lifecycle.plans import Step
 from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
 
 SIZE = 65536
@@ -341,7 +341,7 @@ async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypa
         raise GpuCkptError("broken")
 
     with monkeypatch.context() as patched:
-        patched.setitem(driver.STEPS, Step.CUDA_RESUME, fail)
+        patched.setitem(STEPS, Step.CUDA_RESUME, fail)
         with pytest.raises(GpuCkptError, match="broken"):
             await subject.provisioner.restore()
     assert made(directory) == [name]

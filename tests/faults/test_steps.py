@@ -8,16 +8,16 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
-from jupyter_gpu_ckpt.lifecycle import machine
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle.plans import State
 
 #: The verbs that bring a running kernel to where a request starts.
 WAY = {State.RUNNING: "restore", State.SUSPENDED: "suspend", State.CHECKPOINTED: "checkpoint"}
 
 CASES = [
     pytest.param(start, request, step, edge, id=f"{start.value}-{request.value}-{step.value}-{edge}")
-    for (start, request), plan in machine.PLANS.items()
-    if plan is not None and request is not machine.Move.WAKE
+    for (start, request), plan in plans.PLANS.items()
+    if plan is not None and request is not plans.Move.WAKE
     for step in plan.steps
     for edge in ("started", "completed")
 ]
@@ -57,7 +57,7 @@ async def test_the_promise_holds_whatever_step_fails(shared, start, request_, st
         provisioner.faults.remove(fault)
     assert not pending, "the step was not run"
 
-    plan = machine.PLANS[start, request_]
+    plan = plans.PLANS[start, request_]
     assert lifecycle.state is (plan.to if reached else plan.back)
     images = [path for path in shared.images.iterdir() if path.is_dir()] if shared.images.exists() else []
     assert bool(lifecycle.capsule) != bool(images), "a process or an image, and never both"
@@ -66,5 +66,5 @@ async def test_the_promise_holds_whatever_step_fails(shared, start, request_, st
     assert await shared.run("print(x)") == "41"
     await shared.kernel.settled("running")
     await shared.everything_sent_ran_once()
-    if not reached and (start, request_) == (State.RUNNING, machine.Move.CHECKPOINT):
+    if not reached and (start, request_) == (State.RUNNING, plans.Move.CHECKPOINT):
         await shared.leaves_and_wakes()

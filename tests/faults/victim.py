@@ -2,8 +2,8 @@
 
     python victim.py DIRECTORY RUNTIME_BASE VERB STEP EDGE
 
-The last line it prints is ``dying`` just before the signal, or ``alive`` if the moment did not come.  An empty verb: it
-only adopts, proves and ends in order, with the kernel running on.
+The last line it prints is ``dying`` just before the signal, or ``alive`` if the moment did not come.  An empty verb:
+the server only attaches the kernel, checks it and stops in order, with the kernel running on.
 """
 
 from __future__ import annotations

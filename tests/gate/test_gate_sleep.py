@@ -253,7 +253,7 @@ def test_the_answer_from_the_cache_is_the_kernels_own(up: World) -> None:
     assert asleep["header"]["session"] == awake["header"]["session"]
 
 
-def test_a_kernel_adopted_asleep_is_known_by_what_an_earlier_gate_heard(up: World) -> None:
+def test_a_kernel_attached_asleep_has_the_identity_that_an_earlier_gate_recorded(up: World) -> None:
     before = reply(client := up.client(), client.kernel_info())
     identity = up.gate.identity
     up.gate.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cuda_subject import CudaSubject
 
-from jupyter_gpu_ckpt.cuda.driver import Cuda
+from jupyter_gpu_ckpt.cuda.cuda import Cuda
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.cuda.client import Helper
-from jupyter_gpu_ckpt.cuda.driver import Cuda, CudaState
+from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
+from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
 from jupyter_gpu_ckpt.cuda.gpus import gpu_mapping
-from jupyter_gpu_ckpt.cuda.helper import DriverRefused
+from jupyter_gpu_ckpt.cuda.helper_client import Helper
 from jupyter_gpu_ckpt.errors import CudaError, GpuCkptError, GpuFull, HelperGone
 
 pytestmark = pytest.mark.gpu

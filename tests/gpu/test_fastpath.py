@@ -10,9 +10,9 @@ from harness import notebook
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
-from jupyter_gpu_ckpt.cuda.driver import CudaState
+from jupyter_gpu_ckpt.cuda.cuda import CudaState
 from jupyter_gpu_ckpt.lifecycle import compatibility, host_memory, preflight, resume
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import CellFailed, alive, notebook, until
 
-from jupyter_gpu_ckpt.cuda.driver import CudaState
+from jupyter_gpu_ckpt.cuda.cuda import CudaState
 from jupyter_gpu_ckpt.errors import CriuKilled, DeviceHeld
 
 pytestmark = pytest.mark.gpu

@@ -85,7 +85,7 @@ class Desk:
         return reply.json()
 
     def run(self, kernel_id: str, code: str) -> str:
-        """Execute a cell; what it printed.  A server that has just started may still be adopting."""
+        """Execute a cell and return what it printed, once the server has attached the kernel."""
         waiting.until(lambda: kernel_id in [kernel["id"] for kernel in self.get("api/kernels")], timeout=PATIENCE)
         session = uuid.uuid4().hex
         query = urlencode({"session_id": session})

@@ -109,7 +109,7 @@ class Hub:
         return str(reply.json()["kernel"]["id"])
 
     def serves(self, kernel_id: str) -> bool:
-        """Whether the user's server has the kernel: it answers a moment before it has adopted all of them."""
+        """Return whether the user's server has the kernel: it answers a moment before all kernels are attached."""
         reply = self.ask("GET", f"/user/{self.user.name}/api/kernels")
         return reply.ok and kernel_id in [one["id"] for one in reply.json()]
 

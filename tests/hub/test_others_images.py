@@ -71,7 +71,7 @@ def test_his_server_lists_none_of_hers(attack):
 
 
 @pytest.mark.parametrize(("method", "end"), [("DELETE", "?force=true"), ("POST", "/attach")])
-def test_his_server_neither_deletes_nor_adopts_by_id(attack, method, end):
+def test_his_server_neither_deletes_nor_attaches_by_id(attack, method, end):
     bob, _, image, _ = attack
     assert bob.ask(method, f"gpu-ckpt/images/{image}{end}").status_code == 404
 

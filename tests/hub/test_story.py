@@ -16,7 +16,7 @@ from town import processes
 
 @pytest.fixture(autouse=True)
 def without_sleepers(ann, bob):
-    """What one test left asleep is not for the servers of the next to adopt."""
+    """Delete the images that a test leaves, so that the next test's servers do not attach them."""
     yield
     for desk in (ann, bob):
         for image in desk.images():

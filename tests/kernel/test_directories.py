@@ -54,7 +54,7 @@ def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_agai
     assert base.name != f"gpu-ckpt-{os.geteuid()}"
     assert stat.S_IMODE(base.stat().st_mode) == 0o700
     directories.make_runtime_dir(base)
-    assert directories.default_runtime_base() == base, "the next server adopts this one's kernels"
+    assert directories.default_runtime_base() == base, "the next server attaches this one's kernels"
 
 
 @pytest.mark.parametrize("becomes", ["gone", "taken"])

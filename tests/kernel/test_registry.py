@@ -10,8 +10,8 @@ import pytest
 from jupyter_gpu_ckpt.errors import ProtocolVersion
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import registry
-from jupyter_gpu_ckpt.kernel.adoption import find_orphans
 from jupyter_gpu_ckpt.kernel.directories import make_runtime_dir
+from jupyter_gpu_ckpt.kernel.orphans import find_orphans
 from jupyter_gpu_ckpt.kernel.registry import RECORD, VERSION, Registration, kernels, owned_kernel, reap
 
 

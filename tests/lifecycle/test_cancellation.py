@@ -7,13 +7,13 @@ import threading
 import pytest
 
 from jupyter_gpu_ckpt.errors import CriuError, KernelLost
-from jupyter_gpu_ckpt.lifecycle import driver
 from jupyter_gpu_ckpt.lifecycle.context import Cancellation, Reason
-from jupyter_gpu_ckpt.lifecycle.machine import Step
+from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
+from jupyter_gpu_ckpt.lifecycle.plans import Step
 
 
 def test_every_step_has_a_function():
-    assert set(driver.STEPS) == set(Step)
+    assert set(STEPS) == set(Step)
 
 
 def test_a_request_only_raises_the_reason():

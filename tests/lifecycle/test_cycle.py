@@ -11,7 +11,7 @@ import pytest
 from harness import alive, notebook, until
 
 from jupyter_gpu_ckpt.errors import StateError
-from jupyter_gpu_ckpt.lifecycle import machine
+from jupyter_gpu_ckpt.lifecycle import plans
 
 
 async def test_an_execute_wakes_a_checkpointed_kernel_and_everything_is_there(kernel):
@@ -205,7 +205,7 @@ async def test_a_kernel_that_exits_by_itself_is_dead_with_its_status(kernel):
     kernel.client.execute("import os; os._exit(7)")
     await until(lambda: kernel.lifecycle.poll() is not None)
     assert await kernel.provisioner.poll() == 7
-    assert kernel.provisioner.state is machine.State.DEAD
+    assert kernel.provisioner.state is plans.State.DEAD
 
 
 async def test_raw_output_of_the_kernel_reaches_the_servers_stderr(tmp_path, runtime_base, criu_binary, capfd):

@@ -16,9 +16,10 @@ from waiting import until as wait_until
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import KernelLost, NoSpace
-from jupyter_gpu_ckpt.lifecycle import driver, dump
+from jupyter_gpu_ckpt.lifecycle import dump
 from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
-from jupyter_gpu_ckpt.lifecycle.machine import Step
+from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
+from jupyter_gpu_ckpt.lifecycle.plans import Step
 
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
 MAKE = """
@@ -144,7 +145,7 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
         dump.publish(attempt)
         raise PartlyDone from NoSpace("no room after all")
 
-    monkeypatch.setitem(driver.STEPS, Step.PUBLISH, publish_and_fail)
+    monkeypatch.setitem(STEPS, Step.PUBLISH, publish_and_fail)
     with pytest.raises(NoSpace):
         await kernel.provisioner.checkpoint()
     assert kernel.lifecycle.engine.store.images() == []

@@ -36,8 +36,8 @@ from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.lifecycle import suspend
 from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.testing.fake_cuda import (
     CHECKPOINTED,

@@ -45,7 +45,7 @@ class Server:
         return self.manager.provisioner
 
     def do_start(self, kernel_id: str, transport: str) -> None:
-        """A kernel of this id: adopted if there is one, else a fresh one."""
+        """Attach the kernel of this id if there is one, else start a fresh one."""
         file = self.shared / f"connection-{socket.gethostname()}.json"
         self.manager = KernelManager(
             kernel_name="python3", config=self.config, connection_file=str(file), transport=transport
@@ -61,7 +61,7 @@ class Server:
         run_sync(self.provisioner.restore)()
 
     def do_leave(self) -> None:
-        """As a server that stops: the kernel is checkpointed, for the next server to adopt."""
+        """Checkpoint the kernel for the next server to attach, as a server does when it stops."""
         run_sync(self.provisioner.detach)()
         self.manager = None
 

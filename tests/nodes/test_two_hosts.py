@@ -50,9 +50,9 @@ def there_and_back(hosts: tuple[Host, Host, Path], times: int) -> None:
             left = here.ask("leave")
             assert "error" not in left, (left, here.log.read_text())
             here, there = there, here
-            adopted = began(here)
-            assert adopted["state"] == "checkpointed", f"adopting wakes nothing: {there.log.read_text()}"
-            assert adopted["info"] == facts["info"], "the same sockets and the same key"
+            attached = began(here)
+            assert attached["state"] == "checkpointed", f"attaching wakes nothing: {there.log.read_text()}"
+            assert attached["info"] == facts["info"], "the same sockets and the same key"
             # The client wakes it by what any notebook sends; nothing is lost, nothing comes twice.
             assert client.evaluate("n, os.getpid() == pid", "n += 1; _ = log.write('x'); log.flush()") == (
                 f"({number}, True)"
@@ -87,9 +87,9 @@ def test_ports_that_another_process_of_the_new_host_has(hosts):
     ports = [value for name, value in facts["info"].items() if name.endswith("_port")]
     near.ask("leave")
     far.ask("occupy", *ports)
-    adopted = began(far, "tcp")
-    assert adopted["state"] == "checkpointed"
-    assert not {value for name, value in adopted["info"].items() if name.endswith("_port")} & set(ports)
+    attached = began(far, "tcp")
+    assert attached["state"] == "checkpointed"
+    assert not {value for name, value in attached["info"].items() if name.endswith("_port")} & set(ports)
     restored = far.ask("restore")
     assert restored["state"] == "running", restored
 

@@ -11,7 +11,7 @@ from gpu_cluster import INTERVAL, Cluster
 from move_costs import GIB, measured
 from notebook_activity import DAY, HOUR, WEEK, Cell, Habits, Person, Session, people
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import Policy, Rule
 
 SMALL = Plan(users=60, nodes=2, gpus_per_node=2, weeks=1, warm_up=0.0)

@@ -9,7 +9,7 @@ import pytest
 from live import until
 
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server import drain as drain_module
 
 

@@ -15,7 +15,7 @@ from jupyter_events import EventLogger
 from live import until as until_true
 from tornado.ioloop import IOLoop
 
-from jupyter_gpu_ckpt.lifecycle.machine import PLANS, Move, State, Step
+from jupyter_gpu_ckpt.lifecycle.plans import PLANS, Move, State, Step
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import monitor as monitor_module
 from jupyter_gpu_ckpt.server.events import FAILURE, PROTECTION, SCHEMAS, STATE, STEP, Events

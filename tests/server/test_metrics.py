@@ -11,7 +11,7 @@ from live import until
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.metrics import Metrics
 from jupyter_gpu_ckpt.server.monitor import Changed, Failed, KernelMonitor, MonitoredKernel, Sizes, Stepped
 from jupyter_gpu_ckpt.trace import StepEvent

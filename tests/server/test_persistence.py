@@ -17,8 +17,8 @@ import requests
 from live import TOKEN, Server, server, until
 
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel.adoption import find_orphans
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.kernel.orphans import find_orphans
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.rates import Rates
 from jupyter_gpu_ckpt.server import drain
 from jupyter_gpu_ckpt.trace import StepEvent
@@ -75,7 +75,7 @@ def test_without_the_database_of_sessions_the_notebook_still_finds_its_kernel(ho
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_kill_9_of_the_server_and_the_living_kernel_is_adopted(home, runtime_base, criu_binary):
+def test_kill_9_of_the_server_and_the_living_kernel_is_attached(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
         before = open_notebook(first)
         kernel_id = before["kernel"]["id"]
@@ -89,7 +89,7 @@ def test_kill_9_of_the_server_and_the_living_kernel_is_adopted(home, runtime_bas
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_a_living_kernel_is_adopted_without_a_touch_of_its_random_numbers(home, runtime_base, criu_binary):
+def test_a_living_kernel_is_attached_and_its_random_numbers_are_unchanged(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
         first.run(kernel_id, "import random; random.seed(7); state = random.getstate()")
@@ -131,7 +131,7 @@ def test_a_protection_outlives_the_server(home, runtime_base, criu_binary, end):
     assert left.session.protected_until is None
 
 
-def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, runtime_base, criu_binary):
+def test_orphans_nobody_attaches_are_checkpointed_and_ended_by_the_watchdog(home, runtime_base, criu_binary):
     config = "c.KernelPersistence.orphan_timeout = 0.5"
     with server(home, runtime_base, config=config) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
@@ -146,7 +146,7 @@ def test_orphans_nobody_adopts_are_checkpointed_and_ended_by_the_watchdog(home, 
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_adopted_with_its_cell(home, runtime_base, criu_binary):
+def test_a_kernel_that_is_too_late_at_the_stop_runs_on_and_is_attached_with_its_cell(home, runtime_base, criu_binary):
     # Longer than a restarter looks for dead kernels: the one that left early must not be taken for one.
     config = "c.KernelPersistence.stop_timeout = 4\nc.GpuCkptProvisioner.drain_timeout = 100"
     flag = home / "go"
@@ -382,7 +382,7 @@ def test_switched_off_a_kernel_that_sleeps_already_is_not_lost_with_the_server(h
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_restart_of_an_adopted_sleeping_kernel_gives_a_fresh_one(home, runtime_base, criu_binary):
+def test_restart_of_an_attached_sleeping_kernel_gives_a_fresh_one(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
         kernel_id = open_notebook(first)["kernel"]["id"]
     with server(home, runtime_base) as second:

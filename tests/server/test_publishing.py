@@ -14,7 +14,7 @@ from live import server, until
 
 from jupyter_gpu_ckpt.image.manifest import Manifest
 from jupyter_gpu_ckpt.image.store import Image, Store
-from jupyter_gpu_ckpt.kernel.adoption import Session
+from jupyter_gpu_ckpt.kernel.orphans import Session
 from jupyter_gpu_ckpt.node.requirements import FILE, VARIABLE, Requirements, of, parse
 from jupyter_gpu_ckpt.server.placement import publish
 

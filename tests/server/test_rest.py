@@ -332,10 +332,10 @@ def test_the_only_copy_of_a_sleeping_kernel_is_not_deleted_by_mistake(live, kern
 
 
 def test_an_image_that_waits_for_its_server_is_not_deleted_by_mistake_either(tmp_path, runtime_base, criu_binary):
-    adopt = "c.KernelPersistence.attach_on_start = {}"
+    attach = "c.KernelPersistence.attach_on_start = {}"
     with server(tmp_path / "home", runtime_base) as first:
         first.run(first.start_kernel(), "x = 41")
-    with server(tmp_path / "home", runtime_base, config=adopt.format(False)) as another:
+    with server(tmp_path / "home", runtime_base, config=attach.format(False)) as another:
         (image,) = another.get("gpu-ckpt/images")
         assert image["only_copy"]
         refused = another.ask("DELETE", f"gpu-ckpt/images/{image['id']}")

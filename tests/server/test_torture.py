@@ -32,7 +32,7 @@ from live import Server, server
 from websocket import WebSocketException, WebSocketTimeoutException
 
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.lifecycle.machine import PLANS, State
+from jupyter_gpu_ckpt.lifecycle.plans import PLANS, State
 from jupyter_gpu_ckpt.server.events import STATE
 
 SEED = "GPU_CKPT_TORTURE_SEED"

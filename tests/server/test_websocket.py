@@ -82,7 +82,7 @@ CURVE = pytest.mark.skipif(
 
 @CURVE
 @pytest.mark.parametrize("policy", ["auto", "required"])
-def test_with_curve_a_kernel_sleeps_wakes_and_is_adopted(tmp_path, runtime_base, criu_binary, policy):
+def test_with_curve_a_kernel_sleeps_wakes_and_is_attached(tmp_path, runtime_base, criu_binary, policy):
     config = f"c.KernelManager.transport_encryption = {policy!r}"
     home = tmp_path / "home"
     with server(home, runtime_base, config=config) as first:

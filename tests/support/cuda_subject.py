@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from jupyter_gpu_ckpt.cuda.driver import Cuda
+from jupyter_gpu_ckpt.cuda.cuda import Cuda
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
 from jupyter_gpu_ckpt.errors import GpuCkptError
 

@@ -27,7 +27,7 @@ from traitlets.config import Config
 
 from jupyter_gpu_ckpt.errors import GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
-from jupyter_gpu_ckpt.kernel.adoption import find_orphans
+from jupyter_gpu_ckpt.kernel.orphans import find_orphans
 
 ZOO = Path(__file__).resolve().parent
 KERNEL_ID = "0dead000-0000-4000-8000-000000000002"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...lifecycle.machine import State
+from ...lifecycle.plans import State
 
 #: States after which a running kernel was resumed by a user.  Not SUSPENDING and DUMPING: from there a kernel comes
 #: back by itself when a step fails.

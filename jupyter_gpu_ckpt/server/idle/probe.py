@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...cuda.driver import CudaState
+from ...cuda.cuda import CudaState
 from ...cuda.gpus import Gpus
 from ...errors import CudaError, GpuCkptError
 from ...gate.gate import Gate
 from ...kernel.provisioner import GpuCkptProvisioner
-from ...lifecycle.driver import Lifecycle
-from ...lifecycle.machine import State
+from ...lifecycle.lifecycle import Lifecycle
+from ...lifecycle.plans import State
 from .activity import Activity
 from .policy import KernelSnapshot
 

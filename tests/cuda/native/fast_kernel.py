@@ -17,8 +17,8 @@ from jupyter_gpu_ckpt.cuda import fastpath
 from jupyter_gpu_ckpt.image import layout
 from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.lifecycle.context import Engine, Home
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.lifecycle.settings import LifecycleSettings
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, RUNNING, FakeCuda, FakeDriver, FakeGpus
 from jupyter_gpu_ckpt.trace import StepEvent, Trace

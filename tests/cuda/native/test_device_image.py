@@ -25,7 +25,7 @@ from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import preflight
 from jupyter_gpu_ckpt.lifecycle.context import Reason
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote

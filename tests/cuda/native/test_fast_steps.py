@@ -15,7 +15,7 @@ from fast_program import MIB, SIZES, A, parked
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
-from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
+from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeDriver

@@ -7,7 +7,7 @@ from fast_program import parked
 from waiting import until
 
 from jupyter_gpu_ckpt.cuda import fastpath
-from jupyter_gpu_ckpt.cuda.driver import OUT_OF_MEMORY
+from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
 

@@ -19,9 +19,9 @@ from jupyter_gpu_ckpt.image.encryption import Vault
 from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
-from jupyter_gpu_ckpt.lifecycle import compatibility, context, driver, host_memory, preflight
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State, Step
+from jupyter_gpu_ckpt.lifecycle import compatibility, context, host_memory, preflight
+from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS, Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State, Step
 
 #: Enough for the context and for what else a verb needs, and not for the blocks.
 SMALL = CONTEXT + preflight.MARGIN
@@ -279,7 +279,7 @@ def test_an_image_whose_owner_ended_just_after_it_was_made(kernel, monkeypatch, 
     def dies(*_) -> None:
         raise SystemExit
 
-    monkeypatch.setitem(driver.STEPS, Step.END_PROCESS, dies)
+    monkeypatch.setitem(STEPS, Step.END_PROCESS, dies)
     with pytest.raises(SystemExit):
         kernel.lifecycle.checkpoint()
     kernel.lifecycle.capsule.close()

@@ -8,8 +8,8 @@ from fast_program import MIB
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CudaError, DeviceHeld, GpuFull
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED
 
 

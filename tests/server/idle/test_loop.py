@@ -15,10 +15,10 @@ from nbclient import NotebookClient
 from traitlets import TraitError
 from traitlets.config import Config
 
-from jupyter_gpu_ckpt.cuda.driver import CudaState
+from jupyter_gpu_ckpt.cuda.cuda import CudaState
 from jupyter_gpu_ckpt.errors import ChildProcesses, CriuError, GpuCkptError, StateError
 from jupyter_gpu_ckpt.kernel.agent_requests import AgentRequests
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.loop import IdlePolicy, memory_of_host
 
 ROOT = Path(__file__).resolve().parents[3]

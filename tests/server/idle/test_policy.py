@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import Action, IdleSettings, KernelSnapshot, Policy, Rule, Verb
 
 RULE = Rule(suspend_after=300, checkpoint_after=1800)
@@ -142,7 +142,7 @@ class TestIdleness:
         assert server.verbs(1) == {"k": "suspend"}
 
     def test_a_kernel_seen_for_the_first_time_is_not_idle_yet(self):
-        """An adopted one has not been heard for an hour; its clients only now have a chance to be."""
+        """An attached kernel had no message for an hour; only now can its clients send one."""
         server = Server()
         server.kernel(on_gpu=True, last_activity=0.0)
         assert server.verbs(299) == {}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jupyter_gpu_ckpt.lifecycle.machine import State
+from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import KernelSnapshot
 from jupyter_gpu_ckpt.server.idle.probe import computing, inspect
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus

@@ -1,9 +1,9 @@
-"""The states of a kernel: ``(kernel, event) -> (kernel, steps)``, one literal table, no I/O.
+"""The states of a kernel and the plan of each verb, its steps in their order: a state machine, one literal table.
 
-A `Move` has a plan, a row of steps.  `driver` runs the steps that `advance` returns one by one and reports `StepDone`
-or `StepFailed`.  When a step fails, the machine returns the undo of every step that was done, in reverse, and the
-kernel ends in the plan's ``back`` state.  So every transition ends in a named state in which either the kernel runs (or
-is suspended) or a verified image is kept.
+`advance` maps ``(kernel, event)`` to ``(kernel, steps)`` without I/O.  `lifecycle` runs these steps one by one and
+reports `StepDone` or `StepFailed`.  When a step fails, `advance` returns the undo of every step that was done, in
+reverse, and the kernel ends in the plan's ``back`` state.  So every transition ends in a named state in which either
+the kernel runs (or is suspended) or a verified image is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 
 class Step(enum.Enum):
-    """The steps plans are made of; `driver.STEPS` has a function for each."""
+    """The steps plans are made of; `lifecycle.STEPS` has a function for each."""
 
     PREFLIGHT = "preflight"
     DRAIN = "drain"
@@ -58,7 +58,7 @@ class Step(enum.Enum):
 
 
 class Move(enum.Enum):
-    """A verb: a request to move the kernel between GPU, host memory and disk (`driver.Lifecycle` has their meaning)."""
+    """A verb: a request to move the kernel between GPU, host memory and disk; `lifecycle.Lifecycle` explains each."""
 
     SUSPEND = "suspend"
     RESUME = "resume"

@@ -8,25 +8,25 @@ import random
 import pytest
 
 from jupyter_gpu_ckpt.errors import StateError
-from jupyter_gpu_ckpt.lifecycle import machine
-from jupyter_gpu_ckpt.lifecycle.machine import MachineState, Move, State, Step, advance
+from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle.plans import MachineState, Move, State, Step, advance
 
-RUNNING = advance(MachineState(), machine.ProcessEvent.LAUNCHED)[0]
+RUNNING = advance(MachineState(), plans.ProcessEvent.LAUNCHED)[0]
 
 
 def run(
-    kernel: MachineState, event: machine.Event, fail_at: Step | None = None, undo_fails: tuple[Step, ...] = ()
+    kernel: MachineState, event: plans.Event, fail_at: Step | None = None, undo_fails: tuple[Step, ...] = ()
 ) -> MachineState:
     """Drive one verb to its end as the lifecycle does; ``fail_at`` fails, and so do ``undo_fails`` while unwinding."""
     kernel, steps = advance(kernel, event)
     while steps or kernel.unwinding:
         if kernel.unwinding:
             failed = tuple(step for step in steps if step in undo_fails)
-            kernel, steps = advance(kernel, machine.Unwound(failed))
+            kernel, steps = advance(kernel, plans.Unwound(failed))
         elif steps[0] is fail_at:
-            kernel, steps = advance(kernel, machine.StepFailed(steps[0], "TEST"))
+            kernel, steps = advance(kernel, plans.StepFailed(steps[0], "TEST"))
         else:
-            kernel, steps = advance(kernel, machine.StepDone(steps[0]))
+            kernel, steps = advance(kernel, plans.StepDone(steps[0]))
     return kernel
 
 
@@ -55,7 +55,7 @@ def test_every_verb_reaches_its_state(start, verb, goal):
     assert run(at(start), verb).state is goal
 
 
-@pytest.mark.parametrize(("start", "verb"), [key for key, plan in machine.PLANS.items() if plan is None])
+@pytest.mark.parametrize(("start", "verb"), [key for key, plan in plans.PLANS.items() if plan is None])
 def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
     kernel, steps = advance(at(start), verb)
     assert (kernel.state, steps) == (start, ())
@@ -63,12 +63,12 @@ def test_a_verb_whose_goal_is_reached_does_nothing(start, verb):
 
 @pytest.mark.parametrize(
     ("start", "verb", "step"),
-    [(start, verb, step) for (start, verb), plan in machine.PLANS.items() if plan for step in plan.steps],
+    [(start, verb, step) for (start, verb), plan in plans.PLANS.items() if plan for step in plan.steps],
 )
 def test_whatever_step_fails_the_kernel_ends_in_a_named_state_with_process_or_image(start, verb, step):
     before = at(start)
     after = run(before, verb, fail_at=step)
-    plan = machine.PLANS[(start, verb)]
+    plan = plans.PLANS[(start, verb)]
     committed = plan.commit is not None and plan.steps.index(step) > plan.steps.index(plan.commit)
     assert after.state is (plan.to if committed else plan.back)
     assert after.plan is None
@@ -80,8 +80,8 @@ def test_whatever_step_fails_the_kernel_ends_in_a_named_state_with_process_or_im
 def test_undo_runs_backwards_over_what_was_done():
     kernel, steps = advance(RUNNING, Move.CHECKPOINT)
     while steps[0] is not Step.PUBLISH:
-        kernel, steps = advance(kernel, machine.StepDone(steps[0]))
-    kernel, undo = advance(kernel, machine.StepFailed(Step.PUBLISH, "NO_SPACE"))
+        kernel, steps = advance(kernel, plans.StepDone(steps[0]))
+    kernel, undo = advance(kernel, plans.StepFailed(Step.PUBLISH, "NO_SPACE"))
     assert undo == (Step.CONTINUE, Step.CONNECT, Step.CUDA_RESUME, Step.THAW, Step.RELEASE)
 
 
@@ -94,7 +94,7 @@ def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
 @pytest.mark.parametrize("verb", Move)
 @pytest.mark.parametrize("state", [State.STARTING, State.DEAD])
 def test_illegal_requests_raise_with_the_whole_history(state, verb):
-    kernel = MachineState() if state is State.STARTING else advance(RUNNING, machine.ProcessEvent.EXITED)[0]
+    kernel = MachineState() if state is State.STARTING else advance(RUNNING, plans.ProcessEvent.EXITED)[0]
     with pytest.raises(StateError) as caught:
         advance(kernel, verb)
     assert str(verb) in caught.value.details["history"][-1]
@@ -104,29 +104,29 @@ def test_illegal_requests_raise_with_the_whole_history(state, verb):
 def test_steps_out_of_order_are_illegal():
     kernel, _ = advance(RUNNING, Move.CHECKPOINT)
     with pytest.raises(StateError):
-        advance(kernel, machine.StepDone(Step.DUMP))
+        advance(kernel, plans.StepDone(Step.DUMP))
     with pytest.raises(StateError):
-        advance(kernel, machine.Unwound())
+        advance(kernel, plans.Unwound())
     with pytest.raises(StateError):
         advance(kernel, Move.SUSPEND)
 
 
 def test_a_checkpointed_kernel_has_no_process_that_could_exit():
     with pytest.raises(StateError):
-        advance(at(State.CHECKPOINTED), machine.ProcessEvent.EXITED)
+        advance(at(State.CHECKPOINTED), plans.ProcessEvent.EXITED)
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDED, State.CHECKPOINTED])
 def test_an_owner_may_end_a_kernel_in_every_resting_state_and_start_it_again(state):
-    dead, _ = advance(at(state), machine.ProcessEvent.TERMINATED)
+    dead, _ = advance(at(state), plans.ProcessEvent.TERMINATED)
     assert dead.state is State.DEAD
-    assert advance(dead, machine.ProcessEvent.LAUNCHED)[0].state is State.RUNNING
+    assert advance(dead, plans.ProcessEvent.LAUNCHED)[0].state is State.RUNNING
 
 
 def test_every_step_that_a_plan_can_undo_has_an_undo_that_is_no_step_of_its_own_undo():
-    for done, undo in machine.UNDO.items():
+    for done, undo in plans.UNDO.items():
         assert done is not undo
-    used = set(itertools.chain(*(plan.steps for plan in machine.PLANS.values() if plan), machine.UNDO.values()))
+    used = set(itertools.chain(*(plan.steps for plan in plans.PLANS.values() if plan), plans.UNDO.values()))
     assert used == set(Step), "a step nobody runs"
 
 
@@ -137,7 +137,7 @@ def test_random_walks_keep_the_promise(seed):
     kernel = RUNNING
     for _ in range(60):
         verb = chance.choice([*Move])
-        if (kernel.state, verb) not in machine.PLANS:
+        if (kernel.state, verb) not in plans.PLANS:
             with pytest.raises(StateError):
                 advance(kernel, verb)
             continue

@@ -1,7 +1,7 @@
-"""The driver: the verbs of one kernel, run step by named step as the machine says.
+"""The verbs of one kernel, each run step by named step in the order of its plan (`plans`).
 
 Everything here is plain synchronous code on the thread that calls a verb; one lock makes the verbs of one kernel take
-turns.  What was done before a step that failed is undone by the machine's undo steps.
+turns.  What was done before a step that failed is undone by the plan's undo steps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..capsule.capsule import Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ImageNotFound, KernelLost, StateError
 from ..image.store import Image
 from ..trace import Trace, notify
-from . import dump, host_memory, machine, restore, resume, suspend
+from . import dump, host_memory, plans, restore, resume, suspend
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, PartlyDone, Reason, Saved
-from .machine import Move, State, Step
+from .plans import Move, State, Step
 from .preflight import PreflightFinding
 from .settings import LifecycleSettings
 
@@ -141,7 +141,7 @@ class Lifecycle:
                 raise
             self.kernel.capsule, self.kernel.exit_status = capsule, None
             self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
-            self._advance(machine.ProcessEvent.LAUNCHED)
+            self._advance(plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
         """Become the owner of a kernel in ``capsule``, or of a checkpointed one with ``image``; its last owner is gone.
@@ -158,7 +158,7 @@ class Lifecycle:
             kernel.restored_on_gpu = capsule is not None  # nobody knows
             if state is State.RUNNING:
                 resume.supersede_images(kernel)
-            self._advance(machine.Attached(state))
+            self._advance(plans.Attached(state))
             if state is not State.RUNNING:
                 self.gate.sleep()
 
@@ -231,7 +231,7 @@ class Lifecycle:
                 kernel.capsule = None
             host_memory.end_spill(kernel)
             if self.state not in (State.DEAD, State.STARTING):
-                self._advance(machine.ProcessEvent.TERMINATED)
+                self._advance(plans.ProcessEvent.TERMINATED)
             kernel.exit_status = -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
             host_memory.discard_chunks(kernel)
             with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
@@ -367,15 +367,15 @@ class Lifecycle:
         failure: Exception | None = None
         while steps or self.kernel.machine.unwinding:
             if self.kernel.machine.unwinding:
-                steps = self._advance(machine.Unwound(self._unwind(attempt, steps)))
+                steps = self._advance(plans.Unwound(self._unwind(attempt, steps)))
                 continue
             error, done = self._run(attempt, steps[0])
             if error is None:
-                steps = self._advance(machine.StepDone(steps[0]))
+                steps = self._advance(plans.StepDone(steps[0]))
                 continue
             if failure is None:
                 failed_at, failure = steps[0], error
-            steps = self._advance(machine.StepFailed(steps[0], getattr(error, "code", type(error).__name__), done=done))
+            steps = self._advance(plans.StepFailed(steps[0], getattr(error, "code", type(error).__name__), done=done))
         # No resting state has a reservation; the step that was to end it may have failed before it could.
         attempt.reservation.close()
         return failed_at, failure
@@ -435,9 +435,9 @@ class Lifecycle:
                     self.gate.open(self.kernel.settings.connect)
                     self.gate.release()
 
-    def _advance(self, event: machine.Event) -> Steps:
+    def _advance(self, event: plans.Event) -> Steps:
         before = self.state
-        self.kernel.machine, steps = machine.advance(self.kernel.machine, event)
+        self.kernel.machine, steps = plans.advance(self.kernel.machine, event)
         if self.state is not before:
             # In the middle of a plan: a listener that raises must not stop it there.
             notify(self.on_state, self.state)
@@ -486,5 +486,5 @@ class Lifecycle:
         host_memory.end_spill(kernel)
         kernel.kept_image = restore.retire_image(kernel) or kernel.kept_image
         host_memory.discard_chunks(kernel)
-        self._advance(machine.ProcessEvent.EXITED)
+        self._advance(plans.ProcessEvent.EXITED)
         self.gate.kernel_died()

@@ -1,6 +1,6 @@
 """The caller's side of the helper process: start it, send requests with deadlines, replace it.
 
-`driver.Cuda` and `gpus.Gpus` share a `Helper`, with any number of threads.
+`cuda.Cuda` and `gpus.Gpus` share a `Helper`, with any number of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
-from .helper import DRAIN_S, DriverRefused
+from .checkpoint_api import DriverRefused
+from .helper import DRAIN_S
 
 #: Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
 _START_TIMEOUT_S = 90.0

@@ -22,10 +22,10 @@ from traitlets.config import Config
 from jupyter_gpu_ckpt.errors import CriuMissing, HelperGone, ProtocolVersion
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import provisioner
-from jupyter_gpu_ckpt.kernel.adoption import VERSION, Session, find_orphans, only_copy
+from jupyter_gpu_ckpt.kernel.orphans import VERSION, Session, find_orphans, only_copy
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 from jupyter_gpu_ckpt.kernel.registry import reap
-from jupyter_gpu_ckpt.lifecycle.driver import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.node import hashes
 
 KERNEL_ID = "0c0ffee0-0000-4000-8000-000000000001"
@@ -84,7 +84,7 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_a
     assert orphan.image is not None
 
     second = await server.start()
-    assert second.state == "checkpointed", "adopting wakes nothing, nor does a client that looks"
+    assert second.state == "checkpointed", "neither attaching nor a client that only reads the state wakes a kernel"
     assert (second.manager.shell_port, second.manager.session.key) == ports
     assert server.orphans() == []
     assert await second.run("print(x + 1, os.getpid() == pid)") == "42 True"
@@ -111,7 +111,7 @@ async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
     await second.settled("running")
 
 
-async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_adopted_alive(server):
+async def test_a_kernel_that_cannot_be_checkpointed_runs_on_and_is_attached_alive(server):
     first = await server.start(drain_timeout=0.2)
     first.client.execute("import time\nx = 0\nfor _ in range(40): x += 1; time.sleep(0.05)")
     await until(lambda: first.provisioner.gate.pending == ["execute_request"])
@@ -132,7 +132,7 @@ OWNER = """
 import asyncio, os, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
-from test_adoption import Server
+from test_orphans import Server
 async def main():
     server = Server(Path(sys.argv[2]), Path(sys.argv[3]))
     kernel = await server.start(outlive_server=True)
@@ -146,7 +146,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("state", ["running", "suspended"])
-async def test_after_kill_9_of_the_server_the_living_kernel_is_adopted_with_nothing_lost(server, state):
+async def test_after_kill_9_of_the_server_the_living_kernel_is_attached_with_nothing_lost(server, state):
     arguments = [str(Path(__file__).parent), str(server.place), str(server.base), state]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in owner.stdout.readline().split()]
@@ -256,7 +256,7 @@ async def said(kernel: Notebook, code: str) -> str:
 
 
 @pytest.mark.parametrize("image", [False, True], ids=["no image", "an older image"])
-async def test_a_kernel_that_ended_as_it_was_about_to_be_adopted(server, monkeypatch, caplog, image):
+async def test_a_kernel_that_ended_as_it_was_about_to_be_attached(server, monkeypatch, caplog, image):
     """A fresh kernel under the id, checkpointable, that says what it is; what there is on disk is kept and named."""
     first = await server.start(drain_timeout=0.2)
     kept = None
@@ -325,7 +325,7 @@ async def test_a_sleeping_kernel_on_a_host_that_has_become_unfit(server, monkeyp
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["alive", "asleep"])
-async def test_an_adoption_that_fails_leaves_the_kernel_to_the_next_try(server, monkeypatch, asleep):
+async def test_an_attach_that_fails_leaves_the_kernel_to_the_next_try(server, monkeypatch, asleep):
     first = await server.start(drain_timeout=0.2)
     await first.run("x = 41")
     if not asleep:

@@ -16,8 +16,8 @@ from typing import Any
 
 from .. import procfs
 from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
-from .client import Facade
-from .helper import DriverRefused
+from .checkpoint_api import DriverRefused
+from .helper_client import Facade
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3

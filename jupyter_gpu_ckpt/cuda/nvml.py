@@ -1,0 +1,113 @@
+"""The calls of NVML that `gpus.Gpus` needs, made in the helper process."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .. import procfs
+from .checkpoint_api import Unavailable
+
+
+class Nvml:
+    """NVML, loaded by the first call; its errors are ``pynvml.NVMLError``, with numbers ``NVML_ERROR_*``."""
+
+    def __init__(self) -> None:
+        self._api: Any = None
+        self._opening = threading.Lock()
+
+    def open(self) -> bool:
+        """Load and initialise NVML; return False when this host has no NVIDIA driver yet."""
+        with self._opening:
+            if self._api is not None:
+                return True
+            try:
+                api = importlib.import_module("pynvml")
+            except ImportError as error:
+                if not Path("/proc/driver/nvidia").exists():
+                    return False
+                raise Unavailable("nvml-missing", "The Python package nvidia-ml-py is not installed.") from error
+            try:
+                api.nvmlInit()
+            except api.NVMLError as error:
+                if error.value in (api.NVML_ERROR_LIBRARY_NOT_FOUND, api.NVML_ERROR_DRIVER_NOT_LOADED):
+                    return False
+                raise
+            self._api = api
+            return True
+
+    def gpus(self) -> list[dict[str, Any]]:
+        if not self.open():
+            return []
+        api = self._api
+        driver, known = api.nvmlSystemGetDriverVersion(), api.nvmlSystemGetCudaDriverVersion()
+        cuda = f"{known // 1000}.{known % 1000 // 10}"
+        found = []
+        for index in range(api.nvmlDeviceGetCount()):
+            handle = api.nvmlDeviceGetHandleByIndex(index)
+            memory = api.nvmlDeviceGetMemoryInfo(handle)
+            gpu = {"index": index, "uuid": api.nvmlDeviceGetUUID(handle), "name": api.nvmlDeviceGetName(handle)}
+            gpu |= {"total": memory.total, "free": memory.free, "used": memory.used, "driver": driver, "cuda": cuda}
+            found.append(gpu | {"mig": self._mig(handle), "mps": self._mps(handle)})
+        return found
+
+    def free(self, uuid: str) -> int:
+        handle = self._handle(uuid)  # first, here and below: it loads NVML
+        return int(self._api.nvmlDeviceGetMemoryInfo(handle).free)
+
+    def processes(self, uuid: str) -> list[tuple[int, int | None]]:
+        handle, api = self._handle(uuid), self._api
+        running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
+        return [(process.pid, process.usedGpuMemory) for process in running]
+
+    def utilisation(self, uuid: str) -> int:
+        handle = self._handle(uuid)
+        return int(self._api.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def process_utilisation(self, uuid: str, since_us: int) -> list[tuple[int, int]] | None:
+        handle, api = self._handle(uuid), self._api
+        try:
+            samples = api.nvmlDeviceGetProcessUtilization(handle, since_us)
+        except api.NVMLError as error:
+            if error.value == api.NVML_ERROR_NOT_FOUND:
+                return []  # no process computed since then
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_NO_PERMISSION):
+                return None
+            raise
+        # NVML does not define the entries that it did not fill.
+        return [(sample.pid, sample.smUtil) for sample in samples if sample.timeStamp > since_us]
+
+    def _handle(self, uuid: str) -> Any:
+        if not self.open():
+            raise Unavailable("driver-missing", "This host has no NVIDIA driver.")
+        return self._api.nvmlDeviceGetHandleByUUID(uuid)
+
+    def _mig(self, handle: Any) -> bool:
+        api = self._api
+        try:
+            current, _pending = api.nvmlDeviceGetMigMode(handle)
+        except api.NVMLError as error:
+            if error.value == api.NVML_ERROR_NOT_SUPPORTED:
+                return False
+            raise
+        return bool(current == api.NVML_DEVICE_MIG_ENABLE)
+
+    def _mps(self, handle: Any) -> bool | None:
+        """Return whether an MPS server or client uses the GPU now; an idle MPS daemon cannot be detected."""
+        api = self._api
+        try:
+            if api.nvmlDeviceGetMPSComputeRunningProcesses(handle):
+                return True
+            pids = [process.pid for process in api.nvmlDeviceGetComputeRunningProcesses(handle)]
+        except api.NVMLError as error:
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
+                return None
+            raise
+        for pid in pids:
+            with suppress(OSError):  # it has ended
+                if procfs.stat(pid).name.startswith("nvidia-cuda-mps"):
+                    return True
+        return False

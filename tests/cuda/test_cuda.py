@@ -1,0 +1,97 @@
+"""`Cuda`: what the driver's answers become, and what needs no driver."""
+
+import os
+import threading
+
+import pytest
+
+from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
+from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
+from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
+
+ONE = "GPU-00000000-0000-0000-0000-000000000001"
+TWO = "GPU-00000000-0000-0000-0000-000000000002"
+
+
+class Refuses:
+    """A caller whose driver refuses with one number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def call(self, op, **args):
+        raise DriverRefused(self.number, f"E{self.number}")
+
+    def close(self):
+        pass
+
+
+class TestCuda:
+    @pytest.mark.parametrize(
+        ("verb", "number", "error"),
+        [
+            ("lock", 600, CudaTimeout),
+            ("checkpoint", 600, CudaError),
+            ("unlock", 401, StateError),
+            ("checkpoint", 801, UnsupportedCuda),
+            ("lock", 500, CudaUnavailable),
+            ("restore", 2, CudaError),
+            ("restore", 304, CudaError),
+        ],
+    )
+    def test_numbers_become_classes(self, verb, number, error):
+        cuda = Cuda(Refuses(number))
+        with pytest.raises(error) as caught:
+            getattr(cuda, verb)(os.getpid(), *([1] if verb == "lock" else []))
+        assert type(caught.value) is error
+        assert caught.value.details["cuda_result"] == number
+        assert caught.value.details["pid"] == os.getpid()
+
+    def test_this_process_has_no_cuda_and_no_helper_is_started_for_it(self):
+        with Cuda() as cuda:
+            assert cuda.state(os.getpid()) is CudaState.NONE
+            assert not cuda.uses_cuda(os.getpid())
+            assert cuda.device_files(os.getpid()) == []
+            assert cuda._helper.pid is None
+
+    def test_a_thread_is_not_a_process(self):
+        ready, leave = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (ready.set(), leave.wait(60)))
+        thread.start()
+        ready.wait(60)
+        try:
+            with pytest.raises(ValueError, match="thread of process"):
+                Cuda(Refuses(1)).unlock(thread.native_id)
+        finally:
+            leave.set()
+            thread.join()
+
+    def test_a_success_that_is_none_is_an_error(self):
+        class Lies(Refuses):
+            def call(self, op, **args):
+                return None
+
+        with pytest.raises(CudaError, match="not checkpointed"):
+            Cuda(Lies(0)).checkpoint(os.getpid())
+
+    @pytest.mark.parametrize(
+        ("mapping", "error"),
+        [
+            ({1: 2}, TypeError),
+            ({"GPU-1": "GPU-2"}, ValueError),
+            ({ONE: "x"}, ValueError),
+            ({ONE: ONE, TWO: ONE}, ValueError),
+        ],
+    )
+    def test_a_mapping_of_something_else(self, mapping, error):
+        with pytest.raises(error):
+            Cuda(Refuses(1)).restore(os.getpid(), mapping)
+
+    def test_the_reason_of_this_host(self):
+        """Whatever this host lacks has a name."""
+        with Cuda() as cuda:
+            try:
+                cuda.available()
+            except CudaUnavailable as error:
+                reasons = {"binding-missing", "binding-too-old", "symbol-missing"}
+                assert error.details["reason"] in reasons | {"driver-missing", "driver-too-old", "driver-refuses"}

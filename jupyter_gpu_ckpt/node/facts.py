@@ -118,7 +118,8 @@ def keeps_inodes(kind: str) -> bool:
 def taken(path: str, inode: int, mtime: int) -> str:
     """Return a description of the file at a unix socket's path, if it is not the socket's own; else empty.
 
-    Opens nothing, and connects to nothing.  An inode alone is not enough: the next file may get that of a removed one.
+    An inode alone is not enough: the next file may get that of a removed one.  A socket that no process has any more is
+    as good as none: a restore that was broken off leaves it.
     """
     try:
         status = os.lstat(path)
@@ -126,7 +127,22 @@ def taken(path: str, inode: int, mtime: int) -> str:
         return ""  # removed, or out of reach: a restore makes it again
     if (status.st_ino, status.st_mtime_ns) == (inode, mtime) and stat.S_ISSOCK(status.st_mode):
         return ""
-    return "a socket of another process" if stat.S_ISSOCK(status.st_mode) else "another file"
+    if not stat.S_ISSOCK(status.st_mode):
+        return "another file"
+    return "a socket of another process" if _is_bound(path) else ""
+
+
+def _is_bound(path: str) -> bool:
+    """Whether a process has the unix socket at ``path``, or may have it.  Does not connect to a server."""
+    # Linux looks for the socket before it compares the types, so a server of streams does not see this.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
 
 
 def open_regular(path: str) -> FileIO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import threading
@@ -332,7 +333,10 @@ async def test_an_image_that_is_dropped_takes_the_name_with_it(subject):
 
 
 async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypatch):
+    """CRIU removes the names that the dump made, and makes the files of sockets anew."""
     directory = await deleted(subject)
+    path = str(directory / "socket")
+    await subject.run(f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({path!r}); s.listen()")
     await subject.provisioner.checkpoint()
     (name,) = made(directory)
 
@@ -348,6 +352,9 @@ async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypa
     await subject.provisioner.restore()
     assert made(directory) == []
     assert await subject.run("print(f.read(), os.fstat(f.fileno()).st_nlink)") == "kept 1"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+    assert await subject.run("print(s.accept()[0] is not None)") == "True"
 
 
 async def test_a_running_kernel_has_no_name_of_a_dump_that_was_broken_off(subject):

@@ -145,8 +145,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("state", ["running", "suspended"])
+@pytest.mark.parametrize("state", ["running", "suspended", "woken by it"])
 async def test_after_kill_9_of_the_server_the_living_kernel_is_attached_with_nothing_lost(server, state):
+    if state == "woken by it":  # the server that is killed has a kernel of the one before
+        first = await server.start()
+        await first.provisioner.detach()
+        assert reap(server.base) != [], "the next directory is a new one"
     arguments = [str(Path(__file__).parent), str(server.place), str(server.base), state]
     owner = subprocess.Popen([sys.executable, "-c", OWNER, *arguments], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in owner.stdout.readline().split()]

@@ -280,7 +280,7 @@ def handled(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("undone", [True, False])
-def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
+def test_a_failed_inspection_leaves_no_guard(process, monkeypatch, undone):
     """Or tells that it may have."""
     begin, before, allowed = Tracee.__init__, handled(process.pid), iter([True, False, undone])
 

@@ -54,7 +54,7 @@ def hear(told: Path, word: str) -> str:
     return said.read_text()
 
 
-def test_a_process_leaves_and_comes_back_with_its_pid_and_memory(criu, capsule, home):
+def test_a_process_is_dumped_and_restored_with_its_pid_and_memory(criu, capsule, home):
     told = count_up(capsule)
     assert hear(told, "one") == "one"
     inner, pipes = capsule.inner_pid, capsule.pipes

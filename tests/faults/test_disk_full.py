@@ -175,7 +175,7 @@ def test_every_call_of_a_publish_fails_once(tmp_path, strace):
     assert codes.count("STORE_UNWRITABLE") >= 10
 
 
-async def test_a_wake_that_finds_no_room_for_its_claim(subject, monkeypatch):
+async def test_a_wake_without_disk_space_for_its_claim(subject, monkeypatch):
     """The kernel must not live unclaimed: it is ended again, and its image kept for when there is room."""
     await subject.provisioner.checkpoint()
 

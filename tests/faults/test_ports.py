@@ -67,7 +67,7 @@ def states(port: int) -> list[str]:
     return [words[3] for words in rows if words[1].endswith(f":{port:04X}")]
 
 
-async def test_what_lingers_is_told_as_what_it_is(subject):
+async def test_connections_in_time_wait_are_reported_as_such(subject):
     """A wake that cannot wait: nobody is told of another process, for there is none."""
     lifecycle = subject.kernel.lifecycle
     port = await closed_before(subject)

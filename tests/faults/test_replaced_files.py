@@ -183,7 +183,7 @@ async def test_another_directory_of_the_same_name(subject, use):
 
 
 @pytest.mark.parametrize("use", ["f = open('array', 'rb')", "f = open('array', 'a')", *[USES["mapped privately"][0]]])
-async def test_a_named_pipe_in_the_place_of_a_file_is_told_at_once(subject, array, use):
+async def test_a_named_pipe_at_the_path_of_a_file_is_refused_at_once(subject, array, use):
     await subject.run(use)
     await subject.provisioner.checkpoint()
     aside = array.rename(array.with_name("aside"))

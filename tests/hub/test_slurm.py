@@ -134,7 +134,7 @@ def test_a_job_that_slurm_ends_by_itself_leaves_its_kernels_asleep(at_home):
     assert site.run(kernel, "print(os.getpid() == pid)") == "True"
 
 
-def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_home):
+def test_without_a_matching_node_a_kernel_sleeps_on_and_its_user_sees_why(at_home):
     site, cluster = at_home, at_home.cluster
     site.start()
     kernel = site.open("waiting.ipynb")

@@ -148,7 +148,7 @@ def test_a_signal_to_the_server_checkpoints_on_its_own(ann):
     ann.stop()
 
 
-def test_a_kernel_that_cannot_leave_keeps_its_server_and_the_culler_says_why(hub, bob):
+def test_a_kernel_that_cannot_be_checkpointed_keeps_its_server_and_the_culler_logs_why(hub, bob):
     bob.start()
     kernel_id = work(bob, "children.ipynb")["kernel"]["id"]
     bob.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")

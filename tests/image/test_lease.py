@@ -249,7 +249,7 @@ def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
         assert not (image.path / layout.CLAIM).exists()
 
 
-def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
+def test_a_claim_without_a_locked_file_is_not_void(image, in_a_container):
     container = in_a_container(image.path, "not held")
     container.kill()
     container.communicate(timeout=60)
@@ -392,7 +392,7 @@ def test_a_removal_does_without_a_lock_that_cannot_be_made(store, image, monkeyp
     assert store.images() == []
 
 
-def test_a_claim_that_cannot_be_written_is_for_lack_of_room(store, image, full):
+def test_a_claim_that_cannot_be_written_means_lack_of_space(store, image, full):
     with image.lease() as lease:
         full()
         with pytest.raises(NoSpace):

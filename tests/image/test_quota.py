@@ -74,14 +74,14 @@ def test_the_image_of_a_kernel_that_was_shut_down_counts_for_its_bytes_alone(sto
     assert limited(store, bytes=7).over_quota("another", 1) is not None
 
 
-def test_a_damaged_image_takes_room_too(store):
+def test_a_damaged_image_counts_in_the_quota(store):
     image = publish(store, SEVEN)
     manifest = image.path / "manifest.json"
     manifest.write_text("{")
     assert limited(store, bytes=8).over_quota("another", 1) is not None
 
 
-def test_of_two_checkpoints_at_once_one_is_promised_the_room(store):
+def test_of_two_checkpoints_at_once_one_reserves_the_space(store):
     bounded = limited(store, bytes=10)
     first = bounded.begin("first", 6)
     with pytest.raises(QuotaExceeded) as caught:

@@ -114,7 +114,7 @@ def test_two_users_share_roots_directory(reachable):
     ],
     ids=["not sticky", "another's", "not writable", "taken", "a link"],
 )
-def test_what_is_wrong_with_a_shared_directory_is_told_and_not_changed(reachable, change, advice):
+def test_a_fault_of_a_shared_directory_is_reported_and_not_changed(reachable, change, advice):
     change(reachable)
     before = reachable.stat().st_mode, sorted(reachable.iterdir())
     told, refused = of(ADA, reachable)

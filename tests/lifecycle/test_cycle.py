@@ -221,7 +221,7 @@ async def test_raw_output_of_the_kernel_reaches_the_servers_stderr(tmp_path, run
     assert "raw two" in seen
 
 
-async def test_two_kernels_of_one_server_leave_and_come_back_side_by_side(tmp_path, runtime_base, criu_binary):
+async def test_two_kernels_of_one_server_are_checkpointed_and_restored_in_parallel(tmp_path, runtime_base, criu_binary):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     async with notebook(tmp_path / "a", runtime_base) as one, notebook(tmp_path / "b", runtime_base) as two:

@@ -85,7 +85,7 @@ def test_undo_runs_backwards_over_what_was_done():
     assert undo == (Step.CONTINUE, Step.CONNECT, Step.CUDA_RESUME, Step.THAW, Step.RELEASE)
 
 
-def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
+def test_an_undo_without_free_gpu_memory_leaves_the_kernel_suspended():
     after = run(RUNNING, Move.CHECKPOINT, fail_at=Step.DUMP, undo_fails=(Step.CUDA_RESUME,))
     assert (after.state, after.process) == (State.SUSPENDED, True)
     assert run(after, Move.WAKE).state is State.RUNNING

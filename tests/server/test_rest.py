@@ -82,7 +82,7 @@ def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_without_a_token_nobody_is_told_anything(live, method, path):
+def test_without_a_token_nothing_is_answered(live, method, path):
     reply = requests.request(method, live.url + path, timeout=60, allow_redirects=False)
     assert reply.status_code == 403
     assert "gpu" not in reply.text.lower()
@@ -436,7 +436,7 @@ def test_an_image_whose_kernel_another_server_has_is_not_opened_and_the_reason_i
             assert "Another server has the kernel" in refused.json()["error"]["message"]
 
 
-def test_what_gpus_there_are_is_told_as_described(live):
+def test_the_list_of_gpus_follows_its_schema(live):
     validate("/gpus", live.get("gpu-ckpt/gpus"))
 
 

@@ -302,7 +302,7 @@ def test_other_things_in_the_place_are_no_images(tmp_path):
     assert Remote(f"file://{shared}").images() == []
 
 
-def test_too_little_room_is_told_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
+def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     monkeypatch.setattr(Store, "free", lambda self: 1000)
     with pytest.raises(NoSpace) as caught:

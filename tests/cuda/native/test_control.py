@@ -27,7 +27,7 @@ def listener(subject):
     return subject
 
 
-def test_a_connection_that_ends_after_leave_forgets_the_copy(listener):
+def test_a_connection_that_ends_after_a_swap_out_discards_the_copy(listener):
     with listener.control() as control:
         control.must("copy_out")
     with listener.control() as control:

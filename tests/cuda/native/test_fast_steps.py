@@ -48,7 +48,7 @@ def test_what_has_no_library_is_left_to_the_driver(tmp_path):
     shutil.rmtree(capsule.directory)
 
 
-def test_why_it_will_be_slow_is_told(kernel):
+def test_the_reason_of_a_slow_transfer_is_reported(kernel):
     total = kernel.path.amounts().bytes
     assert kernel.path.why_slow(total + (1 << 30)) == "", "the context is always the driver's"
     assert kernel.path.why_slow(total + (40 << 30)).startswith("40.0 GiB")
@@ -67,7 +67,7 @@ def test_preflight_tells_it(fast_kernel):
     kernel.held()
 
 
-def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
+def test_with_threads_that_cannot_be_stopped_the_driver_moves_the_memory(kernel):
     kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
     kernel.lock()
     assert kernel.swap_out() == 0
@@ -210,7 +210,7 @@ def test_a_driver_that_does_not_lock_again(kernel):
     kernel.runs_on()
 
 
-def test_too_little_room_on_the_way_back_is_no_end(kernel):
+def test_too_little_gpu_memory_at_a_swap_in_can_be_tried_again(kernel):
     kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
     kernel.lock()
     total = kernel.swap_out()

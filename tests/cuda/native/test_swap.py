@@ -203,7 +203,7 @@ def test_five_thousand_blocks(subject):
     many_rounds(subject, 5000, rounds=3)
 
 
-def test_no_room_when_memory_is_asked_for(programs, doubles):
+def test_too_little_memory_at_an_allocation(programs, doubles):
     """The error is the original's, and memory that is left is served."""
     answers = []
     for preload in (None, []):
@@ -218,7 +218,7 @@ def test_no_room_when_memory_is_asked_for(programs, doubles):
     assert answers[0][0] == f"error {OUT_OF_MEMORY}"
 
 
-def test_no_room_to_return(subject):
+def test_too_little_gpu_memory_at_a_swap_in(subject):
     subject.alloc(5, 4 * MIB, density="full")
     with subject.control() as control:
         control.must("copy_out", "free")

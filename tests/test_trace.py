@@ -116,6 +116,6 @@ def test_a_step_that_ran_twice_counts_both_times(trace, recorder):
 
 
 def test_an_event_has_no_field_for_secrets():
-    """No path, token or user content: whoever adds a field thinks of the log first."""
+    """No path, token or user content: events are logged."""
     fields = {"kind", "step", "kernel_id", "at", "seconds", "bytes", "code"}
     assert set(StepEvent.__dataclass_fields__) == fields

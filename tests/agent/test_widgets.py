@@ -14,7 +14,7 @@ PANEL = "from jupyter_gpu_ckpt import CheckpointPanel; panel = CheckpointPanel()
 
 
 class Browser:
-    """The browser's half of the widgets: what every model was last told, and pressing buttons."""
+    """The browser's half of the widgets: the last state sent to each model, and pressing buttons."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel

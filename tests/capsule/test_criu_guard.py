@@ -117,7 +117,7 @@ while True:
 
 
 class Subject:
-    """A process with threads of all kinds, which tells whether each of them is well."""
+    """A process with threads of all kinds, which reports whether each of them is well."""
 
     def __init__(self, capsule: Capsule, home: Path, more: str = "") -> None:
         self.capsule = capsule
@@ -281,7 +281,7 @@ def handled(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("undone", [True, False])
 def test_a_failed_inspection_leaves_no_guard(process, monkeypatch, undone):
-    """Or tells that it may have."""
+    """Or the error says that it may have."""
     begin, before, allowed = Tracee.__init__, handled(process.pid), iter([True, False, undone])
 
     def refused(tracee, tid):

@@ -245,7 +245,7 @@ def test_a_terminal_of_the_hosts_could_not_come_back():
 
 
 def test_other_files_are_not_asked_for_their_status(tmp_path, monkeypatch):
-    """One whose server does not answer (NFS, FUSE) would let whoever asks wait for it."""
+    """A file whose server does not answer (NFS, FUSE) would block the process that inspects it."""
     ends = os.openpty()
     with open(tmp_path / "file", "w") as file:
         asked = []

@@ -68,7 +68,7 @@ def states(port: int) -> list[str]:
 
 
 async def test_connections_in_time_wait_are_reported_as_such(subject):
-    """A wake that cannot wait: nobody is told of another process, for there is none."""
+    """A wake that cannot wait: the error names no other process, for there is none."""
     lifecycle = subject.kernel.lifecycle
     port = await closed_before(subject)
     await subject.provisioner.checkpoint()

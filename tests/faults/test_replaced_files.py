@@ -198,7 +198,7 @@ async def test_a_named_pipe_at_the_path_of_a_file_is_refused_at_once(subject, ar
 
 
 async def test_a_named_pipe_put_there_after_the_look_keeps_nobody_from_ending_the_kernel(subject, array, monkeypatch):
-    """CRIU itself opens it, and waits; whoever ends the kernel ends CRIU."""
+    """CRIU itself opens the pipe, and waits; ending the kernel ends CRIU."""
     await subject.run(USES["open for reading"][0])
     await subject.provisioner.checkpoint()
     lifecycle = subject.kernel.lifecycle

@@ -23,7 +23,7 @@ def wait_for(go: Path) -> str:
 
 
 def beat(world: World, timeout: float) -> bool:
-    """Whether a heartbeat comes back within ``timeout`` seconds."""
+    """Return whether a heartbeat is answered within ``timeout`` seconds."""
     with wire.context().socket(zmq.REQ) as heart:
         heart.linger = 0
         heart.connect(wire.address(world.front, "hb"))

@@ -227,7 +227,7 @@ class TestWhatIsRefused:
 
     @pytest.mark.alone
     def test_a_full_gpu(self, cuda, gpus, subject):
-        """The refusal costs nothing: once there is room, the process comes back."""
+        """The refusal costs nothing: once memory is free, the process is restored."""
         process = subject(filled(2 * GIB))
         needs = gpus.used_by(process.pid)
         (uuid,) = needs

@@ -348,7 +348,7 @@ print(facts)
 
 
 async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locked(tmp_path, runtime_base):
-    """The worst moment: the threads are parked, and only that keeps them from memory that is away."""
+    """The worst moment: the threads are stopped, and only that keeps them from swapped-out memory."""
     async with notebook(tmp_path, runtime_base, outlive_server=True, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)
         lifecycle = kernel.lifecycle

@@ -229,7 +229,7 @@ def test_a_damaged_image_can_be_recognized_and_removed(store):
 
 
 def test_a_removal_under_the_lease_cannot_be_overtaken(store, monkeypatch):
-    """Whoever gets the lease afterwards is told that there is no image, and leaves no lock file behind."""
+    """The next process with the lease finds no image, and leaves no lock file behind."""
     image = publish(store)
     rmtree, met = store_module.shutil.rmtree, []
 

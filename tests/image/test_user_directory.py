@@ -67,7 +67,7 @@ except GpuCkptError as error:
 
 
 def of(uid: int, named) -> list[str]:
-    """What the doctor and `prepare` tell the user ``uid``, a line each."""
+    """Return what the doctor and `prepare` print for the user ``uid``, a line each."""
     package = str(user_directory.__file__).partition("/jupyter_gpu_ckpt/")[0]
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(uid), str(named)],

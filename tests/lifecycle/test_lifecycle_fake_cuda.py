@@ -267,7 +267,7 @@ def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):
 @pytest.mark.parametrize("step", ["cuda_resume", "connect", "thaw"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_of_a_wake_that_fails_by_chance_is_tried_once_more(rig, step, times):
-    """In a fresh process; after the second failure the image is kept and a person is told what can be done."""
+    """In a fresh process; after the second failure the image is kept and the error says what to do."""
     rig.lifecycle.checkpoint()
     image, pids = rig.lifecycle.image, []
 
@@ -448,7 +448,7 @@ def test_device_files_that_nvml_has_open_are_reported_and_everything_is_undone(r
 
 
 def test_device_files_that_are_open_and_too_little_gpu_memory_for_the_undo(rig, hog):
-    """The driver is never asked to restore without room, not even to undo."""
+    """The driver never restores without free memory, not even for an undo."""
     rig.fake.nvml = True
     checkpoint, others = rig.driver._cuda_checkpoint, []
     rig.driver._cuda_checkpoint = lambda pid: (checkpoint(pid), others.append(hog()))[0]
@@ -524,7 +524,7 @@ def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monke
 
 
 def test_a_locked_process_is_unlocked_by_the_next_verb_when_its_own_could_not(rig):
-    """Unlock fails twice (the driver says no): suspended by name, and the next wake needs no room for it."""
+    """Unlock fails twice (the driver refuses): the state is suspended, and the next wake needs no free memory."""
     rig.lifecycle.suspend()
     rig.driver.refuse["cuda.unlock"] = 999
     rig.fails("wake", "CUDA_FAILED")

@@ -183,7 +183,7 @@ def test_all_threads_are_stopped_a_thousand_times(tmp_path):
 
 
 def test_signals_are_not_lost(tmp_path):
-    """Such as queue: sent before, while threads are being parked, and to parked ones."""
+    """Signals that queue: sent before, while threads are being stopped, and to stopped ones."""
     sent = 0
     with running(tmp_path, "computes", "waits", "comes") as subject:
         for _ in range(10):

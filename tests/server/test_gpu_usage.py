@@ -26,7 +26,7 @@ SCHEMA = jsonschema_rs.validator_for(yaml.safe_load((SCHEMAS / "gpu_usage.yaml")
 
 
 class World:
-    """Two GPUs, one kernel, and what was told."""
+    """Two GPUs, one kernel, and the events."""
 
     def __init__(self, directory: Path, monkeypatch) -> None:
         self.driver = FakeDriver({A: 10 * GIB, B: 10 * GIB})

@@ -73,7 +73,7 @@ def monitor():
 
 
 def story(watched: MonitoredKernel, *parts) -> None:
-    """States and completed steps at moments, as a kernel's worker would tell them."""
+    """States and completed steps at given times, as a kernel's worker would report them."""
     sizes = Sizes(host=1, device={"GPU-a": 600, "GPU-b": 400})
     for at, what in parts:
         if isinstance(what, State):

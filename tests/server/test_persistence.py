@@ -221,7 +221,7 @@ app._EARLY = 0.1
 
 
 def test_a_notebook_that_is_opened_while_kernels_still_come_back_waits_for_its_own(home, runtime_base, criu_binary):
-    """A front end that is told of none starts another, and the variables are out of its sight."""
+    """A front end that finds no session starts another kernel, without the variables."""
     with server(home, runtime_base) as first:
         before = open_notebook(first)
         kernel_id = before["kernel"]["id"]

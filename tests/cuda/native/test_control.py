@@ -272,7 +272,7 @@ def test_a_child_has_no_socket_of_ours_not_even_of_a_connection(listener):
 
 
 def test_children_are_refused_whatever_another_thread_was_at(programs, doubles):
-    """Forked while threads allocate and free: whoever had a lock is not there to give it back."""
+    """Forked while threads allocate and free: in the child, a thread that had a lock does not exist to release it."""
     with running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)
         assert subject.ask("churn", 4) == "ok"

@@ -153,7 +153,7 @@ def test_faults_under_asan(with_asan, doubles, verb):
 
 @contextlib.contextmanager
 def ended_after(seconds: float, subject: Subject) -> Iterator[None]:
-    """A subject that hangs is ended, and that is seen by whoever waits for its answer."""
+    """A subject that hangs is ended, and the test that waits for its answer fails."""
     timer = threading.Timer(seconds, subject.process.kill)
     timer.start()
     try:

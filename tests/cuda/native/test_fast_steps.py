@@ -191,7 +191,7 @@ def test_an_owner_without_descriptors_takes_nothing_for_granted(kernel, monkeypa
 
 
 def test_a_driver_that_does_not_lock_again(kernel):
-    """Whatever is away then is kept from the program's threads by their being parked."""
+    """The program's threads are stopped while memory is swapped out."""
     kernel.lock()
     unlock = kernel.driver._cuda_unlock
 

@@ -88,7 +88,7 @@ def test_zeros_have_no_file_in_the_image(kernel):
 
 
 def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
-    """Each way is taken as there is room at that moment."""
+    """Each direction uses the memory or disk that has space at that moment."""
     free_memory(monkeypatch, 1 << 40)
     kernel.lifecycle.checkpoint()
     free_memory(monkeypatch, SMALL)

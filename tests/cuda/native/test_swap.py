@@ -68,7 +68,7 @@ def test_small_memory_stays_with_the_driver(subject):
 
 
 def test_work_under_way_is_waited_for(subject):
-    """By whoever frees, and by the copy to the host."""
+    """By the thread that frees, and by the copy to the host."""
     one, other = subject.alloc(2, 2 * MIB), 1
     assert subject.ask("launch", one) == "0"
     with subject.control() as control:

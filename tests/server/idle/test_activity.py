@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 class Subject:
-    """A process that does as it is told, and the activity that is seen of it."""
+    """A process that runs commands of the test, and its measured activity."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.activity, self.now = process, Activity(), 0.0

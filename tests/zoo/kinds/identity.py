@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import socket
@@ -109,15 +110,8 @@ def processes():
     return lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) >= os.getpid())
 
 
-@kind("its descriptors: none added, none lost")
+@kind("fifty descriptors at scattered numbers")
 def descriptors():
-    def show():
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                found.append((int(name), os.readlink(f"/proc/self/fd/{name}").split(":")[0].split("/")[-1][:12]))
-            except OSError:
-                continue
-        return len([one for one in found if "history" not in one[1]]) > 10
-
-    return show
+    null = os.open("/dev/null", os.O_RDONLY)
+    numbers = [fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 300 + 7 * n) for n in range(50)]
+    return lambda: [(number, os.readlink(f"/proc/self/fd/{number}"), os.get_inheritable(number)) for number in numbers]

@@ -108,7 +108,7 @@ import os; os.close(ruleset)
 """
 
 
-async def test_a_kernel_confined_by_landlock_stays_confined_after_a_wake(kernel):
+async def test_a_kernel_confined_by_landlock_is_refused_and_runs_on(kernel):
     await kernel.run(LANDLOCK)
     with pytest.raises(UnprovenState) as caught:
         await kernel.provisioner.checkpoint()

@@ -81,7 +81,7 @@ def test_a_sink_that_raises_stops_neither_the_step_nor_the_other_sinks(recorder,
     assert [record.message for record in caplog.records] == ["A listener failed: OSError"] * 2
 
 
-def test_steps_nest_and_every_sink_hears_them_in_order(trace, recorder):
+def test_steps_nest_and_every_sink_gets_them_in_order(trace, recorder):
     other = Recorder()
     trace.sinks.append(other)
     with trace.step("outer"), trace.step("inner"):

@@ -217,7 +217,7 @@ os.kill(children[1].pid, signal.SIGSTOP)
 """
 
 
-def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, capsule, home):
+def test_processes_that_ran_before_the_dump_continue_and_no_others(criu_binary, capsule, home):
     """Whatever session they are in; one that the user had stopped stays so."""
     subject = Subject(capsule, home, CHILDREN)
     before = subject.report()
@@ -296,7 +296,7 @@ def test_a_failed_inspection_leaves_no_guard(process, monkeypatch, undone):
     until(lambda: criu_guard._state(process.pid, process.pid) == "S")
 
 
-def test_a_process_that_cannot_be_put_right_goes_on_all_the_same(process, monkeypatch):
+def test_a_process_that_cannot_be_repaired_continues_all_the_same(process, monkeypatch):
     """And so do those that come after it: a stop that stays is what nobody could undo any more."""
     stopped = criu_guard.CriuGuard(process.pid, time.monotonic() + 5)
 

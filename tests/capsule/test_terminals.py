@@ -357,7 +357,7 @@ async def test_a_kernel_comes_back_without_what_does_not_fit(kernel, monkeypatch
     assert "did not fit" in caplog.text
 
 
-async def test_a_dump_that_is_taken_back_leaves_what_was_under_way(kernel, monkeypatch):
+async def test_a_dump_that_is_undone_keeps_unread_bytes(kernel, monkeypatch):
     await kernel.run(SETUP + "m, s = pty.openpty(); os.write(s, b'said'); os.write(m, b'line\\nhalf')")
 
     def no_room(*_: object, **__: object) -> None:

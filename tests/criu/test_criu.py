@@ -68,7 +68,7 @@ def test_a_process_is_dumped_and_restored_with_its_pid_and_memory(criu, capsule,
     assert sorted(path.name for path in (home / "image").iterdir()) == before, "a restore writes nothing into the image"
 
 
-def test_a_dump_leaves_the_processes_stopped_and_they_can_go_on(criu, capsule, home):
+def test_a_dump_leaves_the_processes_stopped_and_they_can_continue(criu, capsule, home):
     told = count_up(capsule)
     assert hear(told, "one") == "one"
     criu.dump(capsule, home / "image", timeout=60)

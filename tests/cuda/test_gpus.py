@@ -112,7 +112,7 @@ class TestRoom:
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(take, [{A: 1, B: 1}, {B: 1, A: 1}]))
 
-    def test_memory_is_looked_at_under_the_lock(self, gpus):
+    def test_free_memory_is_read_under_the_lock(self, gpus):
         """Each of three takes 4 GiB of 10 when that is free: the third must not."""
 
         def restore(_):

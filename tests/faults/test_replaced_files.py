@@ -197,7 +197,7 @@ async def test_a_named_pipe_at_the_path_of_a_file_is_refused_at_once(subject, ar
     await subject.wakes()
 
 
-async def test_a_named_pipe_put_there_after_the_look_keeps_nobody_from_ending_the_kernel(subject, array, monkeypatch):
+async def test_a_kernel_can_be_ended_that_waits_for_a_named_pipe_created_after_the_check(subject, array, monkeypatch):
     """CRIU itself opens the pipe, and waits; ending the kernel ends CRIU."""
     await subject.run(USES["open for reading"][0])
     await subject.provisioner.checkpoint()
@@ -350,7 +350,7 @@ async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypa
     assert await subject.run("print(f.read(), os.fstat(f.fileno()).st_nlink)") == "kept 1"
 
 
-async def test_a_running_kernel_has_no_name_of_a_dump_that_was_broken_off(subject):
+async def test_a_running_kernel_has_no_name_of_an_interrupted_dump(subject):
     directory = await deleted(subject)
     lifecycle = subject.kernel.lifecycle
     stray, other = directory / "link_remap.7", directory / "link_remap.8"
@@ -403,7 +403,7 @@ async def test_an_old_image_leaves_the_name_of_the_next_one_alone(subject):
     await subject.wakes()
 
 
-async def test_a_checkpoint_that_is_taken_back_leaves_no_name(subject, monkeypatch):
+async def test_a_checkpoint_that_is_undone_leaves_no_name(subject, monkeypatch):
     directory = await deleted(subject)
     images = subject.images
 

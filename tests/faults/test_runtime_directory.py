@@ -100,7 +100,7 @@ async def test_a_running_kernel_is_checkpointed_or_the_reason_is_given(subject, 
 
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("state", ["suspended", "checkpointed"])
-async def test_a_kernel_that_is_away_comes_back_or_says_why_not(subject, place, how, state):
+async def test_a_sleeping_kernel_wakes_or_the_reason_is_given(subject, place, how, state):
     await getattr(subject.provisioner, STATES[state])()
     place.spoil(how)
     try:

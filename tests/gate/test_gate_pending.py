@@ -151,7 +151,7 @@ def test_looking_at_a_notebook_wakes_nothing() -> None:
         ("comm_msg", {"data": "of somebody else's making"}, True),
     ],
 )
-def test_a_page_that_looks_for_its_widgets_wakes_nothing_and_a_moved_slider_does(
+def test_a_page_that_requests_its_widgets_wakes_nothing_and_a_moved_slider_does(
     kind: str, content: dict[str, Any], does: bool
 ) -> None:
     assert wakes(request("1", kind, **content)) is does

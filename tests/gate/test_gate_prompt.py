@@ -73,7 +73,7 @@ def test_a_kernel_that_does_not_know_the_request_is_reported_in_time(up):
         up.gate.request("unheard_of_request", {}, 0.5, "control")
 
 
-def test_the_gate_speaks_for_a_kernel_that_is_away(up):
+def test_the_gate_publishes_for_a_sleeping_kernel(up):
     client = up.client()
     up.to_sleep()
     up.gate.publish("comm_msg", {"comm_id": "panel", "data": {}})

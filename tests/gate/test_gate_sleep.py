@@ -230,7 +230,7 @@ def test_a_client_can_connect_to_a_sleeping_kernel(up: World) -> None:
     assert up.woken == []
 
 
-def test_who_connects_to_a_sleeping_kernel_hears_that_it_is_idle(up: World) -> None:
+def test_a_client_that_connects_to_a_sleeping_kernel_gets_the_status_idle(up: World) -> None:
     """A front end takes no status from what belongs to a kernel_info_request; without another it says "Unknown"."""
     up.to_sleep()
     client = up.client()
@@ -280,9 +280,7 @@ def test_before_the_kernel_was_heard_everything_waits(world: World) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_shutdown_and_interrupt_of_a_kernel_that_is_away_are_answered_and_never_reach_it(
-    up: World, asleep: bool
-) -> None:
+def test_shutdown_and_interrupt_of_a_sleeping_kernel_are_answered_and_never_reach_it(up: World, asleep: bool) -> None:
     client = up.client()
     up.gate.drain(DEADLINE)
     up.gate.close()
@@ -311,7 +309,7 @@ def test_a_gate_that_stops_ends_a_prompt(up: World) -> None:
 
 @pytest.mark.parametrize("how", ["message", "signal"])
 @pytest.mark.parametrize("asleep", [False, True])
-def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:
+def test_an_interrupt_of_a_sleeping_kernel_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:
     """The first of a queue as ipykernel ends an interrupted cell, those behind it as it aborts them."""
     client, other = up.client(), up.client()
     up.gate.drain(DEADLINE)

@@ -347,7 +347,7 @@ print(facts)
         assert ours == theirs
 
 
-async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locked(tmp_path, runtime_base):
+async def test_an_owner_that_ends_while_allocations_are_swapped_out_and_nothing_is_locked(tmp_path, runtime_base):
     """The worst moment: the threads are stopped, and only that keeps them from swapped-out memory."""
     async with notebook(tmp_path, runtime_base, outlive_server=True, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)

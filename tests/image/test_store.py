@@ -305,7 +305,7 @@ def test_the_image_of_another_user_is_not_ours(store):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere; tests/hub/test_others_images.py has this")
-def test_a_link_to_where_nobody_may_look_is_passed_over(store, tmp_path):
+def test_a_link_to_an_unreadable_directory_is_passed_over(store, tmp_path):
     closed = tmp_path / "closed"
     (closed / "inside").mkdir(parents=True)
     store.prepare()
@@ -332,7 +332,7 @@ def test_a_sweep_removes_the_locks_whose_drafts_are_gone(store):
 
 
 @pytest.mark.parametrize("broken_off", ["manifest.json", "manifest.mac"])
-def test_a_seal_that_was_broken_off_can_be_made_again(store, monkeypatch, broken_off):
+def test_an_interrupted_seal_can_be_repeated(store, monkeypatch, broken_off):
     image = publish(store)
     replace = Path.replace
 

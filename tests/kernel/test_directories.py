@@ -58,7 +58,7 @@ def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_agai
 
 
 @pytest.mark.parametrize("becomes", ["gone", "taken"])
-def test_one_that_was_swept_away_is_followed_by_another(temporary, becomes):
+def test_a_directory_that_was_swept_is_replaced_by_another(temporary, becomes):
     base = directories.default_runtime_base()
     base.rmdir()
     if becomes == "taken":

@@ -92,7 +92,7 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_a
     assert server.store.images() == []
 
 
-async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
+async def test_a_client_of_the_old_server_continues_with_the_new_one(server):
     """The same sockets and the same session: what a browser tab has that reconnects by itself."""
     first = await server.start()
     await first.run("x = 1")

@@ -94,7 +94,7 @@ async def test_resume_of_a_checkpointed_kernel_is_refused_and_nothing_happens(ke
     assert kernel.state == "checkpointed"
 
 
-async def test_clocks_go_on_from_where_they_were(kernel):
+async def test_clocks_continue_from_where_they_were(kernel):
     began = time.monotonic()
     await kernel.run("import time; before = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)")
     await kernel.provisioner.checkpoint()

@@ -131,7 +131,7 @@ def test_every_step_that_a_plan_can_undo_has_an_undo_that_is_no_step_of_its_own_
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_walks_keep_the_promise(seed):
+def test_random_walks_end_with_a_running_kernel_or_an_image(seed):
     """Any verb in any resting state, any step failing: never without process and image, never stuck."""
     chance = random.Random(seed)
     kernel = RUNNING

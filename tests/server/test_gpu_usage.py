@@ -125,7 +125,7 @@ async def test_a_fault_ends_nothing_and_is_logged_once(world, monkeypatch, caplo
         await world.usage.stop()
 
 
-async def test_it_looks_on_after_a_fault_at_first(world, monkeypatch):
+async def test_it_continues_after_a_fault_at_first(world, monkeypatch):
     well = world.usage._provisioners
     monkeypatch.setattr(world.usage, "_provisioners", Failing(GpuCkptError("no driver just now")))
     world.usage.start()

@@ -374,7 +374,7 @@ def test_a_protection_needs_a_number_of_seconds(live, kernel_id, body):
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
 
 
-def test_a_kernel_without_a_server_is_taken_over_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):
+def test_a_kernel_without_a_server_is_attached_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):
     model = {"path": "a b.ipynb", "name": "a b.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
     with server(tmp_path / "home", runtime_base) as first:
         (tmp_path / "home" / "work" / "a b.ipynb").write_text("{}")

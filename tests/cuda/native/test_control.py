@@ -37,7 +37,7 @@ def test_a_connection_that_ends_after_a_swap_out_discards_the_copy(listener):
     listener.intact(3)
 
 
-def test_what_is_away_outlives_the_connection(listener):
+def test_swapped_out_memory_outlives_the_connection(listener):
     with listener.control() as control:
         control.must("copy_out", "free")
     with listener.control() as control:

@@ -149,7 +149,7 @@ def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
     kernel.runs_on()
 
 
-def test_what_is_away_is_known_without_the_library(kernel):
+def test_swapped_out_bytes_are_known_without_the_library(kernel):
     """Its socket may be gone, or no descriptor left for an answer: a kernel whose blocks are away must not run on."""
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     kernel.lock()
@@ -166,7 +166,7 @@ def test_what_is_away_is_known_without_the_library(kernel):
     assert not kernel.path.swapped_out()
 
 
-def test_a_kernel_that_cannot_answer_and_has_nothing_away_is_unlocked(kernel):
+def test_a_kernel_that_cannot_answer_with_nothing_swapped_out_is_unlocked(kernel):
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     socket.rename(aside)
     kernel.lock()
@@ -226,7 +226,7 @@ def test_too_little_gpu_memory_at_a_swap_in_can_be_tried_again(kernel):
     kernel.runs_on()
 
 
-def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
+def test_another_owner_swaps_in_while_nothing_is_locked(kernel):
     kernel.lock()
     kernel.capsule.freeze_threads(5)
     kernel.cuda.unlock(kernel.pid)

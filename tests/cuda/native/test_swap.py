@@ -44,7 +44,7 @@ def test_bytes_and_addresses_stay(programs, doubles, direct, api):
         assert subject.outstanding() == NOTHING
 
 
-def test_memory_that_is_away_is_not_there(programs, doubles):
+def test_swapped_out_memory_cannot_be_accessed(programs, doubles):
     """What shows that the double takes it away: who touches it is ended, as by an illegal address of a GPU."""
     with pytest.raises(AssertionError, match="the program ended"), running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)

@@ -78,7 +78,7 @@ def test_device_files_that_are_not_cudas_keep_it_from_the_disk_only(kernel):
     kernel.runs_on()
 
 
-def test_room_is_proved_for_what_is_away_and_for_no_more(kernel):
+def test_gpu_memory_is_reserved_for_swapped_out_bytes_and_no_more(kernel):
     kernel.lifecycle.suspend()
     other = kernel.driver.start({A: 100 * MIB - CONTEXT - kernel.blocks + MIB})
     with pytest.raises(GpuFull):

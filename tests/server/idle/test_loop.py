@@ -110,7 +110,7 @@ class TestTurns:
         assert kernels["0"].tries == 0
         assert policy.outlook("0") is None
 
-    async def test_a_kernel_used_between_the_look_and_the_verb_is_not_touched(self):
+    async def test_a_kernel_used_between_the_sample_and_the_verb_is_not_touched(self):
         kernels = stubs(1)
         policy = IdlePolicy(lambda: kernels, suspend_after=0, checkpoint_after=0.01, **ALL)
         await policy.round()

@@ -158,7 +158,7 @@ class TestIdleness:
         assert server.verbs(299) == {}
         assert server.verbs(1) == {"k": "suspend"}
 
-    def test_back_before_the_next_look(self):
+    def test_awake_again_before_the_next_sample(self):
         server = Server()
         server.kernel(on_gpu=True)
         (action,) = server.decide(300)

@@ -27,7 +27,7 @@ _WHOLE = {"browser", "clients", "faults", "gpu", "guide", "hub", "nodes", "scale
 
 
 def pytest_configure():
-    """Programs that the tests start are told to stop by SIGINT, too; a shell has its background jobs ignore that."""
+    """Tests stop programs by SIGINT, too; a shell has its background jobs ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

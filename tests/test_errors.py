@@ -95,7 +95,7 @@ def test_only_left_says_what_became_of_the_kernel(error):
 
 
 @pytest.mark.parametrize("error", [errors.NoSpace, errors.NoMemory, errors.QuotaExceeded])
-def test_too_little_room_is_no_refusal_beforehand(error):
+def test_too_little_memory_is_no_refusal_beforehand(error):
     assert not issubclass(error, errors.PreflightError), "it also comes in the middle of a dump, a wake and a pull"
     assert issubclass(error, errors.InsufficientResources)
     assert models.http_status(error("x")) == 409

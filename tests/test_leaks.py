@@ -40,7 +40,7 @@ print(json.dumps({
 
 
 def mounts(directories: list[Path]) -> list[str]:
-    """Where something is mounted, but for the temporary directories of whoever else works on this machine."""
+    """Return the mount points, without the temporary directories of others on this machine."""
     ours = tuple(map(str, directories))
     points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return sorted(point for point in points if point.startswith(ours) or not point.startswith(TEMPORARY))

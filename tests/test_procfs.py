@@ -106,7 +106,7 @@ def test_a_zombie_says_how_it_ended_and_has_nothing_left(zombie):
         *(lambda pid: list(procfs.links(pid)), lambda pid: procfs.fdinfo(pid, 0)),
     ],
 )
-def test_a_process_that_is_gone_is_told_by_one_kind_of_error(gone, reader):
+def test_a_process_that_is_gone_has_one_class_of_error(gone, reader):
     with pytest.raises(procfs.GONE):
         reader(gone)
 

@@ -18,7 +18,7 @@ def test_a_silent_failure_still_has_a_tail():
     assert run(["false"], timeout_s=10).tail() == "exit status 1, no output"
 
 
-def test_deadline_ends_descendants_that_hold_the_pipe(tmp_path):
+def test_deadline_ends_descendants_that_have_the_pipe_open(tmp_path):
     note = tmp_path / "pid"
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"sh did not end within 0\.5 s"):

@@ -46,7 +46,7 @@ def test_a_failing_step_tells_the_code_and_lets_the_error_pass(trace, recorder, 
     assert recorder.events[-1].code == code
 
 
-def test_even_an_interrupt_is_told(trace, recorder):
+def test_an_interrupt_is_traced_too(trace, recorder):
     with pytest.raises(KeyboardInterrupt), trace.step("dump"):
         raise KeyboardInterrupt
     assert recorder.events[-1].code == "KeyboardInterrupt"
@@ -81,7 +81,7 @@ def test_a_sink_that_raises_stops_neither_the_step_nor_the_other_sinks(recorder,
     assert [record.message for record in caplog.records] == ["A listener failed: OSError"] * 2
 
 
-def test_steps_nest_and_every_sink_hears_them_in_order(trace, recorder):
+def test_steps_nest_and_every_sink_gets_them_in_order(trace, recorder):
     other = Recorder()
     trace.sinks.append(other)
     with trace.step("outer"), trace.step("inner"):
@@ -95,7 +95,7 @@ def test_steps_nest_and_every_sink_hears_them_in_order(trace, recorder):
     assert kinds(other) == kinds(recorder)
 
 
-def test_a_sink_may_leave_while_it_is_told(trace, recorder):
+def test_a_sink_may_be_removed_during_its_call(trace, recorder):
     def once(_: StepEvent) -> None:
         trace.sinks.remove(once)
 
@@ -115,7 +115,7 @@ def test_a_step_that_ran_twice_counts_both_times(trace, recorder):
     assert recorder.seconds()["dump"] == sum(event.seconds for event in recorder.completed())
 
 
-def test_an_event_has_no_room_for_what_must_not_be_told():
-    """No path, token or user content: whoever adds a field thinks of the log first."""
+def test_an_event_has_no_field_for_secrets():
+    """No path, token or user content: events are logged."""
     fields = {"kind", "step", "kernel_id", "at", "seconds", "bytes", "code"}
     assert set(StepEvent.__dataclass_fields__) == fields

@@ -88,7 +88,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
         there must not be a kernel from this image: the caller ends it.
         """
         try:
-            made = _link(self.path / CLAIM, _process(pid), keep_fd)
+            made = _link(self.path / CLAIM, self.path / LEASES, _process(pid), keep_fd)
         except OSError as error:
             if error.errno in _FULL:
                 message = "The disk of the image directory is full: that the kernel lives cannot be written there."
@@ -153,7 +153,8 @@ def _busy(path: Path) -> ImageBusy:
 
 def publish_claim(path: Path, pid: int, keep_fd: KeepFd | None = None) -> None:
     """Record in a draft that its kernel lives as process ``pid``, until `withdraw_claim`.  Raises `OSError`."""
-    _link(path / CLAIM, _process(pid), keep_fd)
+    (path / LEASES).mkdir(mode=0o700, exist_ok=True)
+    _link(path / CLAIM, path / LEASES, _process(pid), keep_fd)
 
 
 def withdraw_claim(path: Path) -> None:
@@ -196,16 +197,20 @@ def _link_next(path: Path, record: dict[str, Any]) -> int:
             if age < EXPIRY:
                 host = other.get("hostname", "?")
                 raise ImageBusy(f"Image {path.name} is in use on {host}.", image=path.name, seconds=age)
-    if not _link(directory / str(last + 1), record):
+    if not _link(directory / str(last + 1), directory, record):
         raise _busy(path)
     with contextlib.suppress(OSError):
         (directory / str(last)).unlink()
     return last + 1
 
 
-def _link(path: Path, record: dict[str, Any], keep_fd: KeepFd | None = None) -> bool:
-    """Make ``path`` with ``record`` in it, atomically; return False if it exists."""
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+def _link(path: Path, directory: Path, record: dict[str, Any], keep_fd: KeepFd | None = None) -> bool:
+    """Make ``path`` with ``record`` in it, atomically; return False if it exists.
+
+    ``directory``, that of the leases, gets the temporary file: a killed process leaves it, and elsewhere in an image
+    it would be damage.
+    """
+    draft = directory / f".{path.name}-{secrets.token_hex(4)}"
     draft.touch(0o600)
     try:
         if keep_fd is not None:

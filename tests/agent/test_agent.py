@@ -194,7 +194,7 @@ def test_output_before_a_quiesce_is_out_before_its_reply(start: Callable[..., An
 # -- what the report tells --------------------------------------------------------------------------------------------
 
 
-def test_children_are_told_apart(start: Callable[..., Any]) -> None:
+def test_children_are_distinguished(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.run("from multiprocessing import resource_tracker; resource_tracker.ensure_running()")
     assert [child["benign"] for child in kernel.report("report")["children"]] == [True]
@@ -206,7 +206,7 @@ def test_children_are_told_apart(start: Callable[..., Any]) -> None:
     assert "secret" not in json.dumps(found)
 
 
-def test_foreign_sockets_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_foreign_sockets_are_reported(start: Callable[..., Any], tmp_path: Path) -> None:
     kernel = start()
     path = str(tmp_path / "s")
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
@@ -230,7 +230,7 @@ def test_foreign_sockets_are_told(start: Callable[..., Any], tmp_path: Path) -> 
         assert kinds.count("unix") == 1  # not the pair, not the kernel's own channels
 
 
-def test_open_files_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_open_files_are_reported(start: Callable[..., Any], tmp_path: Path) -> None:
     kernel = start()
     (tmp_path / "r").write_text("x")
     kernel.run(
@@ -241,7 +241,7 @@ def test_open_files_are_told(start: Callable[..., Any], tmp_path: Path) -> None:
     assert found["w"]["size"] == 5
 
 
-def test_a_started_debugger_is_told(start: Callable[..., Any]) -> None:
+def test_a_started_debugger_is_reported(start: Callable[..., Any]) -> None:
     kernel = start()
     client = kernel.client
     arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "linesStartAt1": True}

@@ -109,7 +109,7 @@ def test_cupy_is_trimmed_only_on_devices_with_a_context(monkeypatch: pytest.Monk
     assert gpu_memory.trim() == 5 << 20 and entered == [1] and pinned.calls == 1
 
 
-def test_an_initialised_nvml_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_initialised_nvml_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(_nvmlLib_refcount=0))
     assert not gpu_memory.nvml_initialized()
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(_nvmlLib_refcount=2))

@@ -89,7 +89,7 @@ def test_a_kernel_without_a_file_needs_nothing(start: Callable[..., Any], option
     assert kernel.run("%history -n").endswith("%history -n")
 
 
-def test_a_history_request_to_a_parked_kernel_renames_nothing(start: Callable[..., Any], database: Path) -> None:
+def test_a_history_request_to_a_stopped_kernel_renames_nothing(start: Callable[..., Any], database: Path) -> None:
     """IPython takes any error of sqlite for a corrupt file and moves it away."""
     kernel = start()
     kernel.run("x = 1")

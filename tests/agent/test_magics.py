@@ -46,7 +46,7 @@ def done(kernel: Any) -> list[str]:
     return [event.step for event in kernel.steps.completed()]
 
 
-async def test_the_kernel_leaves_after_the_cell_and_comes_back_with_the_next(kernel):
+async def test_the_kernel_is_checkpointed_after_the_cell_and_woken_by_the_next(kernel):
     told = await kernel.run("x = 41\n%gpu_checkpoint\nx += 1")
     assert told.startswith("Checkpoint after this cell: about ")
     await kernel.settled("checkpointed")
@@ -101,7 +101,7 @@ async def test_what_preflight_refuses_fails_in_the_cell_with_code_and_hint(kerne
     await kernel.settled("checkpointed")
 
 
-async def test_what_fails_after_the_cell_is_told_in_the_next_one_once(kernel):
+async def test_a_failure_after_the_cell_is_reported_once_in_the_next_cell(kernel):
     def fail(event: Any) -> None:
         if (event.kind, event.step) == ("started", "dump"):
             raise OSError("as asked")
@@ -270,7 +270,7 @@ def test_magics_go_with_the_agent(start: Callable[..., Any]) -> None:
     assert kernel.run("print('gpu_memory' in get_ipython().magics_manager.magics['line'])") == "False"
 
 
-async def test_the_example_runs_and_leaves_as_often_as_it_says(kernel):
+async def test_the_example_runs_with_as_many_checkpoints_as_it_says(kernel):
     """By nbclient, which sends a cell as soon as the one before has ended."""
     example = nbformat.read(EXAMPLE, as_version=4)
     client = NotebookClient(example, km=kernel.manager, timeout=60)

@@ -125,7 +125,7 @@ def test_content_and_protection_are_kept(start: Callable[..., Any]) -> None:
     assert sorted(lines) == ["r--s", "rw-s"]
 
 
-def test_what_cannot_be_cured_is_told(start: Callable[..., Any]) -> None:
+def test_a_mapping_that_cannot_be_moved_is_reported(start: Callable[..., Any]) -> None:
     kernel = start()
     code = """if True:
         import mmap, os
@@ -141,7 +141,7 @@ def test_what_cannot_be_cured_is_told(start: Callable[..., Any]) -> None:
     assert report["rehomed"] == 0
 
 
-def test_a_deleted_library_is_told_as_private(start: Callable[..., Any], tmp_path: Any) -> None:
+def test_a_deleted_library_is_reported_as_private(start: Callable[..., Any], tmp_path: Any) -> None:
     kernel = start()
     code = """if True:
         import ctypes, os, shutil, _ctypes

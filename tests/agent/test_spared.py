@@ -25,7 +25,7 @@ async def test_a_kernel_stays_and_its_children_do_not(kernel):
     assert await kernel.run(CHILDREN) == f"{{{-signal.SIGTERM}}} {-signal.SIGTERM}"
 
 
-async def test_also_after_it_was_away(kernel):
+async def test_also_after_a_checkpoint_and_a_wake(kernel):
     await kernel.provisioner.checkpoint()
     assert await kernel.run("import os, signal; os.kill(os.getpid(), signal.SIGTERM); print('here')") == "here"
 

@@ -14,7 +14,7 @@ PANEL = "from jupyter_gpu_ckpt import CheckpointPanel; panel = CheckpointPanel()
 
 
 class Browser:
-    """The browser's half of the widgets: what every model was last told, and pressing buttons."""
+    """The browser's half of the widgets: the last state sent to each model, and pressing buttons."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -144,7 +144,7 @@ async def test_a_restarted_kernel_has_no_panel(browser):
     await until(lambda: browser.kernel.state == "checkpointed")
 
 
-def test_a_kernel_without_an_agent_is_told_why(start):
+def test_a_kernel_without_an_agent_shows_the_reason(start):
     kernel = start()
     kernel.run("%unload_ext _jupyter_gpu_ckpt_agent")
     told = kernel.run(

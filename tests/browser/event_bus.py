@@ -26,7 +26,7 @@ class EventBus:
         self._sockets.append(socket)
 
     def cut(self) -> None:
-        """Nothing comes through any more, and the page is not told."""
+        """Drop all events; the connection stays open."""
         self.is_cut = True
 
     def say(self, schema: str, kernel_id: str, **content: Any) -> None:

@@ -54,7 +54,7 @@ def test_the_badge_says_what_is_held_and_what_was_freed(tab):
     assert tab.badge == "2.0 GiB"
 
 
-def test_the_panel_shows_who_holds_what_and_makes_room(tab):
+def test_the_panel_shows_the_device_memory_of_each_kernel_and_frees_it(tab):
     tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
     panel = tab.page.locator("#gpu-ckpt-panel")
     panel.get_by_text("2.0 GiB of 16.0 GiB in use").wait_for()

@@ -42,7 +42,7 @@ def tab(desktop, jupyter, request, cells):
         jupyter.ask("DELETE", f"gpu-ckpt/images/{image['id']}?force=true")
 
 
-def test_a_kernel_leaves_by_the_button_and_comes_back_with_a_cell(tab):
+def test_a_kernel_is_checkpointed_by_the_button_and_woken_by_a_cell(tab):
     assert "running" in tab.tooltip
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")

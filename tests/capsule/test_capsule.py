@@ -117,7 +117,7 @@ def test_clocks_are_shifted_by_what_was_asked(directory, seconds):
     assert found["now"][1] >= inside.boottime
 
 
-def test_a_process_that_cannot_be_started_is_told_with_its_reason(capsule):
+def test_a_process_that_cannot_be_started_is_reported_with_the_reason(capsule):
     with pytest.raises(CapsuleError, match="No such file") as caught:
         capsule.spawn(["/does/not/exist"], ENV, None)
     assert caught.value.code == "CAPSULE_FAILED"
@@ -325,7 +325,7 @@ def test_closing_while_another_thread_waits_for_an_answer(directory):
     assert [error.code for error in errors] == ["CAPSULE_GONE"]
 
 
-def test_a_watcher_is_told_of_the_kernels_end_and_of_nothing_else(capsule):
+def test_a_watcher_is_notified_of_the_kernels_end_and_of_nothing_else(capsule):
     sleeper(capsule)
     told = threading.Event()
     with capsule.watch_exit(told.set):
@@ -361,7 +361,7 @@ except CapsuleError as error:
 """
 
 
-def test_a_host_that_allows_no_namespaces_is_told_by_name(directory):
+def test_a_host_that_allows_no_namespaces_is_reported_by_name(directory):
     source = NO_NAMESPACES.format(package=str(Path(under_test.__file__).parents[2]), directory=str(directory))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith("CAPSULE_FAILED namespaces 28 "), done

@@ -117,7 +117,7 @@ while True:
 
 
 class Subject:
-    """A process with threads of all kinds, which tells whether each of them is well."""
+    """A process with threads of all kinds, which reports whether each of them is well."""
 
     def __init__(self, capsule: Capsule, home: Path, more: str = "") -> None:
         self.capsule = capsule
@@ -217,7 +217,7 @@ os.kill(children[1].pid, signal.SIGSTOP)
 """
 
 
-def test_processes_go_on_that_ran_before_the_dump_and_no_others(criu_binary, capsule, home):
+def test_processes_that_ran_before_the_dump_continue_and_no_others(criu_binary, capsule, home):
     """Whatever session they are in; one that the user had stopped stays so."""
     subject = Subject(capsule, home, CHILDREN)
     before = subject.report()
@@ -280,8 +280,8 @@ def handled(pid: int) -> list[str]:
 
 
 @pytest.mark.parametrize("undone", [True, False])
-def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
-    """Or tells that it may have."""
+def test_a_failed_inspection_leaves_no_guard(process, monkeypatch, undone):
+    """Or the error says that it may have."""
     begin, before, allowed = Tracee.__init__, handled(process.pid), iter([True, False, undone])
 
     def refused(tracee, tid):
@@ -296,7 +296,7 @@ def test_a_look_that_fails_leaves_no_guard(process, monkeypatch, undone):
     until(lambda: criu_guard._state(process.pid, process.pid) == "S")
 
 
-def test_a_process_that_cannot_be_put_right_goes_on_all_the_same(process, monkeypatch):
+def test_a_process_that_cannot_be_repaired_continues_all_the_same(process, monkeypatch):
     """And so do those that come after it: a stop that stays is what nobody could undo any more."""
     stopped = criu_guard.CriuGuard(process.pid, time.monotonic() + 5)
 

@@ -25,7 +25,7 @@ def silent(tmp_path):
         yield fuse
 
 
-def test_an_open_file_whose_server_is_silent_is_looked_at_without_it(silent, home):
+def test_an_open_file_whose_server_is_silent_is_inspected_without_it(silent, home):
     with Capsule.create(home) as capsule:
         subject = Subject(capsule)
         assert subject.tell(f"file = open('{silent.place}/file')") == "None"

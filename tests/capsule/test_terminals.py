@@ -245,7 +245,7 @@ def test_a_terminal_of_the_hosts_could_not_come_back():
 
 
 def test_other_files_are_not_asked_for_their_status(tmp_path, monkeypatch):
-    """One whose server does not answer (NFS, FUSE) would let whoever asks wait for it."""
+    """A file whose server does not answer (NFS, FUSE) would block the process that inspects it."""
     ends = os.openpty()
     with open(tmp_path / "file", "w") as file:
         asked = []
@@ -357,7 +357,7 @@ async def test_a_kernel_comes_back_without_what_does_not_fit(kernel, monkeypatch
     assert "did not fit" in caplog.text
 
 
-async def test_a_dump_that_is_taken_back_leaves_what_was_under_way(kernel, monkeypatch):
+async def test_a_dump_that_is_undone_keeps_unread_bytes(kernel, monkeypatch):
     await kernel.run(SETUP + "m, s = pty.openpty(); os.write(s, b'said'); os.write(m, b'line\\nhalf')")
 
     def no_room(*_: object, **__: object) -> None:

@@ -297,7 +297,7 @@ while role == "list" and not (base / "stop").exists():
 
 
 def test_starting_listing_and_reaping_side_by_side_lose_no_directory(runtime_base: Path):
-    """Whoever looks or tidies up must not take a fresh directory for an abandoned one, nor its lock."""
+    """A listing or a sweep must not take a fresh directory for an abandoned one, nor its lock."""
     base = runtime_base / "b"
     base.mkdir(mode=0o700)
     argv = [sys.executable, "-c", SIDE_BY_SIDE, str(base)]

@@ -83,7 +83,7 @@ def test_the_kernel_of_the_demo_is_configured_as_others_are(store, run, configur
     assert (asked[0].image_dir, asked[0].slowest_rate) == (str(store.named), 7.0)
 
 
-def test_list_looks_for_kernels_in_the_configured_runtime_base(run, configuration, runtime_base):
+def test_list_searches_kernels_in_the_configured_runtime_base(run, configuration, runtime_base):
     base = runtime_base / "kernels"
     (configuration / "jupyter_config.py").write_text(f"c.GpuCkptProvisioner.runtime_base = {str(base)!r}\n")
     registration = Registration(make_runtime_dir(base))

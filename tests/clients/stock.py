@@ -148,7 +148,7 @@ def heard(client: BlockingKernelClient, sent: Iterable[str], timeout: float = 60
 def drained(get: Callable[..., dict[str, Any]], timeout: float = 0.2) -> list[dict[str, Any]]:
     """Everything a channel has, up to a pause of ``timeout`` seconds.
 
-    For what must not come: nothing tells of that but time.
+    For messages that must not come: only time shows that.
     """
     messages = []
     while True:

@@ -24,7 +24,7 @@ FAILED = Ran(1, False, 0.1)
 
 
 def count_up(capsule: Capsule, more: str = "") -> Path:
-    """A process that appends to its memory what it is told by a file, and writes it down; that file."""
+    """Start a process that appends lines of a file to a list and writes the list; return that file."""
     told, said = capsule.directory / "told", capsule.directory / "said"
     code = f"""
 import os, time
@@ -54,7 +54,7 @@ def hear(told: Path, word: str) -> str:
     return said.read_text()
 
 
-def test_a_process_leaves_and_comes_back_with_its_pid_and_memory(criu, capsule, home):
+def test_a_process_is_dumped_and_restored_with_its_pid_and_memory(criu, capsule, home):
     told = count_up(capsule)
     assert hear(told, "one") == "one"
     inner, pipes = capsule.inner_pid, capsule.pipes
@@ -68,7 +68,7 @@ def test_a_process_leaves_and_comes_back_with_its_pid_and_memory(criu, capsule, 
     assert sorted(path.name for path in (home / "image").iterdir()) == before, "a restore writes nothing into the image"
 
 
-def test_a_dump_leaves_the_processes_stopped_and_they_can_go_on(criu, capsule, home):
+def test_a_dump_leaves_the_processes_stopped_and_they_can_continue(criu, capsule, home):
     told = count_up(capsule)
     assert hear(told, "one") == "one"
     criu.dump(capsule, home / "image", timeout=60)
@@ -90,7 +90,7 @@ def test_a_failed_dump_leaves_the_process_running(criu, capsule, home):
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3])
 def test_a_deadline_that_cannot_be_met(criu, capsule, home, seconds):
-    """A gigabyte in no time: CRIU is made to give up, and takes back whatever it had done to the process."""
+    """A gigabyte within a short time limit: CRIU gives up and undoes its changes to the process."""
     told = count_up(capsule, "ballast = bytearray(b'x') * 1_000_000_000")
     assert hear(told, "one") == "one"
     with pytest.raises(CriuTimeout) as caught:

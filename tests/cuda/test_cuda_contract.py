@@ -210,7 +210,7 @@ class TestContract:
             driver.gpus.free("GPU-ffffffff-ffff-ffff-ffff-ffffffffffff")
 
     @pytest.mark.alone
-    def test_no_room(self, driver):
+    def test_too_little_gpu_memory(self, driver):
         gpu = driver.gpus.list()[0]
         with pytest.raises(GpuFull) as caught, driver.gpus.reservation({gpu.uuid: gpu.total + 1}, 1):
             pytest.fail("the body must not run")

@@ -57,7 +57,7 @@ def test_a_whole_mapping_moves(driver, cuda, away, tmp_path):
     assert FakeGpus(driver, tmp_path).used_by(away) == {B: 60}
 
 
-def test_a_suspended_process_leaves_and_comes_back(driver, cuda, away):
+def test_a_suspended_process_is_dumped_and_restored(driver, cuda, away):
     image = driver.remove(away)
     with pytest.raises(CudaError, match="no process"):
         cuda.state(away)

@@ -112,8 +112,8 @@ class TestRoom:
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(take, [{A: 1, B: 1}, {B: 1, A: 1}]))
 
-    def test_memory_is_looked_at_under_the_lock(self, gpus):
-        """Each of three takes 4 GiB of 10 when it has found room: the third must not."""
+    def test_free_memory_is_read_under_the_lock(self, gpus):
+        """Each of three takes 4 GiB of 10 when that is free: the third must not."""
 
         def restore(_):
             try:
@@ -164,7 +164,7 @@ class TestLockFiles:
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
     def test_two_users_share_a_lock(self):
-        """In a sticky directory, where ``fs.protected_regular`` has its say; whoever came first made the file."""
+        """In a sticky directory, where ``fs.protected_regular`` applies; the first user created the file."""
 
         def as_nobody(directory):
             # A fork and no exec: the interpreter may lie where only root can read it.

@@ -91,7 +91,9 @@ def test_what_the_process_starts_inherits_nothing_of_it(built, tmp_path):
 
 
 @pytest.mark.slow
-async def test_a_kernel_with_the_library_and_no_gpu_leaves_and_returns(built, monkeypatch, tmp_path, runtime_base):
+async def test_a_kernel_with_the_library_and_no_gpu_is_checkpointed_and_restored(
+    built, monkeypatch, tmp_path, runtime_base
+):
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)
     library = fastpath.preload(built)
     monkeypatch.setattr(fastpath, "preload", lambda: library)

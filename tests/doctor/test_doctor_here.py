@@ -49,7 +49,7 @@ def test_this_host_is_fit(criu, monkeypatch, capsys, tmp_path):
     assert found["ipykernel"]["ok"], found["ipykernel"]
 
 
-def test_images_are_looked_for_where_the_other_commands_find_them(monkeypatch, tmp_path):
+def test_images_are_searched_where_the_other_commands_find_them(monkeypatch, tmp_path):
     monkeypatch.setenv("JUPYTER_GPU_CKPT_IMAGES", str(tmp_path / "theirs"))
     (finding,) = (one for one in diagnose() if one.check == "image-directory")
     assert str(tmp_path / "theirs") in finding.message

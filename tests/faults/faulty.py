@@ -61,7 +61,7 @@ class Subject:
         self._sent.append(self._other_tab.execute(f"ran.append({len(self._sent)})"))
 
     async def fails(self, verb: Callable[[], Awaitable[object]], *codes: str) -> GpuCkptError:
-        """``verb`` fails with one of ``codes``, an error that tells a user what to do and what is left."""
+        """``verb`` fails with one of ``codes``, an error that says what to do and what is left."""
         try:
             await asyncio.wait_for(verb(), 60)
         except GpuCkptError as error:

@@ -39,7 +39,7 @@ async def test_every_changed_file_is_named_and_nothing_is_started(subject):
 
 
 @pytest.mark.parametrize("text", ["epoch 1\nrotated\n", ""], ids=["grew", "shrank"])
-async def test_accepted_once_the_kernel_goes_on_with_the_file_as_it_is(subject, text):
+async def test_accepted_once_the_kernel_continues_with_the_file_as_it_is(subject, text):
     _, log = await changed(subject, text)
     await subject.provisioner.restore(accept_changed_files=True)
     assert await subject.run("print(x, log.tell(), os.fstat(log.fileno()).st_size)") == f"41 8 {len(text)}"

@@ -41,7 +41,7 @@ def small(tmp_path):
 
 
 async def test_a_disk_of_twenty_sizes(small, tmp_path, runtime_base, criu_binary, monkeypatch):
-    """Preflight would refuse; here it believes that there is room, as when others fill the disk meanwhile."""
+    """Preflight would refuse; here it sees free space, as when others fill the disk meanwhile."""
     monkeypatch.setattr(Store, "free", lambda self: 1 << 40)
     async with notebook(tmp_path, runtime_base, drain_timeout=5.0) as kernel:
         subject = await Subject.of(kernel, tmp_path)
@@ -175,8 +175,8 @@ def test_every_call_of_a_publish_fails_once(tmp_path, strace):
     assert codes.count("STORE_UNWRITABLE") >= 10
 
 
-async def test_a_wake_that_finds_no_room_for_its_claim(subject, monkeypatch):
-    """The kernel must not live unclaimed: it is ended again, and its image kept for when there is room."""
+async def test_a_wake_without_disk_space_for_its_claim(subject, monkeypatch):
+    """The kernel must not live unclaimed: it is ended again, and its image is kept until the disk has space."""
     await subject.provisioner.checkpoint()
 
     def full(*_):

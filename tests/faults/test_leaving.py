@@ -317,7 +317,7 @@ async def test_a_mapping_of_a_deleted_file(subject, kind):
     await subject.leaves_and_wakes()
 
 
-async def test_a_disk_without_room_is_refused_before_anything_is_stopped(subject, monkeypatch):
+async def test_a_full_disk_is_refused_before_anything_is_stopped(subject, monkeypatch):
     monkeypatch.setattr(subject.kernel.lifecycle.engine.store, "free", lambda: 1000)
     error = await subject.fails(subject.provisioner.checkpoint, "NO_SPACE")
     assert "drain" not in subject.kernel.steps.seconds()

@@ -124,7 +124,7 @@ def test_its_end_does_not_wait_for_pipes(criu_binary, tmp_path):
         assert one.state is State.DEAD
 
 
-def test_pipes_that_other_programs_hold_are_waited_for(criu_binary, tmp_path, caplog):
+def test_pipes_that_other_programs_have_open_are_waited_for(criu_binary, tmp_path, caplog):
     """The system's own limit, met by CRIU."""
     if os.geteuid() == 0:
         pytest.skip("root may have any number of pipes")

@@ -67,8 +67,8 @@ def states(port: int) -> list[str]:
     return [words[3] for words in rows if words[1].endswith(f":{port:04X}")]
 
 
-async def test_what_lingers_is_told_as_what_it_is(subject):
-    """A wake that cannot wait: nobody is told of another process, for there is none."""
+async def test_connections_in_time_wait_are_reported_as_such(subject):
+    """A wake that cannot wait: the error names no other process, for there is none."""
     lifecycle = subject.kernel.lifecycle
     port = await closed_before(subject)
     await subject.provisioner.checkpoint()
@@ -80,7 +80,7 @@ async def test_what_lingers_is_told_as_what_it_is(subject):
     await subject.stays_away(error)
 
 
-async def test_a_wake_waits_for_what_lingers_and_no_longer(subject, monkeypatch):
+async def test_a_wake_waits_for_connections_in_time_wait_and_no_longer(subject, monkeypatch):
     await closed_before(subject)
     await subject.provisioner.checkpoint()
     looks, real = [], facts.unbindable
@@ -94,7 +94,7 @@ async def test_a_wake_waits_for_what_lingers_and_no_longer(subject, monkeypatch)
     assert len(looks) == 3
 
 
-async def test_a_shutdown_does_not_wait_for_what_lingers(subject):
+async def test_a_shutdown_does_not_wait_for_connections_in_time_wait(subject):
     await closed_before(subject)
     await subject.provisioner.checkpoint()
     subject.send()

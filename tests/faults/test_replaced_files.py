@@ -184,7 +184,7 @@ async def test_another_directory_of_the_same_name(subject, use):
 
 
 @pytest.mark.parametrize("use", ["f = open('array', 'rb')", "f = open('array', 'a')", *[USES["mapped privately"][0]]])
-async def test_a_named_pipe_in_the_place_of_a_file_is_told_at_once(subject, array, use):
+async def test_a_named_pipe_at_the_path_of_a_file_is_refused_at_once(subject, array, use):
     await subject.run(use)
     await subject.provisioner.checkpoint()
     aside = array.rename(array.with_name("aside"))
@@ -198,8 +198,8 @@ async def test_a_named_pipe_in_the_place_of_a_file_is_told_at_once(subject, arra
     await subject.wakes()
 
 
-async def test_a_named_pipe_put_there_after_the_look_keeps_nobody_from_ending_the_kernel(subject, array, monkeypatch):
-    """CRIU itself opens it, and waits; whoever ends the kernel ends CRIU."""
+async def test_a_kernel_can_be_ended_that_waits_for_a_named_pipe_created_after_the_check(subject, array, monkeypatch):
+    """CRIU itself opens the pipe, and waits; ending the kernel ends CRIU."""
     await subject.run(USES["open for reading"][0])
     await subject.provisioner.checkpoint()
     lifecycle = subject.kernel.lifecycle
@@ -357,7 +357,7 @@ async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypa
     assert await subject.run("print(s.accept()[0] is not None)") == "True"
 
 
-async def test_a_running_kernel_has_no_name_of_a_dump_that_was_broken_off(subject):
+async def test_a_running_kernel_has_no_name_of_an_interrupted_dump(subject):
     directory = await deleted(subject)
     lifecycle = subject.kernel.lifecycle
     stray, other = directory / "link_remap.7", directory / "link_remap.8"
@@ -410,7 +410,7 @@ async def test_an_old_image_leaves_the_name_of_the_next_one_alone(subject):
     await subject.wakes()
 
 
-async def test_a_checkpoint_that_is_taken_back_leaves_no_name(subject, monkeypatch):
+async def test_a_checkpoint_that_is_undone_leaves_no_name(subject, monkeypatch):
     directory = await deleted(subject)
     images = subject.images
 

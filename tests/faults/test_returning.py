@@ -22,7 +22,7 @@ from jupyter_gpu_ckpt.lifecycle.context import Reason
 from jupyter_gpu_ckpt.lifecycle.preflight import read_process
 
 
-async def test_an_open_log_that_grew_while_the_kernel_was_away(subject):
+async def test_an_open_log_that_grew_while_the_kernel_slept(subject):
     """The error names the file; cut back to what it was, the kernel wakes, and goes on writing where it was."""
     log = subject.directory / "training.log"
     await subject.run("log = open('training.log', 'w'); _ = log.write('epoch 1\\n'); log.flush()")
@@ -70,7 +70,7 @@ async def test_a_port_that_somebody_else_took(subject):
         await subject.run("s.accept()[0].close()")
 
 
-async def test_a_damaged_image_is_told_and_not_tried(subject):
+async def test_a_damaged_image_is_reported_and_not_restored(subject):
     image = await subject.provisioner.checkpoint()
     victim = max(image.criu_directory.iterdir(), key=lambda path: path.stat().st_size)
     content = victim.read_bytes()
@@ -172,7 +172,7 @@ async def test_a_kill_in_the_middle_of_a_restore_is_made_good_by_a_second_try(he
     assert await heavy.run("print(x, ran)") == "41 [0]"
 
 
-async def test_what_a_second_try_cannot_mend_is_not_tried_again(subject, monkeypatch):
+async def test_an_error_that_a_second_try_cannot_fix_is_not_tried_again(subject, monkeypatch):
     await subject.run("log = open('training.log', 'w'); _ = log.write('epoch 1\\n'); log.flush()")
     await subject.provisioner.checkpoint()
     (subject.directory / "training.log").unlink()
@@ -223,7 +223,7 @@ async def test_an_interrupt_in_the_middle_of_a_wake_ends_the_cell_and_the_kernel
     assert await subject.run("print(x, ran)") == "41 []"
 
 
-async def test_a_fault_of_this_program_in_a_wake_is_logged_and_told_to_the_cell(subject, monkeypatch, caplog):
+async def test_a_bug_in_a_wake_is_logged_and_reported_in_the_cell(subject, monkeypatch, caplog):
     await subject.provisioner.checkpoint()
 
     def broken() -> None:

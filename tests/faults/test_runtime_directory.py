@@ -85,7 +85,7 @@ STATES = {"running": "restore", "suspended": "suspend", "checkpointed": "checkpo
 
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("verb", ["checkpoint", "suspend"])
-async def test_a_running_kernel_leaves_or_says_why_not(subject, place, how, verb):
+async def test_a_running_kernel_is_checkpointed_or_the_reason_is_given(subject, place, how, verb):
     place.spoil(how)
     try:
         await asyncio.wait_for(getattr(subject.provisioner, verb)(), 60)
@@ -100,7 +100,7 @@ async def test_a_running_kernel_leaves_or_says_why_not(subject, place, how, verb
 
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("state", ["suspended", "checkpointed"])
-async def test_a_kernel_that_is_away_comes_back_or_says_why_not(subject, place, how, state):
+async def test_a_sleeping_kernel_wakes_or_the_reason_is_given(subject, place, how, state):
     await getattr(subject.provisioner, STATES[state])()
     place.spoil(how)
     try:

@@ -30,7 +30,7 @@ class Injected(Exception):
 
 
 @pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)
-async def test_the_promise_holds_whatever_step_fails(shared, start, request_, step, edge):
+async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, start, request_, step, edge):
     provisioner, lifecycle = shared.provisioner, shared.kernel.lifecycle
     if shared.kernel.state != "running":
         await provisioner.restore() if shared.kernel.state == "checkpointed" else await provisioner.resume()

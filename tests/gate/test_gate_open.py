@@ -126,7 +126,7 @@ def test_a_new_subscriber_is_welcomed_and_the_kernels_own_welcome_is_not_passed_
 
 
 @pytest.mark.parametrize("forge", ["forged", "repeated", "garbage", "no delimiter", "header"])
-def test_what_does_not_verify_is_not_waited_for_and_told_in_one_line(
+def test_messages_that_do_not_verify_are_dropped_and_logged_in_one_line(
     up: World, caplog: pytest.LogCaptureFixture, forge: str
 ) -> None:
     client = up.client()
@@ -176,7 +176,7 @@ def test_one_msg_is_executed_once_though_it_was_sent_twice(up: World) -> None:
     assert [m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"] == ["1\n"]
 
 
-def test_the_gates_own_request_is_unseen_and_the_kernels_lack_of_an_answer_is_told(up: World) -> None:
+def test_clients_do_not_see_the_gates_own_request_and_a_missing_answer_is_an_error(up: World) -> None:
     client = up.client()
     assert up.gate.request("kernel_info_request", {}, DEADLINE)["implementation"] == "ipython"
     with pytest.raises(GateError) as failure:
@@ -264,7 +264,7 @@ def test_verbs_that_make_no_sense_are_refused(world: World) -> None:
     assert world.gate.state == "open"
 
 
-def test_a_callback_that_calls_the_gate_is_told_and_does_no_harm(
+def test_a_callback_that_calls_the_gate_is_logged_and_does_no_harm(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.gate._router._on_wake = lambda _: world.gate.release()

@@ -109,7 +109,7 @@ def test_a_comm_message_is_work_from_its_busy_to_its_idle(pending: PendingReques
     assert not pending.working()
 
 
-def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = RequestQueue()
     for n in range(3):
         kept.append(request(str(n), "history_request" if n == 1 else "execute_request"))
@@ -121,7 +121,7 @@ def test_the_hold_keeps_the_order_and_counts_bytes(monkeypatch: pytest.MonkeyPat
     assert kept.append(request("4", "history_request"))
 
 
-def test_the_hold_has_room_for_a_users_own_longer_and_refuses_those_behind_one_refused(
+def test_the_queue_takes_execute_requests_longer_and_refuses_those_behind_a_refused_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = RequestQueue()
@@ -151,7 +151,7 @@ def test_looking_at_a_notebook_wakes_nothing() -> None:
         ("comm_msg", {"data": "of somebody else's making"}, True),
     ],
 )
-def test_a_page_that_looks_for_its_widgets_wakes_nothing_and_a_moved_slider_does(
+def test_a_page_that_requests_its_widgets_wakes_nothing_and_a_moved_slider_does(
     kind: str, content: dict[str, Any], does: bool
 ) -> None:
     assert wakes(request("1", kind, **content)) is does

@@ -25,7 +25,7 @@ get_ipython().kernel.control_handlers["an_answer_request"] = take
 """
 
 
-def test_a_question_is_told_at_once_and_answered_while_the_cell_runs(up):
+def test_a_prompt_is_shown_at_once_and_answered_while_the_cell_runs(up):
     client = up.client()
     outputs(client, client.execute(ASK + ANSWERED))
     client.get_shell_msg(timeout=DEADLINE)
@@ -68,12 +68,12 @@ def test_an_ask_that_is_not_done_keeps_nothing_once_released(up):
     assert reply(client, cell)["content"]["status"] == "ok"
 
 
-def test_a_kernel_that_knows_no_answer_is_told_of_in_time(up):
+def test_a_kernel_that_does_not_know_the_request_is_reported_in_time(up):
     with pytest.raises(KernelSilent):
         up.gate.request("unheard_of_request", {}, 0.5, "control")
 
 
-def test_the_gate_speaks_for_a_kernel_that_is_away(up):
+def test_the_gate_publishes_for_a_sleeping_kernel(up):
     client = up.client()
     up.to_sleep()
     up.gate.publish("comm_msg", {"comm_id": "panel", "data": {}})

@@ -37,7 +37,7 @@ def heard() -> Heard:
 
 
 def test_who_subscribed_between_the_kernels_first_answer_and_its_welcome_is_welcomed_after(heard: Heard) -> None:
-    """The kernel's idle may overtake its welcome; whoever connects in between waits for a welcome all the same."""
+    """The kernel's idle may overtake its welcome; a client that connects in between still waits for a welcome."""
     heard.learn("5.3")
     heard.replies.welcome(b"")
     heard.replies.welcome(b"")

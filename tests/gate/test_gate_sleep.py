@@ -23,7 +23,7 @@ def wait_for(go: Path) -> str:
 
 
 def beat(world: World, timeout: float) -> bool:
-    """Whether a heartbeat comes back within ``timeout`` seconds."""
+    """Return whether a heartbeat is answered within ``timeout`` seconds."""
     with wire.context().socket(zmq.REQ) as heart:
         heart.linger = 0
         heart.connect(wire.address(world.front, "hb"))
@@ -130,7 +130,7 @@ def test_an_error_that_does_not_stop_aborts_nothing(up: World, tmp_path: Path, o
     assert reply(client, queued)["content"]["status"] == "ok"
 
 
-def test_a_request_whose_handler_raises_does_not_hold_up_the_drain(up: World) -> None:
+def test_a_request_whose_handler_raises_does_not_delay_the_drain(up: World) -> None:
     client = up.client()
     send(client, "complete_request", {})  # no code: the kernel logs an error, goes idle, and never replies
     until(lambda: up.gate.pending == ["complete_request"], "it is under way")
@@ -141,7 +141,7 @@ def test_a_request_whose_handler_raises_does_not_hold_up_the_drain(up: World) ->
 @pytest.mark.skipif(
     ipykernel.version_info[:2] < (7, 4), reason="ipykernel before 7.4 answers one shell message at a time"
 )
-def test_a_comm_message_handled_beside_an_awaiting_cell_does_not_hold_up_the_drain(up: World, tmp_path: Path) -> None:
+def test_a_comm_message_handled_beside_an_awaiting_cell_does_not_delay_the_drain(up: World, tmp_path: Path) -> None:
     client = up.client()
     target = "lambda c, m: c.on_msg(lambda m: c.send('heard'))"
     code = f"get_ipython().kernel.comm_manager.register_target('note', {target})"
@@ -230,7 +230,7 @@ def test_a_client_can_connect_to_a_sleeping_kernel(up: World) -> None:
     assert up.woken == []
 
 
-def test_who_connects_to_a_sleeping_kernel_hears_that_it_is_idle(up: World) -> None:
+def test_a_client_that_connects_to_a_sleeping_kernel_gets_the_status_idle(up: World) -> None:
     """A front end takes no status from what belongs to a kernel_info_request; without another it says "Unknown"."""
     up.to_sleep()
     client = up.client()
@@ -280,9 +280,7 @@ def test_before_the_kernel_was_heard_everything_waits(world: World) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_shutdown_and_interrupt_of_a_kernel_that_is_away_are_answered_and_never_reach_it(
-    up: World, asleep: bool
-) -> None:
+def test_shutdown_and_interrupt_of_a_sleeping_kernel_are_answered_and_never_reach_it(up: World, asleep: bool) -> None:
     client = up.client()
     up.gate.drain(DEADLINE)
     up.gate.close()
@@ -311,7 +309,7 @@ def test_a_gate_that_stops_ends_a_prompt(up: World) -> None:
 
 @pytest.mark.parametrize("how", ["message", "signal"])
 @pytest.mark.parametrize("asleep", [False, True])
-def test_an_interrupt_while_the_kernel_is_away_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:
+def test_an_interrupt_of_a_sleeping_kernel_ends_the_cells_that_wait(up: World, asleep: bool, how: str) -> None:
     """The first of a queue as ipykernel ends an interrupted cell, those behind it as it aborts them."""
     client, other = up.client(), up.client()
     up.gate.drain(DEADLINE)
@@ -440,7 +438,7 @@ def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_wake_is_told_as_if_the_cell_had_failed(up: World) -> None:
+def test_a_failed_wake_is_shown_as_an_error_of_the_cell(up: World) -> None:
     client, other = up.client(), up.client()
     up.to_sleep()
     asked = client.comm_info()
@@ -473,7 +471,7 @@ def test_each_cell_that_does_not_stop_gets_the_whole_error(up: World) -> None:
     assert [reply(client, cell)["content"]["ename"] for cell in cells] == ["GPU_FULL", "GPU_FULL"]
 
 
-def test_a_kernel_that_does_not_answer_is_told_and_the_sleep_goes_on(up: World, own_kernel: Kernel) -> None:
+def test_a_kernel_that_does_not_answer_is_reported_and_sleeps_on(up: World, own_kernel: Kernel) -> None:
     client = up.client()
     up.to_sleep()
     own_kernel.kill()

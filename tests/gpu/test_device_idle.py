@@ -53,7 +53,9 @@ def test_nvml_tells_who_computes(subject, gpus, record):
     waiting.until(lambda: not computing(gpus, kernels, time.time() - 0.5), "nobody computes any more")
 
 
-async def test_who_only_holds_is_suspended_and_who_computes_behind_the_cells_is_not(tmp_path, runtime_base, record):
+async def test_an_idle_kernel_with_device_memory_is_suspended_and_one_that_computes_in_a_thread_is_not(
+    tmp_path, runtime_base, record
+):
     for name in ("holder", "worker"):
         (tmp_path / name).mkdir()
     async with (

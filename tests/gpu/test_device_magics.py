@@ -19,7 +19,7 @@ model(torch.ones(1, 1024, device="cuda")).sum().backward(); optimizer.step()
 """
 
 
-async def test_tables_name_what_holds_the_device(kernel):
+async def test_tables_name_the_objects_with_device_memory(kernel):
     await kernel.run(SETUP)
     table = await kernel.run("%gpu_memory")
     rows = {line.split()[0]: line for line in table.splitlines() if line}

@@ -30,7 +30,7 @@ def elsewhere(manifest, **changes):
     return dataclasses.replace(manifest, fingerprint=wanted)
 
 
-async def test_its_own_node_fits_and_others_are_told_apart(kernel):
+async def test_the_images_own_node_matches_and_others_do_not(kernel):
     await kernel.run("import torch; x = torch.ones(1 << 20, device='cuda')")
     image = await kernel.provisioner.checkpoint()
     manifest, engine = image.manifest, kernel.lifecycle.engine

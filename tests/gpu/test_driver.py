@@ -227,7 +227,7 @@ class TestWhatIsRefused:
 
     @pytest.mark.alone
     def test_a_full_gpu(self, cuda, gpus, subject):
-        """The refusal costs nothing: once there is room, the process comes back."""
+        """The refusal costs nothing: once memory is free, the process is restored."""
         process = subject(filled(2 * GIB))
         needs = gpus.used_by(process.pid)
         (uuid,) = needs
@@ -249,7 +249,7 @@ class TestWhatDestroys:
     """Why `Gpus.reservation` and `gpu_mapping` exist.  If one of these fails, the driver has become kinder."""
 
     @pytest.mark.alone
-    def test_a_restore_without_room(self, cuda, gpus, subject, record):
+    def test_a_restore_with_too_little_gpu_memory(self, cuda, gpus, subject, record):
         process = subject(filled(2 * GIB))
         (uuid,) = gpus.used_by(process.pid)
         suspend(cuda, process.pid)

@@ -154,9 +154,7 @@ async def until_more(kernel, counted):
     raise AssertionError(f"a thread does not go on: {counted}, {now}")
 
 
-async def test_a_warm_kernel_leaves_its_room_to_others_and_comes_back_or_goes_to_the_disk(
-    tmp_path, runtime_base, record
-):
+async def test_a_warm_kernel_frees_its_memory_for_others_and_is_resumed_or_checkpointed(tmp_path, runtime_base, record):
     async with notebook(tmp_path, runtime_base, fast_path="auto", warm_suspend=True) as kernel:
         await kernel.run("import torch; x = torch.arange(1 << 29, device='cuda'); total = int(x.sum())", 120)
         lifecycle = kernel.lifecycle
@@ -287,7 +285,7 @@ async def test_what_does_not_go_through_the_library_is_the_driver_s(tmp_path, ru
         assert await kernel.run("print(int(x.sum()))") == str((1 << 26) * ((1 << 26) - 1) // 2)
 
 
-async def test_blocks_of_a_kernel_whose_threads_cannot_be_parked_are_the_driver_s(tmp_path, runtime_base):
+async def test_the_driver_moves_the_memory_of_a_kernel_whose_threads_cannot_be_stopped(tmp_path, runtime_base):
     async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
         await kernel.run("import torch; x = torch.arange(1 << 26, device='cuda')", 120)
         await kernel.run("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
@@ -349,8 +347,8 @@ print(facts)
         assert ours == theirs
 
 
-async def test_an_owner_that_ends_while_the_blocks_are_away_and_nothing_is_locked(tmp_path, runtime_base):
-    """The worst moment: the threads are parked, and only that keeps them from memory that is away."""
+async def test_an_owner_that_ends_while_allocations_are_swapped_out_and_nothing_is_locked(tmp_path, runtime_base):
+    """The worst moment: the threads are stopped, and only that keeps them from swapped-out memory."""
     async with notebook(tmp_path, runtime_base, outlive_server=True, fast_path="auto") as kernel:
         await kernel.run(HAMMER, 120)
         lifecycle = kernel.lifecycle

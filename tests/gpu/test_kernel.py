@@ -168,7 +168,7 @@ async def test_criu_killed_while_it_dumps_a_kernel_that_was_on_the_gpu(kernel, r
 
 
 @pytest.mark.alone
-async def test_too_little_room_is_refused_and_nothing_is_lost(kernel, record):
+async def test_too_little_gpu_memory_is_refused_and_nothing_is_lost(kernel, record):
     await kernel.run("import torch; x = torch.full((1 << 30,), 3, dtype=torch.uint8, device='cuda')")
     image = await kernel.provisioner.checkpoint()
     program = (

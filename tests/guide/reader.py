@@ -93,7 +93,7 @@ class Reader:
         return self._comparison.difference(shown, output)
 
     def log(self) -> str:
-        """What hub, culler and servers had to say, for whoever has to find out what went wrong."""
+        """Return the logs of hub, culler and servers, to find out what went wrong."""
         said = [*self._machine.inside(), "sh", "-c", self._logs]
         return subprocess.run(said, capture_output=True, text=True, timeout=60).stdout
 

@@ -1,4 +1,4 @@
-"""Fixtures: a town for a module, and its people."""
+"""Fixtures: a hub for a module, and two of its users."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from desk import Desk
-from town import PROXY, Town, town
+from hub_user import HubUser
+from real_hub import PROXY, RealHub, running_hub
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,19 +45,19 @@ def no_cluster(tmp_path, monkeypatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def hub(hub_reason, criu_binary) -> Iterator[Town]:
+def hub(hub_reason, criu_binary) -> Iterator[RealHub]:
     """A hub of the module's."""
     if hub_reason is not None:
         pytest.skip(hub_reason)
-    with town(criu_binary) as running:
+    with running_hub(criu_binary) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def ann(hub: Town) -> Desk:
-    return Desk(hub, hub.settle("ann"))
+def ann(hub: RealHub) -> HubUser:
+    return HubUser(hub, hub.add_account("ann"))
 
 
 @pytest.fixture(scope="module")
-def bob(hub: Town) -> Desk:
-    return Desk(hub, hub.settle("bob"))
+def bob(hub: RealHub) -> HubUser:
+    return HubUser(hub, hub.add_account("bob"))

@@ -136,7 +136,7 @@ def slurm(place: Path, nodes: Mapping[str, Node], users: Sequence[User]) -> Iter
 
 
 def why_not() -> str:
-    """Why there can be no cluster here, and what mends it; empty when there can."""
+    """Return why this host cannot run a cluster, and how to fix it; empty when it can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"a Slurm cluster needs {', '.join(missing)}: scripts/install-slurm"

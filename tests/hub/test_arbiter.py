@@ -104,7 +104,7 @@ async def test_use_at_the_time_of_our_question_is_use_all_the_same(double):
 
 
 @pytest.mark.parametrize(("status", "hint"), [(403, "access:servers"), (404, "jupyter_gpu_ckpt"), (424, "not running")])
-async def test_a_server_that_refuses_is_kept_and_the_reason_names_the_cure(double, status, hint):
+async def test_a_server_that_refuses_is_kept_and_the_reason_names_the_fix(double, status, hint):
     double.status = status
     arbiter = Arbiter(double.url, "t")
     assert not await ask(arbiter, HOUR)

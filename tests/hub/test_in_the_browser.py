@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 import waiting
-from desk import Desk
 from desktop import FLAGS, NOTE_WAKING, PATIENCE, Tab, built_front_end, find_chromium
-from town import town
+from hub_user import HubUser
+from real_hub import running_hub
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def lab_hub(hub_reason, criu_binary):
         pytest.skip("no Chromium on this host: `apt-get install chromium`")
     if (reason := built_front_end()) is not None:
         pytest.skip(reason)
-    with town(criu_binary, lab=True) as running:
+    with running_hub(criu_binary, lab=True) as running:
         yield running
 
 
@@ -35,33 +35,33 @@ def browser(lab_hub):
             browser.close()
 
 
-def come(browser, desk: Desk, notebook: str) -> Tab:
+def come(browser, user: HubUser, notebook: str) -> Tab:
     """Log in at the hub, which starts the server, and open the notebook."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
-    page.goto(f"{desk.town.url}/hub/login?next=/hub/spawn/{desk.person.name}")
-    page.fill("input#username_input", desk.person.name)
-    page.fill("input#password_input", desk.town.password)
+    page.goto(f"{user.hub.url}/hub/login?next=/hub/spawn/{user.account.name}")
+    page.fill("input#username_input", user.account.name)
+    page.fill("input#password_input", user.hub.password)
     page.click("input#login_submit")
     try:
-        page.wait_for_url(f"**/user/{desk.person.name}/**", wait_until="commit")
+        page.wait_for_url(f"**/user/{user.account.name}/**", wait_until="commit")
     except Exception as error:
-        raise AssertionError(f"{page.url}: {page.inner_text('body')}\n{desk.town.log('hub')[-8000:]}") from error
-    tab = Tab(page, SimpleNamespace(server=SimpleNamespace(get=desk.get)))
+        raise AssertionError(f"{page.url}: {page.inner_text('body')}\n{user.hub.log('hub')[-8000:]}") from error
+    tab = Tab(page, SimpleNamespace(server=SimpleNamespace(get=user.get)))
     page.add_init_script(NOTE_WAKING)
-    tab.go(f"{desk.town.url}{desk.path}lab/tree/{notebook}?reset")
+    tab.go(f"{user.hub.url}{user.path}lab/tree/{notebook}?reset")
     return tab
 
 
 def test_same_notebook_same_variables_through_a_browser(lab_hub, browser):
-    ann = Desk(lab_hub, lab_hub.settle("ann"))
+    ann = HubUser(lab_hub, lab_hub.add_account("ann"))
     spec = {"display_name": "Python 3", "language": "python", "name": "python3"}
     cells = [nbformat.v4.new_code_cell(source) for source in ("x = 41\nprint('ready')", "print(x + 1)")]
     book = lab_hub.place / "morning.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": spec}), book)
     book.chmod(0o644)
-    assert lab_hub.run_as(ann.person, ["cp", str(book), str(ann.person.home)]).returncode == 0
+    assert lab_hub.run_as(ann.account, ["cp", str(book), str(ann.account.home)]).returncode == 0
 
     tab = come(browser, ann, "morning.ipynb")
     tab.wait_for_phase("running")

@@ -7,11 +7,11 @@ import shutil
 import sys
 
 import pytest
-from desk import Desk
+from hub_user import HubUser
 
 
 @pytest.fixture(scope="module")
-def victim(ann: Desk) -> tuple[Desk, str, str]:
+def victim(ann: HubUser) -> tuple[HubUser, str, str]:
     """Ann, culled: her kernel sleeps in an image; its id and the kernel's."""
     ann.start()
     kernel_id = ann.open("secret.ipynb")["kernel"]["id"]
@@ -22,15 +22,15 @@ def victim(ann: Desk) -> tuple[Desk, str, str]:
 
 
 @pytest.fixture(scope="module")
-def intruder(bob: Desk, victim) -> Desk:
+def intruder(bob: HubUser, victim) -> HubUser:
     """Bob, at work while ann sleeps."""
     bob.start()
     return bob
 
 
-def contents(ann: Desk) -> dict[str, tuple[int, int]]:
+def contents(ann: HubUser) -> dict[str, tuple[int, int]]:
     """Every file of ann's images, its size and when it was changed."""
-    files = (path for path in ann.person.images.rglob("*") if path.is_file())
+    files = (path for path in ann.account.images.rglob("*") if path.is_file())
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
@@ -44,9 +44,9 @@ def attack(victim, intruder):
     assert contents(ann) == before
 
 
-def gpu_ckpt(desk: Desk, *arguments: str):
+def gpu_ckpt(user: HubUser, *arguments: str):
     """The intruder's command line."""
-    return desk.town.run_as(desk.person, [sys.executable, "-m", "jupyter_gpu_ckpt", *arguments])
+    return user.hub.run_as(user.account, [sys.executable, "-m", "jupyter_gpu_ckpt", *arguments])
 
 
 def refused(reply) -> bool:
@@ -56,8 +56,8 @@ def refused(reply) -> bool:
     )
 
 
-def shell(desk: Desk, command: str):
-    return desk.town.run_as(desk.person, ["sh", "-c", command])
+def shell(user: HubUser, command: str):
+    return user.hub.run_as(user.account, ["sh", "-c", command])
 
 
 # -- by REST of the intruder's own server
@@ -80,7 +80,7 @@ def test_his_server_neither_deletes_nor_attaches_by_id(attack, method, end):
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 def test_his_server_follows_no_path(attack, method, up):
     bob, ann, image, _ = attack
-    place = str(ann.person.images / image).lstrip("/")
+    place = str(ann.account.images / image).lstrip("/")
     path = up * (1 if up == "%2f" else 9) + (place if up == "../" else place.replace("/", "%2f"))
     reply = bob.ask(method, f"gpu-ckpt/images/{path}?force=true")
     assert refused(reply), reply.text
@@ -94,8 +94,8 @@ def test_his_server_does_not_start_her_kernel_by_its_id(attack):
 
 def test_a_link_in_his_own_directory_is_no_image(attack):
     bob, ann, image, _ = attack
-    link = bob.person.images / image
-    made = shell(bob, f"mkdir -p -m 700 {link.parent} && ln -s {ann.person.images / image} {link}")
+    link = bob.account.images / image
+    made = shell(bob, f"mkdir -p -m 700 {link.parent} && ln -s {ann.account.images / image} {link}")
     assert made.returncode == 0, made.stderr
     try:
         assert bob.get("gpu-ckpt/images") == []
@@ -110,13 +110,13 @@ def test_a_link_in_his_own_directory_is_no_image(attack):
 def test_a_copy_that_root_made_for_him_is_not_his_to_wake(attack):
     """A backup restored to the wrong place: her seal is not his."""
     bob, ann, image, _ = attack
-    copy = bob.person.images / image
+    copy = bob.account.images / image
     shell(bob, f"mkdir -p -m 700 {copy.parent}")
-    shutil.copytree(ann.person.images / image, copy)
+    shutil.copytree(ann.account.images / image, copy)
     try:
         assert bob.ask("GET", f"gpu-ckpt/images/{image}").status_code == 404, "it is root's still"
         for path in (copy, *copy.rglob("*")):
-            os.chown(path, bob.person.uid, bob.person.uid)
+            os.chown(path, bob.account.uid, bob.account.uid)
         said = gpu_ckpt(bob, "verify", image)
         assert said.returncode != 0
         assert "IMAGE_FORGED" in said.stdout + said.stderr
@@ -135,23 +135,23 @@ def test_her_server_is_not_there_for_him(attack):
 
 def test_the_hub_starts_her_server_for_him_neither_by_name_nor_by_a_named_one(attack):
     bob, ann, _, _ = attack
-    for path in (f"users/{ann.person.name}/server", f"users/{ann.person.name}/servers/side"):
+    for path in (f"users/{ann.account.name}/server", f"users/{ann.account.name}/servers/side"):
         for method in ("POST", "DELETE"):
-            assert bob.town.ask(method, path, token=bob.token).status_code in (403, 404)
+            assert bob.hub.ask(method, path, token=bob.token).status_code in (403, 404)
     assert not ann.there()
 
 
 def test_the_hub_gives_him_no_token_for_hers(attack):
     bob, ann, _, _ = attack
     for owner in (ann, bob):
-        body = {"note": "mine", "scopes": [f"access:servers!user={ann.person.name}"]}
-        reply = bob.town.ask("POST", f"users/{owner.person.name}/tokens", token=bob.token, json=body)
+        body = {"note": "mine", "scopes": [f"access:servers!user={ann.account.name}"]}
+        reply = bob.hub.ask("POST", f"users/{owner.account.name}/tokens", token=bob.token, json=body)
         assert reply.status_code in (400, 403, 404), reply.text
 
 
 def test_his_named_server_with_her_name_shows_his_own_images_alone(attack):
     bob, ann, image, _ = attack
-    side = Desk(bob.town, bob.person, ann.person.name)
+    side = HubUser(bob.hub, bob.account, ann.account.name)
     side.start()
     try:
         assert image not in side.ask("GET", "gpu-ckpt/images").text
@@ -165,15 +165,15 @@ def test_his_named_server_with_her_name_shows_his_own_images_alone(attack):
 
 def test_her_directories_are_closed_to_him(attack):
     bob, ann, image, _ = attack
-    for place in (ann.person.home, ann.person.images, ann.person.images / image, ann.person.runtime):
+    for place in (ann.account.home, ann.account.images, ann.account.images / image, ann.account.runtime):
         assert shell(bob, f"ls {place}").returncode != 0, place
     for command in ("cat", "rm -rf", "touch"):
-        assert shell(bob, f"{command} {ann.person.images / image}/manifest.json").returncode != 0
+        assert shell(bob, f"{command} {ann.account.images / image}/manifest.json").returncode != 0
 
 
 def test_her_keys_and_generations_are_closed_to_him(attack):
     bob, ann, _, _ = attack
-    keys = ann.person.images.parent / "keys"
+    keys = ann.account.images.parent / "keys"
     assert any(keys.rglob("*"))
     assert shell(bob, f"ls {keys}").returncode != 0
 
@@ -181,14 +181,14 @@ def test_her_keys_and_generations_are_closed_to_him(attack):
 def test_her_lease_is_not_his_to_take(attack):
     bob, ann, image, _ = attack
     for name in (f".{image}.lock", f".{image}.retired", f".{image}.accepts"):
-        assert shell(bob, f"touch {ann.person.images / name}").returncode != 0
+        assert shell(bob, f"touch {ann.account.images / name}").returncode != 0
 
 
 @pytest.mark.parametrize("verb", [["verify"], ["inspect"], ["rm", "--force"], ["seal"], ["break-claim"]])
 def test_his_command_line_gets_nowhere_with_her_directory(attack, verb):
     bob, ann, image, _ = attack
     command = [sys.executable, "-m", "jupyter_gpu_ckpt", *verb, image]
-    said = bob.town.run_as(bob.person, ["env", f"JUPYTER_GPU_CKPT_IMAGES={ann.person.images}", *command])
+    said = bob.hub.run_as(bob.account, ["env", f"JUPYTER_GPU_CKPT_IMAGES={ann.account.images}", *command])
     assert said.returncode != 0
     assert "Traceback" not in said.stderr
     assert "abracadabra" not in said.stdout + said.stderr
@@ -199,7 +199,7 @@ def test_his_server_with_her_directory_as_its_own_serves_nothing_of_it(attack):
     kernel_id = bob.open("probe.ipynb")["kernel"]["id"]
     code = f"""
 import os, subprocess, sys
-env = dict(os.environ, JUPYTER_GPU_CKPT_IMAGES={str(ann.person.images)!r})
+env = dict(os.environ, JUPYTER_GPU_CKPT_IMAGES={str(ann.account.images)!r})
 command = [sys.executable, '-m', 'jupyter_gpu_ckpt', 'list', '--json']
 done = subprocess.run(command, env=env, capture_output=True, text=True)
 print({image!r} in done.stdout + done.stderr)

@@ -119,7 +119,7 @@ async def told_or_nothing(spawner) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", [NODES.replace("n1|idle", "n1|drained"), ""], ids=["drained", "none"])
-async def test_no_node_like_that_means_any_and_is_told(published, nodes):
+async def test_without_a_matching_node_any_is_used_and_a_message_says_so(published, nodes):
     publish(published, ON_GPU)
     spawner = slurm(req_gres="gpu:1")
     await hook(published, sinfo=sinfo(nodes))(spawner)
@@ -313,7 +313,7 @@ async def test_a_page_that_was_open_before_shows_it_too():
     await page.aclose()
 
 
-async def test_what_is_told_last_is_shown_after_a_spawner_that_has_said_all():
+async def test_the_last_message_is_shown_after_the_spawner_has_ended():
     class Quick(Slow):
         async def progress(self):
             placement.spawn_messages.add(self, "ours")

@@ -134,7 +134,7 @@ def test_a_job_that_slurm_ends_by_itself_leaves_its_kernels_asleep(at_home):
     assert site.run(kernel, "print(os.getpid() == pid)") == "True"
 
 
-def test_without_a_node_like_its_own_a_kernel_sleeps_on_and_its_user_is_told(at_home):
+def test_without_a_matching_node_a_kernel_sleeps_on_and_its_user_sees_why(at_home):
     site, cluster = at_home, at_home.cluster
     site.start()
     kernel = site.open("waiting.ipynb")
@@ -167,7 +167,7 @@ def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
 
 
 def test_a_user_with_nothing_on_a_gpu_gets_a_node_without(at_home):
-    """The hub is configured to ask for a GPU (see slurm_hub_config.py); whoever asks for one by an option gets it."""
+    """The hub is configured to request a GPU (see slurm_hub_config.py); an option that requests one gives it."""
     site = at_home
     (site.place / "placement" / site.user.name / FILE).write_text(to_json([]))
     told = site.start()

@@ -80,7 +80,7 @@ def test_the_longest_type_that_is_in_the_models_name():
     assert sbatch_options(Requirements(gpus=(H200,)), both) == SbatchOptions("", "gpu:nvidia_h200:1", ("b",))
 
 
-def test_gpus_without_a_type_are_told_apart_by_a_feature():
+def test_gpus_without_a_type_are_distinguished_by_a_feature():
     untyped = nodes("a|idle|gpu-nvidia_a100|gpu:2|1|p\nb|idle|gpu-nvidia_h200|gpu:2|1|p")
     assert sbatch_options(Requirements(gpus=(H200,)), untyped) == SbatchOptions("gpu-nvidia_h200", "gpu:1", ("b",))
 

@@ -135,7 +135,7 @@ async def test_a_limit_ends_even_endless_patience(ann, double):
     assert tokens(ann) == []
 
 
-async def test_a_limit_holds_for_what_a_server_says_that_it_needs(ann, double):
+async def test_a_limit_applies_to_the_seconds_that_a_server_needs(ann, double):
     double.result, double.seconds = BUSY, 1e6
     made = spawner(ann, double, checkpoint_timeout=0.0, stop_limit=300.0)
     await made.stop()
@@ -220,7 +220,7 @@ async def test_a_page_that_is_open_before_the_start_shows_it_too(ann, double):
 # -- what the server is told
 
 
-def test_the_cold_tier_and_the_images_are_told_to_the_server(ann, monkeypatch):
+def test_the_server_gets_the_cold_tier_and_the_image_directory(ann, monkeypatch):
     made = ann.spawners[""]
     made.hub = Hub()
     made.archive_url, made.image_dir = "s3://bucket/{username}", "/srv/images/{username}"
@@ -232,7 +232,7 @@ def test_the_cold_tier_and_the_images_are_told_to_the_server(ann, monkeypatch):
     assert (kernels.archive_url, Path(kernels.image_dir)) == ("s3://bucket/ann", Path("/srv/images/ann"))
 
 
-def test_what_is_not_set_is_not_told(ann):
+def test_the_server_gets_no_setting_that_is_not_set(ann):
     made = ann.spawners[""]
     made.hub = Hub()
     assert not {"JUPYTER_GPU_CKPT_ARCHIVE", "JUPYTER_GPU_CKPT_IMAGES"} & set(made.get_env())

@@ -10,38 +10,38 @@ from pathlib import Path
 
 import pytest
 import waiting
-from desk import Desk
-from town import processes
+from hub_user import HubUser
+from real_hub import processes
 
 
 @pytest.fixture(autouse=True)
 def without_sleepers(ann, bob):
     """Delete the images that a test leaves, so that the next test's servers do not attach them."""
     yield
-    for desk in (ann, bob):
-        for image in desk.images():
-            shutil.rmtree(desk.person.images / image)
+    for user in (ann, bob):
+        for image in user.images():
+            shutil.rmtree(user.account.images / image)
 
 
-def work(desk: Desk, notebook: str = "morning.ipynb") -> dict:
+def work(user: HubUser, notebook: str = "morning.ipynb") -> dict:
     """A notebook with a variable; its session."""
-    session = desk.open(notebook)
-    desk.run(session["kernel"]["id"], "x = 41; import os; pid = os.getpid()")
+    session = user.open(notebook)
+    user.run(session["kernel"]["id"], "x = 41; import os; pid = os.getpid()")
     return session
 
 
-def proved(desk: Desk) -> list[str]:
+def proved(user: HubUser) -> list[str]:
     """Ids of the user's images, each proved by the user's own command."""
-    images = desk.images()
+    images = user.images()
     for image in images:
-        done = desk.town.run_as(desk.person, [sys.executable, "-m", "jupyter_gpu_ckpt", "verify", image])
+        done = user.hub.run_as(user.account, [sys.executable, "-m", "jupyter_gpu_ckpt", "verify", image])
         assert done.returncode == 0, done.stdout + done.stderr
     return images
 
 
-def at_work(desk: Desk) -> list[int]:
+def at_work(user: HubUser) -> list[int]:
     """Kernels of the user that have a process."""
-    return [pid for pid in processes(desk.person.uid) if b"ipykernel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in processes(user.account.uid) if b"ipykernel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_culled_and_back_with_another_user_in_between(hub, ann, bob):
@@ -81,7 +81,7 @@ def test_a_restored_kernel_has_the_new_servers_token(ann):
     whose = "import urllib.request, json; request = urllib.request.Request(os.environ['JUPYTERHUB_API_URL'] + '/user', "
     whose += "headers={'Authorization': 'token ' + os.environ['JUPYTERHUB_API_TOKEN']}); "
     whose += "print(json.load(urllib.request.urlopen(request))['name'])"
-    assert ann.run(kernel_id, whose) == ann.person.name
+    assert ann.run(kernel_id, whose) == ann.account.name
     ann.stop()
 
 
@@ -89,10 +89,10 @@ def test_a_stop_by_the_user_drains_and_the_spawn_page_says_so(hub, ann):
     ann.start()
     kernel_id = work(ann, "stop.ipynb")["kernel"]["id"]
     ann.stop()
-    assert re.search(rf"Server {ann.person.name}\S* is drained: 1 kernels asleep", hub.log("hub"))
-    reply = hub.ask("POST", f"users/{ann.person.name}/server", token=ann.token)
+    assert re.search(rf"Server {ann.account.name}\S* is drained: 1 kernels asleep", hub.log("hub"))
+    reply = hub.ask("POST", f"users/{ann.account.name}/server", token=ann.token)
     assert reply.status_code in (201, 202)
-    stream = hub.ask("GET", f"users/{ann.person.name}/server/progress", token=ann.token).text
+    stream = hub.ask("GET", f"users/{ann.account.name}/server/progress", token=ann.token).text
     told = [json.loads(line[6:])["message"] for line in stream.splitlines() if line.startswith("data: ")]
     assert any("of your kernels sleep" in message for message in told), told
     waiting.until(ann.ready, timeout=60)
@@ -111,7 +111,7 @@ def test_a_stop_by_an_administrator_drains(hub, ann):
 
 
 def test_a_named_server_drains_and_comes_back(hub, bob):
-    named = Desk(hub, bob.person, "second")
+    named = HubUser(hub, bob.account, "second")
     named.start()
     kernel_id = work(named, "named.ipynb")["kernel"]["id"]
     named.culled()
@@ -136,10 +136,10 @@ def test_a_signal_to_the_server_checkpoints_on_its_own(ann):
     kernel_id = work(ann, "signal.ipynb")["kernel"]["id"]
     (server,) = [
         pid
-        for pid in processes(ann.person.uid)
+        for pid in processes(ann.account.uid)
         if b"jupyterhub.singleuser" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
-    done = ann.town.run_as(ann.person, ["kill", "-TERM", str(server)])
+    done = ann.hub.run_as(ann.account, ["kill", "-TERM", str(server)])
     assert done.returncode == 0, done.stderr
     waiting.until(lambda: not Path(f"/proc/{server}").exists() and not at_work(ann), timeout=60)
     ann.gone()
@@ -148,7 +148,7 @@ def test_a_signal_to_the_server_checkpoints_on_its_own(ann):
     ann.stop()
 
 
-def test_a_kernel_that_cannot_leave_keeps_its_server_and_the_culler_says_why(hub, bob):
+def test_a_kernel_that_cannot_be_checkpointed_keeps_its_server_and_the_culler_logs_why(hub, bob):
     bob.start()
     kernel_id = work(bob, "children.ipynb")["kernel"]["id"]
     bob.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
@@ -180,22 +180,22 @@ def test_hub_and_proxy_restart_in_the_middle(hub, ann, bob):
     assert len(proved(ann)) >= 1
     hub.stop("hub")
     hub.start_hub()
-    for desk, id in ((ann, kernel_id), (bob, other)):
-        desk.start()
-        assert desk.run(id, "print(x)") == "41"
-        desk.stop()
+    for user, id in ((ann, kernel_id), (bob, other)):
+        user.start()
+        assert user.run(id, "print(x)") == "41"
+        user.stop()
 
 
-def again_and_again(desk: Desk, times: int) -> None:
-    desk.start()
-    kernel_id = desk.open("torture.ipynb")["kernel"]["id"]
-    desk.run(kernel_id, "n = 0")
+def again_and_again(user: HubUser, times: int) -> None:
+    user.start()
+    kernel_id = user.open("torture.ipynb")["kernel"]["id"]
+    user.run(kernel_id, "n = 0")
     for number in range(1, times + 1):
-        assert desk.run(kernel_id, "n += 1; print(n)") == str(number)
-        desk.culled()
-        desk.start()
-    assert desk.run(kernel_id, "print(n)") == str(times)
-    desk.stop()
+        assert user.run(kernel_id, "n += 1; print(n)") == str(number)
+        user.culled()
+        user.start()
+    assert user.run(kernel_id, "print(n)") == str(times)
+    user.stop()
 
 
 def test_three_culls_in_a_row(ann):

@@ -248,7 +248,7 @@ def test_a_directory_that_could_not_be_made_leaves_nothing(store, vault, monkeyp
     PlainDirectory(vault.base, "one").close()
 
 
-def test_plain_files_that_another_process_uses_are_not_for_want_of_room(vault):
+def test_plain_files_that_another_process_uses_are_no_lack_of_space(vault):
     with contextlib.closing(PlainDirectory(vault.base, "one")) as held:
         with pytest.raises(ImageBusy):
             PlainDirectory(vault.base, "one")

@@ -249,7 +249,7 @@ def test_a_claim_of_a_container_that_was_killed_is_void(image, in_a_container):
         assert not (image.path / layout.CLAIM).exists()
 
 
-def test_a_claim_that_nobody_holds_is_not_void_for_that(image, in_a_container):
+def test_a_claim_without_a_locked_file_is_not_void(image, in_a_container):
     container = in_a_container(image.path, "not held")
     container.kill()
     container.communicate(timeout=60)
@@ -392,9 +392,21 @@ def test_a_removal_does_without_a_lock_that_cannot_be_made(store, image, monkeyp
     assert store.images() == []
 
 
-def test_a_claim_that_cannot_be_written_is_for_lack_of_room(store, image, full):
+def test_a_claim_that_cannot_be_written_means_lack_of_space(store, image, full):
     with image.lease() as lease:
         full()
         with pytest.raises(NoSpace):
             lease.claim(os.getpid())
     store.check(image)
+
+
+@pytest.mark.parametrize("at", ["hardlink_to", "unlink"])
+def test_a_process_that_is_killed_as_it_claims_an_image_damages_nothing(store, at):
+    image = publish(store)
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom jupyter_gpu_ckpt.image import lease\n"
+        f"found = lease.acquire(Path(sys.argv[1]))\nPath.{at} = lambda *_: os._exit(9)\nfound.claim(os.getpid())"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(image.path)], check=False).returncode == 9
+    with image.lease():
+        store.check(image)

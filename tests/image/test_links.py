@@ -62,7 +62,7 @@ def test_what_is_no_link_of_the_dump_stays(store, link, put):
     assert (link.parent / "kept").exists()
 
 
-def test_no_other_name_is_believed(store, link):
+def test_only_names_that_a_dump_created_are_removed(store, link):
     """A manifest is not proved before its image is removed."""
     kept = link.parent / "kept"
     store.remove(publish(store, fingerprint=noted(kept)))

@@ -74,14 +74,14 @@ def test_the_image_of_a_kernel_that_was_shut_down_counts_for_its_bytes_alone(sto
     assert limited(store, bytes=7).over_quota("another", 1) is not None
 
 
-def test_a_damaged_image_takes_room_too(store):
+def test_a_damaged_image_counts_in_the_quota(store):
     image = publish(store, SEVEN)
     manifest = image.path / "manifest.json"
     manifest.write_text("{")
     assert limited(store, bytes=8).over_quota("another", 1) is not None
 
 
-def test_of_two_checkpoints_at_once_one_is_promised_the_room(store):
+def test_of_two_checkpoints_at_once_one_reserves_the_space(store):
     bounded = limited(store, bytes=10)
     first = bounded.begin("first", 6)
     with pytest.raises(QuotaExceeded) as caught:
@@ -124,7 +124,7 @@ def test_twenty_at_once_never_pass_the_limit(store):
         draft.discard()
 
 
-def test_an_image_that_grew_past_its_promise_and_the_limit_is_not_published(store):
+def test_an_image_that_grew_past_its_reservation_and_the_limit_is_not_published(store):
     draft = limited(store, bytes=10).begin("kernel", 5)
     (draft.criu_directory / "ghost.img").write_bytes(b"12345678901")
     with pytest.raises(QuotaExceeded):
@@ -137,7 +137,7 @@ def test_an_image_that_grew_past_its_promise_and_the_limit_is_not_published(stor
     assert [image.manifest.bytes for image in store.images()] == [10]
 
 
-def test_a_promise_goes_with_its_draft(store):
+def test_a_reservation_ends_with_its_draft(store):
     bounded = limited(store, bytes=10)
     draft = bounded.begin("kernel", 9)
     room = store.root / f"{draft.path.name}.reservation"
@@ -164,7 +164,7 @@ time.sleep(600)
 """
 
 
-def test_what_a_server_was_promised_that_was_killed_is_free_at_once(store):
+def test_the_reservation_of_a_killed_server_is_free_at_once(store):
     bounded = limited(store, bytes=10, kernels=1)
     argv = [sys.executable, "-c", CHECKPOINT, str(store.root), str(store.keys.directory)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as server:
@@ -183,7 +183,7 @@ def test_what_a_server_was_promised_that_was_killed_is_free_at_once(store):
     assert [path.name for path in store.root.glob(".draft-*")] == []
 
 
-def test_a_promise_whose_lock_cannot_be_tried_counts(store):
+def test_a_reservation_whose_lock_cannot_be_tried_counts(store):
     """As on a file system that is read only just now."""
     bounded = limited(store, bytes=10)
     draft = bounded.begin("first", 9)

@@ -210,7 +210,7 @@ def test_a_private_directory_of_the_user_is_taken_as_it_is(tmp_path):
     publish(Store(tmp_path / "images"))
 
 
-def test_a_damaged_image_can_be_told_and_removed(store):
+def test_a_damaged_image_can_be_recognized_and_removed(store):
     image, whole = publish(store, b"12345"), publish(store)
     (image.path / MANIFEST).write_text("{")
     assert [found.id for found in store.images()] == [whole.id]
@@ -228,8 +228,8 @@ def test_a_damaged_image_can_be_told_and_removed(store):
     assert list(store.root.iterdir()) == []
 
 
-def test_who_removes_under_the_lease_leaves_no_moment_to_another(store, monkeypatch):
-    """Whoever gets the lease afterwards is told that there is no image, and leaves no lock file behind."""
+def test_a_removal_under_the_lease_cannot_be_overtaken(store, monkeypatch):
+    """The next process with the lease finds no image, and leaves no lock file behind."""
     image = publish(store)
     rmtree, met = store_module.shutil.rmtree, []
 
@@ -286,7 +286,7 @@ def test_a_sweep_that_comes_upon_a_removal_does_not_disturb_it(store, monkeypatc
     assert not list(store.root.iterdir())
 
 
-def test_free_space_is_told_before_the_directory_exists(tmp_path):
+def test_free_space_is_known_before_the_directory_exists(tmp_path):
     assert Store(tmp_path / "not" / "yet").free() > 0
 
 
@@ -305,7 +305,7 @@ def test_the_image_of_another_user_is_not_ours(store):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may look everywhere; tests/hub/test_others_images.py has this")
-def test_a_link_to_where_nobody_may_look_is_passed_over(store, tmp_path):
+def test_a_link_to_an_unreadable_directory_is_passed_over(store, tmp_path):
     closed = tmp_path / "closed"
     (closed / "inside").mkdir(parents=True)
     store.prepare()
@@ -332,7 +332,7 @@ def test_a_sweep_removes_the_locks_whose_drafts_are_gone(store):
 
 
 @pytest.mark.parametrize("broken_off", ["manifest.json", "manifest.mac"])
-def test_a_seal_that_was_broken_off_can_be_made_again(store, monkeypatch, broken_off):
+def test_an_interrupted_seal_can_be_repeated(store, monkeypatch, broken_off):
     image = publish(store)
     replace = Path.replace
 

@@ -67,7 +67,7 @@ except GpuCkptError as error:
 
 
 def of(uid: int, named) -> list[str]:
-    """What the doctor and `prepare` tell the user ``uid``, a line each."""
+    """Return what the doctor and `prepare` print for the user ``uid``, a line each."""
     package = str(user_directory.__file__).partition("/jupyter_gpu_ckpt/")[0]
     answer = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(uid), str(named)],
@@ -114,7 +114,7 @@ def test_two_users_share_roots_directory(reachable):
     ],
     ids=["not sticky", "another's", "not writable", "taken", "a link"],
 )
-def test_what_is_wrong_with_a_shared_directory_is_told_and_not_changed(reachable, change, advice):
+def test_a_fault_of_a_shared_directory_is_reported_and_not_changed(reachable, change, advice):
     change(reachable)
     before = reachable.stat().st_mode, sorted(reachable.iterdir())
     told, refused = of(ADA, reachable)

@@ -152,7 +152,7 @@ def test_a_machine_that_never_saw_the_kernel_takes_what_is_sealed(store, image, 
     Store(store.root, Keyring(tmp_path / "elsewhere")).check(image)
 
 
-def test_the_record_of_a_kernel_that_has_ended_is_put_away_and_forgets_nothing(store, tmp_path):
+def test_the_record_of_a_kernel_that_has_ended_is_archived_complete(store, tmp_path):
     """One file for all of them; an old image that is put back is refused as before."""
     generations = store.generations
     old, new = publish(store, generation=1), publish(store, generation=2)
@@ -190,7 +190,7 @@ def test_a_line_that_a_crash_cut_off_hides_none_of_the_others(store):
     assert [generations.next_generation(id, 0) for id in ("a", "b", "c")] == [4, 1, 10]
 
 
-def test_generations_go_on_from_the_image_a_kernel_came_from(store):
+def test_generations_continue_from_the_image_a_kernel_was_restored_from(store):
     generations = store.generations
     assert generations.next_generation("k", 0) == 1
     assert generations.next_generation("k", 7) == 8

@@ -58,7 +58,7 @@ def test_without_a_session_it_has_a_name_that_nobody_can_guess_and_is_found_agai
 
 
 @pytest.mark.parametrize("becomes", ["gone", "taken"])
-def test_one_that_was_swept_away_is_followed_by_another(temporary, becomes):
+def test_a_directory_that_was_swept_is_replaced_by_another(temporary, becomes):
     base = directories.default_runtime_base()
     base.rmdir()
     if becomes == "taken":
@@ -83,7 +83,7 @@ def test_where_nothing_can_be_remembered(temporary, tmp_path, monkeypatch, first
     assert directories.default_runtime_base() == base
 
 
-def test_a_directory_of_others_is_refused_and_one_that_cannot_be_made_is_told(temporary, tmp_path):
+def test_a_directory_of_others_is_refused_and_one_that_cannot_be_created_is_reported(temporary, tmp_path):
     taken(temporary / "theirs")
     with pytest.raises(CapsuleError, match="belongs to this user alone"):
         directories.make_runtime_dir(temporary / "theirs")

@@ -92,7 +92,7 @@ async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_a
     assert server.store.images() == []
 
 
-async def test_a_client_of_the_old_server_goes_on_with_the_new_one(server):
+async def test_a_client_of_the_old_server_continues_with_the_new_one(server):
     """The same sockets and the same session: what a browser tab has that reconnects by itself."""
     first = await server.start()
     await first.run("x = 1")
@@ -167,7 +167,7 @@ async def test_after_kill_9_of_the_server_the_living_kernel_is_attached_with_not
 
 @pytest.mark.parametrize("now", [False, True])
 async def test_a_kernel_that_is_shut_down_while_it_sleeps_goes_with_its_image(server, caplog, now):
-    """Whoever shuts it down wants it no more; that is said in the log."""
+    """A user who shuts a kernel down does not want it any more; the log says so."""
     first = await server.start()
     image = await first.provisioner.checkpoint()
     with caplog.at_level("INFO"):

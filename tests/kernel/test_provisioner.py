@@ -12,7 +12,7 @@ from jupyter_gpu_ckpt.errors import CapsuleError, CapsuleGone
 async def test_a_capsule_that_dies_at_the_start_is_no_reason_for_a_plain_kernel(
     tmp_path, runtime_base, criu_binary, monkeypatch, caplog
 ):
-    """The host is fit: whoever starts the kernel is told, and the next start has a capsule."""
+    """The host is fit: the start fails with the reason, and the next start has a capsule."""
     spawn, made = Capsule.spawn, []
 
     def killed(self, *arguments):

@@ -94,7 +94,7 @@ async def test_resume_of_a_checkpointed_kernel_is_refused_and_nothing_happens(ke
     assert kernel.state == "checkpointed"
 
 
-async def test_clocks_go_on_from_where_they_were(kernel):
+async def test_clocks_continue_from_where_they_were(kernel):
     began = time.monotonic()
     await kernel.run("import time; before = time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)")
     await kernel.provisioner.checkpoint()
@@ -221,7 +221,7 @@ async def test_raw_output_of_the_kernel_reaches_the_servers_stderr(tmp_path, run
     assert "raw two" in seen
 
 
-async def test_two_kernels_of_one_server_leave_and_come_back_side_by_side(tmp_path, runtime_base, criu_binary):
+async def test_two_kernels_of_one_server_are_checkpointed_and_restored_in_parallel(tmp_path, runtime_base, criu_binary):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     async with notebook(tmp_path / "a", runtime_base) as one, notebook(tmp_path / "b", runtime_base) as two:

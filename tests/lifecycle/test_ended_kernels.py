@@ -100,7 +100,7 @@ async def test_a_stock_kernel_leaves_none_either(tmp_path):
 
 
 @pytest.mark.parametrize("end", ENDS)
-async def test_a_kernel_that_was_away_leaves_none_either(kernel, end):
+async def test_a_kernel_that_was_restored_leaves_none_either(kernel, end):
     made = await make(kernel)
     await kernel.provisioner.checkpoint()
     assert all(path.exists() for path in made), "its image needs them"

@@ -232,7 +232,7 @@ def test_a_kernel_that_is_lost_without_an_image_names_none(rig):
 
 
 @pytest.mark.parametrize("error", [NoSpace, NoMemory])
-def test_too_little_room_in_the_middle_says_what_is_left(rig, error):
+def test_too_little_memory_in_the_middle_says_what_is_left(rig, error):
     """Both come as well when a dump, or a wake, is half done."""
 
     def fault(event: StepEvent) -> None:
@@ -267,7 +267,7 @@ def test_too_full_to_resume_stays_suspended_and_can_still_go_to_disk(rig, hog):
 @pytest.mark.parametrize("step", ["cuda_resume", "connect", "thaw"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_step_of_a_wake_that_fails_by_chance_is_tried_once_more(rig, step, times):
-    """In a fresh process; after the second failure the image is kept and a person is told what can be done."""
+    """In a fresh process; after the second failure the image is kept and the error says what to do."""
     rig.lifecycle.checkpoint()
     image, pids = rig.lifecycle.image, []
 
@@ -312,7 +312,7 @@ def test_what_is_no_chance_is_not_tried_twice(rig, error):
     rig.runs_on()
 
 
-def test_another_restore_holds_the_gpu(rig):
+def test_another_restore_has_the_gpu_locked(rig):
     rig.lifecycle.suspend()
     with rig.lifecycle.engine.gpus.reservation({A: 0}, 1.0):
         assert rig.fails("resume", "GPU_FULL").details["locked"]
@@ -438,7 +438,7 @@ def test_the_helper_is_killed_on_the_way_back(rig, away, op, when):
     rig.runs_on()
 
 
-def test_device_files_held_by_nvml_are_told_and_everything_is_taken_back(rig):
+def test_device_files_that_nvml_has_open_are_reported_and_everything_is_undone(rig):
     rig.fake.nvml = True
     error = rig.fails("checkpoint", "DEVICE_HELD")
     assert "/dev/nvidiactl" in error.details["files"]
@@ -447,8 +447,8 @@ def test_device_files_held_by_nvml_are_told_and_everything_is_taken_back(rig):
     rig.cycle()
 
 
-def test_device_files_held_and_no_room_to_go_back(rig, hog):
-    """The driver is never asked to restore without room, not even to undo."""
+def test_device_files_that_are_open_and_too_little_gpu_memory_for_the_undo(rig, hog):
+    """The driver never restores without free memory, not even for an undo."""
     rig.fake.nvml = True
     checkpoint, others = rig.driver._cuda_checkpoint, []
     rig.driver._cuda_checkpoint = lambda pid: (checkpoint(pid), others.append(hog()))[0]
@@ -524,7 +524,7 @@ def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monke
 
 
 def test_a_locked_process_is_unlocked_by_the_next_verb_when_its_own_could_not(rig):
-    """Unlock fails twice (the driver says no): suspended by name, and the next wake needs no room for it."""
+    """Unlock fails twice (the driver refuses): the state is suspended, and the next wake needs no free memory."""
     rig.lifecycle.suspend()
     rig.driver.refuse["cuda.unlock"] = 999
     rig.fails("wake", "CUDA_FAILED")

@@ -85,7 +85,7 @@ def test_undo_runs_backwards_over_what_was_done():
     assert undo == (Step.CONTINUE, Step.CONNECT, Step.CUDA_RESUME, Step.THAW, Step.RELEASE)
 
 
-def test_an_undo_without_room_on_the_gpu_leaves_the_kernel_suspended():
+def test_an_undo_without_free_gpu_memory_leaves_the_kernel_suspended():
     after = run(RUNNING, Move.CHECKPOINT, fail_at=Step.DUMP, undo_fails=(Step.CUDA_RESUME,))
     assert (after.state, after.process) == (State.SUSPENDED, True)
     assert run(after, Move.WAKE).state is State.RUNNING
@@ -131,7 +131,7 @@ def test_every_step_that_a_plan_can_undo_has_an_undo_that_is_no_step_of_its_own_
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_walks_keep_the_promise(seed):
+def test_random_walks_end_with_a_running_kernel_or_an_image(seed):
     """Any verb in any resting state, any step failing: never without process and image, never stuck."""
     chance = random.Random(seed)
     kernel = RUNNING

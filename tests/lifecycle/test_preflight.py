@@ -215,7 +215,7 @@ def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
     assert judge_report(report) == []
 
 
-def test_a_mapping_that_a_quiesce_has_not_tried_to_mend_forbids_nothing_yet(monkeypatch):
+def test_a_mapping_that_no_quiesce_has_tried_to_move_forbids_nothing_yet(monkeypatch):
     """Of `multiprocessing.Lock`, which every tqdm bar has."""
     monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
     assert judge_report({"deleted_mappings": [{"path": "/dev/shm/sem.x", "reason": "not tried"}]}) == []

@@ -86,7 +86,7 @@ def test_what_may_change_within_the_same_tick_is_not_remembered(tmp_path, reads)
 
 
 def test_a_stamp_of_whole_seconds_is_trusted_by_this_process_alone(tmp_path, settled, monkeypatch):
-    """It may be one of an image of a file system, whose times whoever made it chose."""
+    """The file may be in an image of a file system, whose maker chose its times."""
     identity = module.identity
 
     def coarse(status):

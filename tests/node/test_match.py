@@ -426,7 +426,7 @@ def test_the_working_directory_must_be_there(data):
     assert found == {str(data), str(data.parent)}
 
 
-def test_a_unix_socket_that_another_process_has_made_since_is_told(tmp_path):
+def test_a_unix_socket_that_another_process_has_created_since_is_reported(tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as own:
         own.bind(str(path))

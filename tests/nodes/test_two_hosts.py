@@ -95,7 +95,7 @@ def test_ports_that_another_process_of_the_new_host_has(hosts):
 
 
 def test_a_host_that_was_cut_off_while_its_kernel_slept_does_not_bring_it_back(hosts):
-    """The other one has it by then; healed, the first one is told so, and there is one kernel."""
+    """The other host has restored the kernel by then; reconnected, the first one is refused, and one kernel runs."""
     near, far, _ = hosts
     began(near, "tcp")
     near.ask("evaluate", "n", SETUP)

@@ -173,7 +173,7 @@ def test_all_threads_are_frozen_and_run_on(tmp_path, kinds):
 
 
 @pytest.mark.torture
-def test_all_threads_are_parked_a_thousand_times(tmp_path):
+def test_all_threads_are_stopped_a_thousand_times(tmp_path):
     with running(tmp_path, *KINDS[:5] * 3) as subject:
         for _ in range(1000):
             frozen = subject.frozen()
@@ -183,7 +183,7 @@ def test_all_threads_are_parked_a_thousand_times(tmp_path):
 
 
 def test_signals_are_not_lost(tmp_path):
-    """Such as queue: sent before, while threads are being parked, and to parked ones."""
+    """Signals that queue: sent before, while threads are being stopped, and to stopped ones."""
     sent = 0
     with running(tmp_path, "computes", "waits", "comes") as subject:
         for _ in range(10):
@@ -211,7 +211,7 @@ def test_a_thread_that_cannot_be_frozen(tmp_path):
         subject.goes_on("locks")
 
 
-def test_a_thread_that_holds_no_memory_s_lock_is_parked_where_there_is_no_other_way(tmp_path):
+def test_a_thread_without_a_lock_of_memory_is_stopped_where_there_is_no_other_way(tmp_path):
     with running(tmp_path, "computes", "allocates", "locks") as subject:
         with open(subject.lock) as held:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -253,7 +253,7 @@ def test_a_thread_that_may_be_a_driver_s_of_another_release(tmp_path, name):
         frozen.release()
 
 
-def test_who_parked_is_killed(tmp_path):
+def test_the_process_that_stopped_the_threads_is_killed(tmp_path):
     with running(tmp_path, *KINDS[:5]) as subject:
         parker = subprocess.Popen(
             [sys.executable, "-c", PARKER, str(subject.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -392,7 +392,7 @@ sys.stdin.read()
 """
 
 
-def test_threads_that_wait_inside_the_driver_are_parked_and_no_others(tmp_path):
+def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler on this machine")

@@ -728,7 +728,7 @@ def mount(*arguments: str | Path) -> None:
         ("50 20 0:60 /part /of_host rw - tmpfs tmpfs rw", True),
     ],
 )
-def test_a_mount_of_the_kernel_is_told_from_others(line, own):
+def test_a_mount_of_the_kernel_is_distinguished_from_others(line, own):
     before = ["20 1 8:1 / / rw shared:1 - ext4 /dev/sda rw", "30 20 0:30 / /net rw - nfs4 server:/ rw"]
     outside = [*before, "77 20 0:60 / /of_host rw - tmpfs tmpfs rw"]
     now, was, host = ("\n".join(lines) for lines in ([*before, line], before, outside))
@@ -892,7 +892,7 @@ def test_the_flags_of_a_mapping_are_judged_by_what_is_mapped(monkeypatch, name, 
     assert found.inventory[str(os.getpid())]["mappings"] == [[0x7F0000000000, 0x7F0000001000]]
 
 
-def test_a_look_at_a_socket_leaves_where_its_owner_looks_next():
+def test_an_inspection_of_a_socket_keeps_its_peek_offset():
     near, far = socket.socketpair()
     with near, far:
         far.setsockopt(socket.SOL_SOCKET, 16, 1)  # SO_PASSCRED

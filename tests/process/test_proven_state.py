@@ -81,7 +81,9 @@ UNPROVEN = [
 
 
 @pytest.mark.parametrize(("code", "end", "error", "words"), UNPROVEN, ids=[words for *_, words in UNPROVEN])
-async def test_a_kernel_with_what_is_not_proven_runs_on_and_leaves_when_it_is_gone(kernel, code, end, error, words):
+async def test_a_kernel_with_unproven_state_runs_on_and_is_checkpointed_once_it_is_gone(
+    kernel, code, end, error, words
+):
     await kernel.run(code)
     (finding,) = [finding for finding in kernel.lifecycle.findings() if finding.blocks]
     assert words in finding.text
@@ -106,7 +108,7 @@ import os; os.close(ruleset)
 """
 
 
-async def test_a_kernel_in_a_sandbox_of_landlock_does_not_leave_it_by_sleeping(kernel):
+async def test_a_kernel_confined_by_landlock_is_refused_and_runs_on(kernel):
     await kernel.run(LANDLOCK)
     with pytest.raises(UnprovenState) as caught:
         await kernel.provisioner.checkpoint()

@@ -121,7 +121,7 @@ WOKEN = {"poll": [1, 0], "poll-timeout": [1, 0], "epoll": [1, 0], "epoll-timeout
 }
 
 
-def test_who_waits_does_not_notice_a_dump_and_a_restore(home, capsule, criu):
+def test_threads_that_wait_do_not_notice_a_dump_and_a_restore(home, capsule, criu):
     subject = Waiting(capsule, home)
     subject.start()
     criu.dump(capsule, home / "image", timeout=30)
@@ -135,7 +135,7 @@ def test_who_waits_does_not_notice_a_dump_and_a_restore(home, capsule, criu):
 
 
 @pytest.mark.parametrize("well", [True, False], ids=["taken back", "failed"])
-def test_who_waits_does_not_notice_a_dump_that_comes_to_nothing(home, capsule, criu, well):
+def test_threads_that_wait_do_not_notice_a_failed_dump(home, capsule, criu, well):
     subject = Waiting(capsule, home)
     subject.start()
     if well:

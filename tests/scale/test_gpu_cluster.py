@@ -87,7 +87,7 @@ def test_all_that_people_wanted_is_computed_or_they_were_turned_away(plan):
 
 
 def test_computing_is_what_the_gpus_computed():
-    """One kernel at a time: cells and GPUs tell of the same seconds."""
+    """One kernel at a time: cells and GPUs have the same seconds."""
     cluster = Cluster(replace(SMALL, any_gpu=True))
     result = cluster.run()
     for gpu in cluster.gpus:

@@ -99,7 +99,7 @@ async def test_what_a_killed_sender_had_sent_goes_when_the_kernel_is_back(store,
     assert not list(store.root.glob(f".{image.id}*"))
 
 
-async def test_what_could_not_be_sent_is_told_and_tried_again(store, caplog):
+async def test_content_that_could_not_be_sent_is_reported_and_tried_again(store, caplog):
     publish(store)
     cold = ColdTier(store, "nonsense://place", 0.4, LOG)
     cold.start()

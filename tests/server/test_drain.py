@@ -59,7 +59,7 @@ def test_it_is_no_activity_and_neither_is_asking(live, two):
     assert [kernel["last_activity"] for kernel in live.get("api/kernels")] == moments
 
 
-def test_a_busy_kernel_stays_and_says_why_and_the_other_leaves(live, two):
+def test_a_busy_kernel_stays_with_a_reason_and_the_other_is_checkpointed(live, two):
     busy, idle = two
     with live.busy(busy):
         result = drain(live)["result"]

@@ -42,7 +42,7 @@ def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:
     raise AssertionError(f"{until_state} did not come")
 
 
-def test_a_protection_is_told_whoever_sets_it(live, kernel_id):
+def test_a_protection_is_an_event_for_each_way_to_set_it(live, kernel_id):
     def told(next_event) -> dict:
         while (event := next_event())["schema_id"] != PROTECTION:
             pass
@@ -56,7 +56,7 @@ def test_a_protection_is_told_whoever_sets_it(live, kernel_id):
         assert told(next_event)["protected_until"] is None
 
 
-def test_a_checkpoint_is_told_step_by_step(live, kernel_id):
+def test_each_step_of_a_checkpoint_is_an_event(live, kernel_id):
     with live.events() as next_event:
         live.do(kernel_id, "checkpoint")
         events = gather(next_event, until_state="checkpointed")
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_told_step_by_step(live, kernel_id):
     assert dump["expected_bytes"] > dump["bytes"] / 4, "the estimate is of the right kind"
 
 
-def test_a_long_dump_is_told_of_while_it_lasts(live, kernel_id):
+def test_a_long_dump_has_events_while_it_lasts(live, kernel_id):
     live.run(kernel_id, "import os; block = os.urandom(800 << 20)")
     with live.events() as next_event:
         live.do(kernel_id, "checkpoint")
@@ -101,7 +101,7 @@ async def test_what_a_dump_has_written_so_far_can_be_asked(kernel):
     assert written == [0, pytest.approx(image.manifest.bytes, rel=0.01), 0]
 
 
-def test_a_wake_by_a_client_is_told_too(live, kernel_id):
+def test_a_wake_by_a_client_has_events_too(live, kernel_id):
     live.do(kernel_id, "checkpoint")
     with live.events() as next_event:
         live.run(kernel_id, "pass")
@@ -243,7 +243,7 @@ def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_t
     assert by_seconds.fraction == pytest.approx(share)
 
 
-async def test_a_step_under_way_is_told_of_until_it_ends_and_then_nobody_looks(monkeypatch):
+async def test_a_running_step_has_events_until_it_ends_and_is_not_measured_afterwards(monkeypatch):
     monkeypatch.setattr(monitor_module, "POLL_INTERVAL", 0.01)
     told: list[Stepped] = []
     monitor = KernelMonitor(IOLoop.current(), logging.getLogger("watch"))

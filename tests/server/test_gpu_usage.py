@@ -26,7 +26,7 @@ SCHEMA = jsonschema_rs.validator_for(yaml.safe_load((SCHEMAS / "gpu_usage.yaml")
 
 
 class World:
-    """Two GPUs, one kernel, and what was told."""
+    """Two GPUs, one kernel, and the events."""
 
     def __init__(self, directory: Path, monkeypatch) -> None:
         self.driver = FakeDriver({A: 10 * GIB, B: 10 * GIB})
@@ -48,7 +48,7 @@ async def world(tmp_path, monkeypatch):
     await made.usage.stop()
 
 
-async def test_the_document_says_who_holds_what(world):
+async def test_the_document_has_the_device_memory_of_each_kernel(world):
     document = await world.usage.document()
     a, b = document["gpus"]
     assert (a["uuid"], a["used"], a["kernels"]) == (A, 3 * GIB, {"k": 3 * GIB})
@@ -56,7 +56,7 @@ async def test_the_document_says_who_holds_what(world):
     assert [used for _, used in a["history"]] == [3 * GIB]
 
 
-async def test_only_a_change_is_told_and_as_the_schema_says(world):
+async def test_only_a_change_is_an_event_and_follows_the_schema(world):
     await world.usage.measure()
     await world.usage.measure()
     assert len(world.told) == 1
@@ -111,7 +111,7 @@ async def test_without_a_gpu_it_stops_looking(world):
     assert (await world.usage.document())["gpus"] == []
 
 
-async def test_a_fault_ends_nothing_and_is_told_once(world, monkeypatch, caplog):
+async def test_a_fault_ends_nothing_and_is_logged_once(world, monkeypatch, caplog):
     for error in (GpuCkptError("no driver just now"), RuntimeError("unheard of")):
         caplog.clear()
         monkeypatch.setattr(world.usage, "_provisioners", Failing(error))
@@ -125,7 +125,7 @@ async def test_a_fault_ends_nothing_and_is_told_once(world, monkeypatch, caplog)
         await world.usage.stop()
 
 
-async def test_it_looks_on_after_a_fault_at_first(world, monkeypatch):
+async def test_it_continues_after_a_fault_at_first(world, monkeypatch):
     well = world.usage._provisioners
     monkeypatch.setattr(world.usage, "_provisioners", Failing(GpuCkptError("no driver just now")))
     world.usage.start()

@@ -70,7 +70,7 @@ def test_what_is_no_way_to_restore(live, kernel_id):
 
 
 def test_names_of_gpus_that_are_no_text(live, kernel_id):
-    """A string of JSON may be half of a character: it is refused by the verb, and its job can be told of."""
+    """A JSON string may have a lone surrogate: the verb refuses it, and its job can be read."""
     reply = live.ask(
         "POST", f"gpu-ckpt/kernels/{kernel_id}/restore", data=b'{"gpu_map": {"\\ud800\\u001b": "\\udfff"}}'
     )

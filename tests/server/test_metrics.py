@@ -73,7 +73,7 @@ def monitor():
 
 
 def story(watched: MonitoredKernel, *parts) -> None:
-    """States and completed steps at moments, as a kernel's worker would tell them."""
+    """States and completed steps at given times, as a kernel's worker would report them."""
     sizes = Sizes(host=1, device={"GPU-a": 600, "GPU-b": 400})
     for at, what in parts:
         if isinstance(what, State):
@@ -87,7 +87,7 @@ def ours() -> dict[tuple, float]:
     return samples(generate_latest(REGISTRY).decode())
 
 
-def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_is_away(monitor):
+def test_gpu_seconds_are_counted_for_each_gpu_while_the_kernel_sleeps(monitor):
     watched = monitor.add("k", Provisioner())
     freed = ours()["gpu_ckpt_device_bytes_freed_total",]
     story(watched, (0.0, State.RUNNING), (10.0, State.SUSPENDING), (11.0, "cuda_suspend"), (12.0, State.SUSPENDED))

@@ -183,7 +183,7 @@ def test_a_kernel_in_the_middle_of_its_dump_at_the_deadline_is_not_lost(home, ru
         assert second.run(kernel_id, "print(x, len(block) >> 20)") == "41 800"
 
 
-def test_whoever_asks_early_is_not_told_that_the_kernels_are_gone(home, runtime_base, criu_binary):
+def test_an_early_request_is_not_answered_without_the_kernels(home, runtime_base, criu_binary):
     """A tab that reconnects by itself would believe it."""
     with server(home, runtime_base) as first:
         kernels = [first.start_kernel() for _ in range(4)]
@@ -221,7 +221,7 @@ app._EARLY = 0.1
 
 
 def test_a_notebook_that_is_opened_while_kernels_still_come_back_waits_for_its_own(home, runtime_base, criu_binary):
-    """A front end that is told of none starts another, and the variables are out of its sight."""
+    """A front end that finds no session starts another kernel, without the variables."""
     with server(home, runtime_base) as first:
         before = open_notebook(first)
         kernel_id = before["kernel"]["id"]
@@ -257,7 +257,7 @@ ServerApp.cleanup_kernels = and_dawdle
 """
 
 
-def test_whoever_asks_on_the_way_down_is_not_told_that_the_kernels_are_gone(home, runtime_base, criu_binary):
+def test_a_request_during_the_stop_is_not_answered_without_the_kernels(home, runtime_base, criu_binary):
     """A connection that was made before is served to the end; and jupyter_server drops sessions without a kernel."""
     gone, go = home / "gone", home / "go"
     config = GONE.format(gone=str(gone), go=str(go))

@@ -132,7 +132,7 @@ def test_from_ram_to_disk_and_back_with_the_device_memory(patient):
     assert float(metrics["gpu_ckpt_gpu_seconds_freed_total"]) > 0
 
 
-def test_without_room_a_cell_is_told_why_and_runs_once_there_is_some(patient):
+def test_without_gpu_memory_a_wake_is_refused_and_a_cell_runs_once_there_is_some(patient):
     first, second = patient.start_kernel(), patient.start_kernel()
     for kernel_id in (first, second):
         patient.run(kernel_id, "x = 1")

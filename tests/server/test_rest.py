@@ -82,7 +82,7 @@ def test_nothing_is_replied_that_is_not_described_about_a_real_kernel(case, live
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
-def test_without_a_token_nobody_is_told_anything(live, method, path):
+def test_without_a_token_nothing_is_answered(live, method, path):
     reply = requests.request(method, live.url + path, timeout=60, allow_redirects=False)
     assert reply.status_code == 403
     assert "gpu" not in reply.text.lower()
@@ -374,7 +374,7 @@ def test_a_protection_needs_a_number_of_seconds(live, kernel_id, body):
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
 
 
-def test_a_kernel_without_a_server_is_taken_over_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):
+def test_a_kernel_without_a_server_is_attached_asleep_and_with_its_notebook(tmp_path, runtime_base, criu_binary):
     model = {"path": "a b.ipynb", "name": "a b.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
     with server(tmp_path / "home", runtime_base) as first:
         (tmp_path / "home" / "work" / "a b.ipynb").write_text("{}")
@@ -436,7 +436,7 @@ def test_an_image_whose_kernel_another_server_has_is_not_opened_and_the_reason_i
             assert "Another server has the kernel" in refused.json()["error"]["message"]
 
 
-def test_what_gpus_there_are_is_told_as_described(live):
+def test_the_list_of_gpus_follows_its_schema(live):
     validate("/gpus", live.get("gpu-ckpt/gpus"))
 
 

@@ -116,7 +116,7 @@ def curve_keys(running: Server, kernel_id: str) -> tuple[str | None, str | None]
 
 
 def strangers_get_no_answer(running: Server, kernel_id: str) -> bool:
-    """Who has no key is not heard: a beat comes back to those alone who speak CURVE."""
+    """A client without the key is not served: a heartbeat is answered over CURVE only."""
     info = connection(running, kernel_id)
     with zmq.Context() as context:
         beats = {}

@@ -91,7 +91,7 @@ async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "py
 
 
 async def until(true: Callable[[], bool], timeout: float = 60) -> None:
-    """Poll for what no event tells; a deadline that passes is a failure.  `waiting.until` is for plain functions."""
+    """Poll for a condition that has no event; fail after ``timeout``.  `waiting.until` is for plain functions."""
     deadline = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"

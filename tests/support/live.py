@@ -39,7 +39,7 @@ class Server:
         return requests.request(method, self.url + path, headers=headers, timeout=60, **kwargs)
 
     def answers(self) -> bool:
-        """Whether it is up.  It tells its port a moment before it listens."""
+        """Return whether the server is up. It writes its port a moment before it listens."""
         try:
             return self.ask("GET", "api").ok
         except requests.exceptions.ConnectionError:

@@ -33,7 +33,7 @@ while True:
 
 
 class Subject:
-    """A Python in a capsule that runs what it is told, and answers with the `repr` of the name ``answer``."""
+    """A Python in a capsule that runs the test's code and answers with the `repr` of the name ``answer``."""
 
     def __init__(self, capsule: Capsule) -> None:
         self._told, self._said = capsule.directory / "told", capsule.directory / "said"

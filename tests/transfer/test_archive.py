@@ -70,7 +70,7 @@ def test_one_that_cannot_be_sent_stays_whole(store, remote, monkeypatch):
     assert (same, error.code) == (image, "REMOTE_FAILED")
 
 
-def test_content_that_is_gone_is_told(store, remote):
+def test_content_that_is_gone_is_reported(store, remote):
     image = publish(store)
     archive.archive(image, store, remote)
     remote.remove(image.id)
@@ -174,7 +174,7 @@ def test_a_wake_that_is_under_way_keeps_the_content(store, remote, interrupted, 
         assert archive.archive(image, store, remote) == 5004
 
 
-def test_nobody_holds_the_image_while_the_other_side_is_asked(store, remote, monkeypatch):
+def test_the_image_is_not_locked_during_requests_to_the_other_side(store, remote, monkeypatch):
     """The next wake has a moment's patience, and networks have none."""
     image = publish(store)
     real, small, held = leases.acquire, remote._small, []

@@ -94,7 +94,7 @@ def test_a_bit_that_is_lost_on_the_way_is_noticed_at_once_and_sent_again(remote,
     store.check(image)
 
 
-def test_what_lies_there_of_the_right_size_is_not_believed(remote, store):
+def test_a_part_of_the_right_size_with_other_content_is_sent_again(remote, store):
     image = publish(store)
     remote._make_directory(image.id)
     remote._put(image.id, "0001-000001", b"q" * 1000)

@@ -150,7 +150,7 @@ def failing(remote: Remote, sending: bool, after: int) -> Iterator[list[str]]:
         yield tried
 
 
-def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far):
+def test_an_interrupted_push_is_never_visible_and_resumes_where_it_was(place, near, far):
     image = publish(near)
     broken = place.remote()
     with failing(broken, True, 4), pytest.raises(RemoteFailed):
@@ -164,7 +164,7 @@ def test_a_push_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, 
     far.check(place.remote().pull(image.id, far))
 
 
-def test_a_pull_that_broke_off_is_never_visible_and_goes_on_where_it_was(place, near, far):
+def test_an_interrupted_pull_is_never_visible_and_resumes_where_it_was(place, near, far):
     image = publish(near)
     place.remote().push(image, remove_from=near)
     broken = place.remote()
@@ -302,7 +302,7 @@ def test_other_things_in_the_place_are_no_images(tmp_path):
     assert Remote(f"file://{shared}").images() == []
 
 
-def test_too_little_room_is_told_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
+def test_too_little_space_is_reported_before_anything_is_fetched(near, far, tmp_path, monkeypatch):
     image, _, remote = directory_with(near, tmp_path)
     monkeypatch.setattr(Store, "free", lambda self: 1000)
     with pytest.raises(NoSpace) as caught:

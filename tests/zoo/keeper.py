@@ -137,7 +137,7 @@ class Zoo:
         ]
 
     async def announced(self) -> str:
-        """What the user is told who asks before the kernel leaves."""
+        """Return what a user reads who runs `%gpu_checkpoint --status` before the checkpoint."""
         return await self.run("%gpu_checkpoint --status")
 
     async def undone(self, keys: Sequence[str]) -> None:
@@ -222,7 +222,7 @@ async def alone_in_new(directory: Path, key: str) -> Outcome:
 
 
 async def one_by_one(directory: Path, keys: Sequence[str]) -> AsyncIterator[Outcome]:
-    """Each kind alone, in the same kernel as long as it can be undone: then the kernel must leave and come back."""
+    """Each kind alone, in the same kernel as long as it can be undone: then the kernel must sleep and wake."""
     number, left = 0, list(keys)
     while left:
         number += 1

@@ -22,7 +22,7 @@ HEAD = (
     "the state, and the kernel keeps running. *announced*: not kept, and `%gpu_checkpoint --status` says so "
     "beforehand. *documented*: not kept, cannot be repaired from outside, and [the "
     "documentation](../usage.md#what-comes-back-and-what-does-not) says so. "
-    "*not to be had*: the system does not offer it, or not to this user. A word in **bold** is a known loss that is "
+    "*not possible*: the system does not offer it, or not to this user. A word in **bold** is a known loss that is "
     "not fixed yet.\n"
 )
 
@@ -34,8 +34,8 @@ TITLES = {
     "threads": "Threads",
     "signals": "Signals",
     "timers": "Timers and clocks",
-    "attributes": "What the system holds about the process",
-    "identity": "Who the process is",
+    "attributes": "Process attributes",
+    "identity": "Identity and namespaces",
     "terminals": "Terminals",
     "children": "Children",
     "runtime": "Python and its standard library",
@@ -49,7 +49,7 @@ def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
     """What the table says of one kind for one user."""
     if outcome is None:
         return "not tried"
-    said = {"impossible": "not to be had", "refused": f"refused, `{outcome.code}`"}.get(outcome.what, outcome.what)
+    said = {"impossible": "not possible", "refused": f"refused, `{outcome.code}`"}.get(outcome.what, outcome.what)
     if outcome.what == "impossible":
         return said
     if why_not(kind, who, outcome):
@@ -60,7 +60,7 @@ def cell(kind: Kind, who: str, outcome: Outcome | None) -> str:
 
 def remark(kind: Kind) -> str:
     """What to do about it, or what is lost."""
-    return f"**Not mended yet:** {kind.loss}" if kind.loss else kind.advice
+    return f"**Not fixed yet:** {kind.loss}" if kind.loss else kind.advice
 
 
 def table(kinds: Mapping[str, Kind], found: Mapping[str, Mapping[str, Outcome]]) -> str:

@@ -105,7 +105,7 @@ class Kernel:
         return self.capsule.host_pid
 
     def runs_on(self) -> None:
-        """Unlocked, nobody is parked, everything is on the device."""
+        """Unlocked, no thread is stopped, all memory is on the device."""
         assert self.state == RUNNING
         assert self.path.amounts().swapped_out == 0
         self._program.goes_on()

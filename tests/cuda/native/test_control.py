@@ -27,7 +27,7 @@ def listener(subject):
     return subject
 
 
-def test_a_connection_that_ends_after_leave_forgets_the_copy(listener):
+def test_a_connection_that_ends_after_a_swap_out_discards_the_copy(listener):
     with listener.control() as control:
         control.must("copy_out")
     with listener.control() as control:
@@ -37,7 +37,7 @@ def test_a_connection_that_ends_after_leave_forgets_the_copy(listener):
     listener.intact(3)
 
 
-def test_what_is_away_outlives_the_connection(listener):
+def test_swapped_out_memory_outlives_the_connection(listener):
     with listener.control() as control:
         control.must("copy_out", "free")
     with listener.control() as control:
@@ -272,7 +272,7 @@ def test_a_child_has_no_socket_of_ours_not_even_of_a_connection(listener):
 
 
 def test_children_are_refused_whatever_another_thread_was_at(programs, doubles):
-    """Forked while threads allocate and free: whoever had a lock is not there to give it back."""
+    """Forked while threads allocate and free: in the child, a thread that had a lock does not exist to release it."""
     with running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)
         assert subject.ask("churn", 4) == "ok"

@@ -194,7 +194,7 @@ def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
     kernel.runs_on()
 
 
-def test_nothing_is_written_ahead_that_leaves_others_no_room(kernel, monkeypatch):
+def test_nothing_is_written_ahead_that_leaves_others_no_space(kernel, monkeypatch):
     monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks - 1)
     kernel.lifecycle.suspend()
     assert kernel.lifecycle.kernel.chunks._written.result() is False
@@ -206,8 +206,8 @@ def test_nothing_is_written_ahead_that_leaves_others_no_room(kernel, monkeypatch
 
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
-def test_what_was_kept_makes_room_for_an_image(kernel, monkeypatch, whose):
-    """There is as much room as the kernel's image needs, once what is kept is gone."""
+def test_the_chunk_cache_is_evicted_for_an_image(kernel, monkeypatch, whose):
+    """The disk has as much space as the kernel's image needs once the chunk cache is gone."""
     root = kernel.store.root
     if whose == "its own":
         kernel.lifecycle.checkpoint()
@@ -243,7 +243,7 @@ def test_neither_is_done_unasked(fast_kernel, options):
 
 
 def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
-    """Another one of the same server looks for room meanwhile."""
+    """Another kernel of the same server needs disk space meanwhile."""
     kernel.lifecycle.suspend()
     kernel.lifecycle.kernel.chunks._written.result()
     there, written = len(kept(kernel)), dump.device_memory_written
@@ -262,7 +262,7 @@ def test_what_a_checkpoint_counts_on_is_not_taken_from_it(kernel, monkeypatch):
 
 
 def test_a_disk_that_is_full_all_the_same_is_tried_again_without_what_is_kept(kernel, monkeypatch):
-    """Two checkpoints saw the same room."""
+    """Two checkpoints saw the same free space."""
     other = ChunkCache(kernel.store.root)
     kernel.store.prepare()
     full = kernel.store.root / "full"
@@ -333,7 +333,7 @@ def hanging(monkeypatch):
     found.over.set()
 
 
-def test_a_disk_that_hangs_holds_up_nobody(kernel, hanging):
+def test_a_disk_that_hangs_blocks_no_other_kernel(kernel, hanging):
     """But who needs it: a wake, the next suspend and its wake, and the end of the kernel do not."""
     hanging.hang()
     kernel.lifecycle.suspend()

@@ -109,7 +109,7 @@ def test_by_whatever_path(fast_kernel, linked):
         kernel.runs_on()
 
 
-def test_zeros_take_no_room(kernel):
+def test_zeros_take_no_space(kernel):
     kernel.program.ask("[ctypes.memset(at, 0, size) for at, size in held]")
     image = kernel.lifecycle.checkpoint()
     assert len(chunks(image)) == 0 or sum(path.stat().st_size for path in chunks(image)) <= device_memory.CHUNK

@@ -99,7 +99,7 @@ def test_threads_are_frozen(programs, doubles):
         hammer(subject, 3, 25, parked)
 
 
-def test_threads_are_parked_under_asan(with_asan, doubles):
+def test_threads_are_stopped_under_asan(with_asan, doubles):
     with running(with_asan, doubles, environment=OPTIONS) as subject:
         hammer(subject, 3, 12, parked)
 
@@ -126,7 +126,7 @@ def test_children_under_tsan(with_tsan, doubles):
 
 
 @pytest.mark.torture
-def test_threads_are_parked_for_long(programs, with_asan, doubles):
+def test_threads_are_stopped_for_long(programs, with_asan, doubles):
     for built, rounds in ((programs, 1000), (with_asan, 300)):
         with running(built, doubles, environment=OPTIONS) as subject:
             hammer(subject, 6, rounds, parked)
@@ -153,7 +153,7 @@ def test_faults_under_asan(with_asan, doubles, verb):
 
 @contextlib.contextmanager
 def ended_after(seconds: float, subject: Subject) -> Iterator[None]:
-    """A subject that hangs is ended, and that is seen by whoever waits for its answer."""
+    """A subject that hangs is ended, and the test that waits for its answer fails."""
     timer = threading.Timer(seconds, subject.process.kill)
     timer.start()
     try:

@@ -48,7 +48,7 @@ def test_what_has_no_library_is_left_to_the_driver(tmp_path):
     shutil.rmtree(capsule.directory)
 
 
-def test_why_it_will_be_slow_is_told(kernel):
+def test_the_reason_of_a_slow_transfer_is_reported(kernel):
     total = kernel.path.amounts().bytes
     assert kernel.path.why_slow(total + (1 << 30)) == "", "the context is always the driver's"
     assert kernel.path.why_slow(total + (40 << 30)).startswith("40.0 GiB")
@@ -67,7 +67,7 @@ def test_preflight_tells_it(fast_kernel):
     kernel.held()
 
 
-def test_threads_that_cannot_be_parked_leave_it_to_the_driver(kernel):
+def test_with_threads_that_cannot_be_stopped_the_driver_moves_the_memory(kernel):
     kernel.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
     kernel.lock()
     assert kernel.swap_out() == 0
@@ -149,7 +149,7 @@ def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
     kernel.runs_on()
 
 
-def test_what_is_away_is_known_without_the_library(kernel):
+def test_swapped_out_bytes_are_known_without_the_library(kernel):
     """Its socket may be gone, or no descriptor left for an answer: a kernel whose blocks are away must not run on."""
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     kernel.lock()
@@ -166,7 +166,7 @@ def test_what_is_away_is_known_without_the_library(kernel):
     assert not kernel.path.swapped_out()
 
 
-def test_a_kernel_that_cannot_answer_and_has_nothing_away_is_unlocked(kernel):
+def test_a_kernel_that_cannot_answer_with_nothing_swapped_out_is_unlocked(kernel):
     socket, aside = kernel.directory / fastpath.SOCKET, kernel.directory / "aside"
     socket.rename(aside)
     kernel.lock()
@@ -191,7 +191,7 @@ def test_an_owner_without_descriptors_takes_nothing_for_granted(kernel, monkeypa
 
 
 def test_a_driver_that_does_not_lock_again(kernel):
-    """Whatever is away then is kept from the program's threads by their being parked."""
+    """The program's threads are stopped while memory is swapped out."""
     kernel.lock()
     unlock = kernel.driver._cuda_unlock
 
@@ -210,7 +210,7 @@ def test_a_driver_that_does_not_lock_again(kernel):
     kernel.runs_on()
 
 
-def test_too_little_room_on_the_way_back_is_no_end(kernel):
+def test_too_little_gpu_memory_at_a_swap_in_can_be_tried_again(kernel):
     kernel.ask(f"fail('cuMemCreate', 2, {OUT_OF_MEMORY})")
     kernel.lock()
     total = kernel.swap_out()
@@ -226,7 +226,7 @@ def test_too_little_room_on_the_way_back_is_no_end(kernel):
     kernel.runs_on()
 
 
-def test_another_owner_brings_back_what_is_away_while_nothing_is_locked(kernel):
+def test_another_owner_swaps_in_while_nothing_is_locked(kernel):
     kernel.lock()
     kernel.capsule.freeze_threads(5)
     kernel.cuda.unlock(kernel.pid)

@@ -88,7 +88,7 @@ def test_zeros_have_no_file_in_the_image(kernel):
 
 
 def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
-    """Each way is taken as there is room at that moment."""
+    """Each direction uses the memory or disk that has space at that moment."""
     free_memory(monkeypatch, 1 << 40)
     kernel.lifecycle.checkpoint()
     free_memory(monkeypatch, SMALL)
@@ -147,7 +147,7 @@ def test_without_another_place_it_is_refused_and_the_kernel_runs_on(kernel, monk
     assert leftovers(kernel) == []
 
 
-def test_a_node_that_has_room_for_neither_refuses_the_image(kernel, monkeypatch):
+def test_a_node_without_memory_or_disk_space_refuses_the_image(kernel, monkeypatch):
     kernel.lifecycle.checkpoint()
     free = Store.free
     monkeypatch.setattr(Store, "free", lambda store: min(free(store), kernel.blocks - 1))
@@ -202,7 +202,7 @@ def test_a_disk_that_takes_no_more_half_way(kernel):
     kernel.runs_on()
 
 
-def test_what_the_driver_moves_needs_room_as_well(kernel, monkeypatch):
+def test_the_drivers_part_needs_memory_as_well(kernel, monkeypatch):
     """Host memory for the blocks, and not for the rest beside them: then they go to the disk."""
     kernel.fake.memory = {A: 100 * MIB}
     free_memory(monkeypatch, kernel.blocks + preflight.MARGIN)
@@ -210,7 +210,7 @@ def test_what_the_driver_moves_needs_room_as_well(kernel, monkeypatch):
     assert sum(path.stat().st_size for path in spilled(kernel)) == kernel.blocks
 
 
-def test_what_criu_brings_back_needs_room_as_well(kernel, monkeypatch):
+def test_the_processes_that_criu_restores_need_memory_as_well(kernel, monkeypatch):
     image = kernel.lifecycle.checkpoint()
     free_memory(monkeypatch, image.manifest.swapped_bytes + preflight.MARGIN)
     seen = []

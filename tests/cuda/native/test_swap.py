@@ -44,7 +44,7 @@ def test_bytes_and_addresses_stay(programs, doubles, direct, api):
         assert subject.outstanding() == NOTHING
 
 
-def test_memory_that_is_away_is_not_there(programs, doubles):
+def test_swapped_out_memory_cannot_be_accessed(programs, doubles):
     """What shows that the double takes it away: who touches it is ended, as by an illegal address of a GPU."""
     with pytest.raises(AssertionError, match="the program ended"), running(programs, doubles) as subject:
         subject.alloc(1, 2 * MIB)
@@ -68,7 +68,7 @@ def test_small_memory_stays_with_the_driver(subject):
 
 
 def test_work_under_way_is_waited_for(subject):
-    """By whoever frees, and by the copy to the host."""
+    """By the thread that frees, and by the copy to the host."""
     one, other = subject.alloc(2, 2 * MIB), 1
     assert subject.ask("launch", one) == "0"
     with subject.control() as control:
@@ -203,7 +203,7 @@ def test_five_thousand_blocks(subject):
     many_rounds(subject, 5000, rounds=3)
 
 
-def test_no_room_when_memory_is_asked_for(programs, doubles):
+def test_too_little_memory_at_an_allocation(programs, doubles):
     """The error is the original's, and memory that is left is served."""
     answers = []
     for preload in (None, []):
@@ -218,7 +218,7 @@ def test_no_room_when_memory_is_asked_for(programs, doubles):
     assert answers[0][0] == f"error {OUT_OF_MEMORY}"
 
 
-def test_no_room_to_return(subject):
+def test_too_little_gpu_memory_at_a_swap_in(subject):
     subject.alloc(5, 4 * MIB, density="full")
     with subject.control() as control:
         control.must("copy_out", "free")

@@ -18,7 +18,7 @@ def kernel(fast_kernel):
     return fast_kernel(warm=True)
 
 
-def test_only_the_blocks_leave_and_come_back(kernel):
+def test_only_the_allocations_are_swapped_out_and_in(kernel):
     for _ in range(2):
         kernel.lifecycle.suspend()
         assert kernel.lifecycle.state is State.SUSPENDED
@@ -29,7 +29,7 @@ def test_only_the_blocks_leave_and_come_back(kernel):
         kernel.runs_on()
 
 
-def test_without_the_trait_the_context_leaves_too(fast_kernel):
+def test_without_the_trait_the_context_is_suspended_too(fast_kernel):
     kernel = fast_kernel()
     kernel.lifecycle.suspend()
     assert (kernel.fake.state, kernel.held()) == (CHECKPOINTED, 0)
@@ -78,7 +78,7 @@ def test_device_files_that_are_not_cudas_keep_it_from_the_disk_only(kernel):
     kernel.runs_on()
 
 
-def test_room_is_proved_for_what_is_away_and_for_no_more(kernel):
+def test_gpu_memory_is_reserved_for_swapped_out_bytes_and_no_more(kernel):
     kernel.lifecycle.suspend()
     other = kernel.driver.start({A: 100 * MIB - CONTEXT - kernel.blocks + MIB})
     with pytest.raises(GpuFull):

@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 class Subject:
-    """A process that does as it is told, and the activity that is seen of it."""
+    """A process that runs commands of the test, and its measured activity."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.activity, self.now = process, Activity(), 0.0
@@ -57,7 +57,7 @@ def burn(seconds: float) -> str:
     return f"until = time.process_time() + {seconds}; exec('while time.process_time() < until: pass')"
 
 
-def test_the_first_look_knows_nothing_and_idling_is_no_work(subject):
+def test_the_first_sample_is_unknown_and_idling_is_no_work(subject):
     subject.do(burn(0.2))
     assert not subject.worked()
     assert [subject.worked() for _ in range(20)] == [False] * 20
@@ -70,7 +70,7 @@ def test_computing_is_work_until_it_ends(subject):
     assert not subject.worked()
 
 
-def test_a_little_is_none_however_often_it_is_looked_at(subject):
+def test_a_little_work_is_none_however_often_it_is_sampled(subject):
     subject.worked()
     for _ in range(10):
         subject.do(burn(0.005))
@@ -80,7 +80,7 @@ def test_a_little_is_none_however_often_it_is_looked_at(subject):
     assert looks == [True, False]
 
 
-def test_a_slow_worker_is_seen_over_several_looks(subject):
+def test_a_slow_worker_is_seen_over_several_samples(subject):
     subject.worked()
     seen = []
     for _ in range(8):
@@ -126,7 +126,7 @@ class TestConnections:
             assert not subject.worked()
 
     @pytest.mark.parametrize("first", ["client", "server"])
-    def test_one_that_came_and_went_between_two_looks(self, subject, first):
+    def test_a_connection_that_began_and_ended_between_two_samples(self, subject, first):
         port = self.port(subject)
         subject.worked()
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -164,7 +164,7 @@ class TestConnections:
                     assert subject.worked(own=excluded) is expected
 
 
-def test_what_is_gone_or_foreign_is_looked_at_without_harm():
+def test_a_process_that_is_gone_or_foreign_is_sampled_without_harm():
     gone = subprocess.Popen(["true"])
     gone.wait()
     activity = Activity()
@@ -174,7 +174,7 @@ def test_what_is_gone_or_foreign_is_looked_at_without_harm():
     assert activity._known == {}
 
 
-def test_a_look_is_cheap():
+def test_a_sample_is_cheap():
     activity, begun = Activity(), time.process_time()
     for n in range(20):
         activity.worked("k", [1, 2, 3], now=float(n), queries=0)

@@ -110,7 +110,7 @@ class TestTurns:
         assert kernels["0"].tries == 0
         assert policy.outlook("0") is None
 
-    async def test_a_kernel_used_between_the_look_and_the_verb_is_not_touched(self):
+    async def test_a_kernel_used_between_the_sample_and_the_verb_is_not_touched(self):
         kernels = stubs(1)
         policy = IdlePolicy(lambda: kernels, suspend_after=0, checkpoint_after=0.01, **ALL)
         await policy.round()
@@ -152,7 +152,7 @@ class TestTrouble:
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
     )
-    async def test_it_is_kept_for_people_told_once_and_tried_again(self, started, caplog, error, refused, level):
+    async def test_it_is_kept_for_users_reported_once_and_tried_again(self, started, caplog, error, refused, level):
         caplog.set_level("INFO")
         kernels = stubs(1, error=error)
         kernels["0"].go_on.set()
@@ -201,7 +201,7 @@ class TestTraits:
 
 @pytest.mark.timeout(120)
 class TestRealKernels:
-    async def test_an_idle_kernel_leaves_and_a_cell_brings_it_back(self, kernel, started):
+    async def test_an_idle_kernel_is_checkpointed_and_a_cell_wakes_it(self, kernel, started):
         await kernel.run("x = 41")
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.5, interval=0.1)
         await kernel.settled("checkpointed")
@@ -316,7 +316,7 @@ class TestRealKernels:
         assert time.monotonic() - back >= 0.9
 
 
-async def test_several_kernels_leave_while_another_one_works(tmp_path, runtime_base, started, criu_binary):
+async def test_several_kernels_are_checkpointed_while_another_works(tmp_path, runtime_base, started, criu_binary):
     for name in "ab":
         (tmp_path / name).mkdir()
     async with notebook(tmp_path / "a", runtime_base) as a, notebook(tmp_path / "b", runtime_base) as b:

@@ -13,7 +13,7 @@ BROKEN = {"code": "CRIU_FAILED", "message": "CRIU failed.", "hint": "", "left": 
 
 
 class Server:
-    """A policy, a clock, and kernels that do as they are told.  With device memory or without, they may leave."""
+    """A policy, a clock, and kernels that carry out every verb, with device memory or without."""
 
     def __init__(self, **settings) -> None:
         self.policy = Policy(IdleSettings(**{"rule": RULE, "parallel": 100, "without_device_memory": True, **settings}))
@@ -158,7 +158,7 @@ class TestIdleness:
         assert server.verbs(299) == {}
         assert server.verbs(1) == {"k": "suspend"}
 
-    def test_back_before_the_next_look(self):
+    def test_awake_again_before_the_next_sample(self):
         server = Server()
         server.kernel(on_gpu=True)
         (action,) = server.decide(300)

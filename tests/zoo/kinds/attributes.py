@@ -16,26 +16,26 @@ from .asking import error_of, libc, prctl, status, system
 WHOLE = "changes the whole process"
 
 
-@kind("the process less urgent than others (nice)")
+@kind("a raised nice value")
 def nice():
     os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + 3)
     return lambda: os.getpriority(os.PRIO_PROCESS, 0)
 
 
-@kind("the process more urgent than others (negative nice)", user=IMPOSSIBLE, alone=WHOLE)
+@kind("a negative nice value", user=IMPOSSIBLE, alone=WHOLE)
 def urgent():
     os.setpriority(os.PRIO_PROCESS, 0, -3)
     return lambda: os.getpriority(os.PRIO_PROCESS, 0), lambda: os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-@kind("a policy of the scheduler (SCHED_BATCH)")
+@kind("a scheduling policy (SCHED_BATCH)")
 def policy():
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     return lambda: os.sched_getscheduler(0), lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @kind(
-    "a deadline from the scheduler (SCHED_DEADLINE)",
+    "a deadline policy (SCHED_DEADLINE)",
     refused("UNPROVEN_STATE", "deadline"),
     user=IMPOSSIBLE,
     alone=WHOLE,
@@ -46,14 +46,14 @@ def deadline():
     return lambda: os.sched_getscheduler(0), lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-@kind("the processors it may run on (affinity)", alone=WHOLE)
+@kind("CPU affinity", alone=WHOLE)
 def affinity():
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})
     return lambda: sorted(os.sched_getaffinity(0)), lambda: os.sched_setaffinity(0, before)
 
 
-@kind("bounds of its performance (uclamp)", alone=WHOLE)
+@kind("utilization clamps (uclamp)", alone=WHOLE)
 def utilization_clamp():
     attributes = struct.pack("IIQiIQQQII", 56, 0, 0x8 | 0x10 | 0x40, 0, 0, 0, 0, 0, 0, 512)
     if error_of(lambda: system("sched_setattr", 0, ctypes.create_string_buffer(attributes), 0)) != "none":
@@ -67,13 +67,13 @@ def utilization_clamp():
     return show
 
 
-@kind("its priority for the disk (ionice)", alone=WHOLE)
+@kind("I/O priority (ionice)", alone=WHOLE)
 def ioprio():
     system("ioprio_set", 1, 0, 2 << 13 | 6)
     return lambda: system("ioprio_get", 1, 0), lambda: system("ioprio_set", 1, 0, 0)
 
 
-@kind("the node its memory comes from (set_mempolicy)", alone=WHOLE)
+@kind("NUMA memory policy (set_mempolicy)", alone=WHOLE)
 def memory_policy():
     mask = ctypes.c_ulong(1)
     system("set_mempolicy", 1, ctypes.byref(mask), 2)
@@ -86,13 +86,13 @@ def memory_policy():
     return show, lambda: system("set_mempolicy", 0, None, 0)
 
 
-@kind("the slack of its timers (PR_SET_TIMERSLACK)", alone=WHOLE)
+@kind("timer slack (PR_SET_TIMERSLACK)", alone=WHOLE)
 def timer_slack():
     prctl(29, 123_456)
     return lambda: prctl(30), lambda: prctl(29, 0)
 
 
-@kind("a signal for when its parent ends (PR_SET_PDEATHSIG)", alone=WHOLE)
+@kind("a parent-death signal (PR_SET_PDEATHSIG)", alone=WHOLE)
 def death_signal():
     def ask():
         number = ctypes.c_int()
@@ -103,7 +103,7 @@ def death_signal():
     return ask, lambda: prctl(1, 0)
 
 
-@kind("a parent to the orphans among its children (PR_SET_CHILD_SUBREAPER)", alone=WHOLE)
+@kind("a child subreaper (PR_SET_CHILD_SUBREAPER)", alone=WHOLE)
 def subreaper():
     def ask():
         number = ctypes.c_int()
@@ -114,14 +114,14 @@ def subreaper():
     return ask, lambda: prctl(36, 0)
 
 
-@kind("no privileges any more (PR_SET_NO_NEW_PRIVS)", alone="cannot be undone")
+@kind("no new privileges (PR_SET_NO_NEW_PRIVS)", alone="cannot be undone")
 def no_new_privileges():
     prctl(38, 1)
     return lambda: (prctl(39), status("NoNewPrivs"))
 
 
 @kind(
-    "not to be looked at by others (PR_SET_DUMPABLE 0)",
+    "not dumpable (PR_SET_DUMPABLE 0)",
     user=refused("UNPROVEN_STATE", "dumpable"),
     alone=WHOLE,
     advice="Set it to 1.",
@@ -137,13 +137,13 @@ def no_huge_pages():
     return lambda: prctl(42), lambda: prctl(41, 0)
 
 
-@kind("bits of security (PR_SET_SECUREBITS, PR_SET_KEEPCAPS)", alone=WHOLE)
+@kind("secure bits (PR_SET_SECUREBITS, PR_SET_KEEPCAPS)", alone=WHOLE)
 def keep_capabilities():
     prctl(8, 1)
     return lambda: (prctl(7), prctl(27)), lambda: prctl(8, 0)
 
 
-@kind("no memory that can be written and run (PR_SET_MDWE)", alone="cannot be undone")
+@kind("no writable and executable memory (PR_SET_MDWE)", alone="cannot be undone")
 def write_xor_execute():
     try:
         prctl(65, 1)
@@ -152,7 +152,7 @@ def write_xor_execute():
     return lambda: prctl(66)
 
 
-@kind("no time-stamp counter (PR_SET_TSC)", alone=WHOLE)
+@kind("time-stamp counter setting (PR_GET_TSC)", alone=WHOLE)
 def no_time_stamps():
     def ask():
         number = ctypes.c_int()
@@ -162,14 +162,14 @@ def no_time_stamps():
     return ask
 
 
-@kind("guards against speculation (PR_SET_SPECULATION_CTRL)", alone="cannot be undone")
+@kind("speculation mitigations (PR_SET_SPECULATION_CTRL)", alone="cannot be undone")
 def speculation():
     if error_of(lambda: prctl(53, 0, 4)) != "none":
         raise PermissionError("this processor has none")
     return lambda: prctl(52, 0)
 
 
-@kind("what is done at a memory error (PR_MCE_KILL)", alone=WHOLE)
+@kind("memory error policy (PR_MCE_KILL)", alone=WHOLE)
 def memory_errors():
     prctl(33, 1, 1)
     return lambda: prctl(34), lambda: prctl(33, 1, 2)
@@ -189,7 +189,7 @@ def title():
     return lambda: Path("/proc/self/cmdline").read_text()[:23]
 
 
-@kind("limits lowered: files, core, stack, locked memory, processes", alone=WHOLE)
+@kind("lowered limits: files, core, stack, locked memory, processes", alone=WHOLE)
 def limits():
     chosen = {"NOFILE": 900, "CORE": 12_345, "STACK": 4 << 20, "MEMLOCK": 4096, "SIGPENDING": 77, "RTPRIO": 0}
     before = {}
@@ -203,7 +203,7 @@ def limits():
     )
 
 
-@kind("a limit of address space just above what it has (RLIMIT_AS)", alone=WHOLE)
+@kind("a limit on address space just above its use (RLIMIT_AS)", alone=WHOLE)
 def address_space():
     before = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + (2 << 30)
@@ -211,7 +211,7 @@ def address_space():
     return lambda: resource.getrlimit(resource.RLIMIT_AS), lambda: resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@kind("a limit of open files lower than the descriptors it has", alone=WHOLE)
+@kind("a limit on open files below the highest descriptor in use", alone=WHOLE)
 def below_its_descriptors():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     r, _ = os.pipe()
@@ -222,7 +222,7 @@ def below_its_descriptors():
     )
 
 
-@kind("its personality: addresses not randomized", alone=WHOLE)
+@kind("personality: no address randomization", alone=WHOLE)
 def personality():
     before = libc("personality", ctypes.c_ulong(0xFFFFFFFF))
     libc("personality", ctypes.c_ulong(before | 0x0040000))
@@ -231,13 +231,13 @@ def personality():
     )
 
 
-@kind("the score for when memory is short (oom_score_adj)")
+@kind("oom_score_adj")
 def oom_score():
     Path("/proc/self/oom_score_adj").write_text("333")
     return lambda: Path("/proc/self/oom_score_adj").read_text()
 
 
-@kind("what goes into its core files (coredump_filter)", alone=WHOLE)
+@kind("coredump_filter", alone=WHOLE)
 def core_filter():
     before = Path("/proc/self/coredump_filter").read_text()
     Path("/proc/self/coredump_filter").write_text("0x7f")
@@ -246,7 +246,7 @@ def core_filter():
     )
 
 
-@kind("its share of an automatic group (autogroup)", alone=WHOLE)
+@kind("autogroup nice value", alone=WHOLE)
 def autogroup():
     path = Path("/proc/self/autogroup")
     if not path.exists() or error_of(lambda: path.write_text("5")) != "none":
@@ -255,7 +255,7 @@ def autogroup():
 
 
 @kind(
-    "a keyring of its own, with a key in it",
+    "a keyring with a key in it",
     refused("UNPROVEN_STATE", "keyring"),
     alone="cannot be undone",
     advice="The kernel stays where it is.",
@@ -323,7 +323,7 @@ def environment():
     return lambda: (os.environ["ZOO_SET"], library.getenv(b"ZOO_PUT").decode())
 
 
-@kind("its command line, executable and environment in /proc")
+@kind("command line, executable and environment in /proc")
 def proc_view():
     return lambda: (
         Path("/proc/self/exe").readlink() == Path(sys.executable).resolve(),

@@ -60,7 +60,7 @@ def pipe_with_bytes():
     return show
 
 
-@kind("a pipe made larger")
+@kind("a pipe with an enlarged buffer (F_SETPIPE_SZ)")
 def pipe_enlarged():
     r, w = os.pipe()
     fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, 1 << 18)
@@ -76,7 +76,7 @@ def pipe_full():
     return lambda: (peek(r), error_of(lambda: os.write(w, b"y" * 4096)), flags(w))
 
 
-@kind("a pipe of packets (O_DIRECT)", refused("FILE_UNSUPPORTED", "O_DIRECT"), advice="Close it.")
+@kind("a pipe in packet mode (O_DIRECT)", refused("FILE_UNSUPPORTED", "O_DIRECT"), advice="Close it.")
 def pipe_of_packets():
     r, w = os.pipe2(os.O_DIRECT | NONBLOCK)
     for word in (b"one", b"three", b"seven"):
@@ -91,7 +91,7 @@ def pipe_of_packets():
     return show, lambda: (os.close(r), os.close(w))
 
 
-@kind("a pipe whose writing end was closed, with bytes in it")
+@kind("a pipe whose write end was closed, with bytes in it")
 def pipe_at_its_end():
     r, w = os.pipe()
     os.write(w, b"last words")
@@ -99,14 +99,14 @@ def pipe_at_its_end():
     return lambda: (peek(r), bool(select.select([r], [], [], 0)[0]))
 
 
-@kind("a pipe whose reading end was closed")
+@kind("a pipe whose read end was closed")
 def pipe_broken():
     r, w = os.pipe()
     os.close(r)
     return lambda: error_of(lambda: os.write(w, b"x"))
 
 
-@kind("the same pipe end under two numbers")
+@kind("a duplicated pipe descriptor (dup)")
 def pipe_duplicated():
     r, w = os.pipe()
     again = os.dup2(w, 700)
@@ -156,7 +156,7 @@ def epoll_on_pipe():
     return lambda: (poll.poll(5) == [(r, select.EPOLLIN)], sorted(fdinfo(poll.fileno()).items()))
 
 
-@kind("an edge-triggered epoll object, its edge already seen")
+@kind("an edge-triggered epoll object, its event already reported")
 def epoll_edge():
     r, w = os.pipe()
     poll = select.epoll()
@@ -197,7 +197,7 @@ def epoll_nested():
     return lambda: outer.poll(5) == [(inner.fileno(), select.EPOLLIN)]
 
 
-@kind("an epoll object that watches a descriptor which was closed under it")
+@kind("an epoll object that watches a closed descriptor")
 def epoll_of_closed():
     r, w = os.pipe()
     again = os.dup(r)
@@ -244,14 +244,14 @@ def pidfd_of_dead():
     return lambda: (fdinfo(fd)["Pid"], bool(readable(fd, within=0)))
 
 
-@kind("a file in memory (memfd)")
+@kind("a memfd")
 def memfd():
     fd = os.memfd_create("zoo", os.MFD_CLOEXEC)
     os.write(fd, b"memory")
     return lambda: (os.pread(fd, 100, 0).decode(), fdinfo(fd)["pos"], flags(fd), Path(f"/proc/self/fd/{fd}").readlink())
 
 
-@kind("a file in memory, sealed against change")
+@kind("a sealed memfd")
 def memfd_sealed():
     fd = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
     os.write(fd, b"for good")
@@ -263,7 +263,7 @@ def memfd_sealed():
     )
 
 
-@kind("a file in memory, opened a second time for reading only")
+@kind("a memfd, opened a second time for reading only")
 def memfd_twice():
     fd = os.memfd_create("twice")
     os.write(fd, b"one and the same")
@@ -346,7 +346,7 @@ def bpf_map():
     return lambda: flags(fd), lambda: os.close(fd)
 
 
-@kind("a Landlock ruleset that nothing obeys yet", refused("FILE_UNSUPPORTED", "landlock"), advice="Close it.")
+@kind("a Landlock ruleset that is not enforced yet", refused("FILE_UNSUPPORTED", "landlock"), advice="Close it.")
 def landlock_ruleset():
     fd = system("landlock_create_ruleset", ctypes.create_string_buffer(struct.pack("Q", 1)), 8, 0)
     return lambda: flags(fd), lambda: os.close(fd)
@@ -363,13 +363,13 @@ def usual_devices():
     return show
 
 
-@kind("a device that is not a usual one (/dev/fuse)", refused("FILE_UNSUPPORTED", "/dev/fuse"), advice="Close it.")
+@kind("an unusual device (/dev/fuse)", refused("FILE_UNSUPPORTED", "/dev/fuse"), advice="Close it.")
 def unusual_device():
     fd = os.open("/dev/fuse", os.O_RDWR)
     return lambda: flags(fd), lambda: os.close(fd)
 
 
-@kind("files of its own in /proc, open")
+@kind("the process's own files in /proc, open")
 def own_proc_files():
     files = [open(f"/proc/self/{name}") for name in ("status", "maps", f"task/{os.getpid()}/comm")]
 
@@ -383,7 +383,7 @@ def own_proc_files():
     return show
 
 
-@kind("files about the machine in /proc and /sys, open")
+@kind("system-wide files in /proc and /sys, open")
 def machine_files():
     files = [open("/proc/meminfo"), open("/proc/stat"), open("/sys/devices/system/cpu/online")]
 
@@ -397,13 +397,13 @@ def machine_files():
     return show
 
 
-@kind("a namespace held open (/proc/self/ns/net)", alone="may be refused", advice="Close it.")
+@kind("an open namespace file (/proc/self/ns/net)", alone="may be refused", advice="Close it.")
 def namespace_file():
     fd = os.open("/proc/self/ns/net", os.O_RDONLY)
     return lambda: os.readlink(f"/proc/self/fd/{fd}"), lambda: os.close(fd)
 
 
-@kind("a directory's descriptor that is a name only (O_PATH)")
+@kind("an O_PATH descriptor of a directory")
 def path_only():
     directory = place("path")
     (directory / "file").write_text("named")
@@ -411,12 +411,12 @@ def path_only():
     return lambda: (Path(f"/proc/self/fd/{fd}/file").read_text(), error_of(lambda: os.read(fd, 1)), flags(fd))
 
 
-@kind("standard input, output and error as they were")
+@kind("standard input, output and error")
 def standard_streams():
     return lambda: ([flags(fd) for fd in range(3)], status("FDSize")["FDSize"] != "")
 
 
-@kind("a kcmp-equal pair: a descriptor received from itself through a socket")
+@kind("a descriptor received from itself through a socket, equal by kcmp")
 def received_from_itself():
     import socket
 

@@ -41,7 +41,7 @@ def read_halfway():
     return show
 
 
-@kind("a file with text in Python's buffer, not yet written")
+@kind("a file with unflushed text in Python's buffer")
 def unflushed():
     path = place("file") / "log"
     file = open(path, "wb")
@@ -72,7 +72,7 @@ def odd_flags():
     return lambda: [flags(fd) for fd in fds]
 
 
-@kind("a file opened past the page cache (O_DIRECT)")
+@kind("a file opened with direct I/O (O_DIRECT)")
 def direct():
     path = place("file") / "direct"
     path.write_bytes(b"d" * 8192)
@@ -81,7 +81,7 @@ def direct():
     return lambda: (os.preadv(fd, [page], 4096), bytes(page[:3]).decode(), flags(fd))
 
 
-@kind("two descriptors that share one position, and one that does not")
+@kind("two descriptors that share a file offset, and one that does not")
 def shared_position():
     path = place("file") / "shared"
     path.write_text("0123456789")
@@ -117,7 +117,7 @@ def deleted_sparse():
     return lambda: (os.fstat(fd).st_size, os.fstat(fd).st_blocks < 1000, os.pread(fd, 3, 50 << 20).decode())
 
 
-@kind("a deleted file that has another name left")
+@kind("a deleted file with another hard link")
 def deleted_other_name():
     directory = place("file")
     (directory / "one").write_text("two names")
@@ -142,7 +142,7 @@ def renamed():
     return show
 
 
-@kind("a file whose name another file has taken")
+@kind("a file whose path another file has taken")
 def replaced():
     directory = place("file")
     (directory / "name").write_text("the first")
@@ -161,7 +161,7 @@ def through_symlink():
     return lambda: (os.pread(fd, 9, 0).decode(), Path(os.readlink(f"/proc/self/fd/{fd}")).name)
 
 
-@kind("a file in a directory that was deleted with it")
+@kind("a deleted file in a deleted directory")
 def deleted_with_directory():
     directory = place("file")
     fd = os.open(directory / "inner", os.O_RDWR | os.O_CREAT)
@@ -170,7 +170,7 @@ def deleted_with_directory():
     return lambda: os.pread(fd, 100, 0).decode(), lambda: os.close(fd)
 
 
-@kind("a file without a name (O_TMPFILE)")
+@kind("an unnamed temporary file (O_TMPFILE)")
 def tmpfile():
     fd = os.open(place("file"), os.O_TMPFILE | os.O_RDWR, 0o600)
     os.write(fd, b"nameless")
@@ -232,14 +232,14 @@ def directory_deleted():
     return lambda: (os.listdir(fd), os.fstat(fd).st_nlink), lambda: os.close(fd)
 
 
-@kind("a working directory of its own", alone="changes the whole process")
+@kind("a changed working directory", alone="changes the whole process")
 def working_directory():
     before, directory = os.getcwd(), place("work")
     os.chdir(directory)
     return lambda: (os.getcwd() == str(directory), os.listdir()), lambda: os.chdir(before)
 
 
-@kind("a umask of its own")
+@kind("a changed umask")
 def umask():
     os.umask(0o027)
 
@@ -263,7 +263,7 @@ def flock():
     )
 
 
-@kind("a lock that others share (flock LOCK_SH)")
+@kind("a shared lock (flock LOCK_SH)")
 def flock_shared():
     path = place("lock") / "file"
     fds = [os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(3)]
@@ -281,7 +281,7 @@ def locks_of(path: Path) -> list[str]:
     )
 
 
-@kind("a lock on a range of a file (POSIX, lockf)")
+@kind("a POSIX lock on a range of a file (lockf)")
 def posix_lock():
     path = place("lock") / "file"
     path.write_bytes(b"x" * 100)
@@ -290,7 +290,7 @@ def posix_lock():
     return lambda: (fd, locks_of(path))
 
 
-@kind("a lock that belongs to an open file (OFD)")
+@kind("an open file description lock (OFD)")
 def ofd_lock():
     path = place("lock") / "file"
     path.write_bytes(b"x" * 100)
@@ -370,7 +370,7 @@ def zip_half():
     return lambda: (archive.namelist(), path.stat().st_size, archive.fp.tell())
 
 
-@kind("a log with handlers, one of them rotating")
+@kind("logging with handlers, one of them rotating")
 def logs():
     directory = place("logs")
     log = logging.getLogger("zoo.files")
@@ -451,7 +451,7 @@ def mmap_lines():
     return lambda: (mapped.tell(), mapped.find(b"line 99"), mapped[:6].decode(), mapped.closed)
 
 
-@kind("a program's own source, changed on disk after its import")
+@kind("an imported module whose source changed on disk")
 def changed_module():
     import importlib.util
 
@@ -485,7 +485,7 @@ def mode_changed():
 
 
 @kind(
-    "a root directory of its own (chroot)",
+    "a changed root directory (chroot)",
     refused("FILE_UNSUPPORTED", "root directory"),
     user=IMPOSSIBLE,
     alone="changes the whole process",
@@ -514,7 +514,7 @@ def chroot():
 
 
 @kind(
-    "a file system that the notebook itself has mounted",
+    "a file system that the notebook mounted",
     refused("FILE_UNSUPPORTED", "mount"),
     user=IMPOSSIBLE,
     alone="changes the mounts",

@@ -1,7 +1,8 @@
-"""Who the process is: numbers, users, groups, capabilities, names of the machine."""
+"""Identity and namespaces: ids, users, groups, capabilities, the host name."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import socket
@@ -15,22 +16,22 @@ from .asking import status
 WHOLE = "changes the whole process"
 
 
-@kind("its numbers: process, parent, group, session, threads")
+@kind("ids: process, parent, group, session, threads")
 def numbers():
     return lambda: (os.getpid(), os.getppid(), os.getpgrp(), os.getsid(0), os.readlink("/proc/self"))
 
 
-@kind("its user and groups")
+@kind("user and groups")
 def users():
     return lambda: (os.getresuid(), os.getresgid(), os.getgroups(), status("Uid", "Gid", "Groups"))
 
 
-@kind("its capabilities")
+@kind("capabilities")
 def capabilities():
     return lambda: status("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 
 
-@kind("fewer capabilities than it began with (root)", user=IMPOSSIBLE, alone="cannot be undone")
+@kind("dropped capabilities (root)", user=IMPOSSIBLE, alone="cannot be undone")
 def fewer_capabilities():
     import ctypes
 
@@ -50,7 +51,7 @@ def fewer_capabilities():
 
 
 @kind(
-    "another user than it began as (root: setresuid)",
+    "a changed user (root: setresuid)",
     refused("UNPROVEN_STATE", "setresuid"),
     user=IMPOSSIBLE,
     alone="cannot be undone",
@@ -74,28 +75,28 @@ def groups():
     return lambda: os.getgroups(), lambda: os.setgroups(before)
 
 
-@kind("the name of the machine")
+@kind("the host name")
 def machine():
     return lambda: (socket.gethostname(), platform.node(), platform.release(), os.uname().version)
 
 
-@kind("the namespaces it lives in: those that a restore must share with the host")
+@kind("the namespaces that a restore must share with the host")
 def namespaces():
     return lambda: [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "ipc", "uts", "cgroup")]
 
 
-@kind("its cgroup")
+@kind("the cgroup")
 def cgroup():
     return lambda: Path("/proc/self/cgroup").read_text()
 
 
-@kind("identifiers made at run time: uuid1, id(), hash of a string")
+@kind("identifiers generated at run time: uuid1, id(), hash of a string")
 def identifiers():
     made, thing = uuid.uuid1(), object()
     return lambda: (str(made), uuid.getnode(), id(thing), hash("zoo"), sys.flags.hash_randomization)
 
 
-@kind("what it sees mounted")
+@kind("its mount table")
 def mounts():
     def show():
         lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -104,20 +105,13 @@ def mounts():
     return show
 
 
-@kind("what it sees in /proc: itself, and nobody of the host")
+@kind("its processes in /proc, without the host's")
 def processes():
     return lambda: sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) >= os.getpid())
 
 
-@kind("its descriptors: none more, none fewer")
+@kind("fifty descriptors at scattered numbers")
 def descriptors():
-    def show():
-        found = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                found.append((int(name), os.readlink(f"/proc/self/fd/{name}").split(":")[0].split("/")[-1][:12]))
-            except OSError:
-                continue
-        return len([one for one in found if "history" not in one[1]]) > 10
-
-    return show
+    null = os.open("/dev/null", os.O_RDONLY)
+    numbers = [fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 300 + 7 * n) for n in range(50)]
+    return lambda: [(number, os.readlink(f"/proc/self/fd/{number}"), os.get_inheritable(number)) for number in numbers]

@@ -12,7 +12,7 @@ from .asking import error_of, eventually, place
 ALLOCATOR = "brings much memory"
 
 
-@kind("arrays of NumPy: contiguous, strided, views, structured, of objects", needs="numpy")
+@kind("NumPy arrays: contiguous, strided, views, structured, of objects", needs="numpy")
 def arrays():
     import numpy
 
@@ -34,7 +34,7 @@ def arrays():
     return show
 
 
-@kind("NumPy's random numbers go on in their sequence", needs="numpy")
+@kind("the state of NumPy's random number generators", needs="numpy")
 def numpy_random():
     import numpy
 
@@ -44,7 +44,7 @@ def numpy_random():
     return lambda: (repr(generator.bit_generator.state), hashlib.sha256(repr(legacy.get_state()).encode()).hexdigest())
 
 
-@kind("an array of NumPy over a file (memmap)", needs="numpy")
+@kind("a NumPy array over a file (memmap)", needs="numpy")
 def memmap():
     import numpy
 
@@ -74,7 +74,7 @@ def numpy_settings():
     )
 
 
-@kind("a table of pandas, its groups, an open reader", needs="pandas")
+@kind("a pandas table, its groups, an open reader", needs="pandas")
 def pandas_table():
     import pandas
 
@@ -93,7 +93,7 @@ def pandas_table():
     return show
 
 
-@kind("tensors of torch on the processor, views and storage that they share", needs="torch")
+@kind("torch tensors on the CPU, views and shared storage", needs="torch")
 def tensors():
     import torch
 
@@ -103,7 +103,7 @@ def tensors():
     return lambda: (float(base.sum()), float(base[0]), view.data_ptr() == base.data_ptr(), view.stride())
 
 
-@kind("a model of torch in training: gradients, optimizer, schedule, graph", needs="torch")
+@kind("a torch model in training: gradients, optimizer, schedule, graph", needs="torch")
 def training():
     import torch
 
@@ -132,7 +132,7 @@ def training():
     return show
 
 
-@kind("random numbers of torch, its threads and settings", needs="torch")
+@kind("torch's random number generator, threads and settings", needs="torch")
 def torch_random():
     import torch
 
@@ -185,7 +185,7 @@ def progress():
     ]
 
 
-@kind("sockets of ZeroMQ inside the process (inproc)", needs="zmq")
+@kind("ZeroMQ sockets inside the process (inproc)", needs="zmq")
 def zmq_inside():
     import zmq
 
@@ -203,7 +203,7 @@ def zmq_inside():
     return show, lambda: (one.close(0), other.close(0))
 
 
-@kind("sockets of ZeroMQ over unix sockets (ipc), which connect again by themselves", needs="zmq")
+@kind("ZeroMQ sockets over unix sockets (ipc), which reconnect", needs="zmq")
 def zmq_ipc():
     import zmq
 
@@ -226,7 +226,7 @@ def zmq_ipc():
 
 
 @kind(
-    "sockets of ZeroMQ over TCP, which connect again by themselves",
+    "ZeroMQ sockets over TCP, which reconnect",
     needs="zmq",
     alone="its connections come back closed",
 )
@@ -270,7 +270,7 @@ def psutil_process():
     return lambda: (one.is_running(), one.pid, one == psutil.Process())
 
 
-@kind("an event loop of tornado: callbacks, a web application", needs="tornado")
+@kind("a tornado event loop: callbacks, a web application", needs="tornado")
 def tornado_application():
     import asyncio
     import urllib.request
@@ -303,7 +303,7 @@ def tornado_application():
     return show
 
 
-@kind("a stream of zstandard, a hash of blake3, half done", needs="zstandard blake3")
+@kind("a zstandard stream and a blake3 hash in progress", needs="zstandard blake3")
 def native_streams():
     import blake3
     import zstandard
@@ -314,7 +314,7 @@ def native_streams():
     return lambda: (hasher.hexdigest(), len(head), zstandard.decompress(zstandard.compress(b"x")).decode())
 
 
-@kind("keys and ciphers of cryptography, half way", needs="cryptography")
+@kind("keys and ciphers of cryptography, in progress", needs="cryptography")
 def ciphers():
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -330,7 +330,7 @@ def ciphers():
     return show
 
 
-@kind("a structure of C made by cffi, with a callback", needs="cffi")
+@kind("a cffi structure with a callback", needs="cffi")
 def cffi_callback():
     import cffi
 
@@ -341,7 +341,7 @@ def cffi_callback():
     return lambda: (one.a, ffi.string(one.b).decode(), function(41))
 
 
-@kind("a picture of pillow, a font, a sequence at a frame", needs="PIL")
+@kind("a pillow image, a font, an animation at a frame", needs="PIL")
 def pictures():
     from PIL import Image
 
@@ -353,7 +353,7 @@ def pictures():
     return lambda: (hashlib.sha256(picture.tobytes()).hexdigest(), moving.tell(), error_of(lambda: moving.seek(9)))
 
 
-@kind("a session of requests, its cookies and pool", needs="requests")
+@kind("a requests session, its cookies and pool", needs="requests")
 def requests_session():
     import requests
 
@@ -364,7 +364,7 @@ def requests_session():
 
 
 @kind(
-    "a loop of aiohttp with a client session",
+    "an aiohttp client session on its loop",
     needs="aiohttp",
     user=refused("FILE_UNSUPPORTED", "inotify"),
     advice="Close the session.",
@@ -390,7 +390,7 @@ def aiohttp_session():
     ).result(20)
 
 
-@kind("a simulation in the middle (simpy)", needs="simpy")
+@kind("a simulation in progress (simpy)", needs="simpy")
 def simulation():
     import simpy
 
@@ -412,7 +412,7 @@ def simulation():
     return show
 
 
-@kind("a pattern of re that was compiled, a scanner in its text")
+@kind("a compiled pattern of re, a scanner at a position")
 def patterns():
     import re
 
@@ -428,7 +428,7 @@ def patterns():
     return show
 
 
-@kind("a pool of threads that works with NumPy", needs="numpy")
+@kind("a thread pool that works with NumPy", needs="numpy")
 def numpy_threads():
     import concurrent.futures
 
@@ -445,7 +445,7 @@ def numpy_threads():
     return show, pool.shutdown
 
 
-@kind("a watcher of files by polling (watchdog's polling observer)")
+@kind("a polling file watcher (watchdog)")
 def polling_watcher():
     directory = place("polled")
     seen, stop = set(), threading.Event()

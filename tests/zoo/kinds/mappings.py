@@ -39,7 +39,7 @@ def peek(address: int, length: int) -> str:
     return ctypes.string_at(address, length).decode()
 
 
-@kind("a gigabyte of address space with little in it")
+@kind("a gigabyte of mostly untouched memory")
 def thin():
     address = map_raw(1 << 30)
     for number in range(0, 1 << 30, 1 << 26):
@@ -76,7 +76,7 @@ def grows_down():
     return lambda: (peek(address + 3 * PAGE, 4), "gd" in smaps(address + 3 * PAGE)["VmFlags"])
 
 
-@kind("pages locked into memory (mlock)")
+@kind("locked pages (mlock)")
 def locked():
     address = map_raw(4 * PAGE)
     libc("mlock", ctypes.c_void_p(address), ctypes.c_size_t(4 * PAGE))
@@ -95,7 +95,7 @@ def all_locked():
     return show, lambda: libc("munlockall")
 
 
-@kind("pages with advice: not for children, not for core files, wiped in children, mergeable")
+@kind("pages with madvise flags: DONTFORK, DONTDUMP, WIPEONFORK, MERGEABLE, HUGEPAGE")
 def advice():
     kinds = {10: "dc", 16: "dd", 18: "wf", 12: "mg", 14: "hg"}
     address = map_raw(16 * PAGE)
@@ -151,7 +151,7 @@ def named():
     return lambda: smaps(address)["name"]
 
 
-@kind("memory shared with children to come (anonymous, shared)")
+@kind("anonymous shared memory")
 def anonymous_shared():
     memory = mmap.mmap(-1, 4 * PAGE)
     memory[:6] = b"shared"
@@ -167,7 +167,7 @@ def anonymous_shared():
     return show
 
 
-@kind("a file mapped privately, with changes of its own")
+@kind("a file mapped privately, with modified pages")
 def file_private():
     path = place("map") / "file"
     path.write_bytes(b"original" * 1024)
@@ -177,7 +177,7 @@ def file_private():
     return lambda: (memory[:8].decode(), memory[8:16].decode(), path.read_bytes()[:8].decode())
 
 
-@kind("a file mapped for all to see, beyond its beginning")
+@kind("a file mapped shared, at an offset")
 def file_shared():
     path = place("map") / "file"
     path.write_bytes(b"x" * 4 * PAGE)
@@ -192,7 +192,7 @@ def file_shared():
     return show
 
 
-@kind("a file mapped for reading alone")
+@kind("a file mapped read-only")
 def file_read_only():
     path = place("map") / "file"
     path.write_bytes(b"read" * 2048)
@@ -217,7 +217,7 @@ def file_deleted():
 
 
 @kind(
-    "a deleted file mapped twice, each sees what the other writes",
+    "a deleted file mapped twice, shared",
     user=refused("DELETED_MAPPING", "deleted"),
     advice="Close it.",
 )
@@ -235,7 +235,7 @@ def file_deleted_twice():
     return show, lambda: (one.close(), two.close())
 
 
-@kind("a file in memory, mapped (memfd)")
+@kind("a mapped memfd")
 def memfd_mapped():
     fd = os.memfd_create("mapped")
     os.ftruncate(fd, PAGE)
@@ -248,7 +248,7 @@ def memfd_mapped():
     return show
 
 
-@kind("a file in memory, mapped, its descriptor closed")
+@kind("a mapped memfd whose descriptor is closed")
 def memfd_mapped_closed():
     fd = os.memfd_create("mapped")
     os.ftruncate(fd, PAGE)
@@ -320,7 +320,7 @@ def heap():
     return lambda: (peek(block, 11), block, library.sbrk(0) >= end)
 
 
-@kind("machine code made at run time (as a compiler does)")
+@kind("machine code generated at run time (JIT)")
 def machine_code():
     address = map_raw(PAGE)
     poke(address, bytes.fromhex("b82a000000c3"))  # mov eax, 42; ret
@@ -374,7 +374,7 @@ def numa():
     return show, lambda: libc("munmap", ctypes.c_void_p(address), ctypes.c_size_t(PAGE))
 
 
-@kind("pages shared out one by one: ten thousand small mappings")
+@kind("ten thousand small mappings")
 def many_mappings():
     address = map_raw(20_000 * PAGE)
     for page in range(0, 4000, 2):

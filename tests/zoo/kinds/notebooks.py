@@ -52,7 +52,7 @@ def history_database():
     return lambda: (manager.enabled, len(list(manager.get_tail(5))) >= 0, manager.hist_file != "")
 
 
-@kind("a line magic and a cell magic of the user's own, an alias, a macro")
+@kind("the user's own line magic and cell magic, an alias, a macro")
 def magics():
     shell().register_magic_function(lambda line: line.upper(), "line", "zoo_line")
     shell().register_magic_function(lambda line, body: body, "cell", "zoo_cell")
@@ -82,7 +82,7 @@ def extensions():
     ), (lambda: shell().run_line_magic("autoreload", "0"))
 
 
-@kind("a comm, and a target that a front end can open one to")
+@kind("a comm, and a comm target")
 def comms():
     import comm
 
@@ -142,7 +142,7 @@ def displays():
     return show
 
 
-@kind("formatters of the user's own")
+@kind("the user's own formatters")
 def formatters():
     class Animal:
         pass
@@ -176,7 +176,7 @@ def subshell():
     return lambda: (identity in subshells.list_subshell(), subshells._cache[identity].is_alive())
 
 
-@kind("a task of the notebook that waits between cells (await in a later cell)")
+@kind("a task that is awaited in a later cell")
 def awaited():
     cell(
         "import asyncio\nzoo_future = asyncio.get_event_loop().create_future()\n"
@@ -211,7 +211,7 @@ def settings():
     ), undo
 
 
-@kind("a handler of the user's own for a kind of message, a trait that is watched")
+@kind("the user's own message handler, an observed trait")
 def handlers():
     kernel, seen = shell().kernel, []
     kernel.shell_handlers["zoo_request"] = lambda *arguments: None
@@ -229,7 +229,7 @@ def connection():
     )
 
 
-@kind("a figure of matplotlib, half drawn", needs="matplotlib")
+@kind("a half-drawn matplotlib figure", needs="matplotlib")
 def figure():
     import matplotlib
 

@@ -41,7 +41,7 @@ from . import kind, refused
 from .asking import error_of, moves, place
 
 
-@kind("generators, one of them inside another")
+@kind("nested generators")
 def generators():
     def inner():
         yield from range(100)
@@ -58,7 +58,7 @@ def generators():
     return lambda: (one.gi_frame.f_locals["word"], repr(count), one.gi_running)
 
 
-@kind("a generator that goes on where it was")
+@kind("a suspended generator")
 def generator_goes_on():
     def squares():
         for number in range(10**6):
@@ -68,7 +68,7 @@ def generator_goes_on():
     return lambda: (seen.append(next(one)), [a - b for a, b in zip(seen[1:], seen, strict=False)][:1] in ([], [1]))[1]
 
 
-@kind("an asynchronous generator, coroutines that have not begun")
+@kind("an asynchronous generator, coroutines that have not started")
 def asynchronous():
     async def numbers():
         for number in range(10):
@@ -108,7 +108,7 @@ def kernel_tasks():
     return show, lambda: [task.cancel() for task in tasks]
 
 
-@kind("a loop of asyncio on a thread, with tasks, locks, queues and a future")
+@kind("an asyncio loop on a thread, with tasks, locks, queues and a future")
 def loop_on_thread():
     loop, count = asyncio.new_event_loop(), [0]
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -176,7 +176,7 @@ def subinterpreter():
     return show
 
 
-@kind("a callback that C calls (ctypes)")
+@kind("a ctypes callback")
 def callback():
     compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int))(
         lambda a, b: a[0] - b[0]
@@ -190,7 +190,7 @@ def callback():
     return show
 
 
-@kind("structures and pointers of C (ctypes)")
+@kind("ctypes structures and pointers")
 def structures():
     class Node(ctypes.Structure):
         pass
@@ -238,7 +238,7 @@ def replaced_library():
     return lambda: library.cos(ctypes.c_double(0.0))
 
 
-@kind("weak references, finalizers, caches that forget")
+@kind("weak references, finalizers, weak dictionaries")
 def weak():
     class Thing:
         pass
@@ -266,7 +266,7 @@ def context_variables():
     return lambda: (context.run(variable.get), variable.get())
 
 
-@kind("random numbers go on in their sequence")
+@kind("the state of the random number generator")
 def random_numbers():
     one = random.Random(7)
     one.gauss(0, 1)
@@ -286,7 +286,7 @@ def exception():
     return lambda: (str(caught), frame.f_locals["secret"], frame.f_code.co_name)
 
 
-@kind("a function that watches the others (sys.setprofile, threading.settrace)", alone="slows the others")
+@kind("a profile or trace function (sys.setprofile, threading.settrace)", alone="slows the others")
 def profile():
     calls = [0]
     threading.setprofile(lambda *_: None)
@@ -302,7 +302,7 @@ def profile():
     return show, lambda: threading.setprofile(None)
 
 
-@kind("memory that is traced (tracemalloc)", alone="slows the others")
+@kind("traced memory (tracemalloc)", alone="slows the others")
 def traced_memory():
     tracemalloc.start(3)
     block = bytearray(1 << 20)
@@ -317,7 +317,7 @@ def settings():
     return lambda: (locale.getlocale(), str(context.divide(1, 7)), len(warnings.filters) > 1)
 
 
-@kind("sys.path, modules made at run time, import hooks")
+@kind("sys.path, modules created at run time, import hooks")
 def imports():
     class Finder:
         @staticmethod
@@ -347,14 +347,14 @@ def imports():
     return show, lambda: (sys.meta_path.remove(Finder), sys.path.remove("/zoo"))
 
 
-@kind("functions registered for the end (atexit), which nobody calls before")
+@kind("functions registered with atexit, not called by a wake")
 def at_exit():
     called = []
     atexit.register(called.append, 1)
     return lambda: (called, atexit._ncallbacks() > 0)
 
 
-@kind("iterators in the middle of lists, dictionaries, files, maps and filters")
+@kind("half-consumed iterators of lists, dictionaries, files, maps and filters")
 def iterators():
     table = dict.fromkeys(range(100))
     ones = [
@@ -383,7 +383,7 @@ def caches():
     return lambda: (slow(4), calls[0], slow.cache_info().currsize)
 
 
-@kind("a compression in the middle of its stream (zlib, lzma, bz2)")
+@kind("compression streams in progress (zlib, lzma, bz2)")
 def compression():
     import bz2
 
@@ -400,7 +400,7 @@ def compression():
     return lambda: (halves[0][2](halves[0][1] + copy.copy().flush())[:8].decode(), len(halves[1][1]), len(halves[2][1]))
 
 
-@kind("a hash in the middle of its data (hashlib, hmac)")
+@kind("hashes in progress (hashlib, hmac)")
 def hashing():
     import hmac
 
@@ -418,7 +418,7 @@ def encrypted():
     return lambda: (what, outgoing.pending, context.verify_mode, one.version(), error_of(one.do_handshake))
 
 
-@kind("decoders and parsers that wait for more (codecs, email, csv, json)")
+@kind("incremental decoders and parsers (codecs, email, csv, json)")
 def parsers():
     decoder = codecs.getincrementaldecoder("utf-8")()
     decoder.decode("ä".encode()[:1])
@@ -429,7 +429,7 @@ def parsers():
     return lambda: (repr(decoder.getstate()), rows.line_num, json.loads('{"a": [1, 2]}'))
 
 
-@kind("views into memory, arrays, byte streams at a position")
+@kind("memory views, arrays, byte streams at a position")
 def views():
     buffer = bytearray(b"0123456789")
     view = memoryview(buffer)[2:8:2]
@@ -438,7 +438,7 @@ def views():
     return lambda: (bytes(view).decode(), error_of(lambda: buffer.append(1)), numbers.tolist()[:2], stream.tell())
 
 
-@kind("standard output that a program has redirected (sys.stdout)")
+@kind("redirected standard output (sys.stdout)")
 def redirected():
     text = io.StringIO()
     text.write("captured")
@@ -464,7 +464,7 @@ def changed_classes():
     return lambda: (one.word(), cell.cell_contents, Derived.__mro__[1].__name__)
 
 
-@kind("references in circles, and how often a thing is referred to")
+@kind("reference cycles and reference counts")
 def circles():
     circle: list[object] = []
     circle.append(circle)
@@ -478,7 +478,7 @@ def circles():
     )
 
 
-@kind("the limit of recursion, the interval of threads")
+@kind("the recursion limit and the thread switch interval")
 def interpreter_limits():
     sys.setrecursionlimit(4321)
     sys.setswitchinterval(0.007)
@@ -520,7 +520,7 @@ def bound():
     return lambda: (add(2), method.__self__ == [], (lambda x=7: x)())
 
 
-@kind("code that was compiled, and its cache of adaptive instructions")
+@kind("compiled code and its adaptive instruction caches")
 def hot_code():
     def hot(n):
         total = 0
@@ -533,7 +533,7 @@ def hot_code():
     return lambda: hot(1000)
 
 
-@kind("coroutines of greenlets", needs="greenlet")
+@kind("greenlets", needs="greenlet")
 def greenlets():
     import greenlet
 

@@ -38,7 +38,7 @@ def handler():
     return show, lambda: signal.signal(signal.SIGUSR1, before)
 
 
-@kind("handlers for SIGCONT, SIGTERM, SIGTRAP, SIGCHLD and SIGHUP, which nobody calls")
+@kind("handlers for SIGCONT, SIGTERM, SIGTRAP, SIGCHLD and SIGHUP, not called by a wake")
 def never_called():
     numbers = signal.SIGCONT, signal.SIGTERM, signal.SIGTRAP, signal.SIGCHLD, signal.SIGHUP
     counts = [handled(number) for number in numbers]
@@ -50,7 +50,7 @@ def never_called():
     return lambda: [(number.name, count[0]) for number, (count, _) in zip(numbers, counts, strict=True)], undo
 
 
-@kind("signals that are ignored")
+@kind("ignored signals")
 def ignored():
     before = signal.signal(signal.SIGWINCH, signal.SIG_IGN), signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
@@ -61,7 +61,7 @@ def ignored():
     return lambda: (str(signal.getsignal(signal.SIGWINCH)), status("SigIgn")), undo
 
 
-@kind("signals that are blocked")
+@kind("blocked signals")
 def blocked():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN + 3, signal.SIGALRM})
     return lambda: status("SigBlk"), lambda: signal.pthread_sigmask(
@@ -69,7 +69,7 @@ def blocked():
     )
 
 
-@kind("a signal that has come and waits to be unblocked")
+@kind("a pending blocked signal")
 def pending():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)  # to this thread: the others do not block it
@@ -148,14 +148,14 @@ def wakeup_fd():
     return show, undo
 
 
-@kind("faulthandler, switched on")
+@kind("faulthandler, enabled")
 def faults():
     faulthandler.enable(open(os.devnull, "w"))
     faulthandler.register(signal.SIGRTMIN + 9, open(os.devnull, "w"))
     return lambda: (faulthandler.is_enabled(), status("SigCgt")), lambda: faulthandler.unregister(signal.SIGRTMIN + 9)
 
 
-@kind("an interrupt's handler of the user's own (SIGINT)")
+@kind("the user's own SIGINT handler")
 def interrupt():
     # ipykernel sets its own while a cell runs: between cells the user's stays.
     before = signal.getsignal(signal.SIGQUIT)

@@ -31,7 +31,7 @@ def swapped(one: socket.socket, other: socket.socket) -> str:
     return one.recv(5).decode()
 
 
-@kind("a socket pair with bytes under way")
+@kind("a socket pair with unread bytes")
 def pair_with_bytes():
     a, b = socket.socketpair()
     a.sendall(b"under way" * 500)
@@ -44,7 +44,7 @@ def pair_with_bytes():
     return show
 
 
-@kind("a socket pair with messages under way, their bounds kept")
+@kind("a datagram socket pair with unread messages")
 def pair_of_messages():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     for word in (b"one", b"two", b"three"):
@@ -60,7 +60,7 @@ def pair_of_messages():
 
 
 @kind(
-    "a socket pair with an empty message under way",
+    "a socket pair with an unread empty message",
     refused("SOCKET_UNSUPPORTED", "empty message"),
     alone="is refused",
     advice="Receive it.",
@@ -79,7 +79,7 @@ def pair_with_empty():
     return show, lambda: (a.close(), b.close())
 
 
-@kind("a socket pair of sequenced packets")
+@kind("a SOCK_SEQPACKET socket pair")
 def pair_of_packets():
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     a.send(b"first")
@@ -110,7 +110,7 @@ def pair_closed():
 
 
 @kind(
-    "a descriptor on its way through a socket (SCM_RIGHTS)",
+    "a queued descriptor (SCM_RIGHTS)",
     refused("SOCKET_UNSUPPORTED", "descriptor"),
     advice="Receive it.",
 )
@@ -131,7 +131,7 @@ def descriptor_in_flight():
 
 
 @kind(
-    "a descriptor on its way behind plain bytes (SCM_RIGHTS)",
+    "a queued descriptor behind plain bytes (SCM_RIGHTS)",
     refused("SOCKET_UNSUPPORTED", "descriptor"),
     advice="Receive it.",
 )
@@ -167,7 +167,7 @@ def pair_options():
     return lambda: (options(a, *names), options(b, *names), b.gettimeout(), flags(b.fileno()))
 
 
-@kind("a unix socket that is connected to the notebook's own listener")
+@kind("a unix socket connected to the notebook's own listener")
 def unix_own_connection():
     name = f"o{os.getpid()}.sock"
     listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
@@ -179,7 +179,7 @@ def unix_own_connection():
 
 
 @kind(
-    "a unix socket whose name is no name any more (bound through /proc/self/fd)",
+    "a unix socket bound through /proc/self/fd, its path no longer valid",
     refused("SOCKET_UNSUPPORTED", "socket"),
     advice="Close it.",
 )
@@ -195,7 +195,7 @@ def unix_through_descriptor():
     return lambda: swapped(client, served), lambda: (client.close(), served.close(), listener.close())
 
 
-@kind("a unix socket that listens, and serves whoever comes")
+@kind("a unix socket that listens and serves its clients")
 def unix_listener():
     name = f"l{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)
@@ -214,7 +214,7 @@ def unix_listener():
 
 
 @kind(
-    "a unix listener with a connection that nobody has accepted yet",
+    "a unix listener with a connection that is not accepted yet",
     refused("SOCKET_UNSUPPORTED", "not accepted yet"),
     advice="Accept it.",
 )
@@ -264,7 +264,7 @@ def unix_deleted():
     ), listener.close
 
 
-@kind("a unix socket for messages, with some waiting")
+@kind("a unix datagram socket with unread messages")
 def unix_messages():
     name = f"m{os.getpid()}.sock"
     receiver, sender = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
@@ -335,7 +335,9 @@ def tcp_fastopen():
     ), listener.close
 
 
-@kind("TCP options few set: congestion control, user timeout, maximum segment, type of service", alone="may be refused")
+@kind(
+    "rarely set TCP options: congestion control, user timeout, maximum segment, type of service", alone="may be refused"
+)
 def tcp_rare_options():
     one = socket.create_server((LOCAL, 0))
     with contextlib.suppress(OSError):
@@ -362,7 +364,7 @@ def tcp_shared_port():
     return lambda: (one.getsockname() == two.getsockname(), options(one, *names), options(two, *names))
 
 
-@kind("a TCP port that listens on IPv6 alone")
+@kind("a TCP port that listens on IPv6 only")
 def tcp6_listener():
     if not socket.has_dualstack_ipv6():
         raise PermissionError("this machine has no IPv6")
@@ -370,7 +372,7 @@ def tcp6_listener():
     return lambda: (listener.getsockname(), options(listener, (socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)))
 
 
-@kind("a TCP socket that is bound, and does not listen yet")
+@kind("a bound TCP socket that does not listen yet")
 def tcp_bound():
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -382,7 +384,7 @@ def tcp_bound():
     return show
 
 
-@kind("a TCP socket that nobody has connected yet")
+@kind("an unconnected TCP socket")
 def tcp_fresh():
     one = socket.socket()
     one.setblocking(False)
@@ -414,14 +416,14 @@ def tcp_connection():
     return lambda: error_of(lambda: swapped(client, served))
 
 
-@kind("a TCP connection to the outside", announced("connection"), advice=ADVICE)
+@kind("a TCP connection to another host", announced("connection"), advice=ADVICE)
 def tcp_outside():
     client = socket.create_connection((LOCAL, int(os.environ["ZOO_PORT"])))
     return lambda: error_of(lambda: client.send(b"x"))
 
 
 @kind(
-    "a TCP listener with a connection that nobody has accepted yet",
+    "a TCP listener with a connection that is not accepted yet",
     refused("SOCKET_UNSUPPORTED", "not accepted yet"),
     advice="Accept it.",
 )
@@ -435,7 +437,7 @@ def tcp_backlog():
     return show, lambda: (client.close(), listener.close())
 
 
-@kind("a TCP connection that is being made", announced("connection"), advice=ADVICE)
+@kind("a TCP connection in progress (SYN_SENT)", announced("connection"), advice=ADVICE)
 def tcp_connecting():
     one = socket.socket()
     one.setblocking(False)
@@ -471,7 +473,7 @@ def udp_connected():
 
 
 @kind(
-    "a UDP socket with datagrams that nobody has read yet",
+    "a UDP socket with unread datagrams",
     refused("SOCKET_UNSUPPORTED", "datagram"),
     advice="Read them.",
 )
@@ -549,7 +551,7 @@ def packet():
     return lambda: flags(one.fileno()), one.close
 
 
-@kind("a socket of the system's ciphers (AF_ALG)", refused("SOCKET_UNSUPPORTED", "alg"), advice="Close it.")
+@kind("a socket of the kernel's crypto API (AF_ALG)", refused("SOCKET_UNSUPPORTED", "alg"), advice="Close it.")
 def ciphers():
     try:
         one = socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)

@@ -47,7 +47,7 @@ def settings():
     return lambda: (size(master), repr(termios.tcgetattr(slave))), lambda: (os.close(master), os.close(slave))
 
 
-@kind("a terminal with text that nobody has read yet", alone="may be refused", advice=ADVICE)
+@kind("a terminal with unread text", alone="may be refused", advice=ADVICE)
 def unread():
     master, slave = pty.openpty()
     tty.setraw(slave)
@@ -115,7 +115,7 @@ def several():
     return lambda: [os.ttyname(slave) for _, slave in left], lambda: [os.close(fd) for pair in left for fd in pair]
 
 
-@kind("a terminal that controls the session", alone="may be refused", advice=ADVICE)
+@kind("a controlling terminal", alone="may be refused", advice=ADVICE)
 def controlling():
     if os.getsid(0) != os.getpid():
         raise PermissionError("the kernel leads no session")

@@ -71,7 +71,7 @@ def counting():
     return lambda: (moves(lambda: count[0]), "counter" in {thread.name for thread in threading.enumerate()})
 
 
-@kind("a thread that waits for a lock")
+@kind("a thread blocked on a lock")
 def waiting_for_lock():
     lock, turn = threading.Lock(), queue.SimpleQueue()
     lock.acquire()
@@ -148,7 +148,7 @@ def timer():
     return lambda: (one.is_alive(), one.interval, one.finished.is_set()), one.cancel
 
 
-@kind("a pool of threads with work under way (ThreadPoolExecutor)")
+@kind("a thread pool with running work (ThreadPoolExecutor)")
 def pool():
     pool = concurrent.futures.ThreadPoolExecutor(3)
     gate = threading.Event()
@@ -168,28 +168,28 @@ def local():
     return lambda: ([servant.do(lambda: store.value) for servant in servants], hasattr(store, "value"))
 
 
-@kind("a thread's name, as the system knows it")
+@kind("a thread's name in the system")
 def name():
     servant = Servant()
     servant.do(lambda: Path(f"/proc/self/task/{servant.tid}/comm").write_text("zoo-keeper"))
     return lambda: Path(f"/proc/self/task/{servant.tid}/comm").read_text()
 
 
-@kind("a thread's number, and that of its stack")
+@kind("a thread's id and stack address")
 def number():
     servant = Servant()
     tid, where = servant.tid, threading.get_ident()
     return lambda: (servant.do(threading.get_native_id) == tid, threading.get_ident() == where, tid)
 
 
-@kind("signals that a thread blocks")
+@kind("a thread's signal mask")
 def signal_mask():
     servant = Servant()
     servant.do(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGRTMIN + 7}))
     return lambda: status("SigBlk", tid=servant.tid)
 
 
-@kind("a signal that waits for a thread")
+@kind("a signal pending for a thread")
 def pending_signal():
     servant = Servant()
     servant.do(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN + 8}))
@@ -197,7 +197,7 @@ def pending_signal():
     return lambda: (status("SigPnd", tid=servant.tid), servant.do(lambda: signal.SIGRTMIN + 8 in signal.sigpending()))
 
 
-@kind("a thread's alternative stack for signals")
+@kind("a thread's alternate signal stack")
 def alternative_stack():
     servant, stack = Servant(), ctypes.create_string_buffer(1 << 16)
     where = struct.pack("QiiQ", ctypes.addressof(stack), 0, 0, 1 << 16)
@@ -213,14 +213,14 @@ def alternative_stack():
     )
 
 
-@kind("a thread that is less urgent than the others (nice)")
+@kind("a thread with a nice value")
 def nice():
     servant = Servant()
     servant.do(lambda: os.setpriority(os.PRIO_PROCESS, servant.tid, 7))
     return lambda: os.getpriority(os.PRIO_PROCESS, servant.tid)
 
 
-@kind("a thread that runs in batches (SCHED_BATCH), one when nothing else does (SCHED_IDLE)")
+@kind("threads with the policies SCHED_BATCH and SCHED_IDLE")
 def policies():
     one, two = Servant(), Servant()
     os.sched_setscheduler(one.tid, os.SCHED_BATCH, os.sched_param(0))
@@ -228,35 +228,35 @@ def policies():
     return lambda: (os.sched_getscheduler(one.tid), os.sched_getscheduler(two.tid))
 
 
-@kind("a thread in real time (SCHED_RR)", user=IMPOSSIBLE)
+@kind("a real-time thread (SCHED_RR)", user=IMPOSSIBLE)
 def real_time():
     servant = Servant()
     os.sched_setscheduler(servant.tid, os.SCHED_RR, os.sched_param(3))
     return lambda: (os.sched_getscheduler(servant.tid), os.sched_getparam(servant.tid).sched_priority), servant.end
 
 
-@kind("a thread that keeps to one processor (affinity)")
+@kind("a thread with a CPU affinity")
 def affinity():
     servant = Servant()
     os.sched_setaffinity(servant.tid, {min(os.sched_getaffinity(0))})
     return lambda: sorted(os.sched_getaffinity(servant.tid))
 
 
-@kind("a thread with a slack of its own for timers")
+@kind("a thread with its own timer slack")
 def timer_slack():
     servant = Servant()
     servant.do(lambda: libc("prctl", 29, ctypes.c_ulong(777_000), 0, 0, 0))
     return lambda: servant.do(lambda: libc("prctl", 30, 0, 0, 0, 0))
 
 
-@kind("a thread with a priority of its own for the disk (ionice)")
+@kind("a thread with an I/O priority (ionice)")
 def ioprio():
     servant = Servant()
     system("ioprio_set", 1, servant.tid, 3 << 13)
     return lambda: system("ioprio_get", 1, servant.tid)
 
 
-@kind("a thread that is to get a signal when its parent ends (PR_SET_PDEATHSIG)")
+@kind("a thread with a parent-death signal (PR_SET_PDEATHSIG)")
 def death_signal():
     servant = Servant()
 
@@ -269,7 +269,7 @@ def death_signal():
     return lambda: servant.do(ask), lambda: servant.do(lambda: libc("prctl", 1, ctypes.c_ulong(0), 0, 0, 0))
 
 
-@kind("a thread that may gain no privileges any more, alone of all", alone="may be refused")
+@kind("one thread with no_new_privs", alone="may be refused")
 def no_new_privileges():
     servant = Servant()
     servant.do(lambda: libc("prctl", 38, ctypes.c_ulong(1), 0, 0, 0))
@@ -277,7 +277,7 @@ def no_new_privileges():
 
 
 @kind(
-    "a thread with a working directory of its own (unshare CLONE_FS)",
+    "a thread with its own working directory (unshare CLONE_FS)",
     refused("UNPROVEN_STATE", "directories"),
     alone="may be refused",
     advice="End the thread.",
@@ -290,7 +290,7 @@ def own_directory():
 
 
 @kind(
-    "a thread with descriptors of its own (unshare CLONE_FILES)",
+    "a thread with its own descriptor table (unshare CLONE_FILES)",
     refused("UNPROVEN_STATE", "descriptor"),
     alone="may be refused",
     advice="End the thread.",
@@ -319,7 +319,7 @@ def own_user():
     return lambda: status("Uid", tid=servant.tid), servant.end
 
 
-@kind("threads that wait in the system itself: read, poll, epoll, sleep")
+@kind("threads blocked in system calls: read, poll, epoll, sleep")
 def in_the_system():
     r, w = os.pipe()
     r2, w2 = os.pipe()
@@ -384,7 +384,7 @@ def native_semaphore():
     return lambda: (thread.is_alive(), done), lambda: library.sem_post(semaphore)
 
 
-@kind("a C mutex that is held, one that two threads wait for")
+@kind("a locked C mutex, one that two threads wait for")
 def native_mutex():
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_init(mutex, None)
@@ -398,7 +398,7 @@ def native_mutex():
     )
 
 
-@kind("the list of robust locks of each thread, its rseq area")
+@kind("each thread's robust futex list and rseq area")
 def robust_list():
     servant = Servant()
 
@@ -431,7 +431,7 @@ def calculating():
 
 
 @kind(
-    "a filter of system calls on one thread (seccomp)",
+    "a seccomp filter on one thread",
     user=refused("UNPROVEN_STATE", "seccomp"),
     alone="cannot be undone",
     advice="The kernel stays where it is.",

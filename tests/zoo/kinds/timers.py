@@ -41,7 +41,7 @@ def near(seconds: float, what: float = HOUR) -> bool:
     return what - 600 < seconds < what + 1
 
 
-@kind("a timer that goes off every 10 ms (timerfd)")
+@kind("a timer that expires every 10 ms (timerfd)")
 def timerfd_periodic():
     fd = timerfd(time.CLOCK_MONOTONIC, 0.01, 0.01)
 
@@ -58,19 +58,19 @@ def timerfd_hour():
     return lambda: [(near(left(fd)[0]), left(fd)[1], bool(readable(fd, within=0))) for fd in fds]
 
 
-@kind("a timer for a moment of the clock, tomorrow (timerfd, TFD_TIMER_ABSTIME)")
+@kind("a timer at an absolute time, tomorrow (timerfd, TFD_TIMER_ABSTIME)")
 def timerfd_tomorrow():
     fd = timerfd(time.CLOCK_REALTIME, time.time() + 24 * HOUR, flags=1)
     return lambda: (near(left(fd)[0], 24 * HOUR), fdinfo(fd)["settime flags"])
 
 
-@kind("a timer that is not set (timerfd)")
+@kind("a disarmed timer (timerfd)")
 def timerfd_unset():
     fd = timerfd(time.CLOCK_MONOTONIC, 0)
     return lambda: (left(fd), readable(fd, within=0))
 
 
-@kind("a timer that has gone off and nobody has looked (timerfd)")
+@kind("an expired timer whose count is not read (timerfd)")
 def timerfd_expired():
     fd = timerfd(time.CLOCK_MONOTONIC, 0.001)
     readable(fd)
@@ -105,7 +105,7 @@ def itimer_ticking():
     return lambda: moves(lambda: count[0]), undo
 
 
-@kind("timers of the processor's time (ITIMER_VIRTUAL, ITIMER_PROF)", alone="there is one for the whole process")
+@kind("CPU-time timers (ITIMER_VIRTUAL, ITIMER_PROF)", alone="there is one for the whole process")
 def itimer_cpu():
     for which in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         signal.setitimer(which, HOUR, 7)
@@ -139,13 +139,13 @@ def posix_left(identity: int) -> tuple[float, float]:
     return until + until_ns / 1e9, every + every_ns / 1e9
 
 
-@kind("a timer of POSIX with an hour to go (timer_create)")
+@kind("a POSIX timer with an hour to go (timer_create)")
 def posix_hour():
     identity = posix_timer(signal.SIGRTMIN + 10, HOUR, 5)
     return lambda: (identity, near(posix_left(identity)[0]), posix_left(identity)[1])
 
 
-@kind("a timer of POSIX that ticks (timer_create)")
+@kind("a periodic POSIX timer (timer_create)")
 def posix_ticking():
     count, number = [0], signal.SIGRTMIN + 11
 
@@ -184,7 +184,7 @@ def processor_time():
     return show
 
 
-@kind("a callback of asyncio in a moment, one in an hour")
+@kind("asyncio callbacks, one due at once, one in an hour")
 def call_later():
     loop, ran = asyncio.get_event_loop(), []
     soon = loop.call_later(HOUR, ran.append, "late")
@@ -199,7 +199,7 @@ def scheduler():
     return lambda: ([event.argument for event in queue.queue], queue.run(blocking=False) > HOUR - 600)
 
 
-@kind("a date that the program remembers, and what time it is now")
+@kind("a stored date and the current time")
 def wall_clock():
     began = time.time()
     return lambda: (0 <= time.time() - began < HOUR, time.tzname, time.localtime().tm_isdst >= -1)

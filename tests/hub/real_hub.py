@@ -89,7 +89,7 @@ c.ServerApp.jpserver_extensions = {"jupyter_gpu_ckpt": True, **({} if LAB else d
 
 
 @dataclass(frozen=True)
-class Person:
+class Account:
     """A Linux user."""
 
     name: str
@@ -105,12 +105,12 @@ class Person:
         return Path(tempfile.gettempdir()) / f"gpu-ckpt-{self.uid}"
 
 
-class Town:
+class RealHub:
     """The hub, the proxy and the users."""
 
     def __init__(self, place: Path, criu: str, more: str, lab: bool) -> None:
         self.place = place
-        self.people: dict[str, Person] = {}
+        self.accounts: dict[str, Account] = {}
         self.admin_token, self._culler_token, self._proxy_token = (secrets.token_hex(16) for _ in range(3))
         self.password = secrets.token_hex(8)
         port, self._api_port, self._hub_port = free_ports(3)
@@ -136,44 +136,44 @@ class Town:
         )  # fmt: skip
         (place / "culler" / "idle_culler_config.py").write_text(_CULLER_CONFIG.format(url=self.url))
 
-    # -- people
+    # -- accounts
 
-    def settle(self, name: str) -> Person:
-        """Make a Linux user."""
-        account = f"{name}-{secrets.token_hex(3)}"
-        home = self.place / "homes" / account
+    def add_account(self, name: str) -> Account:
+        """Create a Linux user with ``name`` in its name."""
+        login = f"{name}-{secrets.token_hex(3)}"
+        home = self.place / "homes" / login
         made = subprocess.run(
-            ["useradd", "--create-home", "--home-dir", home, "--shell", "/bin/bash", account],
+            ["useradd", "--create-home", "--home-dir", home, "--shell", "/bin/bash", login],
             capture_output=True, text=True,
         )  # fmt: skip
         assert made.returncode == 0, made.stderr
         home.chmod(0o700)
-        person = self.people[name] = Person(account, pwd.getpwnam(account).pw_uid, home)
-        return person
+        account = self.accounts[name] = Account(login, pwd.getpwnam(login).pw_uid, home)
+        return account
 
-    def leave(self) -> None:
-        """Remove the Linux users: what they have running, their accounts and their files outside their homes."""
-        for person in self.people.values():
-            for process in processes(person.uid):
+    def remove_accounts(self) -> None:
+        """Remove the Linux users: their processes, their accounts and their files outside their homes."""
+        for account in self.accounts.values():
+            for process in processes(account.uid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            waiting.until(lambda person=person: not processes(person.uid), timeout=60)
-            subprocess.run(["userdel", person.name], check=True, capture_output=True)
-            shutil.rmtree(person.runtime, ignore_errors=True)
+            waiting.until(lambda account=account: not processes(account.uid), timeout=60)
+            subprocess.run(["userdel", account.name], check=True, capture_output=True)
+            shutil.rmtree(account.runtime, ignore_errors=True)
 
-    def run_as(self, person: Person, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """A command of that user, in the user's home."""
-        drop = ["setpriv", f"--reuid={person.uid}", f"--regid={person.uid}", "--clear-groups", "--", *argv]
-        environment = {"HOME": str(person.home), "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"}
+    def run_as(self, account: Account, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command as that user, in the user's home."""
+        drop = ["setpriv", f"--reuid={account.uid}", f"--regid={account.uid}", "--clear-groups", "--", *argv]
+        environment = {"HOME": str(account.home), "PATH": os.defpath, "PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run(
-            self._among_all(f"cd {person.home}\nexec {shlex.join(drop)}"),
+            self._in_readable_mounts(f"cd {account.home}\nexec {shlex.join(drop)}"),
             env=environment, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
     # -- processes
 
-    def _among_all(self, script: str) -> list[str]:
-        """A shell that runs ``script`` where every user can read what is tested."""
+    def _in_readable_mounts(self, script: str) -> list[str]:
+        """Return the command of a shell that runs ``script`` where every user can read the tested package."""
         commands = opened(needed(), self.place / "stage")
         private = ["unshare", "--mount", "--propagation", "private"] if commands else []
         return [*private, "sh", "-c", f"set -e\n{commands}\n{script}"]
@@ -199,7 +199,7 @@ class Town:
                 process.wait()
 
     def start_proxy(self) -> None:
-        """The proxy; a hub that is there gives it its routes again."""
+        """Start the proxy; a running hub gives it its routes again."""
         self._start(
             "proxy",
             [
@@ -212,20 +212,20 @@ class Town:
         waiting.until(lambda: listens(self._api_port) and listens(self._port), timeout=PATIENCE)
 
     def start_hub(self) -> None:
-        """The hub, as it was left."""
+        """Start the hub with its database of before."""
         command = shlex.join([sys.executable, "-m", "jupyterhub", "-f", str(self.place / "hub/jupyterhub_config.py")])
-        self._start("hub", self._among_all(f"cd {self.place}/hub\nexec {command}"))
+        self._start("hub", self._in_readable_mounts(f"cd {self.place}/hub\nexec {command}"))
         waiting.until(self.answers, timeout=PATIENCE)
 
     def answers(self) -> bool:
-        """Whether hub and proxy are both up and know of each other."""
+        """Return whether hub and proxy are up and connected."""
         with contextlib.suppress(requests.RequestException):
             return requests.get(f"{self.url}/hub/api/", timeout=5).ok
         return False
 
     @contextlib.contextmanager
     def culler(self, *options: str) -> Iterator[None]:
-        """The idle culler, looking once a second, during the body; by default for servers idle for one second."""
+        """Run the idle culler during the body, once a second; by default it culls servers idle for one second."""
         config = str(self.place / "culler" / "idle_culler_config.py")
         settings = ["--cull-every=1", f"--config={config}", *(options or ["--timeout=1"])]
         self._start(
@@ -243,19 +243,19 @@ class Town:
     # -- the hub's API
 
     def ask(self, method: str, path: str, token: str = "", **kwargs: Any) -> requests.Response:
-        """A request to the hub's API; by default with all rights."""
+        """Send a request to the hub's API; by default with all rights."""
         headers = {"Authorization": f"token {token or self.admin_token}"}
         return requests.request(method, f"{self.url}/hub/api/{path}", headers=headers, timeout=PATIENCE, **kwargs)
 
-    def servers(self, person: Person) -> dict[str, Any]:
-        """The user's servers by name."""
-        reply = self.ask("GET", f"users/{person.name}")
+    def servers(self, account: Account) -> dict[str, Any]:
+        """Return the user's servers by name."""
+        reply = self.ask("GET", f"users/{account.name}")
         assert reply.ok, reply.text
         return reply.json()["servers"]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports that are free."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -270,7 +270,7 @@ def listens(port: int) -> bool:
 
 
 def processes(uid: int) -> list[int]:
-    """The pids of a user."""
+    """Return the pids of a user."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -280,11 +280,11 @@ def processes(uid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def town(criu: CriuBinary, more: str = "", *, lab: bool = False) -> Iterator[Town]:
-    """A hub that is up, without users.  ``lab``: their servers have a front end."""
+def running_hub(criu: CriuBinary, more: str = "", *, lab: bool = False) -> Iterator[RealHub]:
+    """Run a hub without users.  ``lab``: their servers have a front end."""
     place = Path(tempfile.mkdtemp(prefix="gc-hub-"))
     place.chmod(0o711)
-    running = Town(place, readable_criu(criu, place), more, lab)
+    running = RealHub(place, readable_criu(criu, place), more, lab)
     try:
         running.start_proxy()
         running.start_hub()
@@ -292,5 +292,5 @@ def town(criu: CriuBinary, more: str = "", *, lab: bool = False) -> Iterator[Tow
     finally:
         for name in ("culler", "hub", "proxy"):
             running.stop(name)
-        running.leave()
+        running.remove_accounts()
         shutil.rmtree(place)

@@ -47,7 +47,7 @@ _TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
 _PTY = 1
 # messages fdinfo_entry and remap_file_path_entry
 _FDINFO_ID, _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 1, 2, 3
-_REMAP_LINKED = 0
+_REMAP_LINKED, _REMAP_GHOST = 0, 1
 # messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
 _MM_VMAS = 14
 _VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS = 4, 5, 6, 7
@@ -120,6 +120,20 @@ def made_names(directory: Path) -> list[str]:
     except ImageFormat:
         return []
     return [name for name in names if is_made_name(name)]
+
+
+def ghost_names(directory: Path) -> list[str]:
+    """Return the names that a restore gives to deleted files for a moment; none if the dump is unreadable.
+
+    CRIU makes the file in the nearest directory above that exists, if its own does not (files-reg.c: create_ghost).
+    """
+    try:
+        remaps = [remap for remap in _remaps(directory) if number_of(remap, _REMAP_TYPE) == _REMAP_GHOST]
+        ghosts = {number_of(remap, _REMAP_ID): number_of(remap, _REMAP_TO) for remap in remaps}
+        regular = [(ghosts.get(number_of(fields, _REG_ID)), _name(fields)) for fields in _regular(directory) if ghosts]
+    except ImageFormat:
+        return []
+    return [f"{name}.cr.{id:x}.ghost" for id, name in regular if id is not None and name.startswith("/")]
 
 
 def is_made_name(path: str) -> bool:

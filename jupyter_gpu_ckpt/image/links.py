@@ -71,6 +71,16 @@ def put_back(manifest: Manifest) -> None:
                 second.unlink()
 
 
+def remove_ghosts(directory: Path) -> None:
+    """Remove what a killed restore of the dump in ``directory`` has left: until then the next one would fail."""
+    for name in map(Path, images.ghost_names(directory)):
+        for parent in name.parents:
+            with contextlib.suppress(OSError):
+                facts = (parent / name.name).lstat()
+                if not stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid():
+                    (parent / name.name).unlink()
+
+
 def remove(manifest: Manifest, *, current: bool) -> None:
     """Remove the links of an image that has just been deleted.
 
@@ -104,18 +114,21 @@ def remove_of_processes(pids: Iterable[int], needed: Collection[str]) -> None:
     """
     for pid in pids:
         with contextlib.suppress(OSError):  # it ended
-            for directory, inodes in _deleted_files(pid).items():
+            for opened_in, inodes in _deleted_files(pid).items():
                 with contextlib.suppress(OSError):
-                    for path in Path(f"/proc/{pid}/root{directory}").iterdir():
-                        name = f"{directory}/{path.name}"
+                    root = Path(f"/proc/{pid}/root")
+                    # CRIU takes the nearest that exists.
+                    directory = next(each for each in [opened_in, *opened_in.parents] if Path(f"{root}{each}").is_dir())
+                    for path in Path(f"{root}{directory}").iterdir():
+                        name = str(directory / path.name)
                         first = name.rpartition(".")[0] if _SECURED.search(name) else name
                         if images.is_made_name(first) and name not in needed and _regular(path).st_ino in inodes:
                             path.unlink()
 
 
-def _deleted_files(pid: int) -> dict[str, set[int]]:
+def _deleted_files(pid: int) -> dict[Path, set[int]]:
     """Return the inodes of deleted files that a process uses, by the directory that they were opened in."""
-    found: dict[str, set[int]] = {}
+    found: dict[Path, set[int]] = {}
     files = [(mapping.name, mapping.inode) for mapping in procfs.maps(pid)]
     for number, target in procfs.links(pid):
         if target.endswith(_DELETED):
@@ -123,7 +136,7 @@ def _deleted_files(pid: int) -> dict[str, set[int]]:
                 files.append((target, os.stat(f"/proc/{pid}/fd/{number}").st_ino))
     for path, inode in files:
         if path.startswith("/") and path.endswith(_DELETED):
-            found.setdefault(str(Path(path).parent), set()).add(inode)
+            found.setdefault(Path(path).parent, set()).add(inode)
     return found
 
 

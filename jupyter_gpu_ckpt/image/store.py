@@ -242,6 +242,8 @@ class Store:
                 links.remove(ended.manifest, current=self._is_current(ended))
                 if abandoned:
                     links.remove_tracked(ended.manifest)
+                if not leased:
+                    links.remove_ghosts(deleted / layout.CRIU)
             before_delete(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.

@@ -150,16 +150,22 @@ def criu_restore(attempt: Attempt) -> None:
             _criu_directory(attempt, files.criu_directory) as directory,
             _device_memory_read(attempt, capsule, files),
         ):
-            restored = kernel.engine.criu.restore(
-                capsule,
-                directory,
-                pid=manifest.pid,
-                pipes=manifest.pipes,
-                timeout=kernel.deadline(manifest.bytes),
-                freeze=manifest.cuda,
-                before_running=lambda: _require_read(attempt),
-                notes=manifest.notes,
-            )
+            links.remove_ghosts(files.criu_directory)
+            try:
+                restored = kernel.engine.criu.restore(
+                    capsule,
+                    directory,
+                    pid=manifest.pid,
+                    pipes=manifest.pipes,
+                    timeout=kernel.deadline(manifest.bytes),
+                    freeze=manifest.cuda,
+                    before_running=lambda: _require_read(attempt),
+                    notes=manifest.notes,
+                )
+            except BaseException:
+                capsule.close()
+                links.remove_ghosts(files.criu_directory)
+                raise
     except BaseException:
         capsule.close()
         host_memory.end_spill(kernel)

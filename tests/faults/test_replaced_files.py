@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from harness import until
 
+from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
 from jupyter_gpu_ckpt.lifecycle.plans import Step
@@ -355,6 +356,25 @@ async def test_a_wake_that_fails_after_criu_can_be_tried_again(subject, monkeypa
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(path)
     assert await subject.run("print(s.accept()[0] is not None)") == "True"
+
+
+@pytest.mark.parametrize("home", ["there", "deleted"])
+async def test_what_a_killed_restore_has_left_is_in_nobodys_way(subject, home):
+    """CRIU makes a deleted file for a moment, in the nearest directory that exists."""
+    directory = subject.directory
+    await subject.run("os.mkdir('home'); f = open('home/gone', 'w+'); _ = f.write('kept'); f.flush()")
+    await subject.run("os.unlink('home/gone')" + ("; os.rmdir('home')" if home == "deleted" else ""))
+    left = directory / ("home" if home == "there" else "") / "gone.cr.1.ghost"
+    image = await subject.provisioner.checkpoint()
+    assert images.ghost_names(image.path / "criu") == [str(directory / "home" / left.name)]
+    left.write_text("half")
+    await subject.provisioner.restore()
+    assert not left.exists()
+    assert await subject.run("print(f.seek(0), f.read())") == "0 kept"
+    image = await subject.provisioner.checkpoint()
+    left.write_text("half")
+    subject.kernel.lifecycle.engine.store.remove(image)
+    assert not left.exists()
 
 
 async def test_a_running_kernel_has_no_name_of_an_interrupted_dump(subject):

@@ -172,9 +172,15 @@ class Wandering:
             except OSError:
                 continue
             is_criu = "dump" in words or "restore" in words
-            if is_criu == (victim == "criu") and any(words):
+            if is_criu == (victim == "criu") and any(words) and not (is_criu and self.is_restored(pid)):
                 found.append(pid)
         return found
+
+    def is_restored(self, pid: int) -> bool:
+        """Whether a process of CRIU's is one of the kernel's that is being made: its end would be the program's own."""
+        with contextlib.suppress(OSError):
+            return procfs.stat(procfs.stat(pid).parent).name.startswith("criu")
+        return True
 
     def kill(self, victim: str, dice: random.Random) -> bool:
         """Kill one of them, as soon as there is one; whether there was one before the verb had ended."""

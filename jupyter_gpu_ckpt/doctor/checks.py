@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from ..criu import install
 from ..errors import CriuMissing, CudaError
 from ..image import user_directory as image_directories
+from ..node.facts import NETWORK_FILESYSTEMS
 from ..paths import data_directory
 from ..units import size
 from . import fixes
@@ -32,8 +33,6 @@ DRIVER_PLAIN, DRIVER_FULL = 570, 580
 
 #: Bytes.  A torch context alone makes an image of 1.2 GiB; a plain kernel's is below 0.1 GiB.
 LITTLE_SPACE, TOO_LITTLE_SPACE = 4 << 30, 256 << 20
-
-NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "beegfs", "gpfs")
 
 SHARED_MEMORY = Path("/dev", "shm")
 

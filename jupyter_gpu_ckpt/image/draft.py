@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,7 @@ class Draft:
         vault: Vault,
         reservation: QuotaReservation,
         needed: int,
+        needed_links: Callable[[], set[str]],
     ) -> None:
         self.id = id
         self.path = root / f"{layout.DRAFT}{id}"
@@ -48,7 +48,8 @@ class Draft:
         self._keys = keys
         self._generations = generations
         self._reservation = reservation
-        self._begun = time.time_ns()
+        self._journal = root / f"{layout.DRAFT}{id}{layout.LINKS}"
+        self._needed_links = needed_links
         self._known: dict[str, FileEntry] = {}
         self._lock = FileLock(root / f"{layout.DRAFT}{id}{layout.LOCK}", timeout=0, mode=0o600)
         self._form = encryption.Form(vault, id, self.path / layout.CRIU)
@@ -87,6 +88,11 @@ class Draft:
             directory = self.path / layout.CRIU / layout.DEVICE
             written = device_memory.write(extents, directory, self._form.codec(claim), check_cancelled)
             self._known = {layout.device_file(name): entry for name, entry in written.items()}
+
+    def note_before_dump(self, pids: Iterable[int]) -> None:
+        """Note where a dump of ``pids`` may make links, for `discard` or a later sweep.  Raises `NoSpace`."""
+        with mapped_errors(self._root):
+            links.note_before_dump(pids, self._journal)
 
     def size(self) -> int:
         """Return the bytes written so far.  From any thread."""
@@ -146,7 +152,9 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the draft.  Idempotent, never raises: it runs while another error is on its way."""
-        links.remove_of_dump(self.criu_directory, self._begun)
+        if self._journal.exists():
+            others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
+            links.take_back(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -154,5 +162,6 @@ class Draft:
         self._form.close()
         self._reservation.release()
         with contextlib.suppress(OSError):
+            self._journal.unlink(missing_ok=True)
             Path(self._lock.lock_file).unlink()
         self._lock.release()

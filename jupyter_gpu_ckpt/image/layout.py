@@ -36,10 +36,14 @@ DRAFT = ".draft-"
 #: The suffixes of a draft's lock, and of its reservation of a quota.
 LOCK = ".lock"
 RESERVATION = ".reservation"
+#: The suffix of a draft's journal (`links.note_before_dump`).
+LINKS = ".links"
 #: The directory of images that are being fetched from elsewhere.
 INCOMING = ".incoming"
 #: The suffixes of an image's marks (`mark`).
 RETIRED, ACCEPTS, ARCHIVED, SENT = ".retired", ".accepts", ".archived", ".sent"
+#: The same: CRIU restores it (`links.ghosts_removed`).
+RESTORING = ".restoring"
 
 
 def mark(path: Path, suffix: str) -> Path:

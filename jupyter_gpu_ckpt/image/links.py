@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
-import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,7 @@ from ..criu import images
 from ..node.facts import identity
 from .manifest import Manifest
 
-#: Nanoseconds that the clock which stamps files may be behind this host's (that of a file server).
-_BEHIND = 1_000_000_000
 _DELETED = " (deleted)"
-#: The end of a `secured_name`: the name of an image.
-_SECURED = re.compile(r"\.\d{8}T\d{6}-[^./]+$")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where glibc keeps shared memory and semaphores
 
 
@@ -61,37 +57,70 @@ def secure(manifest: Manifest) -> None:
 
 
 def put_back(manifest: Manifest) -> None:
-    """Put links back that a restore has removed which was not completed (`secure`), and remove the second ones."""
+    """Put links back that a restore has removed which was not completed; the second ones (`secure`) stay."""
     for name, was in made(manifest).items():
         with contextlib.suppress(OSError):
             second = Path(secured_name(name, manifest.id))
             if _regular(second).st_ino == was.get("inode"):
-                with contextlib.suppress(FileExistsError):
-                    Path(name).hardlink_to(second)
-                second.unlink()
+                Path(name).hardlink_to(second)
 
 
-def remove_ghosts(directory: Path) -> None:
-    """Remove what a killed restore of the dump in ``directory`` has left: until then the next one would fail."""
-    for name in map(Path, images.ghost_names(directory)):
+@contextlib.contextmanager
+def ghosts_removed(directory: Path, mark: Path) -> Iterator[None]:
+    """Remove the files that CRIU makes for a moment in a restore of the dump in ``directory``, if the body fails.
+
+    With such a file in its place the next restore would fail.  ``mark`` is there while the body runs: where it is left
+    of a process that was killed, the files are removed before the body.
+    """
+    if not (names := images.ghost_names(directory)):
+        yield
+        return
+    if mark.exists():
+        remove_ghosts(names)
+    before = set(_ghosts(names))
+    mark.touch(mode=0o600)
+    try:
+        yield
+    except BaseException:
+        remove_ghosts(names, before)
+        raise
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def remove_ghosts(names: Iterable[str], kept: Collection[Path] = ()) -> None:
+    """Remove the files of `images.ghost_names` that are there, but those in ``kept``."""
+    for path in _ghosts(names):
+        if path not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _ghosts(names: Iterable[str]) -> Iterator[Path]:
+    for name in map(Path, names):
         for parent in name.parents:
             with contextlib.suppress(OSError):
-                facts = (parent / name.name).lstat()
+                path = parent / name.name
+                facts = path.lstat()
                 if not stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid():
-                    (parent / name.name).unlink()
+                    yield path
 
 
-def remove(manifest: Manifest, *, current: bool) -> None:
-    """Remove the links of an image that has just been deleted.
+def remove(manifest: Manifest, *, current: bool, needed: Collection[str] = ()) -> None:
+    """Remove the links of an image that has just been deleted, or is outdated.
 
     ``current``: it was not restored.  Then the links are the image's as long as they are the same file; else the kernel
-    may have another image by now, with links of the same names, and only untouched links are removed.
+    may have another image by now, with links of the same names, and only untouched links are removed.  ``needed``:
+    links that stay.
     """
     for name, was in made(manifest).items():
         with contextlib.suppress(OSError):
             path = Path(name)
             device, inode, _, _, ctime = identity(_regular(path))
-            if inode == was.get("inode") and (ctime == was.get("ctime") or (current and device == was.get("device"))):
+            same = inode == was.get("inode") and (
+                ctime == was.get("ctime") or (current and device == was.get("device"))
+            )
+            if same and name not in needed:
                 path.unlink()
         with contextlib.suppress(OSError):
             second = Path(secured_name(name, manifest.id))
@@ -99,31 +128,48 @@ def remove(manifest: Manifest, *, current: bool) -> None:
                 second.unlink()
 
 
-def remove_of_dump(directory: Path, since: int) -> None:
-    """Remove the links of the discarded dump in ``directory``, begun at ``since`` (ns since the epoch)."""
-    for path in map(Path, images.made_names(directory)):
-        with contextlib.suppress(OSError):
-            if _regular(path).st_ctime_ns > since - _BEHIND:  # else the file is older than the dump
-                Path(path).unlink()
+def note_before_dump(pids: Iterable[int], journal: Path) -> None:
+    """Note in ``journal`` the deleted files of ``pids``, where a dump may link them, and the links that are there.
 
-
-def remove_of_processes(pids: Iterable[int], needed: Collection[str]) -> None:
-    """Remove the links to deleted files that ``pids`` have open or mapped, but those of the paths in ``needed``.
-
-    For a dump that was broken off: CRIU notes its links in the image only at the end.
+    CRIU writes what it has linked at the end of a dump, and a dump may be killed.  Raises `OSError`.
     """
+    found: dict[str, dict[str, list[Any]]] = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # it ended
             for opened_in, inodes in _deleted_files(pid).items():
-                with contextlib.suppress(OSError):
-                    root = Path(f"/proc/{pid}/root")
-                    # CRIU takes the nearest that exists.
-                    directory = next(each for each in [opened_in, *opened_in.parents] if Path(f"{root}{each}").is_dir())
-                    for path in Path(f"{root}{directory}").iterdir():
-                        name = str(directory / path.name)
-                        first = name.rpartition(".")[0] if _SECURED.search(name) else name
-                        if images.is_made_name(first) and name not in needed and _regular(path).st_ino in inodes:
-                            path.unlink()
+                # CRIU takes the nearest directory that exists.
+                for directory in (opened_in, *opened_in.parents):
+                    with contextlib.suppress(OSError):
+                        there = [path.name for path in directory.iterdir() if images.is_made_name(str(path))]
+                        noted = found.setdefault(str(directory), {"inodes": [], "there": there})
+                        noted["inodes"] += sorted(inodes)
+                        break
+    if found:
+        journal.write_text(json.dumps(found))
+
+
+def take_back(journal: Path, others: Iterable[Path], needed: Collection[str]) -> None:
+    """Remove the links that a dump has made since `note_before_dump`; it was discarded, or killed.
+
+    ``needed``: links of images.  A file that another dump may have linked meanwhile, by one of the journals ``others``,
+    keeps all its links: too many harm nobody.
+    """
+    elsewhere = {(each, inode) for other in others for each, noted in _read(other) for inode in noted["inodes"]}
+    for directory, noted in _read(journal):
+        with contextlib.suppress(OSError):
+            for path in Path(directory).iterdir():
+                if images.is_made_name(str(path)) and path.name not in noted["there"] and str(path) not in needed:
+                    inode = _regular(path).st_ino
+                    if inode in noted["inodes"] and (directory, inode) not in elsewhere:
+                        path.unlink()
+
+
+def _read(journal: Path) -> list[tuple[str, dict[str, list[Any]]]]:
+    """Return the directories in a journal of `note_before_dump`; none if there is none, or it is incomplete."""
+    try:
+        return list(json.loads(journal.read_text()).items())
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def _deleted_files(pid: int) -> dict[Path, set[int]]:

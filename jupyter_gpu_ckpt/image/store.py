@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import calendar
 import contextlib
+import itertools
 import os
-import re
 import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TypeVar
 
 from filelock import FileLock, Timeout
 
+from ..criu import images
 from ..errors import GpuCkptError, ImageArchived, ImageDamaged, ImageForged, ImageFormat, ImageNotFound, QuotaExceeded
 from ..files.atomic import remove_leftovers, write_atomically
 from ..files.disk import free, mapped_errors
@@ -37,10 +37,6 @@ from .verify import Progress
 __all__ = ["Image", "Store"]
 
 T = TypeVar("T")
-
-#: The time in the name of an image; and the name of the draft of one.
-_STAMP = "%Y%m%dT%H%M%S"
-_DRAFT_OF_DUMP = re.compile(re.escape(layout.DRAFT) + r"(\d{8}T\d{6})-[^-]{8}-[0-9a-f]{6}")
 
 
 class Store:
@@ -86,10 +82,17 @@ class Store:
     def begin(self, kernel_id: str, needed: int = 0) -> Draft:
         """Begin an image of ``needed`` bytes at most.  Raises `QuotaExceeded`, `StoreUnwritable`, `NoSpace`."""
         self.prepare()
-        stamp = time.strftime(_STAMP, time.gmtime())
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         id = f"{stamp}-{kernel_id[:8]}-{secrets.token_hex(3)}"
         reservation = QuotaReservation(self.root, f"{layout.DRAFT}{id}", kernel_id, self.quota, self._used)
-        return Draft(self.root, id, self.keys, self.generations, self.vault, reservation, needed)
+        keys, generations, vault = self.keys, self.generations, self.vault
+        return Draft(self.root, id, keys, generations, vault, reservation, needed, self._needed_links)
+
+    def _needed_links(self, but: str = "") -> set[str]:
+        """Return the links of all images but those of kernel ``but``."""
+        manifests = [image.manifest for image in self.images() if image.manifest.kernel_id != but]
+        found = {name: manifest.id for manifest in manifests for name in links.made(manifest)}
+        return {*found, *itertools.starmap(links.secured_name, found.items())}
 
     def images(self) -> list[Image]:
         """Return every readable image, oldest first; `get` explains an unreadable one."""
@@ -239,15 +242,15 @@ class Store:
             deleted = self.root / f"{layout.DRAFT}{path.name}"
             path.rename(deleted)
             if ended is not None:
-                links.remove(ended.manifest, current=self._is_current(ended))
+                links.remove(ended.manifest, current=not leased and self._is_current(ended))
                 if abandoned:
                     links.remove_tracked(ended.manifest)
-                if not leased:
-                    links.remove_ghosts(deleted / layout.CRIU)
+                if layout.mark(path, layout.RESTORING).exists():
+                    links.remove_ghosts(images.ghost_names(deleted / layout.CRIU))
             before_delete(deleted)
             shutil.rmtree(deleted, ignore_errors=True)  # a sweep may have come upon it already
             # Under the lease: the next process makes a lock file of its own and sees that there is no image.
-            for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED):
+            for suffix in (layout.LOCK, layout.RETIRED, layout.ACCEPTS, layout.ARCHIVED, layout.RESTORING):
                 layout.mark(path, suffix).unlink(missing_ok=True)
 
     def _is_abandoned(self, image: Image) -> bool:
@@ -265,12 +268,13 @@ class Store:
             return True
         return False
 
-    def remove_unused_links(self, kernel_id: str, pids: Iterable[int]) -> None:
-        """Remove the links that dumps of a running kernel have left: no image of it is current."""
-        others = [image.manifest for image in self.images() if image.manifest.kernel_id != kernel_id]
-        needed = {name for manifest in others for name in links.made(manifest)}
-        secured = {links.secured_name(name, manifest.id) for manifest in others for name in links.made(manifest)}
-        links.remove_of_processes(pids, needed | secured)
+    def remove_outdated_links(self, kernel_id: str) -> None:
+        """Remove the links of a kernel's images, which runs on: none of them is current.  Never raises."""
+        with contextlib.suppress(OSError):
+            needed = self._needed_links(but=kernel_id)
+            for image in self.images():
+                if image.manifest.kernel_id == kernel_id and not self._is_current(image):
+                    links.remove(image.manifest, current=True, needed=needed)
 
     def sweep(self) -> int:
         """Remove drafts whose writer is gone; return their number.  Called when a server starts.
@@ -289,9 +293,12 @@ class Store:
                 continue
             lock = FileLock(path.with_name(path.name + layout.LOCK), timeout=0, mode=0o600)
             with contextlib.suppress(Timeout, OSError), lock:  # a writer has it before it makes its directory
+                journal = path.with_name(path.name + layout.LINKS)
+                if journal.exists() and not (self.root / path.name.removeprefix(layout.DRAFT)).exists():
+                    others = {*self.root.glob(f"{layout.DRAFT}*{layout.LINKS}")} - {journal}
+                    links.take_back(journal, others, self._needed_links())
+                journal.unlink(missing_ok=True)
                 if path.is_dir():  # another sweep may have held the lock before
-                    if (begun := _dump_begun(path)) is not None:
-                        links.remove_of_dump(path / layout.CRIU, begun)
                     shutil.rmtree(path, ignore_errors=True)
                     swept += 1
                 Path(lock.lock_file).unlink(missing_ok=True)
@@ -299,13 +306,6 @@ class Store:
             if not reservation.with_name(reservation.name.removesuffix(layout.RESERVATION)).exists():
                 reservation.unlink(missing_ok=True)
         return swept
-
-
-def _dump_begun(draft: Path) -> int | None:
-    """Return when the unfinished dump in a draft began (ns since the epoch); None for any other draft."""
-    if (draft / MANIFEST).exists() or not (name := _DRAFT_OF_DUMP.fullmatch(draft.name)):
-        return None
-    return calendar.timegm(time.strptime(name[1], _STAMP)) * 10**9
 
 
 def _bytes(path: Path) -> int:

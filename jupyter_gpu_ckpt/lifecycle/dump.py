@@ -122,6 +122,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
     try:
         with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
+            draft.note_before_dump(capsule.processes())
             kernel.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, freeze=freeze, work=work)
         _require_restorable(draft.criu_directory)
         attempt.notes = _require_proven(kernel, draft.criu_directory)
@@ -131,7 +132,6 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         draft.discard()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
-        kernel.engine.store.remove_unused_links(kernel.home.kernel_id, capsule.processes())
         raise
 
 

@@ -149,23 +149,19 @@ def criu_restore(attempt: Attempt) -> None:
             kernel.engine.store.readable(kernel.image) as files,
             _criu_directory(attempt, files.criu_directory) as directory,
             _device_memory_read(attempt, capsule, files),
+            links.ghosts_removed(files.criu_directory, layout.mark(kernel.image.path, layout.RESTORING)),
+            _closed_after_failure(capsule),
         ):
-            links.remove_ghosts(files.criu_directory)
-            try:
-                restored = kernel.engine.criu.restore(
-                    capsule,
-                    directory,
-                    pid=manifest.pid,
-                    pipes=manifest.pipes,
-                    timeout=kernel.deadline(manifest.bytes),
-                    freeze=manifest.cuda,
-                    before_running=lambda: _require_read(attempt),
-                    notes=manifest.notes,
-                )
-            except BaseException:
-                capsule.close()
-                links.remove_ghosts(files.criu_directory)
-                raise
+            restored = kernel.engine.criu.restore(
+                capsule,
+                directory,
+                pid=manifest.pid,
+                pipes=manifest.pipes,
+                timeout=kernel.deadline(manifest.bytes),
+                freeze=manifest.cuda,
+                before_running=lambda: _require_read(attempt),
+                notes=manifest.notes,
+            )
     except BaseException:
         capsule.close()
         host_memory.end_spill(kernel)
@@ -176,6 +172,16 @@ def criu_restore(attempt: Attempt) -> None:
     finally:
         attempt.restoring = None
     attempt.traced.bytes = manifest.bytes
+
+
+@contextlib.contextmanager
+def _closed_after_failure(capsule: Capsule) -> Iterator[None]:
+    """Close a capsule when the body fails: CRIU makes no files any more."""
+    try:
+        yield
+    except BaseException:
+        capsule.close()
+        raise
 
 
 @contextlib.contextmanager

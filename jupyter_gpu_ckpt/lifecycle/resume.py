@@ -106,7 +106,7 @@ def supersede_images(kernel: KernelState) -> None:
         kernel.supersedes_images = False
         with contextlib.suppress(KeyUnusable):
             kernel.engine.store.generations.record_restored(kernel.home.kernel_id)
-        kernel.engine.store.remove_unused_links(kernel.home.kernel_id, kernel.require_capsule().processes())
+        kernel.engine.store.remove_outdated_links(kernel.home.kernel_id)
 
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:

@@ -26,6 +26,8 @@ _NT_GNU_BUILD_ID = 3
 _PT_NOTE = 4
 #: Bytes of an ELF file's tables that are read; a damaged header may promise any number.
 _ENOUGH = 1 << 16
+#: File systems that processes of other hosts may use as well.
+NETWORK_FILESYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "beegfs", "gpfs")
 #: File systems whose files Linux generates when they are read, without a content or times of their own.
 _PSEUDO = frozenset(
     ("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "configfs", "bpf", "pstore", "efivarfs")
@@ -129,7 +131,10 @@ def taken(path: str, inode: int, mtime: int) -> str:
         return ""
     if not stat.S_ISSOCK(status.st_mode):
         return "another file"
-    return "a socket of another process" if _is_bound(path) else ""
+    # Of another host's processes this one knows nothing.
+    points = mounts()
+    elsewhere = points.get(mount_of(path, points)) in NETWORK_FILESYSTEMS
+    return "a socket of another process" if elsewhere or _is_bound(path) else ""
 
 
 def _is_bound(path: str) -> bool:

@@ -41,28 +41,38 @@ def made(manifest: Manifest) -> dict[str, dict[str, Any]]:
 
 
 def secured_name(name: str, id: str) -> str:
-    """Return the name of the second link that a link of image ``id`` has while it is restored."""
+    """Return the name of the second link that a file of image ``id`` has while it is restored."""
     return f"{name}.{id}"
 
 
+def _consumed(manifest: Manifest) -> Iterator[tuple[Path, Path, Any]]:
+    """Yield the files that an unfinished restore may remove, their second links, and their inodes.
+
+    CRIU removes the links, and resource trackers the tracked files of a kernel that is killed as soon as it runs.
+    """
+    names = {name: was.get("inode") for name, was in made(manifest).items()}
+    names |= {str(path): inode for path, _, inode in _tracked(manifest)}
+    for name, inode in names.items():
+        yield Path(name), Path(secured_name(name, manifest.id)), inode
+
+
 def secure(manifest: Manifest) -> None:
-    """Make a second link of each link of an image that is about to be restored: CRIU removes the first.
+    """Make a second link of each file that the restore of an image may remove before the image can go.
 
     Without it a restore that fails, or is killed, after that could not be tried again.
     """
-    for name, was in made(manifest).items():
+    for path, second, inode in _consumed(manifest):
         with contextlib.suppress(OSError):
-            if _regular(Path(name)).st_ino == was.get("inode"):
-                Path(secured_name(name, manifest.id)).hardlink_to(name)
+            if _regular(path).st_ino == inode:
+                second.hardlink_to(path)
 
 
 def put_back(manifest: Manifest) -> None:
-    """Put links back that a restore has removed which was not completed; the second ones (`secure`) stay."""
-    for name, was in made(manifest).items():
+    """Put files back that an unfinished restore has removed; the second links (`secure`) stay."""
+    for path, second, inode in _consumed(manifest):
         with contextlib.suppress(OSError):
-            second = Path(secured_name(name, manifest.id))
-            if _regular(second).st_ino == was.get("inode"):
-                Path(name).hardlink_to(second)
+            if _regular(second).st_ino == inode:
+                path.hardlink_to(second)
 
 
 @contextlib.contextmanager
@@ -122,9 +132,9 @@ def remove(manifest: Manifest, *, current: bool, needed: Collection[str] = ()) -
             )
             if same and name not in needed:
                 path.unlink()
+    for _, second, inode in _consumed(manifest):
         with contextlib.suppress(OSError):
-            second = Path(secured_name(name, manifest.id))
-            if _regular(second).st_ino == was.get("inode"):
+            if _regular(second).st_ino == inode:
                 second.unlink()
 
 
@@ -197,18 +207,27 @@ def _regular(path: Path) -> os.stat_result:
 def remove_tracked(manifest: Manifest) -> None:
     """Remove the tracked files of an image's kernel.  The manifest must be one that this user sealed.
 
-    Each is removed only if it is the very file that it was, is this user's, and lies where such files do: in /dev/shm
-    or in the directory for temporary files.
+    Each is removed only if it is the very file that it was, and is this user's.
     """
-    entries = manifest.report.get("tracked")
-    for entry in entries if isinstance(entries, list) else ():
-        with contextlib.suppress(OSError, KeyError, TypeError):
-            path = Path(entry["path"])
+    for path, device, inode in _tracked(manifest):
+        with contextlib.suppress(OSError):
             facts = path.lstat()
-            same = (facts.st_dev, facts.st_ino, facts.st_uid) == (entry["device"], entry["inode"], os.geteuid())
-            if not same or path.parent.resolve() not in (_SHARED_MEMORY, Path(tempfile.gettempdir()).resolve()):
+            if (facts.st_dev, facts.st_ino, facts.st_uid) != (device, inode, os.geteuid()):
                 continue
             if stat.S_ISDIR(facts.st_mode):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
+
+
+def _tracked(manifest: Manifest) -> Iterator[tuple[Path, Any, Any]]:
+    """Yield path, device and inode of tracked files that lie where such files do: in /dev/shm or among temporary files.
+
+    The kernel has reported them.
+    """
+    entries = manifest.report.get("tracked")
+    for entry in entries if isinstance(entries, list) else ():
+        with contextlib.suppress(OSError, KeyError, TypeError):
+            path = Path(entry["path"])
+            if path.parent.resolve() in (_SHARED_MEMORY, Path(tempfile.gettempdir()).resolve()):
+                yield path, entry["device"], entry["inode"]

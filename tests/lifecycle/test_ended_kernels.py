@@ -15,7 +15,7 @@ from waiting import until as wait_until
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
-from jupyter_gpu_ckpt.errors import KernelLost, NoSpace
+from jupyter_gpu_ckpt.errors import CapsuleGone, GpuCkptError, KernelLost, NoSpace
 from jupyter_gpu_ckpt.lifecycle import dump
 from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
 from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
@@ -151,6 +151,27 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
     assert kernel.lifecycle.engine.store.images() == []
     assert all(path.exists() for path in made)
     assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+
+
+async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it_is_woken_again(kernel, monkeypatch):
+    """Its resource trackers are awake, too, and remove what they track."""
+    made = await make(kernel)
+    await kernel.provisioner.checkpoint()
+
+    def killed(attempt: Attempt) -> None:
+        os.kill(kernel.lifecycle.capsule.host_pid, signal.SIGKILL)
+        wait_until(lambda: not any(path.exists() for path in made), "what the trackers do")
+        raise CapsuleGone("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(STEPS, Step.RELEASE, killed)
+        with pytest.raises(GpuCkptError):
+            await kernel.provisioner.restore()
+    assert kernel.state == "checkpointed"
+    assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+    await kernel.settled("running")
+    await kernel.manager.shutdown_kernel()
+    assert left([*made, *made[0].parent.glob(f"{made[0].name}*"), *made[1].parent.glob(f"{made[1].name}*")]) == []
 
 
 async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_settings(kernel, monkeypatch):

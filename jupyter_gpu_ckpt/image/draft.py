@@ -152,9 +152,10 @@ class Draft:
 
     def discard(self) -> None:
         """Remove the draft.  Idempotent, never raises: it runs while another error is on its way."""
-        if self._journal.exists():
-            others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
-            links.take_back(self._journal, {*others} - {self._journal}, self._needed_links())
+        with contextlib.suppress(OSError):
+            if self._journal.exists():
+                others = self._root.glob(f"{layout.DRAFT}*{layout.LINKS}")
+                links.take_back(self._journal, {*others} - {self._journal}, self._needed_links())
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 

@@ -88,14 +88,16 @@ def ghosts_removed(directory: Path, mark: Path) -> Iterator[None]:
     if mark.exists():
         remove_ghosts(names)
     before = set(_ghosts(names))
-    mark.touch(mode=0o600)
+    with contextlib.suppress(OSError):  # a disk that is full or read-only
+        mark.touch(mode=0o600)
     try:
         yield
     except BaseException:
         remove_ghosts(names, before)
         raise
     finally:
-        mark.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
 
 
 def remove_ghosts(names: Iterable[str], kept: Collection[Path] = ()) -> None:
@@ -177,9 +179,14 @@ def take_back(journal: Path, others: Iterable[Path], needed: Collection[str]) ->
 def _read(journal: Path) -> list[tuple[str, dict[str, list[Any]]]]:
     """Return the directories in a journal of `note_before_dump`; none if there is none, or it is incomplete."""
     try:
-        return list(json.loads(journal.read_text()).items())
+        found = json.loads(journal.read_text()).items()
     except (OSError, ValueError, AttributeError):
         return []
+    return [
+        (directory, noted)
+        for directory, noted in found
+        if isinstance(noted, dict) and all(isinstance(noted.get(name), list) for name in ("inodes", "there"))
+    ]
 
 
 def _deleted_files(pid: int) -> dict[Path, set[int]]:

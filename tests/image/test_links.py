@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from images import FACTS, publish
 
+from jupyter_gpu_ckpt.image.links import take_back
 from jupyter_gpu_ckpt.node.facts import file_facts
 
 
@@ -75,3 +77,25 @@ def test_only_names_that_a_dump_created_are_removed(store, link):
 def test_an_image_with_nonsense_in_its_fingerprint_can_be_removed(store, files):
     store.remove(publish(store, fingerprint={"files": files}))
     assert store.images() == []
+
+
+@pytest.mark.parametrize("journal", ["", "3", "[]", '{"/": 3}', '{"/": {}}', '{"/": {"inodes": 3, "there": []}}', None])
+def test_a_journal_with_nonsense_removes_nothing(tmp_path, link, journal):
+    path = tmp_path / "journal"
+    if journal is not None:
+        path.write_text(journal)
+    take_back(path, [path], ())
+    assert link.exists()
+
+
+def test_a_file_that_another_dump_may_have_linked_keeps_its_links(tmp_path, link):
+    noted = {str(tmp_path): {"inodes": [link.stat().st_ino], "there": []}}
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for journal in (ours, others):
+        journal.write_text(json.dumps(noted))
+    take_back(ours, [others], ())
+    assert link.exists()
+    take_back(ours, [], {str(link)})
+    assert link.exists(), "an image needs it"
+    take_back(ours, [], ())
+    assert not link.exists()

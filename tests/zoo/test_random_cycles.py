@@ -200,9 +200,9 @@ class Wandering:
     def truths(self) -> list[int]:
         script = str(Path(__file__).with_name("wanderer.py"))
         argv = self.user.command(sys.executable, script, str(self.directory), str(self.base), "truths")
-        told = subprocess.run(argv, env=self.user.environment, cwd="/", capture_output=True, text=True, timeout=60)
-        assert told.returncode == 0, told.stderr
-        self.last_truths = json.loads(told.stdout)
+        printed = subprocess.run(argv, env=self.user.environment, cwd="/", capture_output=True, text=True, timeout=60)
+        assert printed.returncode == 0, printed.stderr
+        self.last_truths = json.loads(printed.stdout)
         return self.last_truths
 
     def begin(self, dice: random.Random) -> None:

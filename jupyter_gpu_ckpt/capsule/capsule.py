@@ -282,7 +282,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             except TimeoutError as error:
                 raise CapsuleError(f"The capsule's init did not answer {request['verb']!r} in time.") from error
             except OSError as error:
-                raise CapsuleGone(f"The capsule ended: {error}") from error
+                raise CapsuleGone(f"The capsule ended ({error}).") from error
         if not packet:
             raise CapsuleGone("The capsule ended.")
         reply = json.loads(packet)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import errors
-from ..capsule.capsule import Capsule
+from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ImageNotFound, KernelLost, StateError
 from ..image.store import Image
 from ..trace import Trace, notify
@@ -352,6 +352,9 @@ class Lifecycle:
                 _log.warning("Kernel %s: %s failed (%s); it is woken once more", self.home.kernel_id, step, code)
                 return failure, True
             if self.state is not State.CHECKPOINTED:
+                if isinstance(failure, CapsuleGone) and self.kernel.capsule is not None:
+                    # The init's connection ends before its processes do; a kernel that dies is not called running.
+                    self.kernel.capsule.wait(ANSWER)
                 self._notice_death(quiet=failure is not None)
             if failure is not None:
                 self._serve(attempt.goal)

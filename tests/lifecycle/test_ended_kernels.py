@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,19 @@ async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_s
     with pytest.raises(KernelLost):
         await kernel.provisioner.checkpoint()
     assert kernel.lifecycle.engine.store.images() == []
+
+
+async def test_a_kernel_whose_capsule_is_killed_is_not_called_running_while_it_dies(kernel, monkeypatch):
+    """The connection to the init ends first, and Linux has to free the kernel's memory."""
+
+    def killed(attempt: Attempt) -> None:
+        threading.Timer(0.5, os.kill, (kernel.lifecycle.capsule.host_pid, signal.SIGKILL)).start()
+        raise CapsuleGone("The capsule ended.")
+
+    monkeypatch.setitem(STEPS, Step.QUIESCE, killed)
+    with pytest.raises(KernelLost):
+        await kernel.provisioner.checkpoint()
+    assert kernel.state == "dead"
 
 
 async def test_a_tracker_that_does_not_end_delays_nobody_for_long(kernel):

@@ -132,6 +132,7 @@ class Wandering:
         self.shown: dict[str, str] = {}
         self.usual = {"checkpoint": 0.5, "restore": 0.5}
         self.last_truths: list[int] = []
+        self.doomed: list[int] = []
         self.count: collections.Counter[str] = collections.Counter()
 
     def errors(self) -> str:
@@ -184,14 +185,18 @@ class Wandering:
 
     def kill(self, victim: str, dice: random.Random) -> bool:
         """Kill one of them, as soon as there is one; whether there was one before the verb had ended."""
+        self.doomed = []
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and self.owner._lines.empty():
             pids = self.named(victim)
             if pids:
+                pid = dice.choice(sorted(pids))
+                below = descendants(pid) if victim == "init" else []  # Linux ends them with it, in its own time
                 try:
-                    os.kill(dice.choice(sorted(pids)), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
+                self.doomed = [pid, *below]
                 return True
         return False
 
@@ -255,6 +260,7 @@ class Wandering:
         answer = self.owner.answer()
         if not killed:
             self.usual[verb] = 0.9 * self.usual[verb] + 0.1 * (time.monotonic() - began)
+        waiting.until(lambda: not alive(self.doomed), "what was killed has ended", 60)
         what = f"{verb}, {victim} {'killed' if killed else 'not met'}"
         print(f"({what})", end=" ", flush=True)
         if answer is None or self.owner.process.poll() is not None:
@@ -274,7 +280,6 @@ class Wandering:
         if state in ("checkpointed", "suspended"):
             self.brought_to("running")
         shown = self.owner.ask("show", *self.shown)
-        # What is killed may live for a moment: an init's outer process is the first to go.
         if victim in ("kernel", "init") and killed and (shown.get("error") in LOSS or shown["state"] == "dead"):
             self.owner.end()
             waiting.until(lambda: self.truths() == [0, 0], "neither a kernel nor an image", 60)

@@ -164,6 +164,13 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_the_limit_of_a_users_pipes(place, criu):
+    nobody = Nobody(place, criu)
+    said = nobody.run(pytest_of("tests/faults/test_pipes.py", "-k", "other_programs"), timeout=120)
+    assert "1 passed" in said
+
+
+@root_only
 def test_a_user_with_supplementary_groups(place, criu):
     """They cannot be mapped into a user namespace without help; the kernel keeps them all the same, as overflow ids."""
     nobody = Nobody(place, criu, groups=(UID, 60001, 60002))

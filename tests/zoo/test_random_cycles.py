@@ -191,10 +191,11 @@ class Wandering:
             pids = self.named(victim)
             if pids:
                 pid = dice.choice(sorted(pids))
-                below = descendants(pid) if victim == "init" else []  # Linux ends them with it, in its own time
                 try:
+                    # Linux ends what is below an init with it, in its own time; the init does not need its parent.
+                    below = descendants(pid) if procfs.stat(pid).name == "gpu-ckpt-init" else []
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
+                except OSError:
                     continue
                 self.doomed = [pid, *below]
                 return True

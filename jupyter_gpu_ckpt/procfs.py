@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 #: Raised by readers when the process has ended.
@@ -27,8 +26,7 @@ _PF_EXITING = 0x4
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     """A process or thread by proc_pid_stat(5)."""
 
     #: At most 15 bytes.
@@ -73,8 +71,7 @@ class MemoryMapping(NamedTuple):
         return self.start <= address < self.end
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     """A line of proc_pid_mountinfo(5).  ``arrived``: it came from another mount namespace (a slave)."""
 
     number: str

@@ -42,7 +42,7 @@ CLEANUP_TIMEOUT = 2.5
 _INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
-_INIT = Path(__file__).with_name("init.py")
+_INIT = Path(__file__).with_name("run_init.py")
 #: struct ucred: process, user, group (unix(7), SO_PEERCRED).
 _CREDENTIALS = struct.Struct("3i")
 

@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscall_restart
@@ -48,16 +48,14 @@ _CONT = 1 << signal.SIGCONT - 1
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
-@dataclass
-class _Thread:
+class _Thread(NamedTuple):
     """A thread's state before the dump."""
 
     regsets: dict[int, bytes]
     mask: int
 
 
-@dataclass
-class _SavedProcess:
+class _SavedProcess(NamedTuple):
     """A process's state before the dump."""
 
     pid: int

@@ -1,8 +1,8 @@
 """PID 1 of a capsule: makes the namespaces, starts the kernel and CRIU, reaps, forwards the kernel's raw output.
 
-Run as a script (``python -I -S init.py '<json>'``) by `capsule.Capsule`; never imported by the server.  It
-uses the standard library only and opens nothing it does not need: whatever the kernel inherits from here must be
-restorable.
+Run by `capsule.Capsule` (``python -I -S run_init.py '<json>'``); never imported by the server.  It uses the
+standard library only and opens nothing it does not need: whatever the kernel inherits from here must be restorable.
+A wake waits for its imports, so they are few: no dataclasses, which import ``inspect``.
 
 The owner sends requests over a SEQPACKET unix socket, and the init answers them in order.  `Init.REQUESTS` has their
 verbs, `protocol` the form of the packets.
@@ -24,10 +24,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
-
-sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
@@ -46,21 +43,19 @@ CLEANUP_TIMEOUT = 2.0
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
 
 
-@dataclass
 class RunningProgram:
     """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump."""
 
-    pid: int
-    number: int
-    began: float
-    #: By the monotonic clock, as ``began``; SIGKILL comes ``grace`` seconds later.
-    deadline: float
-    grace: float
-    output: str
-    #: The file of the terminals' contents; empty for a program that has none.
-    terminals: str
-    guard: CriuGuard | None
-    timed_out: bool = False
+    def __init__(
+        self, pid: int, number: int, timeout: float, grace: float, output: str, terminals: str, guard: CriuGuard | None
+    ) -> None:
+        self.pid, self.number, self.output, self.guard = pid, number, output, guard
+        self.began = time.monotonic()
+        #: SIGKILL comes ``grace`` seconds later.
+        self.deadline, self.grace = self.began + timeout, grace
+        #: The file of the terminals' contents; empty for a program that has none.
+        self.terminals = terminals
+        self.timed_out = False
 
 
 def _failure(work: Callable[[], object]) -> str:
@@ -366,8 +361,7 @@ class Init:
                 guard.finish(success=False)
             raise
         self.imaged = True
-        began = time.monotonic()
-        self.job = RunningProgram(pid, self.number, began, began + timeout, grace, output, terminals, guard)
+        self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard)
 
     def attach_kernel(self, pid: int, frozen: bool = False) -> None:
         """Make a restored process the capsule's kernel and let it run, its threads ``frozen`` if wanted."""
@@ -447,7 +441,7 @@ class Init:
         stopped = self.stopped is not None
         found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
-            file.write(json.dumps(asdict(found)).encode())
+            file.write(json.dumps(vars(found)).encode())
             file.flush()
             self.answer({}, file.fileno())
 
@@ -456,7 +450,7 @@ class Init:
         return {"vital": vital, "failed": failed}
 
     def clocks(self) -> dict[str, Any]:
-        return asdict(namespaces.Clocks.now())
+        return namespaces.Clocks.now()._asdict()
 
     def outlive(self, outlive: bool) -> dict[str, Any]:
         self.may_outlive = outlive
@@ -613,7 +607,3 @@ def wait_for_init(pid: int) -> int:
     syscalls.set_name("gpu-ckpt-outer")
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) & 0xFF
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
@@ -15,8 +15,7 @@ from jupyter_gpu_ckpt.process import syscalls
 _TERMINALS, _MULTIPLEXER = "/dev/pts", "/dev/ptmx"
 
 
-@dataclass(frozen=True)
-class Clocks:
+class Clocks(NamedTuple):
     """Readings of CLOCK_MONOTONIC and CLOCK_BOOTTIME in nanoseconds."""
 
     monotonic: int

@@ -82,11 +82,11 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as it is written to disk."""
-        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+        return json.dumps(self.to_dict(), sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the manifest as JSON objects."""
-        return dataclasses.asdict(self)
+        """Return the manifest as JSON objects, which are not to be changed."""
+        return {**vars(self), "files": {name: vars(entry) for name, entry in self.files.items()}}
 
     @classmethod
     def from_json(cls, text: _Text) -> Manifest:

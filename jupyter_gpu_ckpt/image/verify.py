@@ -46,6 +46,8 @@ Progress = Callable[[int], object]
 #: Bytes of a block that is read, and the blocks read at a time, each by a thread.
 BLOCK = 4 << 20
 DEPTH = 8
+#: Bytes of a file that is read at once: most files of an image are that small.
+_SMALL = 1 << 20
 
 #: Bytes of the smallest hole that is made.
 HOLE = 64 << 10
@@ -211,6 +213,9 @@ def _digest(
 
 def _blocks(fd: int, size: int, pool: ThreadPoolExecutor) -> Iterator[memoryview]:
     """Yield the first ``size`` bytes of ``fd``, or fewer if it ends before; a block is valid until the next one."""
+    if 0 < size < _SMALL:
+        yield _read_block(fd, memoryview(bytearray(size)), 0)
+        return
     count = min(DEPTH, -(-size // BLOCK))
     buffers = [memoryview(mmap.mmap(-1, min(BLOCK, size))) for _ in range(count)]
     pending: deque[Future[memoryview]] = deque()

@@ -219,6 +219,8 @@ class Attempt:
     # of a dump
     draft: Draft | None = None
     clocks: Clocks | None = None
+    #: Of the node (`node.fingerprint`).
+    fingerprint: dict[str, Any] = field(default_factory=dict)
     #: Settings of each process that CRIU forgets and a restore puts back (`process.inventory`).
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.

@@ -10,7 +10,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,11 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
             draft.note_before_dump(capsule.processes())
             kernel.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, freeze=freeze, work=work)
-        _require_restorable(draft.criu_directory)
-        attempt.notes = _require_proven(kernel, draft.criu_directory)
+        with ThreadPoolExecutor(1) as pool:  # the capsule's init inspects the processes while the image is read here
+            inspection = pool.submit(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
+            _require_restorable(draft.criu_directory)
+            attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
+            attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
         return draft.size()
     except BaseException:
         attempt.draft = None
@@ -143,12 +147,11 @@ def _require_restorable(directory: Path) -> None:
         raise errors.UnsupportedFile(f"The kernel holds {found[0]}{more}, {reason}.", culprit=found[0], files=found)
 
 
-def _require_proven(kernel: KernelState, directory: Path) -> dict[str, Any]:
-    """Compare the stopped processes with their fresh dump and return their settings that CRIU forgets.
+def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Compare the stopped processes' ``state`` with their fresh dump and return their settings that CRIU forgets.
 
     Raises the error for state that is not proven to be restored, and `CriuError` for state that the dump lacks.
     """
-    state = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
     preflight.require(preflight.judge_state(state["refusals"]))
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
         _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
@@ -260,7 +263,7 @@ def publish(attempt: Attempt) -> None:
         **vars(saved),
         steps=dict(attempt.seconds),
         generation=engine.store.generations.next_generation(home.kernel_id, kernel.generation),
-        fingerprint=_fingerprint(attempt, draft.criu_directory),
+        fingerprint=attempt.fingerprint | {"sockets": _sockets(attempt)},
         notes=attempt.notes,
         swapped_bytes=attempt.swapped_bytes,
     )
@@ -277,14 +280,10 @@ def publish(attempt: Attempt) -> None:
 def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
     """Return the fingerprint of the dump in ``directory``.  Raises `ImageFormat`, `CudaError`."""
     engine, saved = attempt.kernel.engine, attempt.kernel.saved
-    # The unix sockets with a file outside the runtime directory: a restore creates them again.
-    own = f"{attempt.kernel.home.inner_dir}/"
-    sockets = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
     pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
     return fingerprint(
         files=map(vars, images.regular_files(directory)),
         ports=map(dataclasses.asdict, images.ports(directory)),
-        sockets=[each["path"] for each in sockets if "path" in each and not each["path"]["path"].startswith(own)],
         criu=engine.criu_version,
         hashes=engine.store.hashes,
         gpus=[dataclasses.asdict(gpu) for gpu in engine.gpus.list()] if saved.cuda else [],
@@ -292,6 +291,13 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         device_bytes=saved.device_bytes,
         memory=attempt.swapped_bytes + pages,
     )
+
+
+def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
+    """Return the unix sockets with a file outside the runtime directory: a restore creates them again."""
+    own = f"{attempt.kernel.home.inner_dir}/"
+    found = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
+    return [each["path"] for each in found if "path" in each and not each["path"]["path"].startswith(own)]
 
 
 def end_process(attempt: Attempt) -> None:

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jupyter_gpu_ckpt.process import syscalls
 
@@ -27,8 +27,7 @@ _STATX_BYTES, _AT_MODE, _AT_MTIME, _AT_DEVICE = 256, 28, 112, 128
 _RESOLVE_CACHED = 0x20
 
 
-@dataclass(frozen=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """Mode as in ``stat(2)``; major and minor number of a device file; inode; time of the last change in ns."""
 
     mode: int

@@ -16,7 +16,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
@@ -225,8 +225,7 @@ class FrozenThreads:
             return False
 
 
-@dataclass(frozen=True)
-class _SystemCall:
+class _SystemCall(NamedTuple):
     """The system call that a thread is in: its number (-1: none), arguments, stack pointer and program counter."""
 
     number: int
@@ -256,8 +255,7 @@ class _AddressRanges:
         return index >= 0 and address < self._ranges[index][1]
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(NamedTuple):
     """Addresses of code in which a thread may hold a lock that others need, and of such locks."""
 
     code: _AddressRanges

@@ -13,8 +13,7 @@ import os
 import signal
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
@@ -37,8 +36,7 @@ _MCL_FUTURE = 2
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Injection:
+class Injection(NamedTuple):
     """The first thread of a stopped process, traced until the end of `into`."""
 
     pid: int

@@ -21,7 +21,6 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
@@ -58,7 +57,8 @@ _ANONYMOUS_NAMES = {
 }
 #: ``VmFlags`` of ``/proc/PID/smaps`` (``fs/proc/task_mmu.c``) that a restore brings back, or that do not matter.
 #: ``dw``: before Linux 5.15, of a program's own file.  ``bt``: on aarch64, of every library that is built for it.
-_MAPPING_FLAGS = "rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl dw bt"
+_FLAGS = "rd wr ex sh mr mw me ms gd lo sr rr dc ac nr dd sd mg hg nh wf dp gu lf sl dw bt"
+_MAPPING_FLAGS = frozenset(_FLAGS.split())
 #: The same of files on persistent memory (DAX), and only of files.
 _DAX_FLAGS = {"mm", "sf"}
 #: Rings of io_setup(2), which have a flag (``de``) that memory of devices has too.
@@ -72,7 +72,10 @@ _MAPPING_NAMES = {
 #: Paths below /dev whose memory is no device's, or is checked by `cuda.device_files`.
 _MAPPED_DEVICES = ("/dev/zero", "/dev/shm/", "/dev/nvidia")  # noqa: S108 - read, not written
 #: Mappings that Linux makes for every process.
-_OF_LINUX = re.compile(r"\[(vdso|vvar|vvar_vclock|vsyscall)\]$")
+_OF_LINUX = ("[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]")
+#: A mapping in ``/proc/PID/smaps``: beginning, end, name, and the lines about it; and one of these.
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)", re.M)
+_PROTECTION_KEY = re.compile(r"^ProtectionKey: +([1-9]\d*)", re.M)
 _NAMESPACES = {
     "cgroup": "cgroup",
     "ipc": "IPC",
@@ -99,15 +102,15 @@ _EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
 _SCHED_SLICED = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 
-@dataclass
 class Found:
     """The result of `inspect`: see the head of this module.  All of it is plain JSON."""
 
-    refusals: list[dict[str, str]] = field(default_factory=list)
-    notes: dict[str, Notes] = field(default_factory=dict)
-    inventory: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Names of system calls that the host forbids to all: the state that they read is not checked.
-    unasked: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.refusals: list[dict[str, str]] = []
+        self.notes: dict[str, Notes] = {}
+        self.inventory: dict[str, dict[str, Any]] = {}
+        #: Names of system calls that the host forbids to all: the state that they read is not checked.
+        self.unasked: list[str] = []
 
     def refuse(self, what: str, kind: str = "state", hint: str = "") -> None:
         """Note a refusal: a noun phrase, its kind (``file``, ``socket`` or ``state``), and how to avoid it."""
@@ -588,25 +591,30 @@ class _Process:
         """Flags, protection keys and NUMA policies of every mapping, from smaps and numa_maps."""
         ranges: list[list[int]] = []
         sealed, on_fault = [], []
-        pattern = r"^([0-9a-f]+)-([0-9a-f]+) .{4} \S+ \S+ \d+ *(.*)\n((?:[A-Z]\w+:.*\n)*)"
-        for low, high, name, facts in re.findall(pattern, procfs.read(f"{self.root}/smaps"), re.M):
-            if _OF_LINUX.match(name):
+        content = procfs.read(f"{self.root}/smaps")
+        has_keys = content.count("\nProtectionKey:") != content.count("\nProtectionKey:           0\n")
+        known: dict[str, frozenset[str]] = {}  # hundreds of mappings have some ten sets of flags
+        for low, high, name, facts in _MAPPING.findall(content):
+            if name in _OF_LINUX:
                 continue
             start, end = int(low, 16), int(high, 16)
             ranges.append([start, end])
-            flags = set(facts[facts.rindex("VmFlags:") + 8 :].split()) if "VmFlags:" in facts else set()
-            proven = set(_MAPPING_FLAGS.split())
-            if name.startswith(_ASYNCHRONOUS_IO):
-                proven |= {"de"}  # it is refused by its name
-            elif name.startswith("/") and not name.startswith("/dev/"):
-                proven |= _DAX_FLAGS
-            for flag in sorted(flags - proven):
-                self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
+            shown = facts.rpartition("VmFlags:")[2] if "VmFlags:" in facts else ""
+            if (flags := known.get(shown)) is None:
+                flags = known[shown] = frozenset(shown.split())
+            if not flags <= _MAPPING_FLAGS:
+                unproven = flags - _MAPPING_FLAGS
+                if name.startswith(_ASYNCHRONOUS_IO):
+                    unproven -= {"de"}  # it is refused by its name
+                elif name.startswith("/") and not name.startswith("/dev/"):
+                    unproven -= _DAX_FLAGS
+                for flag in sorted(unproven):
+                    self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
             if "sl" in flags:
                 sealed.append([start, end])
             if "lf" in flags:
                 on_fault.append([start, end])
-            if (key := re.search(r"^ProtectionKey: +([1-9]\d*)", facts, re.M)) is not None:
+            if has_keys and (key := _PROTECTION_KEY.search(facts)) is not None:
                 self.found.refuse(f"memory with a protection key (pkey {key[1]})", hint="Free the key (pkey_free).")
         self.inventory["mappings"] = ranges
         own = self.notes.get("threads", {}).get(str(self.pid), {}).get("numa", "default")

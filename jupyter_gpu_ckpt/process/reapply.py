@@ -12,8 +12,7 @@ import re
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import injection, syscalls
@@ -81,8 +80,7 @@ def _policy(text: str) -> tuple[int, bytes] | None:
     return mode, mask.to_bytes(_NODES // 8, "little")
 
 
-@dataclass
-class _Restorer:
+class _Restorer(NamedTuple):
     """One process and its notes, and what could not be reapplied so far."""
 
     pid: int
@@ -172,7 +170,7 @@ class _Restorer:
             for number, notes in self.notes["sockets"].items():
                 with self.trying(f"socket {number}"), syscalls.socket_of(pidfd, int(number)) as sock:
                     failed = socket_state.reapply(sock, notes.get("options", {}))
-                    self.failed += [f"{name} of socket {number} (process {self.pid})" for name in failed]
+                    self.failed.extend(f"{name} of socket {number} (process {self.pid})" for name in failed)
                     for group in notes.get("groups", ()):
                         with self.trying(f"multicast on {group['device']} of socket {number}"):
                             socket_state.join(sock, group)

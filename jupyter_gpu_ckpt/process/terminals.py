@@ -16,7 +16,6 @@ arrived one line, so lines are written back with ICANON as it was) and drivers/t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import json
@@ -27,8 +26,7 @@ import stat
 import struct
 import termios
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
@@ -119,7 +117,6 @@ def _exists(group: int) -> bool:
     return True
 
 
-@dataclass
 class Content:
     """Unread data in one terminal, and its state.
 
@@ -127,11 +124,17 @@ class Content:
     the master.  ``closed``: slaves were open, and none is any more.  ``exclusive``: of master and slave.
     """
 
-    lines: list[bytes] = field(default_factory=list)
-    rest: bytes = b""
-    output: bytes = b""
-    closed: bool = False
-    exclusive: tuple[bool, ...] = (False, False)
+    def __init__(
+        self,
+        lines: Sequence[bytes] = (),
+        rest: bytes = b"",
+        output: bytes = b"",
+        closed: bool = False,
+        exclusive: tuple[bool, ...] = (False, False),
+    ) -> None:
+        self.lines = list(lines)
+        self.rest, self.output = rest, output
+        self.closed, self.exclusive = closed, exclusive
 
     def input_bytes(self) -> int:
         """Bytes of the line discipline that the input needs at most: a file's end takes one."""
@@ -145,12 +148,12 @@ class Unsupported(OSError):
     """A terminal of stopped processes cannot be restored; ``strerror`` names the terminal and the reason."""
 
 
-@dataclass
 class _Waiter:
     """Waits for one terminal, until ``deadline`` for all together; after one time-out, not any more."""
 
-    deadline: float
-    timed_out: bool = False
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.timed_out = False
 
     def __call__(self, fd: int, event: int) -> bool:
         """Wait for ``event``; return whether it came."""
@@ -241,7 +244,7 @@ class Terminals:
     def save(self, path: str) -> None:
         """Write ``contents`` to a new file, if there are any."""
         if self.contents:
-            rows = [{"number": number, **dataclasses.asdict(content)} for number, content in self.contents.items()]
+            rows = [{"number": number, **vars(content)} for number, content in self.contents.items()]
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 json.dump(rows, file, default=lambda data: data.decode("latin-1"))  # any byte is a character there
 

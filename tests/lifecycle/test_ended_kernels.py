@@ -16,6 +16,7 @@ from waiting import until as wait_until
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CapsuleGone, GpuCkptError, KernelLost, NoSpace
 from jupyter_gpu_ckpt.lifecycle import dump
 from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
@@ -178,17 +179,18 @@ async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it
 async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_settings(kernel, monkeypatch):
     """What CRIU does not save is read from the stopped process, and there is nothing to read any more."""
     await kernel.run("import os; os.sched_setaffinity(0, {0})")
-    inspect = Capsule.inspect
+    inspect, write = Capsule.inspect, Criu.dump
 
     def kill_and_inspect(capsule: Capsule, **options: Any) -> dict[str, Any]:
         os.kill(capsule.host_pid, signal.SIGKILL)
         wait_until(lambda: procfs.is_ending(capsule.host_pid), "the end of the kernel")
         return inspect(capsule, **options)
 
-    def dumped(directory: Path) -> None:
+    def dump_and_kill(*args: Any, **options: Any) -> None:
+        write(*args, **options)
         monkeypatch.setattr(Capsule, "inspect", kill_and_inspect)
 
-    monkeypatch.setattr(dump, "_require_restorable", dumped)
+    monkeypatch.setattr(Criu, "dump", dump_and_kill)
     with pytest.raises(KernelLost):
         await kernel.provisioner.checkpoint()
     assert kernel.lifecycle.engine.store.images() == []

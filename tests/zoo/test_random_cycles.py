@@ -155,7 +155,7 @@ class Wandering:
                     words = (path / "cmdline").read_bytes().decode(errors="replace")
                 except OSError:
                     continue
-                if "capsule/init.py" in words and str(self.base) in words:
+                if "capsule/run_init.py" in words and str(self.base) in words:
                     found.append(int(path.name))
         return found
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,9 @@ _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
     """Return the findings of preflight from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
-    if not writes:
-        return _visible(kernel, writes=False)
-    if (hidden := preflight.undumpable(kernel.require_capsule().host_pid)) is not None:
-        return [hidden]  # nothing more can be found out about it
-    with ThreadPoolExecutor(1) as pool:
-        unproven = pool.submit(_unproven, kernel)
-        return [*_visible(kernel, writes=True), *unproven.result()]
-
-
-def _unproven(kernel: KernelState) -> list[PreflightFinding]:
-    """Return the findings of state that is not proven to be restored, as far as it shows while the kernel runs."""
-    state = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
-    return preflight.judge_state(state["refusals"])
-
-
-def _visible(kernel: KernelState, *, writes: bool) -> list[PreflightFinding]:
-    """Return the findings that need no help of the capsule's init."""
     capsule = kernel.require_capsule()
+    if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
+        return [hidden]  # nothing more can be found out about it
     device_bytes = host_memory.device_bytes(kernel)
     found = preflight.inspect(
         kernel_pid=capsule.host_pid,
@@ -54,8 +38,12 @@ def _visible(kernel: KernelState, *, writes: bool) -> list[PreflightFinding]:
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
     )
-    if writes and (error := without_sockets(kernel)) is not None:
-        found.append(preflight.blocking(error))
+    if writes:
+        if (error := without_sockets(kernel)) is not None:
+            found.append(preflight.blocking(error))
+        # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
+        state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
+        found += preflight.judge_state(state["refusals"])
     if device_bytes and (why := kernel.fast_path().why_slow(sum(device_bytes.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     return found

@@ -156,4 +156,5 @@ def test_a_signal_of_the_program_s_own_still_interrupts(home, capsule, criu):
     criu.dump(capsule, home / "image", timeout=30)
     capsule.resume_processes()
     os.kill(capsule.host_pid, signal.SIGCONT)
-    until(lambda: subject.tell("tell")["continued"] == 1, "it is called")
+    until(lambda: subject.tell("tell")["continued"], "it is called")
+    assert subject.tell("tell")["continued"] == 1

@@ -24,6 +24,8 @@ from jupyter_gpu_ckpt.image.store import Image, Store
 _GROUPS = {"hub": "machine", "nodes": "machine", "guide": "machine", "browser": "browser"}
 #: Folders whose tests start servers, hubs, clusters, browsers, or kernels by the dozen.
 _WHOLE = {"browser", "clients", "faults", "gpu", "guide", "hub", "nodes", "scale", "zoo"}
+#: What takes minutes in one group or file, the longest first: begun last, it would be waited for alone.
+_LONGEST = ["hub", "nodes", "guide", "browser", "test_rootless.py", "faults", "zoo", "test_leaks.py"]
 
 
 def pytest_configure():
@@ -33,11 +35,25 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what `make test-fast` leaves out: tests that dump with CRIU, and those of folders that start servers."""
+    """Mark what `make test-fast` leaves out: tests that dump with CRIU, and those of folders that start servers.
+
+    The longest come first, then the slow ones, so that several processes end at about the same time.
+    """
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in _WHOLE or "criu_binary" in item.fixturenames:
+        if _top(item) in _WHOLE or "criu_binary" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: (
+            _LONGEST.index(_top(item)) if _top(item) in _LONGEST else len(_LONGEST),
+            item.path not in slow_files,
+        )
+    )
+
+
+def _top(item) -> str:
+    """The folder of a test below tests/, or its file's name where it lies in none."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -55,6 +71,7 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.partition("::")[0]
             return next((group for folder, group in _GROUPS.items() if f"/{folder}/" in f"/{file}"), file)
 
+    config.option.loadscopereorder = False  # it would begin with the groups of most tests, not of the longest ones
     return ByGroup(config, log)
 
 

@@ -259,6 +259,7 @@ def test_a_failing_probe_is_a_line_and_no_more(start: Callable[..., Any]) -> Non
     assert report["pid"] == kernel.pid and kernel.tcp_sockets() == []
 
 
+@pytest.mark.slow  # imports torch
 def test_a_loaded_torch_without_cuda(start: Callable[..., Any]) -> None:
     if subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, timeout=120, check=False).returncode:
         pytest.skip("torch is missing: make test installs it")

@@ -101,6 +101,7 @@ def test_cycles_depth_and_code_of_the_users_end_nowhere_bad() -> None:
     assert names(cycle=cycle, deep=deep, trap=Trap(), broken=Broken()) == ["cycle[0]"]
 
 
+@pytest.mark.slow  # imports torch
 def test_modules_optimizers_gradients_and_views_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="torch is missing: make test installs it")
     monkeypatch.setattr(tensors, "_HOST", ("meta",))  # CPU tensors stand for device tensors

@@ -13,6 +13,8 @@ from images import publish
 
 from jupyter_gpu_ckpt.cli.images import InspectCommand, RemoveCommand
 
+pytestmark = pytest.mark.slow  # starts shells, and Python for each completion
+
 LINE = 'eval "$(register-python-argcomplete jupyter jupyter-gpu-ckpt)"'
 BIN = str(Path(sys.executable).parent)
 PROMPT = "ready> "

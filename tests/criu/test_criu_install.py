@@ -18,6 +18,8 @@ from jupyter_gpu_ckpt.criu.install import FLOOR, VARIABLE, CriuBinary, check, fi
 from jupyter_gpu_ckpt.errors import CriuMissing
 from jupyter_gpu_ckpt.subprocesses import Completed
 
+pytestmark = pytest.mark.slow  # installs CRIU
+
 REPOSITORY = Path(__file__).parents[2]
 needs_apt = pytest.mark.skipif(shutil.which("apt-get") is None, reason="no apt here: run these on Debian or Ubuntu")
 online = pytest.mark.skipif("GPU_CKPT_OFFLINE" in os.environ, reason="no Debian mirror: unset GPU_CKPT_OFFLINE")

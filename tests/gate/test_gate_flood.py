@@ -16,6 +16,8 @@ from waiting import until
 
 from jupyter_gpu_ckpt.gate import readers, wire
 
+pytestmark = pytest.mark.slow  # sends hundreds of megabytes
+
 MIB = 1 << 20
 
 #: A subscriber in a process of its own, without a key.  It reads nothing (``stuck``), or everything and counts.

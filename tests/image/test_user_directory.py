@@ -18,6 +18,8 @@ from jupyter_gpu_ckpt.image import user_directory
 from jupyter_gpu_ckpt.image.keys import Keyring
 from jupyter_gpu_ckpt.image.store import Store
 
+pytestmark = pytest.mark.slow  # makes users
+
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: run the tests as root too")
 #: Two users of one hub.
 ADA, BOB = 54321, 54322

@@ -19,6 +19,8 @@ from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.server.cold import ColdTier
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
+pytestmark = pytest.mark.slow  # starts a server of S3
+
 LOG = logging.getLogger(__name__)
 
 

@@ -16,6 +16,8 @@ from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 from jupyter_gpu_ckpt.transfer.remote_hashes import RemoteHashes
 
+pytestmark = pytest.mark.slow  # starts servers of S3 and SFTP
+
 #: A server that runs commands, one that is made for files alone, one that runs commands of its own, and the others.
 KINDS = ("directory", "sftp", "sftp only", "sftp chatty", "s3")
 FORCED = {

@@ -34,6 +34,8 @@ from jupyter_gpu_ckpt.image.store import Image, Store
 from jupyter_gpu_ckpt.transfer import remote as remote_module
 from jupyter_gpu_ckpt.transfer.remote import Remote
 
+pytestmark = pytest.mark.slow  # starts servers of S3 and SFTP
+
 PART = 1 << 16
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from subject import MIB, Control, Subject, running
 
+pytestmark = pytest.mark.slow  # a swap for each call that can fail
+
 FAULT = 999
 SIZES = (2 * MIB, 2 * MIB + 5)
 TOTAL = (2 + 4) * MIB

@@ -20,6 +20,8 @@ from waiting import until
 
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 
+pytestmark = pytest.mark.slow  # builds and runs with sanitizers
+
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",  # a leak is sought by ptrace: ours
     "UBSAN_OPTIONS": "print_stacktrace=1",

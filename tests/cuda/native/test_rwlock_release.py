@@ -11,6 +11,8 @@ from jupyter_gpu_ckpt.cuda.cuda import OUT_OF_MEMORY
 from jupyter_gpu_ckpt.errors import CudaError, GpuFull
 from jupyter_gpu_ckpt.testing.fake_cuda import RUNNING
 
+pytestmark = pytest.mark.slow  # a process for each arrangement of locks
+
 #: Threads that call the driver all the time; ``double_lock_file`` begins to lock it by a file.
 CALLERS = '''exec("""
 driver, calls = ctypes.CDLL("libcuda.so.1"), {{}}

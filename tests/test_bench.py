@@ -38,7 +38,7 @@ def test_one_that_breaks_fails_the_whole_and_the_others_still_run(bench):
     assert "killed.py BROKE, status -9" in said
 
 
-def test_a_missed_limit_is_said_and_is_an_error_where_that_is_asked_for(bench):
+def test_a_missed_limit_is_printed_and_is_an_error_if_strict(bench):
     status, said = bench(slow=3, fine=0)
     assert (status, "slow.py ran, a limit was MISSED" in said) == (0, True)
     assert bench("--strict", slow=3, fine=0)[0] == 3

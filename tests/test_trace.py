@@ -38,7 +38,7 @@ def test_a_step_starts_and_completes_with_its_seconds_and_bytes(trace, recorder)
 
 
 @pytest.mark.parametrize(("error", "code"), [(NoSpace("full"), "NO_SPACE"), (KeyError("x"), "KeyError")])
-def test_a_failing_step_tells_the_code_and_lets_the_error_pass(trace, recorder, error, code):
+def test_a_failing_step_records_the_code_and_raises_the_error(trace, recorder, error, code):
     with pytest.raises(type(error)) as caught, trace.step("dump"):
         raise error
     assert caught.value is error

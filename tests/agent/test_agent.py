@@ -65,7 +65,7 @@ def test_a_report_changes_nothing(start: Callable[..., Any]) -> None:
     assert (report["children"], report["sockets"], report["debugger"], report["nvml"]) == ([], [], False, False)
 
 
-def test_parts_can_be_asked_for(start: Callable[..., Any]) -> None:
+def test_parts_of_a_report_can_be_requested(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.run("import gc, weakref; gc.disable()\nclass C: pass\nx = C(); x.x = x; w = weakref.ref(x); del x")
     kernel.report("quiesce", {"trim": False, "files": False})

@@ -212,7 +212,7 @@ def test_while_a_cell_runs_it_says_so_and_offers_to_sleep_when_that_has_finished
     tab.wait_for_output(1, "42")
 
 
-def test_while_events_flow_the_page_asks_for_nothing(tab):
+def test_the_page_polls_nothing_while_events_arrive(tab):
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     tab.run(1)

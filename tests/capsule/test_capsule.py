@@ -103,7 +103,7 @@ def test_the_kernel_takes_the_signals_an_ordinary_process_takes(ignoring, capsul
 
 
 @pytest.mark.parametrize("seconds", [-12.25, 0.0, 34.5, 1e6])
-def test_clocks_are_shifted_by_what_was_asked(directory, seconds):
+def test_clocks_are_shifted_by_the_given_offset(directory, seconds):
     """Backwards and forwards; CLOCK_MONOTONIC may not become negative, which no dump asks for."""
     offset = int(seconds * SECOND)
     with Capsule.create(directory, offsets=Clocks(offset, 2 * offset)) as capsule:

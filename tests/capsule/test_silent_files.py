@@ -43,7 +43,7 @@ def test_a_path_whose_server_is_silent_is_given_up(silent):
         file_facts.within_timeout(f"{silent.place}/file")
 
 
-def test_no_descriptor_is_judged_by_a_call_that_asks_a_server(monkeypatch, tmp_path):
+def test_no_descriptor_is_inspected_by_a_call_to_a_file_server(monkeypatch, tmp_path):
     def asked(*arguments, **options):
         raise AssertionError(f"asked a server: {arguments}")
 

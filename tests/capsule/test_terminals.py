@@ -244,7 +244,7 @@ def test_a_terminal_of_the_hosts_could_not_come_back():
             os.close(end)
 
 
-def test_other_files_are_not_asked_for_their_status(tmp_path, monkeypatch):
+def test_no_status_is_requested_of_other_files(tmp_path, monkeypatch):
     """A file whose server does not answer (NFS, FUSE) would block the process that inspects it."""
     ends = os.openpty()
     with open(tmp_path / "file", "w") as file:

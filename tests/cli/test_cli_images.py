@@ -127,7 +127,7 @@ def test_prune_passes_over_an_image_in_use(store, run):
 @pytest.mark.parametrize(
     "arguments", [[], ["--max-age", "soon"], ["--max-bytes", "-1"], ["--max-bytes", "3 lots"], ["--keep-last", "-1"]]
 )
-def test_prune_asks_for_limits_that_it_understands(store, run, arguments):
+def test_prune_refuses_limits_that_it_does_not_understand(store, run, arguments):
     status, document, _ = run("prune", *arguments)
     assert (status, document["error"]["code"]) == (64, "BAD_REQUEST")
 
@@ -141,7 +141,7 @@ def test_sizes_as_people_write_them(text, number):
     assert amount("30d", _AGES) == 30 * 86400
 
 
-def test_a_claim_can_be_broken_by_who_knows(store, run):
+def test_a_claim_can_be_broken(store, run):
     image = publish(store)
     with image.lease() as lease:
         lease.claim(os.getpid())

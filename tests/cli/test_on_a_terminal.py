@@ -121,7 +121,7 @@ def test_wide_characters_are_aligned_by_their_cells(monkeypatch, columns):
     assert _console(screen).width == columns
 
 
-def test_progress_is_shown_to_those_who_watch(monkeypatch):
+def test_progress_is_shown_on_a_terminal(monkeypatch):
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")

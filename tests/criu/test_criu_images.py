@@ -91,7 +91,7 @@ def test_the_ports_a_restore_binds(dump):
     ]
 
 
-def test_a_view_asks_for_no_size_of_a_changed_file_and_leaves_the_image_alone(dump, tmp_path):
+def test_a_view_requires_no_size_of_a_changed_file_and_leaves_the_image_alone(dump, tmp_path):
     before = {path.name: path.read_bytes() for path in dump.iterdir()}
     view = images.view(dump, tmp_path / "view", {"/data/a.csv"})
     assert images.regular_files(view)[1:] == [

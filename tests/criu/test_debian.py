@@ -151,7 +151,7 @@ def test_mirrors_of_both_formats(apt_sources):
 
 
 @needs_apt
-def test_no_mirror_asks_for_one(apt_sources, tmp_path):
+def test_without_a_mirror_the_hint_names_the_option(apt_sources, tmp_path):
     apt_sources(none_list="deb http://apps.invalid/deb stable extra\n")
     with pytest.raises(CriuMissing) as caught:
         install(tmp_path / "prefix", force_unpack=True, keyring=tmp_path / "any.gpg")

@@ -99,7 +99,7 @@ class TestRoom:
         with gpus.reservation({A: GIB, B: GIB}, 0):
             pass
 
-    def test_two_who_want_both_do_not_wait_for_each_other(self, gpus):
+    def test_two_processes_that_want_both_gpus_do_not_deadlock(self, gpus):
         together = threading.Barrier(2, timeout=60)
 
         def take(needs):
@@ -323,14 +323,14 @@ class TestUtilisation:
         monkeypatch.setattr(gpus, "_call", lambda op, **args: [[5, 1], [5, 60], [5, 2]])
         assert gpus.process_utilisation(A, 0.0) == {5: 60}
 
-    def test_where_nvml_does_not_tell(self, gpus):
+    def test_where_nvml_gives_no_memory(self, gpus):
         gpus.driver.start({A: GIB}, computing=80)
         gpus.driver.hides_processes = True
         assert gpus.process_utilisation(A, 0.0) is None
         assert gpus.utilisation(A) == 80
 
 
-def test_memory_that_nvml_does_not_tell_is_not_taken_for_none(tmp_path, monkeypatch):
+def test_memory_unknown_to_nvml_does_not_count_as_none(tmp_path, monkeypatch):
     gpus = FakeGpus(FakeDriver({A: GIB}), tmp_path)
     monkeypatch.setattr(gpus, "processes", lambda uuid: {5: None})
     with pytest.raises(CudaError, match="how much"):

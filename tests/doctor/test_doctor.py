@@ -324,7 +324,7 @@ def test_what_was_not_reached_is_not_called_a_fault():
     assert [found[check].ok for check in ("namespaces", "proc-mount", "pid-choice", "ptrace")] == [None] * 4
 
 
-def test_a_broken_probe_is_a_finding_and_the_rest_is_still_asked():
+def test_a_broken_probe_is_a_finding_and_the_others_still_run():
     findings = diagnose(
         probes=replace(FIT, kernel=raiser(RuntimeError("boom")), namespaces=raiser(TimeoutError("60 s")))
     )

@@ -52,7 +52,7 @@ def test_default_kernel_without_ipykernel(monkeypatch, tmp_path):
         ("something else", "0"),
     ],
 )
-def test_driver_version_as_the_kernel_tells_it(text, version, monkeypatch):
+def test_driver_version_from_the_kernel_module(text, version, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: text)
     assert probes.nvidia_driver() == version
 

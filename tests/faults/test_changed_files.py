@@ -60,7 +60,7 @@ async def test_the_trait_accepts_for_every_wake(subject):
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])
-async def test_the_notebook_is_asked_and_its_answer_counts(subject, answer):
+async def test_the_user_is_prompted_in_the_notebook(subject, answer):
     _, log = await changed(subject, "epoch 1\nrotated\n")
     client = subject.kernel.client
     cell = client.execute("x += 1", user_expressions={"x": "x"}, allow_stdin=True)

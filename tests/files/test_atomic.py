@@ -55,7 +55,7 @@ def test_what_is_not_durable_waits_for_no_disk(tmp_path, calls):
 
 @pytest.mark.parametrize("umask", [0, 0o077, 0o777])
 @pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_the_mode_is_the_one_asked_for_whatever_the_umask(tmp_path, umask, mode):
+def test_the_mode_is_the_given_one_whatever_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_atomically(tmp_path / "file", "x", durable=False, mode=mode)

@@ -125,7 +125,7 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
     assert "disconnected a client" not in caplog.text
 
 
-def test_one_who_subscribes_to_a_little_of_it_is_not_taken_for_one_who_does_not_read(own_world, caplog) -> None:
+def test_a_subscriber_of_few_topics_is_not_dropped_as_a_slow_reader(own_world, caplog) -> None:
     world = own_world
     world.up()
     client = world.client(hb=False)

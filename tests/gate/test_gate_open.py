@@ -187,7 +187,7 @@ def test_clients_do_not_see_the_gates_own_request_and_a_missing_answer_is_an_err
     reply(client, told)
 
 
-def test_the_kernels_ask_comes_after_the_cell_and_clients_never_see_it(up: World, tmp_path: Path) -> None:
+def test_the_kernels_request_comes_after_the_cell_and_clients_never_see_it(up: World, tmp_path: Path) -> None:
     client, go, began = up.client(), tmp_path / "go", tmp_path / "began"
     done = client.execute(
         "import os, time\n"
@@ -297,7 +297,7 @@ curve_client = pytest.mark.skipif(
 
 
 @curve_client
-def test_with_curve_keys_the_front_lets_in_who_has_the_servers_key(world: World) -> None:
+def test_with_curve_keys_only_clients_with_the_servers_key_connect(world: World) -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     world.front.update(curve_publickey=public, curve_secretkey=secret)
     world.gate = world.new_gate()

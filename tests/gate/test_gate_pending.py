@@ -88,7 +88,7 @@ def test_a_deleted_subshell_owes_nothing(pending: PendingRequests) -> None:
     assert pending.types() == ["execute_request"]
 
 
-def test_only_what_a_user_asked_for_is_work(pending: PendingRequests) -> None:
+def test_only_requests_of_users_count_as_work(pending: PendingRequests) -> None:
     for n, kind in enumerate(["complete_request", "kernel_info_request", "history_request"]):
         pending.forwarded(request(str(n), kind))
     assert not pending.working()

@@ -42,7 +42,7 @@ def test_a_prompt_is_shown_at_once_and_answered_while_the_cell_runs(up):
     assert up.gate.state == "open"
 
 
-def test_the_next_cell_is_kept_from_the_moment_the_asking_one_ended(up):
+def test_the_next_cell_is_queued_as_soon_as_the_requesting_cell_ended(up):
     client = up.client()
     outputs(client, client.execute(ASK))
     client.get_shell_msg(timeout=DEADLINE)
@@ -58,7 +58,7 @@ def test_the_next_cell_is_kept_from_the_moment_the_asking_one_ended(up):
     assert reply(client, second)["content"]["status"] == "ok"
 
 
-def test_an_ask_that_is_not_done_keeps_nothing_once_released(up):
+def test_a_refused_request_queues_nothing_once_released(up):
     client = up.client()
     outputs(client, client.execute(ASK + "ask({'verb': 'suspend'})"))
     client.get_shell_msg(timeout=DEADLINE)

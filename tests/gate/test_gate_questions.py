@@ -77,7 +77,7 @@ def test_a_cell_is_waited_for_whatever_else_is_under_way(mute, tmp_path: Path) -
     reply(client, cell)
 
 
-def test_one_who_asks_for_ever_fills_nothing(mute) -> None:
+def test_endless_requests_do_not_fill_the_queue(mute) -> None:
     client = mute.client(hb=False)
     for _ in range(300):
         send(client, "usage_request", {}, "control")

@@ -409,7 +409,7 @@ def test_when_too_much_waits_looking_is_refused_and_cells_are_not(up: World, mon
     until(lambda: up.gate.queued == 3, "the cell is kept")
 
 
-def test_what_a_user_asked_for_is_refused_by_an_error_when_memory_would_be_full_and_nothing_is_lost(
+def test_a_users_request_is_refused_by_an_error_when_memory_would_be_full_and_nothing_is_lost(
     up: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = up.client()

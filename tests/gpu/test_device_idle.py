@@ -36,7 +36,7 @@ worker.start()
 
 
 @pytest.mark.alone
-def test_nvml_tells_who_computes(subject, gpus, record):
+def test_nvml_names_the_computing_processes(subject, gpus, record):
     busy, idle = subject(), subject(HOLD)
     began = time.time()
     busy.run(LOOP.format(seconds=3))

@@ -107,7 +107,7 @@ async def test_the_pod_that_the_values_make(configured, version):
     assert "privileged" not in container["securityContext"]
 
 
-async def test_the_doctor_is_asked_under_the_same_conditions(configured):
+async def test_the_doctor_runs_under_the_same_conditions(configured):
     """Or its word would be about another pod."""
     spawner, _ = configured
     (users,) = (await manifest_of(spawner))["spec"]["containers"]

@@ -29,7 +29,7 @@ async def ask(arbiter: Arbiter, inactive: float) -> bool:
     )
 
 
-async def test_a_server_in_use_is_not_even_asked(double):
+async def test_a_server_in_use_gets_no_request(double):
     assert not await ask(Arbiter(double.url, "t"), HOUR - 1)
     assert double.asked == []
 
@@ -112,7 +112,7 @@ async def test_a_server_that_refuses_is_kept_and_the_reason_names_the_fix(double
     assert hint in arbiter.refusals["/user/ann/"]
 
 
-async def test_a_proxy_that_is_away_for_a_moment_is_asked_again(double):
+async def test_a_request_to_a_proxy_that_is_away_for_a_moment_is_repeated(double):
     double.status = 503
     client = ServerClient(double.url + "/user/ann/", "t")
     task = asyncio.create_task(client.drain())
@@ -153,7 +153,7 @@ async def test_what_a_server_says_forges_no_line_of_a_log(double):
     assert len(arbiter.refusals["/user/ann/"]) < 500
 
 
-async def test_no_server_can_ask_for_ever(double):
+async def test_no_server_can_delay_its_end_for_ever(double):
     double.seconds = float("inf")
     assert (await ServerClient(double.url + "/user/ann/", "t").estimate()) <= 24 * HOUR
     double.seconds = float("nan")

@@ -60,14 +60,14 @@ def test_more_memory_on_the_gpu_fits():
     assert fits(expressions(WANTED), {**NODE, "nvidia.com/gpu.memory": "200000"})
 
 
-def test_a_label_that_no_node_has_is_not_asked_for():
+def test_a_label_that_no_node_has_is_not_required():
     """No node feature discovery, an older one, or one that leaves a feature out."""
     labels = {"kubernetes.io/arch": "amd64", PRODUCT: "NVIDIA-H200"}
     assert fits(expressions(WANTED, labels), labels)
     assert not fits(expressions(WANTED), labels)
 
 
-def test_a_kernel_without_cuda_is_asked_nothing_about_gpus():
+def test_a_kernel_without_cuda_requires_no_gpu():
     asked = expressions(Requirements("aarch64", frozenset({"asimd"}), (6, 1)))
     assert not any(one["key"].startswith("nvidia.com/") for every in asked for one in every)
     assert fits(asked, {"kubernetes.io/arch": "arm64", KERNEL + "major": "6", KERNEL + "minor": "1"})
@@ -84,7 +84,7 @@ def test_with_what_is_configured_each_alternative_stays_one():
     assert kubernetes.required(expressions(WANTED), {"b": theirs[1], "a": theirs[0]}) == made
 
 
-def test_nothing_asked_is_no_term_at_all():
+def test_no_requirement_is_no_term_at_all():
     """An empty node selector term matches no node."""
     assert kubernetes.required(expressions(Requirements()), []) == []
     assert kubernetes.preferred(expressions(Requirements()), []) == []

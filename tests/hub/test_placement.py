@@ -72,7 +72,7 @@ async def told(spawner) -> list[str]:
         await page.aclose()
 
 
-async def test_slurm_is_asked_for_features_and_gpus(published):
+async def test_features_and_gpus_are_requested_of_slurm(published):
     publish(published, ON_GPU)
     spawner = slurm(req_gres="gpu:1,tmp:10G", req_options="--exclusive")
     await hook(published)(spawner)
@@ -210,14 +210,14 @@ async def test_who_has_nothing_on_a_gpu_gets_a_node_without(published):
     assert spawner.req_options == "'--constraint=glibc-2.36&linux-6.18'", "the kernels there are come back all the same"
 
 
-async def test_who_asks_for_a_gpu_gets_one(published):
+async def test_a_requested_gpu_is_assigned(published):
     spawner = slurm(req_gres="gpu:1")
     spawner.user_options = {"gpu": "yes"}
     await hook(published, without_gpu={"req_gres": ""})(spawner)
     assert spawner.req_gres == "gpu:1"
 
 
-async def test_who_has_something_on_a_gpu_gets_it_back_unasked(published):
+async def test_a_sleeping_kernels_gpu_is_assigned_without_a_request(published):
     publish(published, ON_GPU)
     spawner = slurm(req_gres="gpu:1")
     await hook(published, without_gpu={"req_gres": ""})(spawner)

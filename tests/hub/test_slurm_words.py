@@ -53,7 +53,7 @@ def test_nodes_that_take_none(state):
     assert not nodes(f"n|{state}|x|(null)|1|p")[0].in_service
 
 
-def test_all_that_is_named_is_asked_for():
+def test_all_named_features_are_requested():
     wanted = Requirements(cpu=frozenset({"avx2"}), linux=(6, 1), glibc="2.36", driver="580.1", gpus=(H200, H200))
     assert sbatch_options(wanted, CLUSTER) == SbatchOptions(
         "glibc-2.36&driver-580.1&cpu-avx2&linux-6.18", "gpu:h200:2", ("n1", "n2")
@@ -89,7 +89,7 @@ def test_memory():
     assert sbatch_options(Requirements(memory=300_000 << 20), CLUSTER).nodes == ("n1", "n3")
 
 
-def test_what_no_node_is_said_to_have_or_not_is_not_asked():
+def test_features_that_no_node_declares_are_not_requested():
     plain = nodes("a|idle|intel,bigmem|(null)|1000|p")
     wanted = Requirements("x86_64", frozenset({"avx"}), (6, 1), "2.36", "")
     assert sbatch_options(wanted, plain) == SbatchOptions("", "", ("a",))
@@ -117,7 +117,7 @@ def test_a_nodes_own_features_fit_it():
         ("--constraint x", "'--constraint=x&a&b'"),
     ],
 )
-def test_what_the_administrator_asks_for_stays(before, after):
+def test_the_administrators_constraints_stay(before, after):
     assert slurm.with_constraint(before, "a&b") == after
 
 

@@ -157,7 +157,7 @@ async def test_what_is_configured_is_never_lowered(ann, double):
 
 
 @pytest.mark.parametrize(("checkpoint_before_stop", "now"), [(True, True), (False, False)])
-async def test_a_stop_at_once_and_one_without_a_drain_ask_nobody(ann, double, checkpoint_before_stop, now):
+async def test_a_stop_at_once_and_one_without_a_drain_request_nothing(ann, double, checkpoint_before_stop, now):
     made = spawner(ann, double, checkpoint_before_stop=checkpoint_before_stop)
     await made.stop(now=now)
     assert (double.asked, made.left) == ([], 10)
@@ -267,7 +267,7 @@ async def closed(authorities):
     made.server.stop()
 
 
-async def test_the_hubs_certificates_open_a_server_that_asks_for_them(ann, closed, authorities):
+async def test_the_hubs_certificates_open_a_server_that_requires_them(ann, closed, authorities):
     ann.settings.update({f"internal_ssl_{part}": path for part, path in authorities["hub"].items()})
     made = spawner(ann, closed)
     await made.stop()
@@ -275,7 +275,7 @@ async def test_the_hubs_certificates_open_a_server_that_asks_for_them(ann, close
     assert made.left == module._EMPTY
 
 
-async def test_without_them_nothing_is_asked(ann, closed, authorities, monkeypatch):
+async def test_without_certificates_no_request_is_made(ann, closed, authorities, monkeypatch):
     monkeypatch.setattr(module.ServerClient, "__init__", _impatient)
     made = spawner(ann, closed, checkpoint_timeout=0.0)
     await made.stop()

@@ -44,7 +44,7 @@ def test_a_protection_is_a_number_of_seconds(agent_requests: AgentRequests, seco
     assert agent_requests.protection() is None
 
 
-def test_a_protection_ends_by_itself_and_when_asked(agent_requests: AgentRequests) -> None:
+def test_a_protection_ends_by_itself_and_by_request(agent_requests: AgentRequests) -> None:
     assert (
         agent_requests.protect(60)["protected_until"]
         == agent_requests.protection()

@@ -73,7 +73,7 @@ async def server(tmp_path, runtime_base, criu_binary):
     KernelProvisionerFactory.clear_instance()
 
 
-async def test_a_kernel_left_by_a_stopping_server_sleeps_until_the_next_one_is_asked_for_it(server):
+async def test_a_kernel_left_by_a_stopping_server_sleeps_until_a_request_to_the_next_server(server):
     first = await server.start()
     await first.run("x = 41; import os; pid = os.getpid()")
     ports = first.manager.shell_port, first.manager.session.key

@@ -187,7 +187,7 @@ def test_a_suspended_kernel_over_the_quota_stays_suspended(rig):
     rig.runs_on()
 
 
-def test_too_full_to_restore_keeps_the_image_and_never_asks_the_driver(rig, hog):
+def test_too_full_to_restore_keeps_the_image_and_never_calls_the_driver(rig, hog):
     rig.lifecycle.checkpoint()
     other = hog()
     error = rig.fails("wake", "GPU_FULL")

@@ -177,7 +177,7 @@ def test_the_disk_must_take_the_memory_of_process_and_gpu(monkeypatch):
     assert finding.error.details["free"] == 7
 
 
-def test_a_quota_is_asked_about_what_an_image_may_need_and_not_for_a_suspend():
+def test_a_quota_is_checked_for_what_an_image_may_need_and_not_for_a_suspend():
     asked = []
 
     def over_quota(needed):

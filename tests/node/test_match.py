@@ -104,7 +104,7 @@ def test_a_cuda_kernel_does_not_fit_a_node_without_a_gpu(data):
     assert [mismatch.field for mismatch in found] == ["driver", "cuda", "gpu_count"]
 
 
-def test_free_memory_is_asked_of_the_gpu_the_kernel_goes_to(data):
+def test_free_memory_is_checked_on_the_gpu_the_kernel_goes_to(data):
     gpus = [GPU, {**GPU, "uuid": "GPU-b"}]
     wanted = taken(data, gpus=gpus)
     here = match.inspect_node(wanted, criu="4.2.1", gpus=[{**gpus[0], "free": 0}, gpus[1]], memory=GIB, disk=GIB)
@@ -114,7 +114,7 @@ def test_free_memory_is_asked_of_the_gpu_the_kernel_goes_to(data):
     assert match.match(wanted, here, gpu_map={"GPU-a": "GPU-b"}) == [], "the other one takes the place that is left"
 
 
-def test_an_image_of_an_older_release_has_no_fingerprint_and_is_asked_nothing():
+def test_an_image_without_a_fingerprint_is_not_compared():
     assert match.match({}, match.inspect_node({}, criu="4.2.1", gpus=[], memory=0, disk=0)) == []
 
 

@@ -38,7 +38,7 @@ def test_a_kernel_without_needs_neither():
     assert (taken.gpus, taken.driver) == ((), "")
 
 
-def test_an_older_image_asks_nothing_that_it_does_not_say():
+def test_an_image_without_facts_requires_nothing():
     assert of({}) == Requirements()
 
 
@@ -76,7 +76,7 @@ def test_where_no_node_suits_all_the_last_kernel_decides(other):
     assert plan([other, mine, mine]).others == (other,)
 
 
-def test_nothing_asleep_asks_nothing():
+def test_no_sleeping_kernel_requires_nothing():
     assert plan([]) == plan(())
     assert plan([]).together == 0
 

@@ -164,7 +164,7 @@ def test_the_real_policy_says_when():
     assert wake.seconds == pytest.approx(back - 7300.0)
 
 
-def test_it_is_the_policy_that_is_asked(monkeypatch):
+def test_the_policy_decides(monkeypatch):
     """A policy that never decides anything leaves every kernel where it is."""
     monkeypatch.setattr(Policy, "decide", lambda *_: [])
     monkeypatch.setattr(Policy, "outlook", lambda *_: None)

@@ -53,7 +53,7 @@ def test_who_comes_when(crowd):
         assert all(0 <= start < 14 * DAY for start in starts)
 
 
-def test_memory_is_as_it_was_asked_for(crowd):
+def test_memory_is_as_requested(crowd):
     devices = [person.device for person in crowd]
     assert statistics.median(devices) == pytest.approx(Habits().memory_median, rel=0.06)
     assert max(devices) <= Habits().memory_most

@@ -71,7 +71,7 @@ def test_importing_the_package_does_not_import_the_server():
     assert done.stdout.strip() == "[]"
 
 
-def test_jupyter_server_extension_list_knows_it(tmp_path):
+def test_jupyter_server_extension_list_shows_it(tmp_path):
     file = tmp_path / "jupyter_server_config.d" / "jupyter_gpu_ckpt.json"
     file.parent.mkdir()
     file.write_text((ROOT / "jupyter_gpu_ckpt" / "server" / file.name).read_text())

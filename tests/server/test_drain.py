@@ -48,7 +48,7 @@ def test_every_kernel_sleeps_in_a_proved_image_and_comes_back(live, two):
     assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
 
 
-def test_it_is_no_activity_and_neither_is_asking(live, two):
+def test_neither_a_drain_nor_its_status_request_is_activity(live, two):
     until(lambda: all(kernel["execution_state"] == "idle" for kernel in live.get("api/kernels")))
     kernels = live.get("api/kernels")  # jupyter_server counts this one
     before = live.get("api/status")["last_activity"]

@@ -89,7 +89,7 @@ def test_a_long_dump_has_events_while_it_lasts(live, kernel_id):
     assert fractions[-1] == 1.0 > moments[-1]["fraction"] > 0
 
 
-async def test_what_a_dump_has_written_so_far_can_be_asked(kernel):
+async def test_the_bytes_that_a_dump_has_written_are_reported(kernel):
     written = []
 
     def look(event: StepEvent) -> None:

@@ -85,7 +85,7 @@ async def test_what_is_older_than_an_hour_is_forgotten(world, monkeypatch):
     assert len(history) == 1
 
 
-async def test_nobody_is_asked_before_there_is_a_kernel_and_at_once_when_it_moves(world):
+async def test_usage_is_read_from_the_first_kernel_on_and_at_once_when_it_moves(world):
     world.usage.start()
     await asyncio.sleep(0)
     assert world.driver.calls == []

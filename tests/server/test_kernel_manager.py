@@ -53,7 +53,7 @@ def idle_for(made, kernel_id, seconds) -> None:
     kernel.execution_state, kernel.last_activity = "idle", utcnow() - timedelta(seconds=seconds)
 
 
-async def test_who_asks_a_sleeping_kernel_what_it_is_makes_it_no_less_idle(tmp_path, runtime_base, criu_binary):
+async def test_a_kernel_info_request_does_not_make_a_sleeping_kernel_less_idle(tmp_path, runtime_base, criu_binary):
     async with manager(tmp_path, runtime_base) as made:
         kernel_id = await start(made, tmp_path)
         await made.provisioner_of(kernel_id).checkpoint()

@@ -29,7 +29,7 @@ def samples(text: str) -> dict[tuple, float]:
     }
 
 
-def test_a_server_tells_states_steps_and_failures(live, kernel_id):
+def test_a_server_exports_states_steps_and_failures(live, kernel_id):
     def now() -> dict[tuple, float]:
         return samples(live.ask("GET", "metrics").text)
 

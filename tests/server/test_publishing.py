@@ -70,7 +70,9 @@ def test_the_group_may_read_it_and_nobody_else(tmp_path, place):
     assert [one.name for one in place.iterdir()] == [FILE], "no draft is left"
 
 
-def test_a_server_tells_when_a_kernel_sleeps_wakes_and_is_left(tmp_path, place, runtime_base, criu_binary, monkeypatch):
+def test_a_server_emits_events_when_a_kernel_sleeps_wakes_and_is_left(
+    tmp_path, place, runtime_base, criu_binary, monkeypatch
+):
     monkeypatch.setenv(VARIABLE, str(place))
     with server(tmp_path / "home", runtime_base) as live:
         until(lambda: (place / FILE).is_file())

@@ -322,7 +322,7 @@ def test_the_content_of_an_archived_image_that_was_removed_goes_too(store, remot
     assert not there(remote, image)
 
 
-def test_a_place_that_does_not_answer_is_asked_again(store, remote, broken_off):
+def test_a_request_to_a_server_that_does_not_answer_is_repeated(store, remote, broken_off):
     store.remove(broken_off)
     with mock.patch.object(Remote, "remove", side_effect=RemoteFailed("It is away.")):
         ((id, error),) = archive.sweep(store, remote)

@@ -105,7 +105,7 @@ def test_a_part_of_the_right_size_with_other_content_is_sent_again(remote, store
 
 
 @pytest.mark.parametrize("remote", ["sftp", "s3"], indirect=True)
-def test_nothing_is_read_back_from_a_place_that_tells_its_hashes(remote, store, monkeypatch):
+def test_nothing_is_read_back_from_a_server_that_reports_its_hashes(remote, store, monkeypatch):
     image = publish(store)
 
     def refuse(path, **_):

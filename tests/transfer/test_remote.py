@@ -202,7 +202,7 @@ def test_two_hosts_that_pull_one_image(place, near, far, tmp_path, monkeypatch):
         place.remote().pull(image.id, third)
 
 
-def test_a_copy_is_one_only_for_who_asks_for_it(place, near, far):
+def test_a_copy_is_made_only_by_request(place, near, far):
     image = publish(near)
     place.remote().push(image)
     assert near.images() == [image]
@@ -345,7 +345,7 @@ def test_a_directory_is_private_whatever_the_umask(near, tmp_path):
     assert there.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_kind_of_url_that_nothing_here_knows():
+def test_an_unknown_kind_of_url():
     with pytest.raises(RemoteUnsupported):
         Remote("nonsense://place")
 
@@ -361,7 +361,7 @@ def test_a_host_whose_key_is_not_known_gets_nothing(sftp, near, tmp_path):
     assert not (tmp_path / "far").exists()
 
 
-def test_no_host_is_trusted_unless_the_user_knows_it(sftp, tmp_path, monkeypatch):
+def test_no_host_is_trusted_that_is_not_in_known_hosts(sftp, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     options = {key: value for key, value in sftp["options"].items() if key != "known_hosts"}
     with contextlib.suppress(FileNotFoundError), pytest.raises((RemoteFailed, RemoteUnsupported)):

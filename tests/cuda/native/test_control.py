@@ -109,7 +109,7 @@ def test_every_answer_says_of_which_version_it_is(listener):
         assert {control.ask(verb)["version"] for verb in ("status", "copy_out", "nonsense", "free", "swap_in")} == {1}
 
 
-def test_a_library_of_another_version_is_asked_for_nothing_else(kernel, monkeypatch):
+def test_a_library_of_another_version_gets_no_other_request(kernel, monkeypatch):
     before = kernel.state
     with monkeypatch.context() as patch:
         patch.setattr(fastpath, "_VERSION", 2)
@@ -162,7 +162,7 @@ def all_from_the_original(subject, count: int = 1) -> None:
     subject.free(number)
 
 
-def test_nobody_asked(programs, doubles):
+def test_without_a_socket_path(programs, doubles):
     with running(programs, doubles, environment={SOCKET_VARIABLE: ""}) as subject:
         all_from_the_original(subject)
 

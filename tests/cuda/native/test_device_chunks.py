@@ -194,7 +194,7 @@ def test_nothing_is_written_ahead_that_could_be_no_image(fast_kernel, tmp_path):
     kernel.runs_on()
 
 
-def test_nothing_is_written_ahead_that_leaves_others_no_space(kernel, monkeypatch):
+def test_nothing_is_written_ahead_where_space_is_short(kernel, monkeypatch):
     monkeypatch.setattr(Store, "free", lambda _: 2 * kernel.blocks - 1)
     kernel.lifecycle.suspend()
     assert kernel.lifecycle.kernel.chunks._written.result() is False
@@ -230,7 +230,7 @@ def test_the_chunk_cache_is_evicted_for_an_image(kernel, monkeypatch, whose):
 
 
 @pytest.mark.parametrize("options", [{"keep_chunks": False}, {"write_ahead": False}], ids=str)
-def test_neither_is_done_unasked(fast_kernel, options):
+def test_neither_is_done_unless_configured(fast_kernel, options):
     kernel = fast_kernel(**options)
     kernel.lifecycle.suspend()
     if "write_ahead" in options:
@@ -284,7 +284,7 @@ def test_a_disk_that_is_full_all_the_same_is_tried_again_without_what_is_kept(ke
     kernel.runs_on()
 
 
-def test_the_quota_is_asked_about_all_of_it(kernel, monkeypatch):
+def test_the_quota_counts_all_of_it(kernel, monkeypatch):
     """Also of what is there already: an image counts it."""
     asked = []
     kernel.lifecycle.suspend()

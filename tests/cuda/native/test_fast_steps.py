@@ -58,7 +58,7 @@ def test_the_reason_of_a_slow_transfer_is_reported(kernel):
     shutil.rmtree(capsule.directory)
 
 
-def test_preflight_tells_it(fast_kernel):
+def test_preflight_reports_it(fast_kernel):
     kernel = fast_kernel()
     assert "DRIVERS_RATE" not in [finding.code for finding in kernel.lifecycle.findings()]
     kernel.fake.memory = {A: 50 << 30}

@@ -105,7 +105,7 @@ def test_from_memory_to_the_disk_and_back(kernel, monkeypatch):
     kernel.runs_on()
 
 
-def test_what_a_living_kernel_needs_is_not_swept_and_its_next_owner_knows_it(kernel):
+def test_files_of_a_living_kernel_are_not_swept_and_are_found_by_its_next_owner(kernel):
     kernel.lifecycle.suspend()
     there = spilled(kernel)
     kernel.lifecycle.detach()

@@ -130,7 +130,7 @@ def test_nothing_to_move(subject):
             assert (answer["cuda"], answer["allocations"], answer["swapped_out"]) == (0, 0, 0)
 
 
-def test_steps_asked_for_twice(subject):
+def test_steps_requested_twice(subject):
     subject.alloc(3, 2 * MIB, density="full")
     with subject.control() as control:
         control.must("swap_in", "free", "copy_out", "copy_out", "free", "free", "copy_out", "swap_in", "swap_in")

@@ -250,7 +250,7 @@ class TestRealKernels:
             assert kernel.state == "suspended"
             await asyncio.sleep(0.1)
 
-    async def test_a_web_server_keeps_its_kernel_while_it_is_asked(self, kernel, started):
+    async def test_a_web_server_keeps_its_kernel_awake_while_it_has_requests(self, kernel, started):
         port = int(
             await kernel.run(
                 "import threading, http.server\n"

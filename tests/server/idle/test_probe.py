@@ -35,7 +35,7 @@ class TestComputing:
         kernel, child = driver.start({A: GIB}), driver.start({B: GIB}, computing=7)
         assert computing(gpus, {"k": [kernel, child]}, 0.0) == {"k"}
 
-    def test_where_nvml_hides_who_computes_everybody_on_that_gpu_may_be_it(self, driver, gpus):
+    def test_where_nvml_hides_the_computing_processes_all_on_that_gpu_may_compute(self, driver, gpus):
         driver.hides_processes = True
         driver.start({A: GIB}, computing=7)
         near, far = driver.start({A: GIB}), driver.start({B: GIB})

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from desktop import BADGE, lab, write_notebook
+from fake_gpus import CONFIG, GIB, GPU
 
 from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
-
-GIB = 1 << 30
-GPU = "GPU-fake-a"
-SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
-CONFIG = f"""
-import sys
-from pathlib import Path
-sys.path.append({SUPPORT!r})
-from jupyter_gpu_ckpt.testing.fake_host import install
-install({{{GPU!r}: 16 << 30}}, Path(c.GpuCkptProvisioner.image_dir))
-"""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,128 @@
+"""The two pictures of docs/ that show more than one test does, taken anew from real servers whose GPUs are fakes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from io import BytesIO
+
+import pytest
+from desktop import BADGE, NOTEBOOK, Tab, lab, write_notebook
+from fake_gpus import CONFIG, GIB, GPU
+from PIL import Image
+
+from jupyter_gpu_ckpt.testing.fake_host import allocation_cell
+
+#: Milliseconds that a frame of the animation is shown, and at least between two of them.
+FRAME = 200
+#: Milliseconds that the frames at the story's turns are shown.
+PAUSE = 1800
+#: Pixels of the animation; the window has half as many again each way: all of the tool bar fits into it.
+SIZE = (800, 320)
+
+pytestmark = pytest.mark.skipif(
+    "GPU_CKPT_PICTURES" not in os.environ, reason="pictures for docs/: set GPU_CKPT_PICTURES to a directory"
+)
+
+
+@pytest.fixture(scope="module")
+def jupyter(tmp_path_factory, base, chromium, criu_binary):
+    with lab(tmp_path_factory.mktemp("pictures"), base, config=CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_sessions_left(jupyter) -> Iterator[None]:
+    yield
+    for session in jupyter.get("api/sessions"):
+        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
+
+
+class Film:
+    """Screenshots that become one animation."""
+
+    def __init__(self, tab: Tab) -> None:
+        self.tab = tab
+        self.frames: list[Image.Image] = []
+        self.durations: list[int] = []
+
+    def frame(self, duration: int = FRAME) -> None:
+        shot = Image.open(BytesIO(self.tab.page.screenshot())).convert("RGB").resize(SIZE)
+        if self.frames and shot.tobytes() == self.frames[-1].tobytes():
+            self.durations[-1] += duration
+        else:
+            self.frames.append(shot)
+            self.durations.append(duration)
+
+    def until(self, selector: str, text: str) -> None:
+        """Film until an element with that text is shown."""
+        wanted = self.tab.page.locator(selector, has_text=text).first
+        for _ in range(300):
+            if wanted.is_visible():
+                return
+            self.frame()
+            self.tab.page.wait_for_timeout(FRAME)
+        raise AssertionError(f"{text!r} was never shown")
+
+    def save(self, name: str) -> None:
+        first, *rest = self.frames
+        path = self.tab.window.pictures / f"{name}.webp"
+        first.save(path, save_all=True, append_images=rest, duration=self.durations, loop=0, method=6, quality=60)
+
+
+def test_flow(desktop, jupyter):
+    training = "import numpy as np\nmodel = np.random.rand(90_000_000)\nprint('trained')"
+    name = write_notebook(jupyter, "train.ipynb", training, "print(model.nbytes >> 20, 'MiB')")
+    with desktop.window(jupyter, width=1200, height=480) as window:
+        tab = window.tab(name)
+        tab.wait_for_phase("running")
+        tab.page.keyboard.press("Control+B")  # the side bar takes a third of the window
+        tab.page.locator("#jp-left-stack").wait_for(state="hidden")
+        tab.run(0)
+        tab.wait_for_output(0, "trained")
+        jupyter.run(tab.kernel_id(), allocation_cell({GPU: 3 * GIB}))
+        tab.page.locator(BADGE, has_text="3.0 GiB").wait_for()
+        film = Film(tab)
+        film.frame(PAUSE)
+        tab.page.locator(f"{NOTEBOOK} .jp-gpuCkpt-button [data-phase]").first.click()
+        item = tab.page.locator(".lm-Menu .lm-Menu-itemLabel", has_text="Put kernel to sleep").first
+        item.hover()
+        film.frame(PAUSE)
+        item.click()
+        film.until(BADGE, "asleep")
+        tab.toast("is asleep")
+        film.frame(PAUSE)
+        tab.run(1)
+        film.until(f"{NOTEBOOK} .jp-OutputArea-output", "686 MiB")
+        tab.toast("is awake again")
+        film.frame(2 * PAUSE)
+        film.save("flow")
+        tab.quiet()
+
+
+def test_dark(desktop, jupyter):
+    with desktop.window(jupyter, width=1440, height=772) as window:
+        for name, size in (("explore.ipynb", 1.4), ("eval.ipynb", 2.8), ("train.ipynb", 3.2)):
+            tab = window.tab(write_notebook(jupyter, name, "model = dict()\nprint('ready')", "print(len(model))"))
+            tab.wait_for_phase("running")
+            tab.run(0)
+            tab.wait_for_output(0, "ready")
+            (kernel_id,) = (s["kernel"]["id"] for s in jupyter.get("api/sessions") if s["path"] == name)
+            jupyter.run(kernel_id, allocation_cell({GPU: int(size * GIB)}))
+            if name != "train.ipynb":
+                jupyter.do(kernel_id, "checkpoint" if name == "explore.ipynb" else "suspend")
+                tab.page.close()
+        tab.page.get_by_role("menuitem", name="Settings").click()
+        tab.page.locator(".lm-Menu-itemLabel", has_text="Theme").first.hover()
+        tab.page.locator(".lm-Menu-itemLabel", has_text="JupyterLab Dark").first.click()
+        tab.page.locator('body[data-jp-theme-name="JupyterLab Dark"]').wait_for(state="attached")
+        tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
+        tab.page.locator('li[data-id="gpu-ckpt-panel"]').click()
+        tab.choose("Suspend kernel")
+        tab.wait_for_phase("suspended")
+        panel = tab.page.locator("#gpu-ckpt-panel")
+        for name in ("train.ipynb", "explore.ipynb", "eval.ipynb"):
+            panel.locator("li", has_text=name).get_by_text("Wake").wait_for()
+        tab.toast("GPU memory freed")
+        tab.picture("dark")
+        tab.quiet()

@@ -103,7 +103,7 @@ $(VENV)/ready: setup.cfg pyproject.toml
 	@scripts/quietly "Making a virtual environment in $(VENV) ..." $(PYTHON) -m venv $(VENV)
 	@scripts/quietly "Bringing pip up to date ..." $(BIN)/python -m pip install --upgrade pip
 	@scripts/quietly "Installing this package and what its demo and tests use (minutes, with torch) ..." \
-		$(BIN)/python -m pip install --editable '.[test,lint,hub-test]' $(TORCH)
+		$(BIN)/python -m pip install --editable '.[test,lint,hub-test]' --config-settings editable_mode=compat $(TORCH)
 	@$(BIN)/jupyter gpu-ckpt install-criu
 	@touch $@
 

@@ -370,7 +370,13 @@ class _Process:
         with syscalls.pidfd_of(self.pid) as self.pidfd:
             for number in numbers:
                 try:
-                    self.descriptor(number, seen)
+                    try:
+                        self.descriptor(number, seen)
+                    except OSError as error:
+                        if error.errno not in (errno.EBADF, errno.ENOTSOCK):
+                            raise
+                        # Closed by the running process in the middle of this, or its number reused: inspect it anew.
+                        self.descriptor(number, seen)
                 except FileNotFoundError:  # closed since
                     pass
                 except (PermissionError, ProcessLookupError):  # of the whole process

@@ -991,3 +991,26 @@ def test_what_this_machine_lacks_is_named_and_what_a_process_must_not_run_withou
     without = {**notes, "threads": {str(inner): {"speculation": [[99, 1]]}}}  # a misfeature that no Linux knows
     with Capsule.create(home) as third, pytest.raises(CriuError, match="speculation control of thread"):
         criu.restore(third, image(home), pid=inner, pipes=pipes, timeout=60, notes={str(inner): without})
+
+
+@pytest.mark.parametrize("number_is_reused", [False, True])
+def test_a_descriptor_that_is_closed_in_the_middle_of_an_inspection_is_no_finding(monkeypatch, number_is_reused):
+    ours, theirs = socket.socketpair()
+    number = ours.detach()
+
+    def closed_before(pidfd: int, wanted: int) -> int:
+        if wanted == number and closing:
+            closing.clear()
+            os.close(number)
+            if number_is_reused:
+                os.dup2(null.fileno(), number)
+        return original(pidfd, wanted)
+
+    closing, original = [True], syscalls.pidfd_getfd
+    monkeypatch.setattr(syscalls, "pidfd_getfd", closed_before)
+    with theirs, open("/dev/null") as null:
+        found = process_state.inspect(os.getpid(), stopped=False)
+        assert not closing, "the descriptor was inspected"
+        if number_is_reused:
+            os.close(number)
+    assert [each["what"] for each in found.refusals if "cannot be reached" in each["what"]] == []

@@ -99,6 +99,7 @@ gpu-bundle: $(VENV)/ready
 gpu-check:
 	scripts/gpu-check
 
+# editable_mode=compat: a path instead of setuptools' import hook, which costs each of thousands of processes 35 ms.
 $(VENV)/ready: setup.cfg pyproject.toml
 	@scripts/quietly "Making a virtual environment in $(VENV) ..." $(PYTHON) -m venv $(VENV)
 	@scripts/quietly "Bringing pip up to date ..." $(BIN)/python -m pip install --upgrade pip

@@ -87,13 +87,7 @@ def _high_water() -> int:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("count", "size"),
-    [
-        pytest.param(40_000, 9_000, id="many of 9 kB", marks=pytest.mark.torture),
-        pytest.param(400, MIB, id="some of 1 MiB"),
-    ],
-)
+@pytest.mark.parametrize(("count", "size"), [(40_000, 9_000), (400, MIB)], ids=["many of 9 kB", "some of 1 MiB"])
 def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(own_world, caplog, count, size) -> None:
     world = own_world
     world.up()

@@ -85,6 +85,7 @@ c = get_config()
 # Ours, and none that only takes its time to load.
 others = ("jupyterlab", "notebook", "notebook_shim", "jupyter_lsp", "jupyter_server_terminals")
 c.ServerApp.jpserver_extensions = {"jupyter_gpu_ckpt": True, **({} if LAB else dict.fromkeys(others, False))}
+c.LanguageServerManager.autodetect = False  # npm would be run twice at each start
 """
 
 

@@ -22,6 +22,8 @@ from jupyter_gpu_ckpt.criu.install import find
 
 TOKEN = "a-token-for-tests"
 BASE_URL = "/user/ann%20b/"
+#: Other packages' server extensions that take their time to load, and that nothing here needs without a front end.
+_FRONT_ENDS = ("jupyterlab", "notebook", "notebook_shim", "jupyter_lsp")
 
 
 class Server:
@@ -154,10 +156,12 @@ def server(
     directories = {name: home / name for name in ("config", "data", "runtime", "work", "ipython")}
     for directory in directories.values():
         directory.mkdir(parents=True, exist_ok=True)
+    others = _FRONT_ENDS if module == "jupyter_server" else ()
     (directories["config"] / "jupyter_server_config.py").write_text(
         f"""
 c = get_config()
-c.ServerApp.jpserver_extensions = {{"jupyter_gpu_ckpt": True}}
+c.ServerApp.jpserver_extensions = {dict.fromkeys(others, False) | {"jupyter_gpu_ckpt": True}}
+c.LanguageServerManager.autodetect = False  # npm would be run twice at each start
 c.ServerApp.base_url = {BASE_URL!r}
 c.ServerApp.open_browser = False
 c.ServerApp.allow_root = True

@@ -85,7 +85,7 @@ scale: $(VENV)/ready
 	$(BIN)/python scripts/scale
 
 torture: $(VENV)/ready
-	$(BIN)/python -m pytest -m torture $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "torture or sweep" $(PYTEST_ARGS)
 
 # Follows docs/admin/bare-metal.md and docs/admin/slurm.md, each from an empty machine; a part of `make torture`.  Needs
 # root, debootstrap and slirp4netns; without them it says so.

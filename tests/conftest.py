@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -9,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import sweeps
 from cuda_subject import why_no_gpu
 from harness import notebook
 from images import publish
@@ -32,6 +34,11 @@ def pytest_configure():
     """Tests stop programs by SIGINT, too; a shell has its background jobs ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    sweeps.set_seed()
+
+
+def pytest_report_header():
+    return f"sweeps: their parts are drawn by {sweeps.SEED}={os.environ[sweeps.SEED]}"
 
 
 def pytest_collection_modifyitems(items):
@@ -49,6 +56,7 @@ def pytest_collection_modifyitems(items):
             item.path not in slow_files,
         )
     )
+    sweeps.mark_rest(items)
 
 
 def _top(item) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import sweeps
 from everybody import REPOSITORY, needed, opened, readable_criu
 from harness import descendants
 
@@ -55,6 +56,7 @@ class Nobody:
             "LC_ALL": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1",
             VARIABLE: self._criu,
+            sweeps.SEED: os.environ[sweeps.SEED],
         }
         commands = opened(needed(), self._stage)
         script = f"set -e\n{commands}\ncd {shlex.quote(str(REPOSITORY))}\nexec {shlex.join([*drop, *argv])}"
@@ -156,10 +158,8 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)
     chosen = "a_pair or data or master or half or session or refused or taken_back or awake or restarted or gone"
-    nobody.run(
-        pytest_of("tests/capsule/test_terminals.py", "tests/lifecycle/test_ended_kernels.py", "-k", chosen),
-        timeout=HANGS,
-    )
+    tests = ["tests/capsule/test_terminals.py", "tests/lifecycle/test_ended_kernels.py"]
+    nobody.run(pytest_of(*tests, "-k", chosen, "-m", "not torture"), timeout=HANGS)
     assert nobody.seen == {(UID,) * 4}
 
 

@@ -173,6 +173,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_terminal_comes_back_as_it_was(kernel, kind):
     prepare, holds = KINDS[kind]

@@ -139,6 +139,7 @@ def killing(subject: Subject, pids, step: str, edge: str) -> list[int]:
     return killed
 
 
+@pytest.mark.sweep
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("verb", "step", "edge"), POINTS)
 async def test_the_helper_killed_at_any_step(shared, verb, step, edge):
@@ -205,16 +206,9 @@ def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     return host.gpus[GPU] - host.free(GPU)
 
 
+@pytest.mark.sweep(1 / 5)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    ("verb", "step", "edge"),
-    [
-        pytest.param(
-            *point, marks=() if point in random.Random(SEED).sample(HELPER_POINTS, 10) else pytest.mark.torture
-        )
-        for point in HELPER_POINTS
-    ],
-)
+@pytest.mark.parametrize(("verb", "step", "edge"), HELPER_POINTS)
 async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monkeypatch, verb, step, edge):
     """The kernel is where it was, with its device memory, or where it was to go; and the next try goes there."""
     subject, host, helper = on_gpu
@@ -266,13 +260,8 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
 KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]
 
 
-@pytest.mark.parametrize(
-    ("verb", "step", "edge"),
-    [
-        pytest.param(*point, marks=() if point in random.Random(SEED).sample(KERNEL_POINTS, 3) else pytest.mark.torture)
-        for point in KERNEL_POINTS
-    ],
-)
+@pytest.mark.sweep(1 / 5)
+@pytest.mark.parametrize(("verb", "step", "edge"), KERNEL_POINTS)
 async def test_the_kernel_killed_at_any_step(subject, verb, step, edge):
     """Who kills the kernel kills the agent in it.  Published or lost: nothing in between, and never silent."""
     pid = subject.capsule.host_pid

@@ -74,6 +74,7 @@ def array(subject) -> Path:
     return path
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", USES)
 async def test_another_content_of_the_same_size_is_named_and_taken_on_demand(subject, array, use):
     opens, reads = USES[use]
@@ -114,6 +115,7 @@ def link(path: Path) -> None:
     path.with_name("link").hardlink_to(path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", USES)
 async def test_the_same_content_is_no_change_whatever_was_done_to_the_file(subject, array, use):
     opens, reads = USES[use]

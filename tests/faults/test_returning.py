@@ -285,6 +285,7 @@ async def test_a_shutdown_in_the_middle_of_a_restore_does_not_wait_for_it(subjec
         assert await subject.run("print('x' in globals())") == "False"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("edge", ["started", "completed"])
 @pytest.mark.parametrize("step", ["match", "reserve", "criu_restore", "connect", "thaw"])
 async def test_a_shutdown_at_any_step_of_a_restore(subject, step, edge):

@@ -83,6 +83,7 @@ SPOILT = ["full", "gone", "read_only"]
 STATES = {"running": "restore", "suspended": "suspend", "checkpointed": "checkpoint"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("verb", ["checkpoint", "suspend"])
 async def test_a_running_kernel_is_checkpointed_or_the_reason_is_given(subject, place, how, verb):
@@ -98,6 +99,7 @@ async def test_a_running_kernel_is_checkpointed_or_the_reason_is_given(subject, 
     await subject.wakes()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("state", ["suspended", "checkpointed"])
 async def test_a_sleeping_kernel_wakes_or_the_reason_is_given(subject, place, how, state):
@@ -117,6 +119,7 @@ async def test_a_sleeping_kernel_wakes_or_the_reason_is_given(subject, place, ho
         await subject.leaves_and_wakes()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", SPOILT)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("ending", ["restart", "shutdown"])

@@ -29,6 +29,7 @@ class Injected(Exception):
     """The fault."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)
 async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, start, request_, step, edge):
     provisioner, lifecycle = shared.provisioner, shared.kernel.lifecycle

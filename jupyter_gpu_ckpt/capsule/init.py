@@ -219,6 +219,9 @@ class Init:
     def finish_job(self, job: RunningProgram, code: int) -> None:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
+        if code != 0:
+            with contextlib.suppress(ProcessLookupError):  # it has left no children
+                os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
         seconds = time.monotonic() - job.began
         lost = self.restore_terminals() if code != 0 else ""  # before the processes run on
         unrepaired = self.finish_guard(job, code) or lost

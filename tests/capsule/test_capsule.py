@@ -188,6 +188,27 @@ def test_programs_run_inside_to_their_end_or_to_their_deadline(capsule):
     assert run(["true"]).status == 0
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_program_that_is_killed_takes_its_children_along(capsule, stopped):
+    """CRIU tries ptrace on a child, which stops itself for that, and stays stopped if CRIU is killed meanwhile."""
+    child = "os.kill(os.getpid(), signal.SIGSTOP)" if stopped else "time.sleep(99)"
+    parent = "os.waitpid(pid, os.WUNTRACED)" if stopped else "time.sleep(0.2)"
+    code = f"""
+import os, signal, time
+pid = os.fork()
+if pid == 0:
+    {child}
+    os._exit(1)
+{parent}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    sleeper(capsule)
+    output = capsule.directory / "out"
+    ran = capsule.run([sys.executable, "-c", code], cwd=capsule.directory, output=output, timeout=60, env=ENV)
+    assert ran.status == -signal.SIGKILL
+    until(lambda: capsule.other_processes() == [], "its child has ended, too", 10)
+
+
 def test_init_survives_requests_that_make_no_sense(capsule):
     sleeper(capsule)
     for request in (

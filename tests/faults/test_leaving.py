@@ -73,8 +73,9 @@ async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
     for _ in range(kills):
         delay = chance.uniform(0.0, 0.6)
         async with heavy.at("dump") as dumping:
-            leaving = asyncio.create_task(heavy.provisioner.checkpoint())
-            await dumping.wait()
+            leaving, reached = asyncio.create_task(heavy.provisioner.checkpoint()), asyncio.create_task(dumping.wait())
+            await asyncio.wait([leaving, reached], return_when=asyncio.FIRST_COMPLETED)
+            assert reached.done(), leaving.exception()
             await asyncio.sleep(delay)  # the moment is the point of this test
             for pid in heavy.criu() if heavy.kernel.lifecycle.capsule else []:
                 with contextlib.suppress(ProcessLookupError):

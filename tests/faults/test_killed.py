@@ -247,6 +247,7 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
     finally:
         subject.provisioner.sinks.remove(sink)
     assert killed, "there was no helper to kill, or the moment did not come"
+    until(lambda: helper.pid != killed[0], "the end of the helper was seen: our own look at the GPU asks the next one")
     lives = subject.kernel.lifecycle.capsule is not None
     assert lives != any(path.is_dir() for path in subject.images.iterdir())
     assert on_the_gpu(subject, host) == (HELD if lives else 0)

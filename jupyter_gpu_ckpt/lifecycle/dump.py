@@ -39,10 +39,12 @@ _TURNS = threading.BoundedSemaphore(8)
 
 def disconnect(attempt: Attempt) -> None:
     """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image."""
-    kernel = attempt.kernel
+    kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
+        preflight.require(preflight.judge_suspended(capsule.host_pid, capsule.other_processes(), kernel.saved.report))
     if (error := without_sockets(kernel)) is not None:
         raise error
-    pid, directory = kernel.require_capsule().host_pid, kernel.home.inner_dir
+    pid, directory = capsule.host_pid, kernel.home.inner_dir
     before = preflight.open_connections(pid, directory)
     kernel.gate.close()
     deadline = time.monotonic() + kernel.settings.connect

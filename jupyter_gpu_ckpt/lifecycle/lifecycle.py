@@ -122,9 +122,12 @@ class Lifecycle:
         attempt = self.kernel.attempt
         return draft.size() if attempt is not None and (draft := attempt.draft) is not None else 0
 
-    def findings(self) -> list[PreflightFinding]:
-        """Return what preflight says of a checkpoint now; the kernel is not disturbed."""
-        return suspend.findings(self.kernel)
+    def findings(self, *, writes: bool = True) -> list[PreflightFinding]:
+        """Return what preflight says of a checkpoint now, or of a suspend, which ``writes`` no image.
+
+        The kernel is not disturbed.
+        """
+        return suspend.findings(self.kernel, writes=writes)
 
     # -- a kernel comes
 

@@ -125,6 +125,7 @@ def inspect(
     swapped_out: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
+    has_context: Callable[[int], bool] = lambda pid: False,
 ) -> list[PreflightFinding]:
     """Return the findings from outside, all of which block.
 
@@ -132,21 +133,19 @@ def inspect(
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
-    ``over_quota``: returns why an image of so many bytes is refused, if it is.
+    ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``has_context``: whether a process has
+    a CUDA context of its own.
     """
     refusals: list[GpuCkptError] = []
     kernel = read_process(kernel_pid)
-    others = [process for process in map(read_process, companions) if process and process.state not in "ZX"]
+    others = _living(companions)
     adapters = [process for process in others if _DEBUGGER.search(process.command)]
     if any(not has_agent or _is_used(adapter) for adapter in adapters):
         hint = None if has_agent else "Its adapter ends only with the kernel: restart the kernel."
         refusals.append(errors.DebuggerAttached("The kernel's debugger is in use.", hint=hint))
-    children = [process for process in others if process not in adapters and not process.cleans_up_for(kernel_pid)]
-    if children:
-        names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in children[:3])
-        more = f" and {len(children) - 3} more" if len(children) > 3 else ""
-        message = f"The kernel has {len(children)} living child process(es): {names}{more}."
-        refusals.append(errors.ChildProcesses(message, pids=[process.pid for process in children]))
+    beside = [process for process in others if process not in adapters]
+    if (error := _living_children(kernel_pid, beside, has_context if disk_free is None else None)) is not None:
+        refusals.append(error)
     if disk_free is not None and (obstacle := terminals.obstacle(kernel_pid)):
         refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
     to_host = on_device = sum(device_bytes.values())
@@ -164,6 +163,34 @@ def inspect(
         if (refused := over_quota(needed)) is not None:
             refusals.append(refused)
     return [blocking(error) for error in refusals]
+
+
+def _living(pids: Iterable[int]) -> list[Process]:
+    return [process for process in map(read_process, pids) if process and process.state not in "ZX"]
+
+
+def _living_children(
+    kernel_pid: int, others: Iterable[Process], has_context: Callable[[int], bool] | None
+) -> errors.ChildProcesses | None:
+    """Return the error for processes beside the kernel.  ``has_context``: of a suspend, which only frees the GPU."""
+    children = [process for process in others if not process.cleans_up_for(kernel_pid)]
+    what = "living child process(es)"
+    if has_context is not None:
+        children = [process for process in children if has_context(process.pid)]
+        what = "child process(es) with a CUDA context of their own"
+    if not children:
+        return None
+    names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in children[:3])
+    more = f" and {len(children) - 3} more" if len(children) > 3 else ""
+    message = f"The kernel has {len(children)} {what}: {names}{more}."
+    return errors.ChildProcesses(message, pids=[process.pid for process in children])
+
+
+def judge_suspended(kernel_pid: int, companions: Iterable[int], report: Mapping[str, Any]) -> list[PreflightFinding]:
+    """Return the findings against a dump that did not matter to a suspend; ``report`` is the agent's, of that time."""
+    others = [process for process in _living(companions) if not _DEBUGGER.search(process.command)]
+    error = _living_children(kernel_pid, others, None)
+    return [*([blocking(error)] if error is not None else []), *judge_report(report)]
 
 
 def undumpable(pid: int) -> PreflightFinding | None:
@@ -209,8 +236,11 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
     return findings
 
 
-def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightFinding]:
-    """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``."""
+def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True) -> list[PreflightFinding]:
+    """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
+
+    ``writes``: an image is to be written; a suspend does not.
+    """
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
         message = "JAX has preallocated memory on several GPUs, which the NVIDIA driver does not bring back."
@@ -220,7 +250,7 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0) -> list[PreflightF
         findings.append(blocking(errors.DebuggerAttached("The kernel's debugger is in use.")))
     # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
     deleted = [each for each in report.get("deleted_mappings") or () if each.get("reason") != NOT_TRIED]
-    if deleted and os.geteuid() != 0:
+    if writes and deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     if outside := report.get("sockets"):

@@ -37,6 +37,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
+        has_context=functools.partial(_has_context, kernel),
     )
     if writes:
         if (error := without_sockets(kernel)) is not None:
@@ -47,6 +48,18 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if device_bytes and (why := kernel.fast_path().why_slow(sum(device_bytes.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     return found
+
+
+def _has_context(kernel: KernelState, pid: int) -> bool:
+    """Whether a process has CUDA state of its own.
+
+    A forked child inherits open and mapped device files, but no state: the driver says NOT_INITIALIZED of it, and frees
+    all device memory of its parent nevertheless (driver 580.159, H200).
+    """
+    try:
+        return kernel.engine.cuda.state(pid) is not CudaState.NONE
+    except errors.CudaError:
+        return preflight.read_process(pid) is not None  # one that has ended has none
 
 
 def _spillable(kernel: KernelState) -> int:
@@ -112,14 +125,15 @@ def drain(attempt: Attempt) -> None:
 
 def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
-    kernel = attempt.kernel
+    kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
     kernel.saved = Saved()
     if not kernel.home.has_agent:
         return
     report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
-        preflight.require(preflight.judge_report(report, gpus=len(host_memory.device_bytes(kernel))))
+        gpus = len(host_memory.device_bytes(kernel))
+        preflight.require(preflight.judge_report(report, gpus=gpus, writes=writes))
     except GpuCkptError:
         request_agent(kernel, "thaw", {"environ": {}})
         raise

@@ -92,8 +92,12 @@ def findings(provisioner: GpuCkptProvisioner) -> dict[str, Any]:
         raise StateError(why_not(provisioner))
     if lifecycle.state is State.CHECKPOINTED:
         raise StateError("The kernel is checkpointed already.", hint="Nothing is to be done.")
-    found = [*requests(provisioner), *lifecycle.findings()]
-    return {"ok": not any(each.blocks for each in found), "findings": [each.as_dict() for each in found]}
+    asked = requests(provisioner)
+    found = [*asked, *lifecycle.findings()]
+    # Only of a kernel whose checkpoint is refused: to find out costs as much again.
+    ok = not any(each.blocks for each in found)
+    may_suspend = ok or not any(each.blocks for each in [*asked, *lifecycle.findings(writes=False)])
+    return {"ok": ok, "may_suspend": may_suspend, "findings": [each.as_dict() for each in found]}
 
 
 def requests(provisioner: GpuCkptProvisioner) -> list[PreflightFinding]:

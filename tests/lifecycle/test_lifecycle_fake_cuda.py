@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from gate_double import GateDouble
 from harness import alive
 from waiting import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.criu.install import dotted
 from jupyter_gpu_ckpt.errors import (
@@ -59,7 +61,7 @@ class Rig:
 
     MEMORY = 60 << 20
 
-    def __init__(self, criu_binary, directory: Path, base: Path) -> None:
+    def __init__(self, criu_binary, directory: Path, base: Path, argv: Sequence[str] = ("sleep", "1000")) -> None:
         self.driver = FakeDriver({A: 100 << 20, B: 100 << 20})
         self.gate = GateDouble()
         criu = Criu(criu_binary.argv)
@@ -68,7 +70,7 @@ class Rig:
         home = Home("k", "python3", base, has_agent=True)
         settings = LifecycleSettings(reservation=0.2)
         self.lifecycle = Lifecycle(home, engine, self.gate, settings=settings, trace=Trace("k", [self._follow]))
-        self.lifecycle.launch(["sleep", "1000"], {"PATH": os.environ["PATH"]}, "/")
+        self.lifecycle.launch(argv, {"PATH": os.environ["PATH"]}, "/")
         self.fake = self.driver.processes[self.driver.start({A: self.MEMORY}, pid=self.pid)]
 
     @property
@@ -129,6 +131,19 @@ def rig(criu_binary, tmp_path):
 
 
 @pytest.fixture
+def parent(criu_binary, tmp_path):
+    """A rig whose process has a child, which has not used CUDA."""
+    base = Path(tempfile.mkdtemp(prefix="gc-"))
+    rig = Rig(criu_binary, tmp_path, base, ["sh", "-c", "sleep 1000 & wait"])
+    children = rig.lifecycle.capsule.other_processes
+    until(lambda: [procfs.arguments(pid) for pid in children()] == [("sleep", "1000")], "the child is there")
+    rig.driver.start(pid=rig.lifecycle.capsule.other_processes()[0])
+    yield rig
+    rig.lifecycle.terminate()
+    shutil.rmtree(base)
+
+
+@pytest.fixture
 def hog(rig):
     """Another process that takes what the kernel left free on A."""
     return lambda: rig.driver.start({A: 50 << 20})
@@ -149,6 +164,31 @@ def states(pid: int) -> set[str]:
     """The letters of proc(5) of all its threads; t: held by a tracer."""
     stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+def test_a_child_without_cuda_does_not_matter_to_a_suspend(parent):
+    (child,) = parent.lifecycle.capsule.other_processes()
+    assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["CHILD_PROCESSES"]
+    assert [each.code for each in parent.lifecycle.findings(writes=False) if each.blocks] == []
+    parent.fails("checkpoint", "CHILD_PROCESSES")
+    parent.runs_on()
+    parent.lifecycle.suspend()
+    parent.sleeps(State.SUSPENDED)
+    assert parent.driver.free(A) == 100 << 20
+    error = parent.fails("checkpoint", "CHILD_PROCESSES")
+    assert error.details["pids"] == [child]
+    parent.sleeps(State.SUSPENDED)
+    parent.lifecycle.resume()
+    parent.runs_on()
+    assert alive([child]) == [child]
+
+
+def test_a_child_with_a_cuda_context_of_its_own_prevents_a_suspend(parent):
+    (child,) = parent.lifecycle.capsule.other_processes()
+    parent.driver.start({A: 1 << 20}, pid=child)
+    error = parent.fails("suspend", "CHILD_PROCESSES")
+    assert "with a CUDA context of their own: sleep 1000" in error.message
+    parent.runs_on()
 
 
 def test_nothing_of_a_restored_process_runs_before_the_driver_is_done(rig, monkeypatch):

@@ -121,6 +121,16 @@ def test_a_tracker_that_has_lost_its_parent_does_not_travel_along(tracker):
     assert not orphan.cleans_up_for(os.getpid())
 
 
+def test_a_suspend_only_minds_children_with_a_cuda_context(process):
+    pids = [process(f"worker-{n}") for n in range(2)]
+    assert codes(companions=pids, disk_free=None) == []
+    (finding,) = inspect(
+        kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=None, has_context=lambda pid: pid == pids[1]
+    )
+    assert isinstance(finding.error, ChildProcesses)
+    assert finding.error.details["pids"] == pids[1:]
+
+
 def test_workers_of_a_pool_are_shown_to_where_they_differ(process):
     start = ["-m", "joblib.externals.loky.backend.popen_loky_posix", "--process-name", "LokyProcess"]
     pids = [
@@ -211,6 +221,7 @@ def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
     (finding,) = judge_report(report)
     assert isinstance(finding.error, DeletedMapping)
     assert finding.error.details["culprit"] == "/dev/shm/x"
+    assert judge_report(report, writes=False) == [], "a suspend leaves the processes as they are"
     monkeypatch.setattr(preflight.os, "geteuid", lambda: 0)
     assert judge_report(report) == []
 

@@ -94,6 +94,7 @@ class Action:
 class FailedAttempt:
     """The last attempt, which failed: its error's `as_dict`, and whether only a refusal (nothing broke)."""
 
+    verb: Verb
     error: Mapping[str, Any]
     refused: bool
     times: int
@@ -157,7 +158,7 @@ class Policy:
         wait = self.settings.retry_after
         if not refused:
             wait = max(wait, min(wait * 2.0 ** min(times - 1, 60), self.settings.longest_retry))
-        known.failure = FailedAttempt(dict(error), refused, times, now, now + wait)
+        known.failure = FailedAttempt(action.verb, dict(error), refused, times, now, now + wait)
         return before is None or before.error.get("code") != error.get("code")
 
     def dropped(self, action: Action) -> None:
@@ -176,7 +177,7 @@ class Policy:
         snapshot, action, failure = known.snapshot, self._under_way.get(kernel_id), known.failure
         idle = 0.0 if snapshot.working else max(0.0, now - known.idle_since)
         verb, wait = self._next(snapshot, idle)
-        if failure is not None:
+        if failure is not None and not self._may_suspend_instead(snapshot):
             wait = max(wait, failure.retry_at - now)
         return {
             "idle_s": idle,
@@ -211,9 +212,16 @@ class Policy:
 
     def _may_act(self, snapshot: KernelSnapshot, now: float) -> bool:
         failure = self._known[snapshot.kernel_id].failure
-        waits = failure is not None and now < failure.retry_at
+        waits = failure is not None and now < failure.retry_at and not self._may_suspend_instead(snapshot)
         works = snapshot.working or snapshot.computing
         return not (works or snapshot.protected > 0 or waits or snapshot.kernel_id in self._under_way)
+
+    def _may_suspend_instead(self, snapshot: KernelSnapshot) -> bool:
+        """Whether a checkpoint was refused that was tried without a suspend before it: the GPU can be freed still."""
+        failure = self._known[snapshot.kernel_id].failure
+        refused = failure is not None and failure.refused and failure.verb is Verb.CHECKPOINT
+        rule = self.settings.rules.get(snapshot.kernel_name, self.settings.rule)
+        return refused and snapshot.state is State.RUNNING and snapshot.on_gpu and rule.suspend_after > 0
 
     def _rank(self, action: Action) -> tuple[bool, bool, float]:
         """Sort key: host memory first (suspending takes more of it), then what frees a GPU, then idleness."""
@@ -228,6 +236,8 @@ class Policy:
 
     def _next(self, kernel: KernelSnapshot, idle: float) -> tuple[Verb | None, float]:
         """Return the next verb and the seconds until it is due; of several overdue verbs, the last."""
+        if self._may_suspend_instead(kernel):
+            return Verb.SUSPEND, 0.0
         plans = list(self._plans(kernel, idle))
         overdue = [plan for plan in plans if plan[1] <= 0]
         if overdue:

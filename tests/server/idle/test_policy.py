@@ -289,6 +289,35 @@ class TestTrouble:
             assert server.verbs(99) == {}
             assert server.fail(BUSY, refused=True, after=1) is False
 
+    def test_a_kernel_whose_checkpoint_is_refused_is_suspended_instead(self):
+        server = Server(rule=Rule(suspend_after=3000, checkpoint_after=1800), retry_after=100)
+        server.kernel(on_gpu=True)
+        assert server.fail(BUSY, refused=True, after=1800) is True
+        plan = server.policy.outlook("k", server.now)
+        assert (plan["next"], plan["next_in_s"]) == ("suspend", 0)
+        assert server.obey(1) == {"k": "suspend"}
+        assert server.verbs(1) == {"k": "checkpoint"}
+
+    def test_a_suspend_that_is_refused_too_is_tried_again_later(self):
+        server = Server(rule=Rule(suspend_after=3000, checkpoint_after=1800), retry_after=100)
+        server.kernel(on_gpu=True)
+        server.fail(BUSY, refused=True, after=1800)
+        assert server.fail(BUSY, refused=True, after=1) is False
+        assert server.verbs(99) == {}
+        assert server.verbs(1) == {"k": "checkpoint"}
+
+    @pytest.mark.parametrize(
+        ("error", "refused", "suspend_after", "on_gpu"),
+        [(BROKEN, False, 3000, True), (BUSY, True, 0, True), (BUSY, True, 3000, False)],
+        ids=["an error", "never to be suspended", "nothing on the GPU"],
+    )
+    def test_no_suspend_instead(self, error, refused, suspend_after, on_gpu):
+        server = Server(rule=Rule(suspend_after=suspend_after, checkpoint_after=1800), retry_after=100)
+        server.kernel(on_gpu=on_gpu)
+        server.fail(error, refused=refused, after=1800)
+        assert server.verbs(99) == {}
+        assert server.verbs(101) == {"k": "checkpoint"}
+
     def test_another_error_is_news(self):
         server = Server(retry_after=100)
         server.kernel()

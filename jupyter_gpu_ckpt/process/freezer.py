@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.ptrace import MACHINE, WALL, Tracee
 from jupyter_gpu_ckpt.process.syscalls import NUMBERS
 
@@ -47,6 +49,11 @@ _C_LIBRARY = re.compile(r"(^\[vdso\]|/(libc|libpthread|ld)([-_.][^/]*)?)$")
 _DRIVER = re.compile(r"/libcuda[.][^/]*$")
 #: Bytes of a waiting thread's stack that are searched: the C library's own frames are much smaller.
 _STACK_BYTES = 4096
+#: Bytes of glibc's thread descriptor behind the head of its robust list that are searched: more than there are (2,304
+#: in all with glibc 2.36).
+_DESCRIPTOR_BYTES = 2048
+#: Seconds for the threads of the driver to wait again; they have nothing to do once the driver's lock is held.
+_DRIVER_SETTLES = 0.1
 
 
 class FrozenThreads:
@@ -89,14 +96,25 @@ class FrozenThreads:
 
         While the driver's state is suspended, pages that such a thread reads when its wait ends are not there: a
         signal or a tracer must not end the wait.  Threads that only wait at the driver's lock are safe either way.
+        A thread that the driver created and that works at the moment gets `_DRIVER_SETTLES` seconds to wait again.
         """
         code = _Shared.of(self._pid)
+        settled_by = time.monotonic() + _DRIVER_SETTLES
         with self._released_on_failure():
-            for tid in procfs.threads(self._pid):
-                with contextlib.suppress(*procfs.GONE):  # it ended
-                    frozen = tid in self._frozen or self._keeps_running(tid, insist=True)
-                    if not frozen and self._in_driver(tid, code):
-                        self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
+            while not self._freeze_in_driver(code) and time.monotonic() < settled_by:
+                time.sleep(0.001)
+
+    def _freeze_in_driver(self, code: _Shared) -> bool:
+        """Freeze the threads that wait in the driver now.  Return whether none that the driver created is left."""
+        settled = True
+        for tid in procfs.threads(self._pid):
+            with contextlib.suppress(*procfs.GONE):  # it ended
+                if tid in self._frozen or self._keeps_running(tid, insist=True):
+                    continue
+                if self._in_driver(tid, code):
+                    self._freeze_one(tid, lambda tid: self._in_driver(tid, code))
+                settled = settled and (tid in self._frozen or not self._created_by_driver(tid, code))
+        return settled
 
     def release(self) -> None:
         """Let all frozen threads run."""
@@ -200,11 +218,14 @@ class FrozenThreads:
         """Whether the thread waits in a system call that the driver's code made, itself or through the C library.
 
         The first code address on the stack that is not the C library's is the return address of the function that
-        called the C library.
+        called the C library, or a function that one of the two had in a register: so a thread that the driver created
+        counts whatever the stack says.
         """
         call = _SystemCall.of(self._pid, tid)
         if call is None or call.number not in MACHINE.waits:
             return False
+        if self._created_by_driver(tid, shared):
+            return True
         if call.pc not in shared.c_library:
             return call.pc in shared.driver
         with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
@@ -216,6 +237,24 @@ class FrozenThreads:
             if word in shared.executable and word not in shared.c_library:
                 return word in shared.driver
         return False
+
+    def _created_by_driver(self, tid: int, shared: _Shared) -> bool:
+        """Whether the function that the thread began with is the driver's.
+
+        glibc keeps it in the thread's descriptor, behind the head of the list of robust futexes, which Linux tells
+        (get_robust_list(2)).  False with another C library.
+        """
+        if not shared.driver:
+            return False
+        head, length = ctypes.c_uint64(), ctypes.c_uint64()
+        try:
+            syscalls.call("get_robust_list", tid, ctypes.addressof(head), ctypes.addressof(length))
+            with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+                descriptor = os.pread(memory.fileno(), _DESCRIPTOR_BYTES, head.value & ~7)
+        except OSError:
+            return False
+        words = struct.iter_unpack("=Q", descriptor[: len(descriptor) & ~7])
+        return any(word in shared.driver for (word,) in words)
 
     def _is_file(self, descriptor: int) -> bool:
         """Whether a descriptor is a file: a thread that reads one may hold a lock, as the linker does."""
@@ -249,6 +288,9 @@ class _AddressRanges:
 
     def __init__(self, mappings: Iterable[procfs.MemoryMapping]) -> None:
         self._ranges = [(mapping.start, mapping.end) for mapping in mappings]
+
+    def __len__(self) -> int:
+        return len(self._ranges)
 
     def __contains__(self, address: int) -> bool:
         index = bisect.bisect_right(self._ranges, address, key=lambda range: range[0]) - 1

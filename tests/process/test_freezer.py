@@ -353,6 +353,8 @@ def test_code_in_which_nobody_is_frozen(path, shared):
 
 #: What stands for the driver's library: waits that it makes itself, and through the C library.
 DRIVER = """
+#define _GNU_SOURCE
+#include <pthread.h>
 #include <semaphore.h>
 #include <poll.h>
 #include <stddef.h>
@@ -361,6 +363,20 @@ void init(void) { sem_init(&never, 0, 0); }
 void driver_waits(void) { volatile int here = 0; sem_wait(&never); here = 1; (void)here; }
 void driver_polls(void) { volatile int here = 0; poll(NULL, 0, -1); here = 1; (void)here; }
 void calls_back(void (*function)(void)) { volatile int here = 0; function(); here = 1; (void)here; }
+/* A thread of the driver's own that has called a function of the program: its address is still in a register. */
+static void *own_thread(void *function) {
+    pthread_setname_np(pthread_self(), "its-own");
+#ifdef __x86_64__
+    register void *kept __asm__("r12") = function;
+#else
+    register void *kept __asm__("x19") = function;
+#endif
+    __asm__ volatile("" : "+r"(kept));
+    sem_wait(&never);
+    __asm__ volatile("" : : "r"(kept));
+    return NULL;
+}
+void starts_own(void *function) { pthread_t thread; pthread_create(&thread, NULL, own_thread, function); }
 """
 IN_DRIVER = """
 import ctypes, sys, threading, time
@@ -387,6 +403,7 @@ thread("called-back", driver.calls_back, back)
 thread("waits-outside", threading.Event().wait)
 thread("sleeps", time.sleep, 1000)
 thread("cuda-EvtHandlr", driver.driver_polls)
+driver.starts_own(ctypes.cast(ctypes.pythonapi.Py_IncRef, ctypes.c_void_p))
 print("goes", flush=True)
 sys.stdin.read()
 """
@@ -402,16 +419,17 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
     )
     program = [sys.executable, "-c", IN_DRIVER, str(library)]
     with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        frozen = FrozenThreads(process.pid)
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "goes\n"
             subject = Process(process, mmap.mmap(-1, 64), tmp_path)
-            names = {"waits-inside", "polls-inside", "called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
+            names = {"waits-inside", "polls-inside", "its-own"}
+            names |= {"called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
             until(lambda: all(subject.states_by_name().get(name) == "S" for name in names), "all wait")
-            frozen = FrozenThreads(process.pid)
             frozen.freeze_waiting_in_driver()
             parked = {name for name, state in subject.states_by_name().items() if state == "t"}
-            assert parked == {"waits-inside", "polls-inside"}
+            assert parked == {"waits-inside", "polls-inside", "its-own"}
             # A later stop of everybody, and of what is stopped already, leaves nobody out.
             frozen.freeze_all(time.monotonic() + 30)
             assert subject.states_by_name()["cuda-EvtHandlr"] == "S"
@@ -419,6 +437,7 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
             frozen.release()
             until(lambda: "t" not in subject.states(), "all are let go")
         finally:
+            frozen.release()  # a traced thread that was killed would wait for us
             process.kill()
 
 

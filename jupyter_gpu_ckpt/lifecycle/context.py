@@ -7,7 +7,9 @@ their undo, `lifecycle` runs them.  A step that fails leaves everything as it wa
 from __future__ import annotations
 
 import enum
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -73,8 +75,22 @@ class Home:
     outlive: bool = False
     #: Writes the session of the kernel, for a later server, into the directory of an image.
     write_session: Callable[[Path], None] | None = None
+    #: As for `subprocess.Popen`.  Of files, descriptors of our own, until this object is gone: who started the kernel
+    #: may close his, and each restore needs them again.
     stdout: Any = None
     stderr: Any = None
+
+    def __post_init__(self) -> None:
+        self.stdout, self.stderr = map(self._own_descriptor, (self.stdout, self.stderr))
+
+    def _own_descriptor(self, output: Any) -> int | None:
+        """Return a duplicate of a file's descriptor; None and the constants of `subprocess` as they are."""
+        fd: int | None = output.fileno() if hasattr(output, "fileno") else output
+        if fd is None or fd < 0:
+            return fd
+        own = os.dup(fd)
+        weakref.finalize(self, os.close, own)
+        return own
 
     @property
     def inner_dir(self) -> Path:

@@ -208,6 +208,17 @@ async def test_a_kernel_that_exits_by_itself_is_dead_with_its_status(kernel):
     assert kernel.provisioner.state is plans.State.DEAD
 
 
+async def test_raw_output_goes_on_into_a_file_that_was_closed_after_the_start(tmp_path, runtime_base, criu_binary):
+    """As of a kernel's log that jupyter_client's caller opened: `subprocess.Popen` needs the file no longer, either."""
+    output = tmp_path / "kernel.log"
+    async with notebook(tmp_path, runtime_base, raw_output=output) as kernel:
+        for number in range(2):
+            await kernel.run(f"import os; os.write(2, b'line {number}\\n')")
+            await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(1)") == "1"
+        await until(lambda: output.read_text().count("line") == 2)
+
+
 async def test_raw_output_of_the_kernel_reaches_the_servers_stderr(tmp_path, runtime_base, criu_binary, capfd):
     """Also after a wake: the pipes are made anew and CRIU puts them in the old ones' place."""
     async with notebook(tmp_path, runtime_base) as kernel:

@@ -17,6 +17,9 @@ from traitlets.config import Config
 
 from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
+#: In a test's directory, where ``$OUT`` is set: what a kernel of `notebook` writes to its stdout and stderr itself.
+RAW_OUTPUT = "raw-output.log"
+
 
 class CellFailed(AssertionError):
     """A cell raised; the text is its traceback."""
@@ -63,8 +66,19 @@ class Notebook:
 
 
 @asynccontextmanager
-async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "python3", **traits):
-    """A running kernel whose images lie in ``tmp_path/images``."""
+async def notebook(
+    tmp_path: Path,
+    runtime_base: Path,
+    *,
+    kernel_name: str = "python3",
+    raw_output: Path | None = None,
+    **traits,
+):
+    """A running kernel whose images lie in ``tmp_path/images``.
+
+    ``raw_output``: the file of its own stdout and stderr, which is closed on our side once the kernel was started; by
+    default these are ours.
+    """
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
     config.GpuCkptProvisioner.image_dir = str(tmp_path / "images")
@@ -78,7 +92,10 @@ async def notebook(tmp_path: Path, runtime_base: Path, *, kernel_name: str = "py
     )
     environment = dict(os.environ, IPYTHONDIR=str(tmp_path / "ipython"))
     environment.pop("PYTEST_CURRENT_TEST", None)  # ipykernel behaves differently where it sees this
-    await manager.start_kernel(env=environment, cwd=str(tmp_path))
+    if raw_output is None and os.environ.get("OUT"):  # on a GPU machine: the report of a failed test has it
+        raw_output = tmp_path / RAW_OUTPUT
+    with open(raw_output, "ab") if raw_output is not None else contextlib.nullcontext() as output:
+        await manager.start_kernel(env=environment, cwd=str(tmp_path), stdout=output, stderr=output)
     client = manager.client()
     client.start_channels()
     try:

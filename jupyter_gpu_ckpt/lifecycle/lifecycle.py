@@ -406,6 +406,8 @@ class Lifecycle:
                 seconds = time.monotonic() - begun
                 attempt.seconds[step.value] = attempt.seconds.get(step.value, 0.0) + seconds
         except Exception as error:
+            if isinstance(error, errors.CudaError):  # the kernel's end, found later, would hide what the driver said
+                _log.warning("Kernel %s: step %s: %s", self.home.kernel_id, step.value, error)
             return error, done
         return None, True
 

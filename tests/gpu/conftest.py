@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from cuda_subject import CudaSubject
+from harness import RAW_OUTPUT
 
 from jupyter_gpu_ckpt.cuda.cuda import Cuda
 from jupyter_gpu_ckpt.cuda.gpus import Gpus
@@ -59,11 +60,23 @@ def record(request):
     return keep
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """What the kernels of a failed test wrote to their raw stderr is a part of its report: a crash's trace, say."""
+    report = yield
+    if report.failed and (directory := getattr(item, "funcargs", {}).get("tmp_path")):
+        for path in sorted(directory.rglob(RAW_OUTPUT)):
+            report.sections.append((f"Raw output of a kernel, {path.name}", path.read_text(errors="replace")[-20000:]))
+    return report
+
+
 def pytest_runtest_logreport(report):
     """A failure is written down at once: a run that reaches its limit says nothing at its end."""
     if report.failed and os.environ.get("OUT") and not hasattr(report, "node"):  # a worker's report, heard of again
         with Path(os.environ["OUT"], f"gpu-failures-uid{os.getuid()}.txt").open("a") as failures:
+            output = "".join(f"-- {title}\n{text}\n" for title, text in report.sections if title.startswith("Raw"))
             failures.write(f"{'=' * 100}\n{report.nodeid} ({report.when})\n{report.longreprtext}\n{report.caplog}\n")
+            failures.write(output)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode
 
 import requests
 import waiting
-from real_hub import PATIENCE, Account, RealHub
+from real_hub import LOOK, PATIENCE, Account, RealHub
 from tab import Tab
 from websocket import create_connection
 
@@ -39,11 +39,17 @@ class HubUser:
         """Start the server and wait until it answers."""
         reply = self.hub.ask("POST", self._api, token=self.token)
         assert reply.status_code in (201, 202), reply.text
-        waiting.until(self.ready, timeout=PATIENCE)
+        waiting.until(self.ready, timeout=PATIENCE, longest=LOOK)
+
+    def come(self) -> None:
+        """Start the server, unless it runs."""
+        if self._model().get("pending") == "stop":
+            self.gone()
+        if not self.there():
+            self.start()
 
     def ready(self) -> bool:
-        server = self.hub.servers(self.account).get(self.server)
-        return bool(server and server["ready"]) and self.ask("GET", "api/status").ok
+        return bool(self._model().get("ready")) and self.ask("GET", "api/status").ok
 
     def stop(self, token: str = "") -> None:
         """Stop the server and wait until the hub has none."""
@@ -53,11 +59,16 @@ class HubUser:
 
     def gone(self) -> None:
         """Wait until the hub says that there is no such server any more."""
-        waiting.until(lambda: not self.there(), timeout=PATIENCE)
+        waiting.until(lambda: not self.there(), timeout=PATIENCE, longest=LOOK)
 
     def there(self) -> bool:
-        found = self.hub.servers(self.account).get(self.server)
+        found = self._model()
         return bool(found) and not found.get("stopped", False)
+
+    def _model(self) -> dict[str, Any]:
+        """The hub's document of the server; empty when there is none."""
+        found: dict[str, Any] = self.hub.servers(self.account).get(self.server, {})
+        return found
 
     def culled(self, *options: str) -> None:
         """Run the idle culler until it has stopped the server."""

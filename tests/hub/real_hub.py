@@ -32,6 +32,8 @@ PROXY = Path(sys.prefix) / "proxy" / "node_modules" / ".bin" / "configurable-htt
 CULLER = "gpu-ckpt-culler"
 #: Seconds for whatever a hub on a busy machine has to do.
 PATIENCE = 90
+#: Seconds between two looks at what takes some: the hub answers each from its database.
+LOOK = 0.3
 
 _CONFIG = """
 import sys
@@ -216,7 +218,7 @@ class RealHub:
         """Start the hub with its database of before."""
         command = shlex.join([sys.executable, "-m", "jupyterhub", "-f", str(self.place / "hub/jupyterhub_config.py")])
         self._start("hub", self._in_readable_mounts(f"cd {self.place}/hub\nexec {command}"))
-        waiting.until(self.answers, timeout=PATIENCE)
+        waiting.until(self.answers, timeout=PATIENCE, longest=LOOK)
 
     def answers(self) -> bool:
         """Return whether hub and proxy are up and connected."""

@@ -97,7 +97,7 @@ class Cluster:
     def resume(self, name: str) -> None:
         """Take it back into service, and wait until it is there."""
         self.head.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
-        until(lambda: self.nodes()[name] in ("idle", "mixed"), f"{name} is back", timeout=60)
+        until(lambda: self.nodes()[name] in ("idle", "mixed"), f"{name} is back", timeout=60, longest=0.3)
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def slurm(place: Path, nodes: Mapping[str, Node], users: Sequence[User]) -> Iter
                 return set(cluster.nodes().values()) == {"idle"}
             return False
 
-        until(ready, "all nodes are idle", timeout=60)
+        until(ready, "all nodes are idle", timeout=60, longest=0.3)
         yield cluster
 
 

@@ -30,6 +30,8 @@ BIN = Path(sys.executable).parent
 PROXY = Path(sys.prefix) / "proxy" / "node_modules" / ".bin" / "configurable-http-proxy"
 #: Seconds for what a loaded machine does in a few: a job's start, a server's, a kernel's.
 PATIENCE = 120.0
+#: Seconds between two looks at what takes some.
+LOOK = 0.3
 
 
 class Hub:
@@ -72,7 +74,7 @@ class Hub:
                     assert not event.get("failed"), self.told(event)
                     if event.get("ready"):
                         break
-        until(lambda: self.model().get("ready"), "the server is ready", timeout=PATIENCE)
+        until(lambda: self.model().get("ready"), "the server is ready", timeout=PATIENCE, longest=LOOK)
         return messages
 
     def told(self, what: Any) -> str:
@@ -83,8 +85,8 @@ class Hub:
     def stop(self) -> None:
         """Stop the user's server, and wait until its job has gone from its node too."""
         assert self.ask("DELETE", self._server).status_code in (202, 204)
-        until(lambda: not self.model(), "the hub has stopped the server", timeout=PATIENCE)
-        until(lambda: not self.cluster.jobs(), "its job has ended", timeout=PATIENCE)
+        until(lambda: not self.model(), "the hub has stopped the server", timeout=PATIENCE, longest=LOOK)
+        until(lambda: not self.cluster.jobs(), "its job has ended", timeout=PATIENCE, longest=LOOK)
 
     def node(self) -> str:
         """Where the user's server runs."""
@@ -115,7 +117,7 @@ class Hub:
 
     def run(self, kernel_id: str, code: str) -> str:
         """Execute a cell through the proxy; what it printed."""
-        until(lambda: self.serves(kernel_id), "the server has the kernel", timeout=PATIENCE)
+        until(lambda: self.serves(kernel_id), "the server has the kernel", timeout=PATIENCE, longest=LOOK)
         query = urlencode({"session_id": secrets.token_hex(8)})
         address = f"ws{self.url[4:]}/user/{self.user.name}/api/kernels/{kernel_id}/channels?{query}"
         header = [f"Authorization: token {self._token}"]
@@ -168,6 +170,6 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
         assert not cluster.head.dead(), made.told("the hub has ended")
         return made.up()
 
-    until(ready, "the hub answers", timeout=PATIENCE)
+    until(ready, "the hub answers", timeout=PATIENCE, longest=LOOK)
     assert made.ask("POST", f"/hub/api/users/{user.name}").status_code == 201
     yield made

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import waiting
 from hub_user import HubUser
-from real_hub import PATIENCE, RealHub, processes, running_hub
+from real_hub import LOOK, PATIENCE, RealHub, processes, running_hub
 
 MORE = """
 import pwd
@@ -81,7 +81,7 @@ def test_a_start_that_fails_is_over_soon_and_loses_nothing(hub, ann):
     (ann.account.home / "hang").unlink()
     page = progress_messages(ann)
     assert any("of your kernels sleep" in event["message"] for event in page), page
-    waiting.until(ann.ready, timeout=PATIENCE)
+    waiting.until(ann.ready, timeout=PATIENCE, longest=LOOK)
     assert ann.run(kernel_id, "print(x)") == "41"
     ann.stop()
 

@@ -13,7 +13,7 @@ import pytest
 from everybody import readable_criu
 from machine import User
 from slurm_cluster import Cluster, Node, slurm, why_not
-from slurm_hub import ACCOUNT, PATIENCE, PROXY, Hub, hub
+from slurm_hub import ACCOUNT, LOOK, PATIENCE, PROXY, Hub, hub
 from waiting import until
 
 from jupyter_gpu_ckpt.hub import slurm as dialect
@@ -127,8 +127,8 @@ def test_a_job_that_slurm_ends_by_itself_leaves_its_kernels_asleep(at_home):
     site.run(kernel, CELL)
     before = site.run(kernel, ASK)
     cluster.head.run("scancel", site.model()["state"]["job_id"])
-    until(lambda: not cluster.jobs(), "the job has ended", timeout=PATIENCE)
-    until(lambda: not site.model(), "the hub has noticed", timeout=PATIENCE)
+    until(lambda: not cluster.jobs(), "the job has ended", timeout=PATIENCE, longest=LOOK)
+    until(lambda: not site.model(), "the hub has noticed", timeout=PATIENCE, longest=LOOK)
     site.start()
     assert site.run(kernel, ASK) == before
     assert site.run(kernel, "print(os.getpid() == pid)") == "True"
@@ -146,7 +146,7 @@ def test_without_a_matching_node_a_kernel_sleeps_on_and_its_user_sees_why(at_hom
     told = site.start()
     assert site.node() == "n3"
     assert any("No node like that is in service: you get any." in message for message in told), told
-    until(lambda: site.serves(kernel), "it is there to be seen, and sleeps", timeout=PATIENCE)
+    until(lambda: site.serves(kernel), "it is there to be seen, and sleeps", timeout=PATIENCE, longest=LOOK)
     site.stop()
     cluster.resume("n2")
     told = site.start()

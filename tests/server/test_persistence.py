@@ -29,9 +29,9 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def open_notebook(running: Server) -> dict:
+def open_notebook(running: Server, name: str = "morning.ipynb") -> dict:
     """A session as a browser makes it, with a variable in its kernel."""
-    body = {"path": "morning.ipynb", "name": "morning.ipynb", "type": "notebook", "kernel": {"name": "python3"}}
+    body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
     reply = running.ask("POST", "api/sessions", json=body)
     assert reply.status_code == 201, reply.text
     session = reply.json()
@@ -75,10 +75,13 @@ def test_without_the_database_of_sessions_the_notebook_still_finds_its_kernel(ho
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_kill_9_of_the_server_and_the_living_kernel_is_attached(home, runtime_base, criu_binary):
+def test_kill_9_of_the_server_and_the_living_kernel_is_attached_its_random_numbers_unchanged(
+    home, runtime_base, criu_binary
+):
     with server(home, runtime_base) as first:
         before = open_notebook(first)
         kernel_id = before["kernel"]["id"]
+        first.run(kernel_id, "import random; random.seed(7); state = random.getstate()")
         running = pids(first, runtime_base)
         first.process.kill()
         first.process.wait()
@@ -86,27 +89,23 @@ def test_kill_9_of_the_server_and_the_living_kernel_is_attached(home, runtime_ba
         (after,) = until(lambda: second.get("api/sessions"))
         assert (after["id"], after["kernel"]["id"]) == (before["id"], kernel_id)
         assert pids(second, runtime_base) == running
-        assert second.run(kernel_id, "print(x)") == "41"
+        assert second.run(kernel_id, "print(x, random.getstate() == state)") == "41 True"
 
 
-def test_a_living_kernel_is_attached_and_its_random_numbers_are_unchanged(home, runtime_base, criu_binary):
+def test_what_was_not_shut_down_comes_back_also_without_a_path_and_can_be_restarted(home, runtime_base, criu_binary):
     with server(home, runtime_base) as first:
-        kernel_id = open_notebook(first)["kernel"]["id"]
-        first.run(kernel_id, "import random; random.seed(7); state = random.getstate()")
-        first.process.kill()
-        first.process.wait()
+        ended, kept = (open_notebook(first, f"{name}.ipynb") for name in ("ended", "kept"))
+        assert first.ask("DELETE", f"api/sessions/{ended['id']}").status_code == 204
+        without_path = first.start_kernel()
+        first.run(without_path, "x = 41")
     with server(home, runtime_base) as second:
-        until(lambda: second.get("api/kernels"))
-        assert second.run(kernel_id, "print(random.getstate() == state)") == "True"
-
-
-def test_a_kernel_started_without_a_path_comes_back_to_the_server_of_the_same_root(home, runtime_base, criu_binary):
-    with server(home, runtime_base) as first:
-        kernel_id = first.start_kernel()
-        first.run(kernel_id, "x = 41")
-    with server(home, runtime_base) as second:
-        until(lambda: second.get("api/kernels"))
-        assert second.run(kernel_id, "print(x + 1)") == "42"
+        until(lambda: len(second.get("api/kernels")) == 2)
+        assert {kernel["id"] for kernel in second.get("api/kernels")} == {kept["kernel"]["id"], without_path}
+        assert [session["path"] for session in second.get("api/sessions")] == ["kept.ipynb"]
+        assert second.run(without_path, "print(x + 1)") == "42"
+        assert second.ask("POST", f"api/kernels/{kept['kernel']['id']}/restart").status_code == 200
+        assert second.run(kept["kernel"]["id"], "print('x' in globals())") == "False"
+        until(lambda: Store(home / "images").images() == [])
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["asleep", "alive"])
@@ -327,15 +326,6 @@ def test_the_deadline_of_a_stop_is_computed_from_bytes_and_measured_rates(monkey
     assert deadline({"a": asleep}) == drain.GRACE
 
 
-def test_a_kernel_that_was_shut_down_does_not_come_back(home, runtime_base, criu_binary):
-    with server(home, runtime_base) as first:
-        session = open_notebook(first)
-        assert first.ask("DELETE", f"api/sessions/{session['id']}").status_code == 204
-    with server(home, runtime_base) as second:
-        assert second.get("api/sessions") == []
-        assert second.get("api/kernels") == []
-
-
 # jupyter_server looks once a minute whether there was activity.
 OFTEN = """
 from tornado import ioloop
@@ -362,31 +352,17 @@ def test_a_server_with_none_but_sleeping_kernels_shuts_down_for_want_of_activity
         assert second.run(kernel_id, "print(x)") == "41"
 
 
-def test_switched_off_the_kernels_end_with_the_server(home, runtime_base, criu_binary):
+def test_switched_off_the_kernels_end_with_the_server_but_those_that_sleep_already(home, runtime_base, criu_binary):
     config = "c.KernelPersistence.checkpoint_on_stop = False"
     with server(home, runtime_base, config=config) as first:
-        open_notebook(first)
-        (pid,) = pids(first, runtime_base).values()
+        asleep = open_notebook(first)["kernel"]["id"]
+        first.do(asleep, "checkpoint")
+        awake = first.start_kernel()
+        first.run(awake, "pass")
+        pid = pids(first, runtime_base)[awake]
     assert not Path(f"/proc/{pid}").exists()
-    assert Store(home / "images").images() == []
-
-
-def test_switched_off_a_kernel_that_sleeps_already_is_not_lost_with_the_server(home, runtime_base, criu_binary):
-    config = "c.KernelPersistence.checkpoint_on_stop = False"
-    with server(home, runtime_base, config=config) as first:
-        kernel_id = open_notebook(first)["kernel"]["id"]
-        first.run(kernel_id, "x = 41")
-        first.do(kernel_id, "checkpoint")
+    assert [image.manifest.kernel_id for image in Store(home / "images").images()] == [asleep]
     with server(home, runtime_base) as second:
         until(lambda: second.get("api/kernels"))
-        assert second.run(kernel_id, "print(x)") == "41"
-
-
-def test_restart_of_an_attached_sleeping_kernel_gives_a_fresh_one(home, runtime_base, criu_binary):
-    with server(home, runtime_base) as first:
-        kernel_id = open_notebook(first)["kernel"]["id"]
-    with server(home, runtime_base) as second:
-        until(lambda: second.get("api/kernels"))
-        assert second.ask("POST", f"api/kernels/{kernel_id}/restart").status_code == 200
-        assert second.run(kernel_id, "print('x' in globals())") == "False"
-        assert Store(home / "images").images() == []
+        assert [kernel["id"] for kernel in second.get("api/kernels")] == [asleep]
+        assert second.run(asleep, "print(x)") == "41"

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,8 @@ from .helper import DRAIN_S
 
 #: Seconds for the start and for ``cuInit`` or ``nvmlInit``, on top of the first call's own deadline.
 _START_TIMEOUT_S = 90.0
+#: Operations that change nothing: they may be made twice.
+_QUERIES = re.compile(r"cuda[.]state|nvml[.].*")
 _UNKNOWN = "the process's CUDA state is unknown; a locked process can be unlocked"
 _HINTS = {
     "binding-missing": None,
@@ -169,13 +172,17 @@ class Helper:
         CudaTimeout
             No reply after ``timeout_s``.  The helper is replaced, and ended as soon as no other call runs in it.
         HelperGone
-            The helper ended during the call; the next call starts another one.
+            The helper ended during the call; the next call starts another one.  A call that changes nothing is made
+            once more in a new helper before.
         """
-        for _ in range(2):
+        for again in (True, False):
             try:
                 return self._call_once(op, lane, timeout_s, args)
             except _NotSent:
                 continue  # the helper ended between two calls
+            except HelperGone:
+                if not (again and _QUERIES.fullmatch(op)):
+                    raise
         raise HelperGone("The CUDA helper exits as soon as it is started.", op=op, pid=lane)
 
     def _call_once(self, op: str, lane: int | None, timeout_s: float, args: dict[str, Any]) -> Any:

@@ -25,6 +25,10 @@ from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused, Unavailable
 from jupyter_gpu_ckpt.cuda.helper import run
 def refuse(): raise DriverRefused(401, "CUDA_ERROR_ILLEGAL_STATE")
 def lack(): raise Unavailable("driver-missing", "No driver.")
+def die_first(died):
+    if os.path.exists(died): return os.getpid()
+    open(died, "w").close()
+    os._exit(3)
 run({
     "x.open": lambda: None,
     "x.echo": lambda value: value,
@@ -35,6 +39,9 @@ run({
     "x.print": lambda: os.write(1, b"hello from a library\\n"),
     "x.refuse": refuse,
     "x.lack": lack,
+    "cuda.open": lambda: None,
+    "cuda.state": die_first,
+    "cuda.lock": die_first,
     "bad.open": lack,
     "bad.verb": lambda: None,
 })
@@ -161,6 +168,13 @@ class TestHelper:
             helper.call("x.die", lane=9, timeout_s=20)
         assert caught.value.details["returncode"] == 3
         assert helper.call("x.pid", timeout_s=20) != before
+
+    def test_a_query_is_made_once_more_and_a_change_is_not(self, helper, tmp_path):
+        """Nobody knows whether the first of two changes was made."""
+        before = helper.call("x.pid", timeout_s=20)
+        assert helper.call("cuda.state", timeout_s=20, died=str(tmp_path / "asked")) not in (before, None)
+        with pytest.raises(HelperGone):
+            helper.call("cuda.lock", timeout_s=20, died=str(tmp_path / "changed"))
 
     def test_a_helper_killed_in_a_call(self, helper, threads, fifo):
         waiting = threads.submit(helper.call, "x.wait", lane=1, timeout_s=60, fifo=str(fifo))

@@ -119,13 +119,21 @@ class KernelBusy(PreflightError, code="KERNEL_BUSY"):
 class ChildProcesses(PreflightError, code="CHILD_PROCESSES"):
     """The kernel has child processes that cannot be saved with it."""
 
-    default_hint = "End child processes (pools, DataLoader workers, commands) and try again."
+    default_hint = "End these processes and try again. A suspend, which frees the GPU, may be possible meanwhile."
 
 
 class DebuggerAttached(PreflightError, code="DEBUGGER_ATTACHED"):
     """The kernel's debugger is in use; its adapter is a process that cannot be saved."""
 
     default_hint = "Turn the debugger off (the bug button) and try again."
+
+
+class LoopbackTcp(PreflightError, code="LOOPBACK_TCP"):
+    """Two processes of the kernel are connected by TCP, which would come back closed."""
+
+    default_hint = (
+        "Close the connection, or use a unix socket or a pipe; a suspend, which frees the GPU, is possible meanwhile."
+    )
 
 
 class UnprovenState(PreflightError, code="UNPROVEN_STATE"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 
 import pytest
@@ -66,12 +67,12 @@ async def test_a_changed_file_of_a_hostile_name(kernel, tmp_path, capsys):
 
 
 async def test_a_child_of_a_hostile_name(kernel):
-    code = "import time; time.sleep(1000)"
-    await kernel.run(f"import subprocess; p = subprocess.Popen([{sys.executable!r}, '-c', {code!r}, {HOSTILE!r}])")
+    code = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(1000)"
+    await kernel.run(f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}, {HOSTILE!r}])")
     with pytest.raises(GpuCkptError) as caught:
         await kernel.provisioner.checkpoint()
     assert caught.value.code == "CHILD_PROCESSES"
     assert caught.value.message.isprintable()
     found = await asyncio.to_thread(kernel.lifecycle.findings)
     assert all(finding.text.isprintable() for finding in found)
-    await kernel.run("p.kill(); _ = p.wait()")
+    os.kill(*caught.value.details["pids"], 9)

@@ -22,7 +22,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -102,6 +102,16 @@ def _lives(pid: int) -> bool:
     return _state(pid, pid) not in "ZX"
 
 
+@contextlib.contextmanager
+def _unless_ended(pid: int, root: int) -> Iterator[None]:
+    """Pass over a failure of the body at a child that was killed meanwhile: only ``root`` must live."""
+    try:
+        yield
+    except OSError:
+        if pid == root or _lives(pid):
+            raise
+
+
 def resume(pid: int, leader: Tracee | None = None) -> None:
     """End the stop of a process without a call of its own handler of SIGCONT.  ``leader``: as for `Injection.into`."""
     with ExitStack() as stack:
@@ -133,13 +143,22 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
 
 
 def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> Iterator[tuple[int, bool]]:
-    """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: of ``root``."""
+    """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: of ``root``.
+
+    A descendant that ends meanwhile is left out; its children are descendants of ``root`` no more.
+    """
     pending = [root]
     while pending:
         pid = pending.pop()
         if _state(pid, pid) == "Z":
             continue
-        yield pid, stop(pid, deadline, frozen if pid == root else None)
+        try:
+            ran = stop(pid, deadline, frozen if pid == root else None)
+        except ProcessLookupError:
+            if pid == root:
+                raise
+            continue
+        yield pid, ran
         pending += procfs.children(pid)
 
 
@@ -189,16 +208,21 @@ def _unguard(pid: int) -> None:
         _drop_guard(injection)
 
 
-def unguard(root: int, frozen: FrozenThreads | None = None) -> None:
-    """Remove SIGTRAP's guard from restored processes, and let them run; ``frozen`` gets the threads of ``root``."""
+def unguard(root: int, frozen: FrozenThreads | None = None, stay_stopped: Container[int] = ()) -> None:
+    """Remove SIGTRAP's guard from restored processes, and let them run; ``frozen`` gets the threads of ``root``.
+
+    Those in ``stay_stopped`` were stopped before their dump, and stay it.
+    """
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)
-        _unguard(pid)
+        with _unless_ended(pid, root):
+            _unguard(pid)
     if frozen is not None:
         frozen.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
-    for pid in pids:
-        resume(pid, frozen.leader if frozen is not None and pid == root else None)
+    for pid in reversed([pid for pid in pids if pid not in stay_stopped]):  # no parent sees that its children stopped
+        with _unless_ended(pid, root):
+            resume(pid, frozen.leader if frozen is not None and pid == root else None)
 
 
 def _repair(process: _SavedProcess) -> None:
@@ -278,10 +302,12 @@ class CriuGuard:
                 self._pids.append(pid)
                 if ran:
                     self._ran.append(pid)
-                self._processes.append(_inspect(pid))
+                with _unless_ended(pid, root):
+                    self._processes.append(_inspect(pid))
             for pid in self._pids:
                 # CRIU would take a process that is still on its way back into the stop for one that runs.
-                stop(pid, deadline)
+                with _unless_ended(pid, root):
+                    stop(pid, deadline)
         except BaseException as error:
             # Not only those in `_processes`: `_inspect` may have failed after it had set the guard.
             unknown = self._unguard_all()
@@ -289,6 +315,10 @@ class CriuGuard:
             if unknown:
                 raise OSError(f"{error}; whether SIGTRAP is handled as before is not known: {unknown}") from error
             raise
+
+    def were_stopped(self) -> list[int]:
+        """Return the processes that somebody else had stopped before."""
+        return [pid for pid in self._pids if pid not in self._ran]
 
     def _unguard_all(self) -> str:
         """Remove all guards.  Return why not, if not."""
@@ -324,7 +354,7 @@ class CriuGuard:
     def resume(self) -> None:
         """Let all processes run that ran before.  Raises `OSError` after that if something could not be undone."""
         failures = []
-        for pid in self._ran:
+        for pid in reversed(self._ran):  # no parent sees that its children stopped
             try:
                 leader = None
                 if self._frozen is not None and pid == self._root:

@@ -96,6 +96,8 @@ class Init:
         self.stopped: CriuGuard | None = None
         #: The terminals of those processes, and the data that was taken out of them.
         self.terminals: Terminals | None = None
+        #: Restored processes that were stopped before their dump by somebody else.
+        self.stay_stopped: set[int] = set()
         #: Threads of the kernel that must not run while its device memory is copied, also without an owner; and while
         #: its CUDA state is suspended, those that wait in the driver's code.
         self.frozen: FrozenThreads | None = None
@@ -371,7 +373,7 @@ class Init:
         os.kill(pid, 0)
         if pid != self.kernel:
             self.kernel = pid
-            unguard(pid, self.frozen_threads() if frozen else None)
+            unguard(pid, self.frozen_threads() if frozen else None, self.stay_stopped)
         self.answer_kernel()
 
     def status(self) -> dict[str, Any]:
@@ -443,6 +445,8 @@ class Init:
             raise RuntimeError("this capsule has no kernel")
         stopped = self.stopped is not None
         found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
+        for pid in self.stopped.were_stopped() if self.stopped is not None else ():
+            found.notes.setdefault(str(pid), {})["stopped"] = True
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
             file.write(json.dumps(vars(found)).encode())
             file.flush()
@@ -450,6 +454,7 @@ class Init:
 
     def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
         vital, failed = reapply.reapply(notes)
+        self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
         return {"vital": vital, "failed": failed}
 
     def clocks(self) -> dict[str, Any]:

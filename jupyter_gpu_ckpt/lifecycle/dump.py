@@ -28,7 +28,7 @@ from ..node.fingerprint import fingerprint
 from ..process.sockets import let_ports_be_rebound
 from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
-from .suspend import driver_checkpoint, without_sockets
+from .suspend import driver_checkpoint, why_not, without_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def disconnect(attempt: Attempt) -> None:
     """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
     if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
-        preflight.require(preflight.judge_suspended(capsule.host_pid, capsule.other_processes(), kernel.saved.report))
+        _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
         raise error
     pid, directory = capsule.host_pid, kernel.home.inner_dir
@@ -54,6 +54,12 @@ def disconnect(attempt: Attempt) -> None:
         if time.monotonic() > deadline:
             raise errors.GateError("The kernel does not close its connections to the gate.")
         time.sleep(0.002)
+
+
+def _require_fit(kernel: KernelState) -> None:
+    """Raise the error for what only matters to a dump: other processes, and what the agent found when it quiesced."""
+    others, why = kernel.require_capsule().other_processes(), why_not(kernel, writes=True)
+    preflight.require(preflight.judge_suspended(others, why, kernel.saved.report))
 
 
 def dump(attempt: Attempt) -> None:
@@ -132,6 +138,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
             _require_restorable(draft.criu_directory)
             attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
+        _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
         return draft.size()
     except BaseException:
         attempt.draft = None

@@ -26,17 +26,17 @@ NOT_TRIED = "not tried"
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
 
-#: The program of a child that only knows names of shared memory to remove: it is checkpointed with the kernel.
-_BENIGN = re.compile(
-    r"from (multiprocessing\.(resource_tracker|semaphore_tracker|forkserver)|(\w+\.)*loky\.backend\.resource_tracker) "
-    r"import main; ?main\(.*\)"
-)
 #: Characters that are shown of a command line.
 _SHOWN = 100
 #: The debugger's adapter: debugpy starts it as a process of its own, which is no child of the kernel.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
 #: The error for what is not proven to be restored, by its kind.
-_UNPROVEN = {"file": errors.UnsupportedFile, "socket": errors.UnsupportedSocket, "state": errors.UnprovenState}
+_UNPROVEN = {
+    "file": errors.UnsupportedFile,
+    "socket": errors.UnsupportedSocket,
+    "loopback": errors.LoopbackTcp,
+    "state": errors.UnprovenState,
+}
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,6 @@ class Process:
     rss: int
     parent: int = 0
     arguments: tuple[str, ...] = ()
-
-    def cleans_up_for(self, kernel: int) -> bool:
-        """Whether this is a child of ``kernel`` that only cleans up: a program of Python's own, by ``python -c``."""
-        code = self.arguments[self.arguments.index("-c") + 1 :][:1] if "-c" in self.arguments else ()
-        return self.parent == kernel and any(_BENIGN.fullmatch(text) for text in code)
 
     def shown(self) -> str:
         """The command line for people: only last directories; beginning and end, where workers of a pool differ."""
@@ -125,7 +120,7 @@ def inspect(
     swapped_out: int = 0,
     spillable: Callable[[], int] = int,
     over_quota: Callable[[int], GpuCkptError | None] = lambda needed: None,
-    has_context: Callable[[int], bool] = lambda pid: False,
+    why_not: Callable[[int], str] = lambda pid: "",
 ) -> list[PreflightFinding]:
     """Return the findings from outside, all of which block.
 
@@ -133,8 +128,8 @@ def inspect(
     ``disk_free``: bytes for the image; None for a suspend, which writes none.  ``has_agent``: whether an agent ends a
     debugger that was turned off.  ``swapped_out``: bytes of device memory in host memory, and in no process.
     ``spillable``: called where host memory is too small, returns the bytes of device memory that can go to the disk.
-    ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``has_context``: whether a process has
-    a CUDA context of its own.
+    ``over_quota``: returns why an image of so many bytes is refused, if it is.  ``why_not``: returns why one of
+    the ``companions`` prevents a suspend or a checkpoint, if it does.
     """
     refusals: list[GpuCkptError] = []
     kernel = read_process(kernel_pid)
@@ -144,10 +139,12 @@ def inspect(
         hint = None if has_agent else "Its adapter ends only with the kernel: restart the kernel."
         refusals.append(errors.DebuggerAttached("The kernel's debugger is in use.", hint=hint))
     beside = [process for process in others if process not in adapters]
-    if (error := _living_children(kernel_pid, beside, has_context if disk_free is None else None)) is not None:
+    if (error := _children(beside, why_not)) is not None:
         refusals.append(error)
-    if disk_free is not None and (obstacle := terminals.obstacle(kernel_pid)):
-        refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
+    for pid in (kernel_pid, *(process.pid for process in beside)) if disk_free is not None else ():
+        if obstacle := terminals.obstacle(pid):
+            refusals.append(errors.UnsupportedTerminal(f"The kernel's terminals could not come back: {obstacle}."))
+            break
     to_host = on_device = sum(device_bytes.values())
     if on_device and (available := available_memory()) < to_host + MARGIN:
         to_host -= spillable()
@@ -169,27 +166,25 @@ def _living(pids: Iterable[int]) -> list[Process]:
     return [process for process in map(read_process, pids) if process and process.state not in "ZX"]
 
 
-def _living_children(
-    kernel_pid: int, others: Iterable[Process], has_context: Callable[[int], bool] | None
-) -> errors.ChildProcesses | None:
-    """Return the error for processes beside the kernel.  ``has_context``: of a suspend, which only frees the GPU."""
-    children = [process for process in others if not process.cleans_up_for(kernel_pid)]
-    what = "living child process(es)"
-    if has_context is not None:
-        children = [process for process in children if has_context(process.pid)]
-        what = "child process(es) with a CUDA context of their own"
-    if not children:
+def _children(processes: Iterable[Process], why_not: Callable[[int], str]) -> errors.ChildProcesses | None:
+    """Return the error for processes beside the kernel, if ``why_not`` has a reason against some of them."""
+    refused = [(process, reason) for process in processes if (reason := why_not(process.pid))]
+    if not refused:
         return None
-    names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in children[:3])
-    more = f" and {len(children) - 3} more" if len(children) > 3 else ""
-    message = f"The kernel has {len(children)} {what}: {names}{more}."
-    return errors.ChildProcesses(message, pids=[process.pid for process in children])
+    names = ", ".join(f"{process.shown()} (pid {process.pid}: {reason})" for process, reason in refused[:3])
+    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+    message = f"The kernel has {len(refused)} child process(es) that prevent it: {names}{more}."
+    return errors.ChildProcesses(message, pids=[process.pid for process, _ in refused])
 
 
-def judge_suspended(kernel_pid: int, companions: Iterable[int], report: Mapping[str, Any]) -> list[PreflightFinding]:
-    """Return the findings against a dump that did not matter to a suspend; ``report`` is the agent's, of that time."""
-    others = [process for process in _living(companions) if not _DEBUGGER.search(process.command)]
-    error = _living_children(kernel_pid, others, None)
+def judge_suspended(
+    companions: Iterable[int], why_not: Callable[[int], str], report: Mapping[str, Any]
+) -> list[PreflightFinding]:
+    """Return the findings against a dump that did not matter to a suspend; ``report`` is the agent's, of that time.
+
+    ``companions``, ``why_not``: as for `inspect`.
+    """
+    error = _children([each for each in _living(companions) if not _DEBUGGER.search(each.command)], why_not)
     return [*([blocking(error)] if error is not None else []), *judge_report(report)]
 
 
@@ -260,12 +255,16 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = Tru
 
 
 def open_connections(pid: int, directory: Path) -> Counter[str]:
-    """Count the unix connections to each socket below ``directory`` in ``pid``'s network namespace.
+    """Count the unix connections to each socket below ``directory`` that ``pid`` has open itself.
 
-    From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  Empty when the process has ended.
+    From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  A forked child inherits them and
+    keeps its copies, which do not matter once both ends are closed.  Empty when the process has ended.
     """
     rows = [row for row in procfs.sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
-    return Counter(row[7] for row in rows if row[7].startswith(f"{directory}/"))
+    with contextlib.suppress(OSError):
+        own = {target for _, target in procfs.links(pid)}
+        return Counter(row[7] for row in rows if row[7].startswith(f"{directory}/") and f"socket:[{row[6]}]" in own)
+    return Counter()
 
 
 def require(findings: Iterable[PreflightFinding]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         spillable=functools.partial(_spillable, kernel),
         disk_free=_space_for_image(kernel) if writes else None,
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
-        has_context=functools.partial(_has_context, kernel),
+        why_not=why_not(kernel, writes=writes),
     )
     if writes:
         if (error := without_sockets(kernel)) is not None:
@@ -50,16 +50,27 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     return found
 
 
-def _has_context(kernel: KernelState, pid: int) -> bool:
-    """Whether a process has CUDA state of its own.
+def why_not(kernel: KernelState, *, writes: bool) -> Callable[[int], str]:
+    """Return a function that says why another process of the capsule prevents a suspend, or a checkpoint (``writes``).
 
-    A forked child inherits open and mapped device files, but no state: the driver says NOT_INITIALIZED of it, and frees
-    all device memory of its parent nevertheless (driver 580.159, H200).
+    A forked child inherits open and mapped device files, but no CUDA state: the driver says NOT_INITIALIZED of it, and
+    frees all device memory of its parent nevertheless (driver 580.159, H200).  CRIU cannot save these files.
     """
-    try:
-        return kernel.engine.cuda.state(pid) is not CudaState.NONE
-    except errors.CudaError:
-        return preflight.read_process(pid) is not None  # one that has ended has none
+    cuda = kernel.engine.cuda
+    tree = set(kernel.require_capsule().processes())
+
+    def reason(pid: int) -> str:
+        try:
+            if cuda.state(pid) is not CudaState.NONE:
+                return "it has a CUDA context of its own"
+            if writes and cuda.device_files(pid):
+                return "it has inherited open device files of the GPU"
+        except errors.CudaError as error:
+            if preflight.read_process(pid) is not None:  # else it has ended
+                return error.message.rstrip(".")
+        return "it has left the kernel's tree of processes" if writes and pid not in tree else ""
+
+    return reason
 
 
 def _spillable(kernel: KernelState) -> int:

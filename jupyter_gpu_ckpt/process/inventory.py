@@ -30,6 +30,8 @@ from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
 
 Notes = dict[str, Any]
+#: Established TCP connections by their own and their peer's address and port: the processes that have them open.
+Connections = dict[tuple[tuple[str, int], tuple[str, int]], set[int]]
 
 # -- what is proven
 
@@ -148,20 +150,31 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
     for mount in own:
         found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
     tree = list(_tree(root))
+    connections: Connections = {}
     mine = _OwnState()
     found.unasked = sorted(mine.forbidden)
     for pid in tree:
         try:
-            _Process(pid, set(tree), found, mine).inspect(stopped, allow_unconfined)
+            _Process(pid, root, set(tree), found, mine, connections).inspect(stopped, allow_unconfined)
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
             _refuse_hidden(pid, found, error)
+    _refuse_loopback(found, connections)
     for ended in [pid for pid in found.inventory if procfs.is_ending(int(pid))]:
         # Some of it may have been read when there was nothing left to read.
         del found.inventory[ended]
         found.notes.pop(ended, None)
     return found
+
+
+def _refuse_loopback(found: Found, connections: Connections) -> None:
+    """Refuse TCP connections between two processes.  Both ends in the same processes come back closed, as announced."""
+    for (own, peer), holders in connections.items():
+        others = connections.get((peer, own), holders)
+        if own <= peer and holders != others:
+            ends = " and ".join(f"process {min(pids)}" for pids in (holders, others))
+            found.refuse(f"a TCP connection between {ends}, from port {own[1]} to {peer[1]}", "loopback")
 
 
 def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
@@ -233,11 +246,15 @@ def _namespaces(root: str) -> dict[str, str]:
 class _Process:
     """The inspection of one process."""
 
-    def __init__(self, pid: int, tree: set[int], found: Found, mine: _OwnState) -> None:
+    def __init__(
+        self, pid: int, kernel: int, tree: set[int], found: Found, mine: _OwnState, connections: Connections
+    ) -> None:
         self.pid = pid
+        self.kernel = kernel
         self.tree = tree
         self.found = found
         self.mine = mine
+        self.connections = connections
         self.root = f"/proc/{pid}"
         self.notes: Notes = {}
         self.inventory: dict[str, Any] = {}
@@ -350,6 +367,7 @@ class _Process:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
             self.found.refuse(f"a security label of its own ({label.strip()})", hint="Run it with its server's label.")
+        self.relations()
         if self.tree & self.mine.semaphore_users:
             self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
@@ -357,6 +375,22 @@ class _Process:
         words = _optional(f"{self.root}/autogroup").split()
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])
+
+    def relations(self) -> None:
+        """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
+
+        It makes a session for its leader, whose children inherit it; and a process group for its leader, or where that
+        has ended with a process of its own in its place.
+        """
+        parent = procfs.stat(self.pid).parent
+        if self.pid == self.kernel or parent not in self.tree:
+            return
+        if self.user != tuple(procfs.status(self.kernel).get(name) for name in ("Uid", "Gid")):
+            self.found.refuse("a process of another user", hint="End that process.")
+        if os.getsid(self.pid) not in (self.pid, os.getsid(parent)):
+            self.found.refuse("a process in a session that is not its parent's", hint="End that process.")
+        if os.getpgid(self.pid) not in self.tree:
+            self.found.refuse("a process in a group whose leader has ended", hint="End that process.")
 
     # -- descriptors
 
@@ -532,6 +566,8 @@ class _Process:
             if what := sockets.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
                 return
+            if (ends := sockets.connection(sock)) is not None:
+                self.connections.setdefault(ends, set()).add(self.pid)
             notes: Notes = {"options": options} if (options := sockets.options(sock)) else {}
             if sock.family != sockets.AF_UNIX and sock.type == sockets.SOCK_DGRAM:
                 if self.candidates is None:

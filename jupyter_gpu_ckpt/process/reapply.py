@@ -49,7 +49,11 @@ def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
     vital: list[str] = []
     failed: list[str] = []
     for pid, of_process in notes.items():
-        _Restorer(int(pid), of_process, vital, failed).run()
+        restorer = _Restorer(int(pid), of_process, [], [])
+        restorer.run()
+        if not procfs.is_ending(int(pid)):  # one that was killed meanwhile lacks nothing
+            vital += restorer.vital
+            failed += restorer.failed
     return vital, failed
 
 

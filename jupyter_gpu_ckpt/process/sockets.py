@@ -117,6 +117,19 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
 
 
+def connection(sock: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """Return the addresses and ports of an established TCP connection, its own first; None for any other socket."""
+    family, kind, _ = _kind_of(sock)
+    if family not in _INET or kind != socket.SOCK_STREAM:
+        return None
+    try:
+        ends = sock.getsockname(), sock.getpeername()
+    except OSError:  # it is not connected
+        return None
+    own, peer = ((str(address).removeprefix("::ffff:"), int(port)) for address, port, *_ in ends)
+    return own, peer
+
+
 def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
     if descriptors:
         return f"{descriptors} descriptor(s) sent through a unix socket (SCM_RIGHTS) and not received yet"

@@ -10,7 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
-from harness import CellFailed, notebook, until
+from harness import DAEMON, END_DAEMON, CellFailed, notebook, until
 from nbclient import NotebookClient
 
 from jupyter_gpu_ckpt.agent.magics import PARSERS, seconds_in
@@ -88,16 +88,16 @@ async def test_from_an_async_cell_and_from_a_function(kernel):
 
 
 async def test_what_preflight_refuses_fails_in_the_cell_with_code_and_hint(kernel):
-    await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '60'])")
+    await kernel.run(DAEMON)
     _, _, reply = await said(kernel, "%gpu_checkpoint")
     assert reply["ename"] == "RequestRefused"
-    assert reply["traceback"][0].startswith("CHILD_PROCESSES: The kernel has 1 living child process")
-    assert reply["traceback"][-1].startswith("Hint: End child processes")
+    assert reply["traceback"][0].startswith("CHILD_PROCESSES: The kernel has 1 child process")
+    assert reply["traceback"][-1].startswith("Hint: End these processes")
     assert len(reply["traceback"]) == 3, "no stack of ours"
     assert "not now" in await kernel.run("%gpu_checkpoint --status")
     caught = "try:\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nexcept Exception as e:\n    print(e.code)"
     assert await kernel.run(caught) == "CHILD_PROCESSES"
-    await kernel.run("child.kill(); child.wait()\n%gpu_checkpoint")
+    await kernel.run(f"{END_DAEMON}%gpu_checkpoint")
     await kernel.settled("checkpointed")
 
 

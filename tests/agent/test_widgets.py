@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from harness import until
+from harness import DAEMON, END_DAEMON, until
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is missing: pip install ipywidgets")
 
@@ -118,12 +118,12 @@ async def test_a_panel_follows_what_others_do_and_survives_it_twice(browser):
 
 
 async def test_a_refusal_is_shown_with_its_hint(browser):
-    await browser.run("import subprocess; child = subprocess.Popen(['sleep', '60'])")
+    await browser.run(DAEMON)
     browser.press("checkpoint")
     await browser.listen(lambda: "CHILD_PROCESSES" in (browser.shown("message") or ""))
-    assert "Hint: End child processes" in browser.shown("message") and browser.shown("state") == "running"
+    assert "Hint: End these processes" in browser.shown("message") and browser.shown("state") == "running"
     assert browser.kernel.state == "running"
-    await browser.run("child.kill(); child.wait(); panel.refresh()")
+    await browser.run(f"{END_DAEMON}panel.refresh()")
     assert browser.shown("message") == ""
 
 

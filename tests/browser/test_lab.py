@@ -7,6 +7,7 @@ import time
 
 import pytest
 from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, WAKING, lab, write_notebook
+from harness import DAEMON, END_DAEMON
 from live import TOKEN, until
 
 CELLS = ("x = 41\nprint('ready')", "print(x + 1)")
@@ -165,7 +166,7 @@ def test_a_notification_of_progress_that_was_closed_stays_closed(tab):
 
 def test_a_notification_ends_before_the_next_of_its_kind(tab):
     server = tab.window.server
-    server.run(tab.kernel_id(), "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    server.run(tab.kernel_id(), DAEMON)
     known: set[str] = set()
 
     def refused() -> bool:
@@ -179,8 +180,8 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
         until(lambda: refused() or tab.page.wait_for_timeout(20))
         toast = tab.toast("was not put to sleep. Nothing was lost.")
     until(lambda: tab.page.locator(".Toastify__toast").count() == 1 or tab.page.wait_for_timeout(20))
-    assert "End child processes (pools, DataLoader workers, commands) and try again." in toast.inner_text()
-    server.run(tab.kernel_id(), "child.kill(); child.wait()")
+    assert "End these processes and try again." in toast.inner_text()
+    server.run(tab.kernel_id(), END_DAEMON)
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
     toast.wait_for(state="detached")
@@ -240,7 +241,7 @@ def test_two_tabs_on_one_kernel_see_the_same(tab):
 
 def test_refused_it_says_why_and_that_nothing_was_lost(tab):
     server = tab.window.server
-    server.run(tab.kernel_id(), "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    server.run(tab.kernel_id(), DAEMON)
     tab.choose("Why can't this kernel sleep?")
     dialog = tab.page.locator(".jp-Dialog .jp-gpuCkpt-explain")
     dialog.wait_for()
@@ -253,7 +254,7 @@ def test_refused_it_says_why_and_that_nothing_was_lost(tab):
     toast.get_by_text("Details").click()
     details = tab.page.locator(".jp-Dialog-body")
     details.wait_for()
-    assert "living child process" in details.inner_text()
+    assert "child process(es) that prevent it" in details.inner_text()
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()
     tab.wait_for_phase("running")
 

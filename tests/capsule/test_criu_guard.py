@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import criu_guard
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
@@ -232,6 +234,43 @@ def test_processes_that_ran_before_the_dump_continue_and_no_others(criu_binary, 
     capsule.resume_processes()
     until(lambda: states()[1:] == "ST")
     assert subject.report() == before
+
+
+def test_a_child_that_is_killed_meanwhile_ends_nothing(criu_binary, capsule, home):
+    """While the processes are stopped after a dump, and as they are restored; one that was stopped stays so."""
+    criu = Criu(criu_binary.argv)
+    subject = Subject(capsule, home, CHILDREN.replace("range(2)", "range(3)"))
+    healthy = subject.report()
+    first, stopped, third = sorted(capsule.other_processes())
+    until(lambda: criu_guard._state(stopped, stopped) == "T")
+    criu.dump(capsule, home / "image", timeout=60)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: criu_guard._state(first, first) == "Z")
+    capsule.resume_processes()
+    assert subject.report() == healthy
+    assert criu_guard._state(third, third) == "S"
+    shutil.rmtree(home / "image")
+    (home / "image").mkdir(0o700)
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, home / "image", timeout=60)
+    notes = capsule.inspect()["notes"]
+    (inner_stopped,) = [pid for pid in notes if "stopped" in notes[pid]]
+    capsule.close()
+    with Capsule.create(home) as again:
+
+        def killed() -> None:
+            living = [pid for pid in again.other_processes() if criu_guard._lives(pid)]
+            inside = {procfs.status(pid)["NSpid"].split()[-1]: pid for pid in living}
+            (again.killed,) = (pid for number, pid in inside.items() if number not in (inner_stopped, str(inner)))
+            again.stopped = inside[inner_stopped]
+            os.kill(again.killed, signal.SIGKILL)
+
+        options = {"pid": inner, "pipes": pipes, "timeout": 60, "notes": notes}
+        criu.restore(again, home / "image", before_running=killed, **options)
+        subject.capsule = again
+        assert subject.report() == healthy
+        assert criu_guard._state(again.stopped, again.stopped) == "T"
+        assert not criu_guard._lives(again.killed)
 
 
 STUCK = """

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import waiting
+from harness import DAEMON, END_DAEMON
 from hub_user import HubUser
 from real_hub import LOOK, processes
 
@@ -64,11 +65,11 @@ def test_a_named_server_drains_and_comes_back(hub, bob):
 def test_a_kernel_that_cannot_be_checkpointed_keeps_its_server_and_the_culler_logs_why(hub, bob):
     bob.start()
     kernel_id = work(bob, "children.ipynb")["kernel"]["id"]
-    bob.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+    bob.run(kernel_id, DAEMON)
     with hub.culler():
         waiting.until(lambda: "CHILD_PROCESSES" in hub.log("culler"), timeout=60)
         assert bob.there()
-        assert bob.run(kernel_id, "child.kill(); child.wait(); print(x)") == "41"
+        assert bob.run(kernel_id, f"{END_DAEMON}print(x)") == "41"
         bob.gone()
     bob.start()
     assert bob.run(kernel_id, "print(x)") == "41"

@@ -166,11 +166,12 @@ def states(pid: int) -> set[str]:
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
-def test_a_child_without_cuda_does_not_matter_to_a_suspend(parent):
+def test_a_child_with_inherited_device_files_does_not_matter_to_a_suspend(parent):
     (child,) = parent.lifecycle.capsule.other_processes()
+    parent.driver.processes[child].nvml = True
     assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["CHILD_PROCESSES"]
     assert [each.code for each in parent.lifecycle.findings(writes=False) if each.blocks] == []
-    parent.fails("checkpoint", "CHILD_PROCESSES")
+    assert "inherited open device files" in parent.fails("checkpoint", "CHILD_PROCESSES").message
     parent.runs_on()
     parent.lifecycle.suspend()
     parent.sleeps(State.SUSPENDED)
@@ -187,7 +188,7 @@ def test_a_child_with_a_cuda_context_of_its_own_prevents_a_suspend(parent):
     (child,) = parent.lifecycle.capsule.other_processes()
     parent.driver.start({A: 1 << 20}, pid=child)
     error = parent.fails("suspend", "CHILD_PROCESSES")
-    assert "with a CUDA context of their own: sleep 1000" in error.message
+    assert f"sleep 1000 (pid {child}: it has a CUDA context of its own)" in error.message
     parent.runs_on()
 
 

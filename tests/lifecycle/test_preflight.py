@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -50,85 +49,29 @@ def codes(**options) -> list[str]:
     return [finding.code for finding in inspect(**facts)]
 
 
-@pytest.fixture
-def tracker(tmp_path):
-    """Starts ``python -c CODE``, where what CODE imports is a stand-in that waits; they end with the test."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(code: str) -> subprocess.Popen[bytes]:
-        module = tmp_path.joinpath(*code.split()[1].split("."))
-        module.parent.mkdir(parents=True, exist_ok=True)
-        for package in [each for each in module.parents if tmp_path in each.parents]:
-            (package / "__init__.py").touch()
-        main = "import sys\ndef main(*_):\n    sys.stdout.write('up'); sys.stdout.flush(); sys.stdin.read()\n"
-        module.with_suffix(".py").write_text(main)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        argv = [sys.executable, "-c", code]
-        child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        assert child.stdout is not None
-        assert child.stdout.read(2) == b"up"
-        started.append(child)
-        return child
-
-    yield start
-    for child in started:
-        child.kill()
-        child.communicate(timeout=60)
-
-
 def test_nothing_stands_in_the_way_of_a_plain_kernel():
     assert codes() == []
 
 
-def test_living_children_are_named_and_the_error_has_their_pids(process):
-    pids = [process(f"worker-{n}") for n in range(5)]
-    (finding,) = inspect(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
+def test_children_that_prevent_it_are_named_with_the_reason_and_the_error_has_their_pids(process):
+    pids = [process(f"worker-{n}") for n in range(6)]
+    reasons = dict.fromkeys(pids[1:], "it has left")
+    (finding,) = inspect(
+        kernel_pid=os.getpid(),
+        companions=pids,
+        device_bytes={},
+        disk_free=PLENTY,
+        why_not=lambda pid: reasons.get(pid, ""),
+    )
     assert finding.blocks
     assert isinstance(finding.error, ChildProcesses)
-    assert finding.error.details["pids"] == pids
-    assert "5 living child process(es)" in finding.text
+    assert finding.error.details["pids"] == pids[1:]
+    assert "5 child process(es) that prevent it" in finding.text
+    assert f"worker-1 (pid {pids[1]}: it has left)" in finding.text
     assert "and 2 more" in finding.text
     with pytest.raises(ChildProcesses):
         require([finding])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "from multiprocessing.resource_tracker import main;main(4)",
-        "from multiprocessing.semaphore_tracker import main;main(4)",
-        "from joblib.externals.loky.backend.resource_tracker import main; main(4, False)",
-    ],
-)
-def test_children_that_only_clean_up_travel_along(tracker, words):
-    child = tracker(words)
-    assert codes(companions=[child.pid]) == []
-    assert codes(kernel_pid=child.pid, companions=[child.pid]) == ["CHILD_PROCESSES"], "it is not that kernel's child"
-
-
-def test_a_child_that_only_speaks_of_a_tracker_is_refused(process):
-    text = "from multiprocessing.resource_tracker import main;main(4)"
-    assert codes(companions=[process(text)]) == ["CHILD_PROCESSES"]
-
-
-def test_a_tracker_that_has_lost_its_parent_does_not_travel_along(tracker):
-    """CRIU saves the kernel and its children; whatever became a child of PID 1 would end with the capsule."""
-    code = "from multiprocessing.resource_tracker import main;main(4)"
-    process = read_process(tracker(code).pid)
-    assert process is not None
-    orphan = dataclasses.replace(process, parent=1)
-    assert process.cleans_up_for(os.getpid())
-    assert not orphan.cleans_up_for(os.getpid())
-
-
-def test_a_suspend_only_minds_children_with_a_cuda_context(process):
-    pids = [process(f"worker-{n}") for n in range(2)]
-    assert codes(companions=pids, disk_free=None) == []
-    (finding,) = inspect(
-        kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=None, has_context=lambda pid: pid == pids[1]
-    )
-    assert isinstance(finding.error, ChildProcesses)
-    assert finding.error.details["pids"] == pids[1:]
+    assert codes(companions=pids) == []
 
 
 def test_workers_of_a_pool_are_shown_to_where_they_differ(process):
@@ -137,9 +80,11 @@ def test_workers_of_a_pool_are_shown_to_where_they_differ(process):
         process("/opt/a/long/way/to/the/environment/lib/python3.11/site-packages/x.py", *start, f"--pipe={n}")
         for n in (7, 8)
     ]
-    (finding,) = inspect(kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY)
+    (finding,) = inspect(
+        kernel_pid=os.getpid(), companions=pids, device_bytes={}, disk_free=PLENTY, why_not=lambda _: "why"
+    )
     for number, pid in zip((7, 8), pids, strict=True):
-        assert f"--process-name LokyProcess --pipe={number} (pid {pid})" in finding.text
+        assert f"--process-name LokyProcess --pipe={number} (pid {pid}: why)" in finding.text
     assert "/opt/a" not in finding.text
     assert Path(sys.executable).name in finding.text
     assert "\n" not in finding.text

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from harness import until
+from harness import DAEMON, until
 from jupyter_events import EventLogger
 from live import until as until_true
 from tornado.ioloop import IOLoop
@@ -111,14 +111,14 @@ def test_a_wake_by_a_client_has_events_too(live, kernel_id):
 
 
 def test_a_failure_names_code_and_hint_and_what_is_left(live, kernel_id):
-    live.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    live.run(kernel_id, DAEMON)
     with live.events() as next_event:
         live.do(kernel_id, "checkpoint")
         events = gather(next_event, until_state="running")
         failure = next_event()
     assert failure["schema_id"] == FAILURE
     assert failure["code"] == "CHILD_PROCESSES" and failure["step"] == "preflight" and failure["verb"] == "checkpoint"
-    assert "DataLoader" in failure["hint"] and failure["left"] == "the kernel runs on"
+    assert "End these processes" in failure["hint"] and failure["left"] == "the kernel runs on"
     (broken,) = (event for event in events if event.get("status") == "failed")
     assert broken["code"] == "CHILD_PROCESSES"
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 
 import pytest
-from harness import until
+from harness import DAEMON, until
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server._tz import utcnow
 from live import server
@@ -107,7 +107,7 @@ async def test_a_kernel_that_refuses_is_not_culled_and_the_log_says_the_code(
         client = made.get_kernel(kernel_id).client()
         client.start_channels()
         await client.wait_for_ready(timeout=60)
-        await client.execute_interactive("import subprocess; p = subprocess.Popen(['sleep', '600'])", timeout=60)
+        await client.execute_interactive(DAEMON, timeout=60)
         client.stop_channels()
         idle_for(made, kernel_id, 200)
         await made.cull_kernels()

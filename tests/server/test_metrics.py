@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from harness import DAEMON
 from live import until
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,7 +43,7 @@ def test_a_server_exports_states_steps_and_failures(live, kernel_id):
     assert asleep[verb] == before.get(verb, 0) + 1
     dumps = "gpu_ckpt_step_seconds_count", ("step", "dump")
     assert asleep[dumps] == before.get(dumps, 0) + 1
-    live.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    live.run(kernel_id, DAEMON)
     until(lambda: now()[state] == before[state])
     live.do(kernel_id, "checkpoint")
     failures = "gpu_ckpt_failures_total", ("code", "CHILD_PROCESSES"), ("verb", "checkpoint")

@@ -11,6 +11,7 @@ import pytest
 import requests
 import schemathesis
 import yaml
+from harness import DAEMON, END_DAEMON
 from hypothesis import settings
 from live import TOKEN, server, until
 
@@ -277,10 +278,10 @@ def test_a_verb_that_waits_is_not_done_to_the_kernel_that_comes_after_a_restart(
 
 
 def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
-    live.run(kernel_id, "import subprocess; child = subprocess.Popen(['sleep', '600'])")
+    live.run(kernel_id, DAEMON)
     findings = live.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")
     validate("/kernels/{kernel_id}/preflight", findings)
-    assert not findings["ok"]
+    assert (findings["ok"], findings["may_suspend"]) == (False, True)
     assert [finding["code"] for finding in findings["findings"] if finding["blocks"]] == ["CHILD_PROCESSES"]
     job = live.do(kernel_id, "checkpoint")
     assert job["status"] == "failed"
@@ -290,7 +291,7 @@ def test_a_refused_checkpoint_says_why_and_what_is_left(live, kernel_id):
     assert (failure["code"], failure["step"], failure["verb"]) == ("CHILD_PROCESSES", "preflight", "checkpoint")
     assert failure["message"] == "The kernel has child processes that cannot be saved with it."
     assert failure["hint"] == job["error"]["hint"]
-    live.run(kernel_id, "child.kill(); child.wait()")
+    live.run(kernel_id, END_DAEMON)
     assert live.do(kernel_id, "checkpoint")["status"] == "done"
     assert live.get(f"gpu-ckpt/kernels/{kernel_id}")["failure"] is None
 

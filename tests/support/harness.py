@@ -19,6 +19,17 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 #: In a test's directory, where ``$OUT`` is set: what a kernel of `notebook` writes to its stdout and stderr itself.
 RAW_OUTPUT = "raw-output.log"
+#: Starts a program that leaves the kernel's tree of processes, which prevents a checkpoint; and ends it.
+DAEMON = """
+import os, subprocess
+_line = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+daemon = int(subprocess.run(["sh", "-c", _line], capture_output=True, text=True, check=True).stdout)
+while b"sleep" not in open(f"/proc/{daemon}/cmdline", "rb").read(): pass
+"""
+END_DAEMON = """
+os.kill(daemon, 9)
+while os.path.exists(f"/proc/{daemon}"): pass
+"""
 
 
 class CellFailed(AssertionError):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-from harness import notebook, until
+from harness import DAEMON, END_DAEMON, notebook, until
 from nbclient import NotebookClient
 from traitlets import TraitError
 from traitlets.config import Config
@@ -296,14 +296,14 @@ class TestRealKernels:
         kernel.provisioner.agent_requests.protect(0)
         await kernel.settled("checkpointed")
 
-    async def test_a_kernel_with_a_child_says_why_it_stays(self, kernel, started):
-        await kernel.run("import subprocess; child = subprocess.Popen(['sleep', '1000'])")
+    async def test_a_kernel_with_a_daemon_says_why_it_stays(self, kernel, started):
+        await kernel.run(DAEMON)
         policy = started({"k": kernel.provisioner}, checkpoint_after=0.2, interval=0.05, retry_after=0.5)
         await until(lambda: (policy.outlook("k") or {}).get("last_failure"))
         trouble = policy.outlook("k")["last_failure"]
         assert (trouble["code"], trouble["refused"]) == ("CHILD_PROCESSES", True)
-        assert "sleep 1000" in trouble["message"]
-        assert await kernel.run("child.kill(); child.wait(); print('gone')") == "gone"
+        assert "sleep 600" in trouble["message"]
+        assert await kernel.run(f"{END_DAEMON}print('gone')") == "gone"
         await kernel.settled("checkpointed")
 
     async def test_a_restarted_kernel_is_a_fresh_one(self, kernel, started):

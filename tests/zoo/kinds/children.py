@@ -1,16 +1,23 @@
-"""Children: those that live are refused by name, what is left of the others is kept."""
+"""Children: they come along, those that left the kernel's tree are refused by name; what is left of others is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import fcntl
+import itertools
+import mmap
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import termios
 import threading
 from multiprocessing import resource_tracker, shared_memory
+
+from jupyter_gpu_ckpt import procfs
 
 from . import documented, kind, refused
 from .asking import eventually, place
@@ -27,17 +34,222 @@ def ended(process: subprocess.Popen) -> None:
             stream.close()
 
 
-@kind("a program that runs beside the notebook (subprocess)", refused(CODE, "sleep 1234"), advice=ADVICE)
+def waits(pid: int) -> bool:
+    """Whether a process lives and waits for something: as a restore must leave it."""
+    return procfs.stat(pid).state in "ST"
+
+
+@kind("a program that runs beside the notebook (subprocess)")
 def program():
     process = subprocess.Popen(["sleep", "1234"])
-    return lambda: process.poll(), lambda: ended(process)
+    return lambda: (process.poll(), waits(process.pid)), lambda: ended(process)
 
 
-@kind("a program that is stopped (SIGSTOP)", refused(CODE, "sleep 1235"), advice=ADVICE)
+@kind("a program that is stopped (SIGSTOP)")
 def stopped():
     process = subprocess.Popen(["sleep", "1235"])
     os.kill(process.pid, signal.SIGSTOP)
-    return lambda: process.poll(), lambda: ended(process)
+    eventually(lambda: procfs.stat(process.pid).state == "T")
+    return lambda: (process.poll(), procfs.stat(process.pid).state), lambda: ended(process)
+
+
+@kind("a program that answers through pipes")
+def answering():
+    code = "import sys\nfor number, line in enumerate(sys.stdin): print(number, line.upper(), end='', flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    process.stdin.write("before\n")
+    asked = itertools.count(1)
+
+    def show():
+        if next(asked) == 1:
+            assert process.stdout.readline() == "0 BEFORE\n"
+        process.stdin.write("again\n")
+        return process.stdout.readline().split()[1]
+
+    return show, lambda: ended(process)
+
+
+@kind("a program in a session of its own (start_new_session), with a child")
+def session():
+    process = subprocess.Popen(["sh", "-c", "sleep 1241 & wait"], start_new_session=True)
+    eventually(lambda: procfs.children(process.pid))
+    (child,) = procfs.children(process.pid)
+
+    def show():
+        return [(os.getsid(pid) == process.pid, os.getpgid(pid) == process.pid) for pid in (process.pid, child)]
+
+    def undo():
+        os.kill(child, signal.SIGKILL)
+        ended(process)
+
+    return show, undo
+
+
+@kind(
+    "a process in a group whose leader has ended",
+    refused("UNPROVEN_STATE", "a group whose leader has ended"),
+    advice=ADVICE,
+)
+def group():
+    code = (
+        "import os, signal\n"
+        "if not (leader := os.fork()): os.setpgid(0, 0); signal.pause()\n"
+        "while os.getpgid(leader) != leader: pass\n"
+        "if not (other := os.fork()): signal.pause()\n"
+        "os.setpgid(other, leader); os.kill(leader, 9); os.waitpid(leader, 0)\n"
+        "print(other, flush=True); signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    other = int(process.stdout.readline())
+
+    def undo():
+        os.kill(other, signal.SIGKILL)
+        ended(process)
+
+    return lambda: os.getpgid(other) not in (other, process.pid, os.getpgrp()), undo
+
+
+@kind(
+    "a process whose parent has left their session (setsid)",
+    refused("UNPROVEN_STATE", "a session that is not its parent's"),
+    advice=ADVICE,
+)
+def left_behind():
+    code = (
+        "import os, signal\n"
+        "if not (child := os.fork()): signal.pause()\n"
+        "os.setsid(); print(child, flush=True); signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+
+    def undo():
+        os.kill(child, signal.SIGKILL)
+        ended(process)
+
+    return lambda: (os.getsid(child) == os.getsid(0), os.getsid(process.pid) == process.pid), undo
+
+
+@kind("a child whose child has ended and was not waited for (a zombie)")
+def zombie_of_child():
+    process = subprocess.Popen(["sh", "-c", "true & exec sleep 1244"])
+    eventually(lambda: [procfs.stat(pid).state for pid in procfs.children(process.pid)] == ["Z"])
+    return lambda: [procfs.stat(pid).state for pid in procfs.children(process.pid)], lambda: ended(process)
+
+
+@kind("a program on a terminal of its own (pexpect)")
+def on_terminal():
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        ["cat"], stdin=slave, stdout=slave, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+
+    def show():
+        os.write(master, b"word\n")
+        seen = b""
+        while seen.count(b"word") < 2:  # the terminal's echo, and the program's answer
+            seen += os.read(master, 1000)
+        return seen.decode(), os.tcgetpgrp(master) == process.pid, procfs.stat(process.pid).terminal > 0
+
+    def undo():
+        ended(process)
+        os.close(master)
+
+    return show, undo
+
+
+@kind(
+    "an interactive shell on a terminal, which has /dev/tty open",
+    refused("FILE_UNSUPPORTED", "/dev/tty"),
+    advice="End it.",
+)
+def shell():
+    master, slave = os.openpty()
+    environment = {"PATH": os.environ["PATH"], "PS1": ""}
+    process = subprocess.Popen(
+        ["sh", "-i"], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(slave)
+
+    def told(text, wanted):
+        os.write(master, text)
+        seen = b""
+        while wanted not in seen:
+            seen += os.read(master, 1000)
+        return wanted
+
+    told(b"stty -echo; x=3; sleep 1245 & echo rea''dy\n", b"ready")
+
+    def show():
+        return told(b"echo =$x=\n", b"=3="), told(b"jobs\n", b"Running"), os.tcgetpgrp(master) == process.pid
+
+    def undo():
+        told(b"kill %1; wait; exit\n", b"")
+        process.wait()
+        os.close(master)
+
+    return show, undo
+
+
+@kind("a program that listens for connections, and one that has been made", advice="Close the connection.",
+      expect=refused("LOOPBACK_TCP", "between process"))  # fmt: skip
+def connected():
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
+    code += "c = s.accept()[0]; c.recv(1)"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    sock = socket.create_connection(("127.0.0.1", int(process.stdout.readline())))
+
+    def undo():
+        sock.close()
+        process.wait()
+        process.stdout.close()
+
+    return lambda: sock.getpeername()[1] > 0, undo
+
+
+@kind("a program that listens for connections (subprocess)")
+def server():
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+    code += "while True:\n    c = s.accept()[0]; c.send(b'hello'); c.close()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    port = int(process.stdout.readline())
+
+    def show():
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            return sock.recv(5).decode()
+
+    return show, lambda: ended(process)
+
+
+@kind("a pair of unix sockets with a forked child, and memory that both share")
+def shared():
+    mine, its = socket.socketpair()
+    memory = mmap.mmap(-1, 1 << 16)
+    memory[:5] = b"first"
+    pid = os.fork()
+    if pid == 0:
+        while its.recv(1):
+            memory[:5] = bytes(reversed(memory[:5]))
+            its.send(b"+")
+        os._exit(0)
+
+    def show():
+        for _ in range(2):
+            mine.send(b"?")
+            mine.recv(1)
+        return memory[:5].decode()
+
+    def undo():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        memory.close()
+
+    return show, undo
 
 
 @kind("a program that left its parent (a daemon)", refused(CODE, "sleep 1236"), advice=ADVICE)
@@ -88,27 +300,45 @@ def disguised_daemon():
     return lambda: os.path.exists(f"/proc/{pid}"), undo
 
 
-@kind("a pool of processes (multiprocessing.Pool)", refused(CODE, "python"), advice="Close the pool.")
+@kind(
+    "a pool of processes (multiprocessing.Pool)", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool."
+)
 def pool():
     workers = multiprocessing.get_context("fork").Pool(2)
     return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
 
 
-@kind("a pool of processes (ProcessPoolExecutor)", refused(CODE, "python"), advice="Shut it down.")
+@kind("a pool of fresh processes (spawn)", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool.")
+def spawned():
+    workers = multiprocessing.get_context("spawn").Pool(2)
+    return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
+
+
+@kind("a pool of processes of a fork server", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool.")
+def forkserver():
+    workers = multiprocessing.get_context("forkserver").Pool(2)
+    return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
+
+
+@kind(
+    "a pool of processes (ProcessPoolExecutor)",
+    user=refused("DELETED_MAPPING", "deleted"),
+    advice="Shut it down.",
+)
 def executor():
     workers = concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork"))
     workers.submit(abs, -1).result()
     return lambda: workers.submit(abs, -3).result(), workers.shutdown
 
 
-@kind("a manager of shared objects (multiprocessing.Manager)", refused(CODE, "python"), advice="Shut it down.")
+@kind("a manager of shared objects (multiprocessing.Manager)")
 def manager():
     server = multiprocessing.get_context("fork").Manager()
     numbers = server.list([1, 2])
     return lambda: list(numbers), server.shutdown
 
 
-@kind("a forked copy of the kernel", refused(CODE, "python"), advice=ADVICE)
+@kind("a forked copy of the kernel")
 def forked():
     pid = os.fork()
     if pid == 0:
@@ -119,10 +349,10 @@ def forked():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
-    return lambda: os.waitpid(pid, os.WNOHANG), undo
+    return lambda: (os.waitpid(pid, os.WNOHANG), waits(pid)), undo
 
 
-@kind("a program started by asyncio that runs", refused(CODE, "sleep 1239"), advice=ADVICE)
+@kind("a program started by asyncio that runs")
 def asyncio_program():
     # On a loop of its own, since the kernel's is busy with this cell.
     loop = asyncio.new_event_loop()
@@ -136,7 +366,7 @@ def asyncio_program():
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
-    return lambda: process.returncode, undo
+    return lambda: (process.returncode, waits(process.pid)), undo
 
 
 @kind("a program that has ended and was not waited for (a zombie)")

@@ -17,7 +17,7 @@
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static struct allocation *table;
 static size_t slots;
-static atomic_size_t used, used_bytes;
+static atomic_size_t used, used_bytes, postponed;
 
 static void lock(void)
 {
@@ -46,7 +46,7 @@ void allocations_unlock(void) { unlock(); }
 void allocations_in_child(void)
 {
     table = NULL;
-    slots = used = used_bytes = 0;
+    slots = used = used_bytes = postponed = 0;
     unlock();
 }
 
@@ -104,25 +104,29 @@ static bool insert(const struct allocation *allocation)
     return fits;
 }
 
+/* While the table is locked.  Those that follow the slot only because it was in use move up. */
+static void remove_locked(struct allocation *allocation, struct allocation *removed)
+{
+    *removed = *allocation;
+    used--;
+    used_bytes -= allocation->bytes;
+    size_t hole = (size_t)(allocation - table);
+    for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
+        size_t distance = (at - first_slot(table[at].address)) & (slots - 1);
+        if (distance >= ((at - hole) & (slots - 1))) {
+            table[hole] = table[at];
+            hole = at;
+        }
+    }
+    table[hole].address = 0;
+}
+
 static bool remove_slot(CUdeviceptr address, struct allocation *removed)
 {
     lock();
     struct allocation *allocation = find(address);
-    if (allocation != NULL) {
-        *removed = *allocation;
-        used--;
-        used_bytes -= allocation->bytes;
-        /* Move up those that follow it only because its slot was in use. */
-        size_t hole = (size_t)(allocation - table);
-        for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
-            size_t distance = (at - first_slot(table[at].address)) & (slots - 1);
-            if (distance >= ((at - hole) & (slots - 1))) {
-                table[hole] = table[at];
-                hole = at;
-            }
-        }
-        table[hole].address = 0;
-    }
+    if (allocation != NULL)
+        remove_locked(allocation, removed);
     unlock();
     return allocation != NULL;
 }
@@ -133,10 +137,40 @@ bool allocation_lookup(CUdeviceptr address, CUcontext *context)
         return false;
     lock();
     struct allocation *allocation = find(address);
-    if (allocation != NULL)
+    bool found = allocation != NULL && !allocation->freed;
+    if (found)
         *context = allocation->context;
     unlock();
-    return allocation != NULL;
+    return found;
+}
+
+bool allocation_containing(CUdeviceptr address, struct allocation *found)
+{
+    if (is_inert() || used == 0)
+        return false;
+    bool contains = false;
+    lock();
+    for (size_t at = 0; at < slots && !contains; at++)
+        if (table[at].address != 0 && !table[at].freed && address - table[at].address < table[at].requested) {
+            *found = table[at];
+            contains = true;
+        }
+    unlock();
+    return contains;
+}
+
+CUresult allocation_postpone(CUdeviceptr address, CUevent after)
+{
+    lock();
+    struct allocation *allocation = find(address);
+    bool found = allocation != NULL && !allocation->freed;
+    if (found) {
+        allocation->freed = true;
+        allocation->after = after;
+        postponed++;
+    }
+    unlock();
+    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 void allocations_total(size_t *count, size_t *bytes)
@@ -264,6 +298,7 @@ CUdeviceptr allocation_create(size_t bytes)
         return 0;
     if (bytes > SIZE_MAX - grain)
         return 0;
+    allocation.requested = bytes;
     allocation.bytes = (bytes + grain - 1) / grain * grain;
     if (cu->cuMemAddressReserve(&allocation.address, allocation.bytes, 0, 0, 0) != CUDA_SUCCESS)
         return 0;
@@ -277,16 +312,60 @@ CUdeviceptr allocation_create(size_t bytes)
     return 0;
 }
 
+/* Of an allocation that is no longer in the table; after failure it is in it again. */
+static CUresult give_back(struct allocation *allocation)
+{
+    CUresult result = allocation_unmap(allocation);
+    if (allocation->state != UNMAPPED) {
+        insert(allocation);
+        return result;
+    }
+    CUresult freed = driver()->cuMemAddressFree(allocation->address, allocation->bytes);
+    return result != CUDA_SUCCESS ? result : freed;
+}
+
 CUresult allocation_destroy(CUdeviceptr address)
 {
     struct allocation allocation;
-    if (!remove_slot(address, &allocation))
-        return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = allocation_unmap(&allocation);
-    if (allocation.state != UNMAPPED) {
-        insert(&allocation);
-        return result;
+    return remove_slot(address, &allocation) ? give_back(&allocation) : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* Remove a postponed allocation that was not examined in this round yet. */
+static bool remove_postponed(unsigned round, struct allocation *removed)
+{
+    bool found = false;
+    lock();
+    for (size_t at = 0; at < slots && !found; at++)
+        if (table[at].address != 0 && table[at].freed && table[at].examined != round) {
+            remove_locked(&table[at], removed);
+            removed->examined = round;
+            found = true;
+        }
+    unlock();
+    return found;
+}
+
+size_t allocations_collect(bool (*is_unused)(const struct allocation *))
+{
+    static atomic_uint rounds;
+    struct allocation allocation;
+    size_t count = 0;
+    if (atomic_load_explicit(&postponed, memory_order_relaxed) == 0)
+        return 0;
+    unsigned round = atomic_fetch_add(&rounds, 1) + 1;
+    while (remove_postponed(round, &allocation)) {
+        if (!is_unused(&allocation)) {
+            insert(&allocation);
+            continue;
+        }
+        if (allocation.after != NULL)
+            driver()->cuEventDestroy_v2(allocation.after);
+        allocation.after = NULL;
+        give_back(&allocation);
+        if (allocation.state == UNMAPPED) {
+            postponed--;
+            count++;
+        }
     }
-    CUresult freed = driver()->cuMemAddressFree(allocation.address, allocation.bytes);
-    return result != CUDA_SUCCESS ? result : freed;
+    return count;
 }

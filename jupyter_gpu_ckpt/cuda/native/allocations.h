@@ -9,12 +9,16 @@
 struct allocation {
     CUdeviceptr address; /* 0: a free slot */
     size_t bytes;        /* a multiple of the driver's granularity */
+    size_t requested;    /* of the program */
     CUcontext context;
     CUdevice device;
     enum { UNMAPPED, MAPPED, ACCESSIBLE } state;
     bool has_handle; /* while it is mapped, and afterwards if the driver refused to release the handle */
     CUmemGenericAllocationHandle handle;
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
+    bool freed;    /* by the program; given back later (`allocation_postpone`) */
+    CUevent after;
+    unsigned examined; /* for the last time by this call of `allocations_collect` */
 };
 #define NOT_COPIED SIZE_MAX
 
@@ -24,12 +28,22 @@ struct allocation {
 /* Create an allocation in this thread's current context; 0 if the library cannot, and the driver is to allocate. */
 CUdeviceptr allocation_create(size_t bytes);
 
-/* Find out whether the library serves the address, and in which context. */
+/* Find out whether an allocation begins at the address, and in which context. */
 bool allocation_lookup(CUdeviceptr address, CUcontext *context);
+
+/* Copy the facts of the allocation that the address lies in; false if there is none. */
+bool allocation_containing(CUdeviceptr address, struct allocation *found);
 
 /* Give memory and address back to the driver.  The caller has waited for the work of its context.  After failure the
  * allocation still exists, and the call can be repeated. */
 CUresult allocation_destroy(CUdeviceptr address);
+
+/* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened, or
+ * (NULL) until no stream is captured and the work of its context is done. */
+CUresult allocation_postpone(CUdeviceptr address, CUevent after);
+
+/* Give back those postponed allocations that are unused, without the lock while that is asked; their number. */
+size_t allocations_collect(bool (*is_unused)(const struct allocation *));
 
 /* Create physical memory for an allocation and map it at its address.  After failure the allocation has none; or, where
  * the driver refuses to take it back, memory that is not accessible, which the next attempt uses. */

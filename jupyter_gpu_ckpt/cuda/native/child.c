@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 
 #include "allocations.h"
+#include "capture.h"
 #include "control.h"
 #include "driver.h"
 #include "host_memory.h"
@@ -19,6 +20,7 @@ static void in_child(void)
     atomic_store(&inert, true);
     control_in_child();
     allocations_in_child();
+    capture_in_child();
     driver_in_child();
     host_memory_close();
 }

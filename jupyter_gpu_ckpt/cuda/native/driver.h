@@ -12,6 +12,8 @@ typedef int CUdevice;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUgraph_st *CUgraph;
+typedef struct CUgraphNode_st *CUgraphNode;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
@@ -60,7 +62,7 @@ enum {
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
 };
 
-/* Name in libcuda.so.1, and parameters. */
+/* Functions that serving needs: name in libcuda.so.1, and parameters. */
 #define DRIVER_FUNCTIONS(F)                                                                                            \
     F(cuCtxGetCurrent, (CUcontext *))                                                                                  \
     F(cuCtxSetCurrent, (CUcontext))                                                                                    \
@@ -89,30 +91,57 @@ enum {
     F(cuEventCreate, (CUevent *, unsigned int))                                                                        \
     F(cuEventDestroy_v2, (CUevent))                                                                                    \
     F(cuEventRecord, (CUevent, CUstream))                                                                              \
-    F(cuEventSynchronize, (CUevent))                                                                                   \
-    F(cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                                          \
-    F(cuMemFree_v2, (CUdeviceptr))
+    F(cuEventSynchronize, (CUevent))
+
+/* Functions that an older driver may lack. */
+#define OPTIONAL_FUNCTIONS(F)                                                                                          \
+    F(cuEventQuery, (CUevent))                                                                                         \
+    F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
+    F(cuThreadExchangeStreamCaptureMode, (int *))
+
+/* Functions that this library defines itself and that programs call instead of the driver's; the CUDA version since
+ * which cuGetProcAddress returns this one for its name without endings. */
+#define STAND_INS(F)                                                                                                   \
+    F(cuGetProcAddress, 11030, (const char *, void **, int, unsigned long long))                                       \
+    F(cuGetProcAddress_v2, 12000, (const char *, void **, int, unsigned long long, int *))                             \
+    F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \
+    F(cuMemAllocPitch_v2, 3020, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))                               \
+    F(cuMemFree_v2, 3020, (CUdeviceptr))                                                                               \
+    F(cuMemFreeAsync, 11020, (CUdeviceptr, CUstream))                                                                  \
+    F(cuMemFreeAsync_ptsz, 11020, (CUdeviceptr, CUstream))                                                             \
+    F(cuMemGetAddressRange_v2, 3020, (CUdeviceptr *, size_t *, CUdeviceptr))                                           \
+    F(cuMemRetainAllocationHandle, 11000, (CUmemGenericAllocationHandle *, void *))                                    \
+    F(cuPointerGetAttribute, 4000, (void *, int, CUdeviceptr))                                                         \
+    F(cuPointerGetAttributes, 7000, (unsigned int, int *, void **, CUdeviceptr))                                       \
+    F(cuStreamBeginCapture, 10000, (CUstream))                                                                         \
+    F(cuStreamBeginCapture_ptsz, 10000, (CUstream))                                                                    \
+    F(cuStreamBeginCapture_v2, 10010, (CUstream, int))                                                                 \
+    F(cuStreamBeginCapture_v2_ptsz, 10010, (CUstream, int))                                                            \
+    F(cuStreamBeginCaptureToGraph, 12030, (CUstream, CUgraph, const CUgraphNode *, const void *, size_t, int))         \
+    F(cuStreamBeginCaptureToGraph_ptsz, 12030, (CUstream, CUgraph, const CUgraphNode *, const void *, size_t, int))    \
+    F(cuStreamEndCapture, 10000, (CUstream, CUgraph *))                                                                \
+    F(cuStreamEndCapture_ptsz, 10000, (CUstream, CUgraph *))
 
 #define MEMBER(name, parameters) CUresult(*name) parameters;
+#define STAND_IN_MEMBER(name, since, parameters) MEMBER(name, parameters)
 struct driver {
     DRIVER_FUNCTIONS(MEMBER)
+    OPTIONAL_FUNCTIONS(MEMBER)
+    STAND_INS(STAND_IN_MEMBER)
 };
 #undef MEMBER
+#undef STAND_IN_MEMBER
+
+#define EXPORT __attribute__((visibility("default")))
+#define DECLARE(name, since, parameters) EXPORT CUresult name parameters;
+STAND_INS(DECLARE)
+#undef DECLARE
 
 /* Reset the lock, in a child that was just forked. */
 void driver_in_child(void);
 
-/* The driver that this process has loaded; NULL while it has none, or if a function is missing. */
+/* The driver that this process has loaded; NULL while it has none, or if a function that serving needs is missing. */
 const struct driver *driver(void);
 
 /* The same; missing functions are NULL. */
 const struct driver *any_driver(void);
-
-/* The CUDA runtime that this process has loaded (libcudart), by its own functions; NULL without one. */
-struct runtime {
-    int (*cudaMalloc)(void **, size_t);
-    int (*cudaFree)(void *);
-    int (*cudaGetDevice)(int *);
-    int (*cudaDeviceSynchronize)(void);
-};
-const struct runtime *runtime(void);

@@ -1,21 +1,29 @@
-/* The functions that programs call.  This library precedes the CUDA runtime and the driver in the order of lookup
- * (LD_PRELOAD): calls that it does not serve, and every error, are left to them. */
+/* The functions that allocate and free.  Calls that this library does not serve, and every error, are left to the
+ * driver. */
 #define _GNU_SOURCE
+#include <stdatomic.h>
+#include <stdint.h>
+
 #include "allocations.h"
+#include "capture.h"
 #include "child.h"
 #include "control.h"
-
-#define EXPORT __attribute__((visibility("default")))
+#include "serving.h"
 
 /* Smaller allocations, rounded up to the driver's granularity, would waste more than they gain: the driver swaps
  * them. */
 #define SMALLEST ((size_t)2 << 20)
 
-enum { cudaErrorInitializationError = 3 };
+bool may_serve(size_t bytes) { return bytes >= SMALLEST && !is_inert() && control_open(); }
 
-static CUdeviceptr serve(size_t bytes) { return bytes >= SMALLEST && control_open() ? allocation_create(bytes) : 0; }
+CUdeviceptr serve(size_t bytes)
+{
+    if (!may_serve(bytes) || driver() == NULL || !capture_permits_allocations())
+        return 0;
+    collect_freed(false);
+    return allocation_create(bytes);
+}
 
-/* As cudaFree does: work that uses the allocation may be running. */
 static CUresult wait_for_work(CUcontext context)
 {
     const struct driver *cu = driver();
@@ -28,54 +36,93 @@ static CUresult wait_for_work(CUcontext context)
     return result;
 }
 
-EXPORT int cudaMalloc(void **address, size_t bytes);
-EXPORT int cudaMalloc(void **address, size_t bytes)
+CUresult free_served(CUdeviceptr address, CUcontext context)
 {
-    const struct runtime *cudart = runtime();
-    if (cudart == NULL)
-        return cudaErrorInitializationError;
-    CUdevice chosen, current;
-    if (address != NULL && bytes >= SMALLEST && !is_inert() && driver() != NULL &&
-        cudart->cudaGetDevice(&chosen) == 0 && driver()->cuCtxGetDevice(&current) == CUDA_SUCCESS &&
-        chosen == current) {
-        CUdeviceptr served = serve(bytes);
-        if (served != 0) {
-            *address = (void *)served;
-            return 0;
-        }
+    if (capture_is_active()) {
+        CUresult result = capture_refuses_frees();
+        return result == CUDA_SUCCESS ? allocation_postpone(address, NULL) : result;
     }
-    return cudart->cudaMalloc(address, bytes);
+    CUresult result = wait_for_work(context);
+    return result == CUDA_SUCCESS ? allocation_destroy(address) : result;
 }
 
-EXPORT int cudaFree(void *address);
-EXPORT int cudaFree(void *address)
+/* -- memory that the program has freed and that is given back later */
+
+static bool is_unused(const struct allocation *allocation)
 {
-    const struct runtime *cudart = runtime();
-    CUcontext context, current;
-    if (address == NULL || !allocation_lookup((CUdeviceptr)address, &context))
-        return cudart != NULL ? cudart->cudaFree(address) : cudaErrorInitializationError;
-    /* By the runtime where that has the same effect: it then also remembers an error, as its own cudaFree does. */
-    int result = cudart != NULL && driver()->cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context
-                     ? cudart->cudaDeviceSynchronize()
-                     : wait_for_work(context);
-    return result == 0 ? allocation_destroy((CUdeviceptr)address) : result;
+    if (allocation->after == NULL)
+        return wait_for_work(allocation->context) == CUDA_SUCCESS;
+    return driver()->cuEventQuery(allocation->after) == CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes);
-EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
+static bool becomes_unused(const struct allocation *allocation)
+{
+    if (allocation->after != NULL && driver()->cuEventSynchronize(allocation->after) != CUDA_SUCCESS)
+        return false;
+    return is_unused(allocation);
+}
+
+/* Not while a stream is captured: even the query of an event could end that. */
+bool collect_freed(bool wait)
+{
+    return driver() != NULL && !capture_is_active() && allocations_collect(wait ? becomes_unused : is_unused) != 0;
+}
+
+/* -- the driver's functions */
+
+CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
 {
     const struct driver *original = any_driver();
     if (original == NULL || original->cuMemAlloc_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    CUdeviceptr served = address != NULL ? serve(bytes) : 0;
+    CUresult result;
+    do {
+        CUdeviceptr served = address != NULL ? serve(bytes) : 0;
+        if (served != 0) {
+            *address = served;
+            return CUDA_SUCCESS;
+        }
+        result = original->cuMemAlloc_v2(address, bytes);
+    } while (result == CUDA_ERROR_OUT_OF_MEMORY && collect_freed(true));
+    return result;
+}
+
+/* The driver's alignment of rows, learned from one row of its own; 0 if it is not known. */
+static size_t pitch_alignment(const struct driver *original)
+{
+    static _Atomic size_t known[MAX_DEVICES];
+    CUdevice device;
+    CUdeviceptr row;
+    size_t alignment = 0;
+    if (original->cuCtxGetDevice(&device) != CUDA_SUCCESS || device < 0 || device >= MAX_DEVICES)
+        return 0;
+    alignment = atomic_load_explicit(&known[device], memory_order_relaxed);
+    if (alignment == 0 && !capture_is_active() &&
+        original->cuMemAllocPitch_v2(&row, &alignment, 1, 1, 4) == CUDA_SUCCESS) {
+        original->cuMemFree_v2(row);
+        atomic_store_explicit(&known[device], alignment, memory_order_relaxed);
+    }
+    return alignment;
+}
+
+CUresult cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element)
+{
+    const struct driver *original = any_driver();
+    if (original == NULL || original->cuMemAllocPitch_v2 == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    bool valid = address != NULL && pitch != NULL && width != 0 && height != 0 && width <= SIZE_MAX / 2 / height &&
+                 (element == 4 || element == 8 || element == 16);
+    size_t alignment = valid && may_serve(width * height) && driver() != NULL ? pitch_alignment(original) : 0;
+    size_t row = alignment != 0 ? (width + alignment - 1) / alignment * alignment : 0;
+    CUdeviceptr served = row != 0 && row <= SIZE_MAX / 2 / height ? serve(row * height) : 0;
     if (served == 0)
-        return original->cuMemAlloc_v2(address, bytes);
+        return original->cuMemAllocPitch_v2(address, pitch, width, height, element);
     *address = served;
+    *pitch = row;
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuMemFree_v2(CUdeviceptr address);
-EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
+CUresult cuMemFree_v2(CUdeviceptr address)
 {
     const struct driver *original = any_driver();
     CUcontext context;
@@ -83,6 +130,57 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (address == 0 || !allocation_lookup(address, &context))
         return original->cuMemFree_v2(address);
-    CUresult result = wait_for_work(context);
-    return result == CUDA_SUCCESS ? allocation_destroy(address) : result;
+    return free_served(address, context);
+}
+
+/* Free it once the work before this on the stream is done; nobody waits for that here.  Other streams that use it are
+ * the program's concern, as with the driver. */
+static CUresult free_behind(CUdeviceptr address, CUcontext context, CUstream stream)
+{
+    const struct driver *cu = driver();
+    CUcontext popped;
+    CUevent event;
+    CUresult result = cu->cuCtxPushCurrent_v2(context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
+    if (result == CUDA_SUCCESS) {
+        result = cu->cuEventRecord(event, stream);
+        if (result == CUDA_SUCCESS)
+            result = allocation_postpone(address, event);
+        if (result != CUDA_SUCCESS)
+            cu->cuEventDestroy_v2(event);
+    }
+    cu->cuCtxPopCurrent_v2(&popped);
+    return result;
+}
+
+/* The handle of the calling thread's own default stream, which 0 means to functions that end in _ptsz. */
+#define PER_THREAD_STREAM ((CUstream)2)
+
+static CUresult free_async(CUdeviceptr address, CUstream stream, bool per_thread,
+                           CUresult (*original)(CUdeviceptr, CUstream))
+{
+    CUcontext context;
+    if (address == 0 || !allocation_lookup(address, &context) ||
+        capture_includes(per_thread && stream == NULL ? PER_THREAD_STREAM : stream))
+        return original(address, stream);
+    collect_freed(false);
+    return free_behind(address, context, per_thread && stream == NULL ? PER_THREAD_STREAM : stream);
+}
+
+CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
+{
+    const struct driver *original = any_driver();
+    if (original == NULL || original->cuMemFreeAsync == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    return free_async(address, stream, false, original->cuMemFreeAsync);
+}
+
+CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
+{
+    const struct driver *original = any_driver();
+    if (original == NULL || original->cuMemFreeAsync_ptsz == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    return free_async(address, stream, true, original->cuMemFreeAsync_ptsz);
 }

@@ -3,9 +3,14 @@
 
 #include "driver.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
-enum { CUDA_ERROR_INVALID_CONTEXT = 201, CUDA_ERROR_INVALID_DEVICE = 101 };
+enum {
+    CUDA_ERROR_INVALID_CONTEXT = 201,
+    CUDA_ERROR_INVALID_DEVICE = 101,
+    CUDA_ERROR_ILLEGAL_STATE = 401,
+    CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+};
 
 /* The program is wrong where a real GPU would be silent, or would break later. */
 _Noreturn void misuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -26,7 +31,12 @@ bool host_range_is_registered(const void *address, size_t bytes);
 void device_to_host(char *host, CUdeviceptr device, size_t bytes);
 void host_to_device(CUdeviceptr device, const char *host, size_t bytes);
 
+/* What is unsafe while a stream is captured: whether this thread may do it; if not, the captures are ended. */
+CUresult permitted_during_capture(void);
+
 CUcontext current_context(void);
+CUdevice device_of(CUcontext context);
+CUresult cuStreamIsCapturing(CUstream, int *);
 int device_count(void); /* DOUBLE_DEVICES of the environment */
 int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_STRANGERS is set */
 /* All that was asked of the device in a context is done. */

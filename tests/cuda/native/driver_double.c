@@ -34,6 +34,9 @@ struct CUstream_st {
     size_t asked, done; /* operations */
     bool ends;
     CUstream other;
+    enum { NOT_CAPTURED, CAPTURED, INVALIDATED } capture;
+    int capture_mode;
+    pthread_t captured_by;
 };
 
 struct CUevent_st {
@@ -52,6 +55,7 @@ static _Thread_local CUcontext stack[DEPTH];
 static _Thread_local size_t depth;
 
 CUcontext current_context(void) { return depth ? stack[depth - 1] : NULL; }
+CUdevice device_of(CUcontext context) { return context->device; }
 
 static CUcontext needed(const char *function)
 {
@@ -190,6 +194,12 @@ EXPORT CUresult double_primary_context(CUcontext *context)
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
+{
+    ENTER();
+    return device == 0 ? double_primary_context(context) : CUDA_ERROR_INVALID_DEVICE;
+}
+
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
 {
     ENTER();
@@ -324,6 +334,17 @@ static CUstream *place(CUcontext context, CUstream stream, const char *function)
     return at;
 }
 
+/* The default streams, the legacy one and a thread's own (here the same for all), are the one that launches use. */
+static CUstream actual(CUstream stream)
+{
+    CUcontext context = current_context();
+    if (stream > (CUstream)2 || context == NULL)
+        return stream;
+    if (context->launches == NULL)
+        context->launches = stream_of(context);
+    return context->launches;
+}
+
 static void ask(CUstream stream, struct operation wanted, const char *function)
 {
     CUcontext context = needed(function);
@@ -396,6 +417,7 @@ EXPORT CUresult cuEventDestroy_v2(CUevent event)
 EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
 {
     ENTER();
+    stream = actual(stream);
     pthread_mutex_lock(&mutex);
     place(needed(__func__), stream, __func__);
     if (event->context != stream->context)
@@ -419,6 +441,20 @@ EXPORT CUresult cuEventSynchronize(CUevent event)
     return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuEventQuery(CUevent event)
+{
+    ENTER();
+    CUresult result = permitted_during_capture();
+    if (result != CUDA_SUCCESS)
+        return result;
+    pthread_mutex_lock(&mutex);
+    if (event->stream == NULL)
+        misuse("cuEventQuery: never recorded");
+    result = event->stream->done < event->asked ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    pthread_mutex_unlock(&mutex);
+    return result;
+}
+
 void finish_work(CUcontext context)
 {
     pthread_mutex_lock(&mutex);
@@ -431,10 +467,104 @@ void finish_work(CUcontext context)
     pthread_mutex_unlock(&mutex);
 }
 
+/* -- captures: of no work, but with all that ends them */
+
+enum { GLOBAL, THREAD_LOCAL, RELAXED };
+static _Thread_local int capture_mode = GLOBAL;
+
+/* End the captures of the context's streams; whether there were any. */
+static bool invalidate(CUcontext context)
+{
+    bool any = false;
+    pthread_mutex_lock(&mutex);
+    for (CUstream at = context->first; at != NULL; at = at->other)
+        if (at->capture != NOT_CAPTURED) {
+            at->capture = INVALIDATED;
+            any = true;
+        }
+    pthread_mutex_unlock(&mutex);
+    return any;
+}
+
+CUresult permitted_during_capture(void)
+{
+    bool permitted = true;
+    pthread_mutex_lock(&mutex);
+    for (CUcontext context = contexts; context != NULL; context = context->other)
+        for (CUstream at = context->first; at != NULL; at = at->other) {
+            bool own = at->capture != NOT_CAPTURED && pthread_equal(at->captured_by, pthread_self());
+            bool prohibits = own ? at->capture_mode != RELAXED : capture_mode == GLOBAL && at->capture_mode == GLOBAL;
+            if (at->capture != NOT_CAPTURED && capture_mode != RELAXED && prohibits) {
+                at->capture = INVALIDATED;
+                permitted = false;
+            }
+        }
+    pthread_mutex_unlock(&mutex);
+    return permitted ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    ENTER();
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamBeginCapture_v2(CUstream stream, int mode)
+{
+    ENTER();
+    if (stream <= (CUstream)1)
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    stream = actual(stream);
+    if (stream->capture != NOT_CAPTURED)
+        return CUDA_ERROR_ILLEGAL_STATE;
+    pthread_mutex_lock(&mutex);
+    stream->capture = CAPTURED;
+    stream->capture_mode = mode;
+    stream->captured_by = pthread_self();
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamBeginCapture_v2_ptsz(CUstream stream, int mode)
+{
+    return cuStreamBeginCapture_v2(stream == NULL ? (CUstream)2 : stream, mode);
+}
+
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, int *status)
+{
+    ENTER();
+    stream = actual(stream);
+    *status = stream == NULL || stream->capture == NOT_CAPTURED ? 0 : stream->capture == CAPTURED ? 1 : 2;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph)
+{
+    ENTER();
+    stream = actual(stream);
+    if (stream == NULL || stream->capture == NOT_CAPTURED)
+        return CUDA_ERROR_ILLEGAL_STATE;
+    CUresult result = stream->capture == CAPTURED ? CUDA_SUCCESS : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    *graph = result == CUDA_SUCCESS ? (CUgraph)&contexts : NULL;
+    stream->capture = NOT_CAPTURED;
+    return result;
+}
+
+EXPORT CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *graph)
+{
+    return cuStreamEndCapture(stream == NULL ? (CUstream)2 : stream, graph);
+}
+
 EXPORT CUresult cuCtxSynchronize(void)
 {
     ENTER();
-    finish_work(needed(__func__));
+    CUcontext context = needed(__func__);
+    if (invalidate(context))
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    finish_work(context);
     return CUDA_SUCCESS;
 }
 

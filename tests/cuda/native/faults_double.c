@@ -8,7 +8,7 @@
 
 #include "double.h"
 
-#define MOST 64
+#define MOST 96
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct {

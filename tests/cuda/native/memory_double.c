@@ -18,6 +18,7 @@ struct range {
     uintptr_t address;
     size_t bytes;
     struct memory *memory; /* of a mapping */
+    CUcontext context;     /* of an allocation */
     bool usable;
 };
 struct memory {
@@ -257,29 +258,27 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     ENTER();
     if (current_context() == NULL)
         return CUDA_ERROR_INVALID_CONTEXT;
+    CUresult result = permitted_during_capture();
+    if (result != CUDA_SUCCESS)
+        return result;
     if (address == NULL || bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    result = CUDA_ERROR_OUT_OF_MEMORY;
     void *memory = NULL;
     pthread_mutex_lock(&mutex);
     if (bytes <= capacity - used && posix_memalign(&memory, 512, bytes) == 0) {
         *address = (uintptr_t)memory;
         used += bytes;
-        add(&allocations, (struct range){.address = *address, .bytes = bytes, .usable = true});
+        add(&allocations, (struct range){
+                              .address = *address, .bytes = bytes, .context = current_context(), .usable = true});
         result = CUDA_SUCCESS;
     }
     pthread_mutex_unlock(&mutex);
     return result;
 }
 
-EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
+static CUresult free_allocation(CUdeviceptr address)
 {
-    if (getpid() != loader)
-        return CUDA_ERROR_NOT_INITIALIZED;
-    ENTER();
-    if (address == 0)
-        return CUDA_SUCCESS;
-    finish_work(current_context());
     pthread_mutex_lock(&mutex);
     struct range *found = holding(&allocations, address, 1);
     if (found == NULL || found->address != address) {
@@ -290,6 +289,131 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     drop(&allocations, address);
     pthread_mutex_unlock(&mutex);
     free((void *)address);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
+{
+    if (getpid() != loader)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    ENTER();
+    if (address == 0)
+        return CUDA_SUCCESS;
+    CUresult result = permitted_during_capture();
+    if (result != CUDA_SUCCESS)
+        return result;
+    finish_work(current_context());
+    return free_allocation(address);
+}
+
+/* Waits, which the real one does not. */
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
+{
+    ENTER();
+    int captured = 0;
+    cuStreamIsCapturing(stream, &captured);
+    if (captured != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    finish_work(current_context());
+    return free_allocation(address);
+}
+
+EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream)
+{
+    return cuMemFreeAsync(address, stream == NULL ? (CUstream)2 : stream);
+}
+
+EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, size_t height, unsigned int element)
+{
+    ENTER();
+    if (address == NULL || pitch == NULL || width == 0 || height == 0 ||
+        (element != 4 && element != 8 && element != 16))
+        return CUDA_ERROR_INVALID_VALUE;
+    size_t row = (width + 511) / 512 * 512;
+    CUresult result = cuMemAlloc_v2(address, row * height);
+    if (result == CUDA_SUCCESS)
+        *pitch = row;
+    return result;
+}
+
+/* What an address belongs to: what is mapped there has its own, rounded size, a handle, and no context. */
+static bool described(CUdeviceptr address, struct range *found)
+{
+    pthread_mutex_lock(&mutex);
+    struct range *range = holding(&allocations, address, 1);
+    if (range == NULL)
+        range = holding(&mappings, address, 1);
+    if (range != NULL)
+        *found = *range;
+    pthread_mutex_unlock(&mutex);
+    return range != NULL;
+}
+
+EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
+{
+    ENTER();
+    struct range range;
+    if (current_context() == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!described(address, &range))
+        return CUDA_ERROR_NOT_FOUND;
+    if (base != NULL)
+        *base = range.address;
+    if (bytes != NULL)
+        *bytes = range.bytes;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
+{
+    enum { CONTEXT = 1, MEMORY_TYPE, DEVICE_POINTER, IS_MANAGED = 8, DEVICE_ORDINAL, RANGE_START = 11, RANGE_SIZE };
+    ENTER();
+    struct range range;
+    if (data == NULL || !described(address, &range))
+        return CUDA_ERROR_INVALID_VALUE;
+    switch (attribute) {
+    case CONTEXT:
+        *(CUcontext *)data = range.context;
+        return CUDA_SUCCESS;
+    case MEMORY_TYPE:
+        *(unsigned *)data = 2;
+        return CUDA_SUCCESS;
+    case DEVICE_POINTER:
+        *(CUdeviceptr *)data = address;
+        return CUDA_SUCCESS;
+    case IS_MANAGED:
+        *(unsigned *)data = 0;
+        return CUDA_SUCCESS;
+    case DEVICE_ORDINAL:
+        *(int *)data = range.memory != NULL ? range.memory->device : device_of(range.context);
+        return CUDA_SUCCESS;
+    case RANGE_START:
+        *(CUdeviceptr *)data = range.address;
+        return CUDA_SUCCESS;
+    case RANGE_SIZE:
+        *(size_t *)data = range.bytes;
+        return CUDA_SUCCESS;
+    default:
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+}
+
+EXPORT CUresult cuPointerGetAttributes(unsigned int count, int *attributes, void **data, CUdeviceptr address)
+{
+    ENTER();
+    for (unsigned int at = 0; at < count; at++)
+        if (cuPointerGetAttribute(data[at], attributes[at], address) != CUDA_SUCCESS)
+            *(int *)data[at] = 0;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
+{
+    ENTER();
+    struct range range;
+    if (!described((CUdeviceptr)address, &range) || range.memory == NULL)
+        return CUDA_ERROR_INVALID_VALUE;
+    *handle = range.memory->handle;
     return CUDA_SUCCESS;
 }
 

@@ -45,31 +45,31 @@ class Programs:
 def build_doubles(directory: Path, *, without: str | None = None) -> Path:
     """libcuda.so.1 and libcudart.so.13; ``without``: a function that this driver lacks."""
     lacking = [f"-D{without}={without}_of_a_newer_driver"] if without else []
-    driver = ["faults_double.c", "memory_double.c", "driver_double.c"]
-    _cc(*DOUBLE, *lacking, "-Wl,-soname,libcuda.so.1", "-o", directory / "libcuda.so.1", *driver, "-lpthread")
-    _cc(*DOUBLE, "-Wl,-soname,libcudart.so.13", "-o", directory / "libcudart.so.13", "runtime_double.c", "-ldl")
+    driver = ["faults_double.c", "memory_double.c", "driver_double.c", "lookup_double.c", "-Wl,-Bsymbolic", "-lpthread"]
+    cc(*DOUBLE, *lacking, "-Wl,-soname,libcuda.so.1", "-o", directory / "libcuda.so.1", *driver)
+    cc(*DOUBLE, "-Wl,-soname,libcudart.so.13", "-o", directory / "libcudart.so.13", "runtime_double.c", "-ldl")
     return directory
 
 
 def build_c_library(directory: Path, *definitions: str) -> Path:
     """What takes the place of the C library's own functions where it is preloaded."""
     made = directory / "c_library.so"
-    _cc(*DOUBLE, *definitions, "-o", made, "c_library_double.c", "-lpthread")
+    cc(*DOUBLE, *definitions, "-o", made, "c_library_double.c", "-lpthread")
     return made
 
 
-def build(directory: Path, doubles: Path, *sanitize: str) -> Programs:
+def build(directory: Path, doubles: Path, *sanitize: str, define: str = "") -> Programs:
     """The library as setup.py builds it, and the program; with the sanitizers of gcc that are named."""
     flags = ["-O1", "-fno-omit-frame-pointer", f"-fsanitize={','.join(sanitize)}"] if sanitize else ["-O2"]
     if "undefined" in sanitize:
         flags.append("-fno-sanitize-recover=undefined")
     sources = sorted(str(source) for source in NATIVE.glob("*.c"))
-    shared = ["-std=c11", "-fvisibility=hidden", "-shared"]
-    _cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
+    shared = ["-std=c11", "-fvisibility=hidden", "-shared", *([f"-D{define}"] if define else [])]
+    cc(*shared, *flags, "-o", directory / "_fastpath.so", *sources, "-lpthread", "-ldl")
     runtime = [f"-L{doubles}", "-l:libcudart.so.13"]
-    _cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")
-    _cc("-std=gnu11", *flags, "-o", directory / "loader", "loader.c", "-ldl")
-    _cc("-std=gnu11", *flags, "-DDIRECT", "-o", directory / "direct", "subject.c", *runtime, "-lpthread", "-ldl")
+    cc("-std=gnu11", *flags, "-shared", "-o", directory / "libsubject.so", "subject.c", *runtime, "-lpthread", "-ldl")
+    cc("-std=gnu11", *flags, "-o", directory / "loader", "loader.c", "-ldl")
+    cc("-std=gnu11", *flags, "-DDIRECT", "-o", directory / "direct", "subject.c", *runtime, "-lpthread", "-ldl")
     runtimes = {"address": "libasan.so", "thread": "libtsan.so"}
     return Programs(directory, tuple(_runtime(runtimes[name]) for name in sanitize if name in runtimes))
 
@@ -92,6 +92,7 @@ def _runtime(library: str) -> str:
     return os.path.realpath(found.stdout.strip()) if os.path.isabs(found.stdout.strip()) else found.stdout.strip()
 
 
-def _cc(*words: str | Path) -> None:
+def cc(*words: str | Path) -> None:
+    """Run the C compiler."""
     done = subprocess.run([compiler() or "cc", *FLAGS, *map(str, words)], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

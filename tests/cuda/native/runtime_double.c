@@ -30,15 +30,18 @@ static void load(void)
     cu.library = dlopen("libcuda.so.1", RTLD_NOW);
     if (cu.library == NULL)
         return;
-#define LOOK_UP(name) *(void **)&cu.name = dlsym(cu.library, #name)
-    LOOK_UP(cuCtxGetCurrent);
-    LOOK_UP(cuCtxGetDevice);
-    LOOK_UP(cuCtxSetCurrent);
-    LOOK_UP(cuCtxSynchronize);
-    LOOK_UP(cuMemAlloc_v2);
-    LOOK_UP(cuMemFree_v2);
-    LOOK_UP(cuMemGetInfo_v2);
-    LOOK_UP(double_primary_context);
+    /* Each by its base name, as the real one. */
+    CUresult (*look_up)(const char *, void **, int, unsigned long long, int *);
+    *(void **)&look_up = dlsym(cu.library, "cuGetProcAddress_v2");
+#define LOOK_UP(name, base) look_up(base, (void **)&cu.name, 12000, 0, NULL)
+    LOOK_UP(cuCtxGetCurrent, "cuCtxGetCurrent");
+    LOOK_UP(cuCtxGetDevice, "cuCtxGetDevice");
+    LOOK_UP(cuCtxSetCurrent, "cuCtxSetCurrent");
+    LOOK_UP(cuCtxSynchronize, "cuCtxSynchronize");
+    LOOK_UP(cuMemAlloc_v2, "cuMemAlloc");
+    LOOK_UP(cuMemFree_v2, "cuMemFree");
+    LOOK_UP(cuMemGetInfo_v2, "cuMemGetInfo");
+    *(void **)&cu.double_primary_context = dlsym(cu.library, "double_primary_context");
 #undef LOOK_UP
 }
 

@@ -1,0 +1,82 @@
+/* The driver's functions that tell what an address is: of served memory they tell what they would tell of memory of
+ * cuMemAlloc.  Attributes that are the same for both are the driver's to tell. */
+#define _GNU_SOURCE
+#include "allocations.h"
+#include "driver.h"
+
+/* CUpointer_attribute */
+enum { CONTEXT = 1, RANGE_START_ADDR = 11, RANGE_SIZE = 12 };
+
+static bool differs(int attribute)
+{
+    return attribute == CONTEXT || attribute == RANGE_START_ADDR || attribute == RANGE_SIZE;
+}
+
+static void tell(void *data, int attribute, const struct allocation *allocation)
+{
+    if (attribute == CONTEXT)
+        *(CUcontext *)data = allocation->context;
+    else if (attribute == RANGE_START_ADDR)
+        *(CUdeviceptr *)data = allocation->address;
+    else
+        *(size_t *)data = allocation->requested;
+}
+
+CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
+{
+    const struct driver *original = any_driver();
+    struct allocation allocation;
+    if (original == NULL || original->cuPointerGetAttribute == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (data == NULL || !differs(attribute) || !allocation_containing(address, &allocation))
+        return original->cuPointerGetAttribute(data, attribute, address);
+    tell(data, attribute, &allocation);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuPointerGetAttributes(unsigned int count, int *attributes, void **data, CUdeviceptr address)
+{
+    const struct driver *original = any_driver();
+    struct allocation allocation;
+    bool is_served = false, is_known = false;
+    if (original == NULL || original->cuPointerGetAttributes == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = original->cuPointerGetAttributes(count, attributes, data, address);
+    for (unsigned int at = 0; at < count && result == CUDA_SUCCESS; at++)
+        if (differs(attributes[at])) {
+            is_served = is_known ? is_served : allocation_containing(address, &allocation);
+            is_known = true;
+            if (is_served)
+                tell(data[at], attributes[at], &allocation);
+        }
+    return result;
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
+{
+    const struct driver *original = any_driver();
+    struct allocation allocation;
+    CUcontext current;
+    if (original == NULL || original->cuMemGetAddressRange_v2 == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (!allocation_containing(address, &allocation) || original->cuCtxGetCurrent(&current) != CUDA_SUCCESS ||
+        current == NULL)
+        return original->cuMemGetAddressRange_v2(base, bytes, address);
+    if (base != NULL)
+        *base = allocation.address;
+    if (bytes != NULL)
+        *bytes = allocation.requested;
+    return CUDA_SUCCESS;
+}
+
+/* Memory of cuMemAlloc has no handle. */
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address)
+{
+    const struct driver *original = any_driver();
+    struct allocation allocation;
+    if (original == NULL || original->cuMemRetainAllocationHandle == NULL)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (allocation_containing((CUdeviceptr)address, &allocation))
+        return CUDA_ERROR_INVALID_VALUE;
+    return original->cuMemRetainAllocationHandle(handle, address);
+}

@@ -1,0 +1,93 @@
+"""On a real driver: each way to the driver is served, and results and errors are those without the library."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import notebook
+
+from jupyter_gpu_ckpt.cuda import fastpath
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+HERE = Path(__file__).parent
+CONFORMANCE = HERE.parent / "cuda" / "native" / "conformance.py"
+#: (program, ways): of `conformance.py`; each way finds the same functions, so one of them runs everything.
+ALL = ("sizes", "frees", "pitches", "frees in order", "captures", "without a context", "children", "unknown names")
+WAYS = {
+    "dlsym": ALL,
+    "cuGetProcAddress": ("sizes", "frees"),
+    "cuGetProcAddress_v2": ("sizes", "frees in order", "captures"),
+    "cuGetProcAddress of itself": ("sizes", "frees"),
+}
+
+
+def run(directory: Path, with_library: bool, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a Python program; its first use of large memory makes the library listen at ``directory / "fast"``."""
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if with_library:
+        library = fastpath.preload()
+        assert library.path is not None, library.why
+        variables |= {"LD_PRELOAD": str(library.path), fastpath.VARIABLE: str(directory / "fast")}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=variables, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_results_and_errors_are_the_same_with_and_without_the_library(runtime_base, program):
+    for way in (way for way, chosen in WAYS.items() if program in chosen):
+        plain, served = (run(runtime_base, each, CONFORMANCE, way, program) for each in (False, True))
+        assert plain.returncode == 0, plain.stderr
+        assert (served.returncode, served.stderr) == (0, plain.stderr), way
+        assert served.stdout.splitlines() == plain.stdout.splitlines(), way
+        assert (runtime_base / "fast").exists(), f"{way}: the library served nothing"
+        (runtime_base / "fast").unlink()
+
+
+@pytest.mark.parametrize("framework", ["torch", "cupy", "numba", "triton", "jax"])
+def test_each_way_is_served_and_has_the_same_results(runtime_base, framework, record):
+    needed = "numba.cuda" if framework == "numba" else framework
+    if importlib.util.find_spec(needed.partition(".")[0]) is None or importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{framework} is not installed on this machine")
+    plain, served = (
+        run(runtime_base, each, HERE / "framework_ways.py", framework, runtime_base / "fast") for each in (False, True)
+    )
+    assert plain.returncode == 0, plain.stderr
+    assert served.returncode == 0, served.stderr
+    ours, theirs = json.loads(served.stdout), json.loads(plain.stdout)
+    record(served=ours["served"])
+    assert ours["digests"] == theirs["digests"]
+    assert theirs["served"] == 0
+    if framework != "jax":  # it maps its memory itself (cuMemCreate)
+        assert ours["served"] >= 1 << 24
+
+
+@pytest.mark.parametrize("framework", ["cupy", "numba"])
+async def test_what_is_not_pytorch_is_swapped_out_too(tmp_path, runtime_base, framework, record):
+    needed = "numba.cuda" if framework == "numba" else framework
+    pytest.importorskip(needed, reason=f"{framework} is not installed on this machine")
+    async with notebook(tmp_path, runtime_base, fast_path="auto") as kernel:
+        await kernel.run(
+            f"import sys, hashlib; sys.path.insert(0, {str(HERE)!r}); import framework_ways\n"
+            f"kept, results = framework_ways.FRAMEWORKS[{framework!r}]()\n"
+            "def digest(): return hashlib.sha256(b''.join(\n"
+            "    (x.copy_to_host() if hasattr(x, 'copy_to_host') else x.get()).tobytes() for x in kept)).hexdigest()\n"
+            "before = digest()",
+            120,
+        )
+        path = fastpath.FastPath(kernel.lifecycle.capsule, kernel.lifecycle.engine.cuda)
+        assert path.amounts().bytes >= 1 << 24
+        await kernel.provisioner.suspend()
+        record(swapped_out=path.amounts().swapped_out)
+        assert path.amounts().swapped_out >= 1 << 24
+        assert await kernel.run("print(digest() == before)", 60) == "True"
+        await kernel.settled("running")
+        await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(digest() == before)", 120) == "True"

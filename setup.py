@@ -27,7 +27,9 @@ setup(
         # Not linked to Python: kernels of any environment preload it.  Optional: all else works without a compiler.
         Extension(
             "jupyter_gpu_ckpt.cuda.native._fastpath",
-            sources=[f"{NATIVE}/{name}.c" for name in (*PARTS, "inspect", "intercept", "prefault", "runtime")],
+            sources=[
+                f"{NATIVE}/{name}.c" for name in (*PARTS, "contexts", "inspect", "intercept", "prefault", "runtime")
+            ],
             depends=[f"{NATIVE}/{name}.h" for name in (*PARTS, "serving")],
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
             libraries=["pthread", "dl"],

@@ -19,7 +19,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
 CONFORMANCE = HERE.parent / "cuda" / "native" / "conformance.py"
 #: (program, ways): of `conformance.py`; each way finds the same functions, so one of them runs everything.
-ALL = ("sizes", "frees", "pitches", "frees in order", "captures", "without a context", "children", "unknown names")
+ALL = (
+    "sizes",
+    "frees",
+    "pitches",
+    "frees in order",
+    "captures",
+    "without a context",
+    "contexts that end",
+    "children",
+    "unknown names",
+)
 WAYS = {
     "dlsym": ALL,
     "cuGetProcAddress": ("sizes", "frees"),

@@ -369,3 +369,41 @@ size_t allocations_collect(bool (*is_unused)(const struct allocation *))
     }
     return count;
 }
+
+void allocations_doom(CUcontext context)
+{
+    lock();
+    for (size_t at = 0; at < slots; at++)
+        if (table[at].address != 0 && table[at].context == context)
+            table[at].doomed = true;
+    unlock();
+}
+
+/* Remove a doomed allocation of the context, or, if it is to be kept, let it no longer be doomed. */
+static bool next_doomed(CUcontext context, bool keep, struct allocation *removed)
+{
+    bool found = false;
+    lock();
+    for (size_t at = 0; at < slots && !found; at++)
+        if (table[at].address != 0 && table[at].doomed && table[at].context == context) {
+            if (keep)
+                table[at].doomed = false;
+            else
+                remove_locked(&table[at], removed);
+            found = true;
+        }
+    unlock();
+    return found;
+}
+
+void allocations_of_destroyed(CUcontext context, bool destroyed)
+{
+    struct allocation allocation;
+    while (next_doomed(context, !destroyed, &allocation)) {
+        if (!destroyed)
+            continue;
+        postponed -= allocation.freed;
+        allocation.doomed = allocation.freed = false; /* the event has gone with the context */
+        give_back(&allocation);
+    }
+}

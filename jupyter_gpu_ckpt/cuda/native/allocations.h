@@ -18,6 +18,7 @@ struct allocation {
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
     CUevent after;
+    bool doomed;       /* its context is being destroyed */
     unsigned examined; /* for the last time by this call of `allocations_collect` */
 };
 #define NOT_COPIED SIZE_MAX
@@ -44,6 +45,10 @@ CUresult allocation_postpone(CUdeviceptr address, CUevent after);
 
 /* Give back those postponed allocations that are unused, without the lock while that is asked; their number. */
 size_t allocations_collect(bool (*is_unused)(const struct allocation *));
+
+/* Before a context is destroyed, and afterwards: give its allocations back, or, if it was not destroyed, keep them. */
+void allocations_doom(CUcontext context);
+void allocations_of_destroyed(CUcontext context, bool destroyed);
 
 /* Create physical memory for an allocation and map it at its address.  After failure the allocation has none; or, where
  * the driver refuses to take it back, memory that is not accessible, which the next attempt uses. */

@@ -95,6 +95,8 @@ enum {
 
 /* Functions that an older driver may lack. */
 #define OPTIONAL_FUNCTIONS(F)                                                                                          \
+    F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
+    F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
     F(cuEventQuery, (CUevent))                                                                                         \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
     F(cuThreadExchangeStreamCaptureMode, (int *))
@@ -102,6 +104,12 @@ enum {
 /* Functions that this library defines itself and that programs call instead of the driver's; the CUDA version since
  * which cuGetProcAddress returns this one for its name without endings. */
 #define STAND_INS(F)                                                                                                   \
+    F(cuCtxDestroy, 2000, (CUcontext))                                                                                 \
+    F(cuCtxDestroy_v2, 4000, (CUcontext))                                                                              \
+    F(cuDevicePrimaryCtxRelease, 7000, (CUdevice))                                                                     \
+    F(cuDevicePrimaryCtxRelease_v2, 11000, (CUdevice))                                                                 \
+    F(cuDevicePrimaryCtxReset, 7000, (CUdevice))                                                                       \
+    F(cuDevicePrimaryCtxReset_v2, 11000, (CUdevice))                                                                   \
     F(cuGetProcAddress, 11030, (const char *, void **, int, unsigned long long))                                       \
     F(cuGetProcAddress_v2, 12000, (const char *, void **, int, unsigned long long, int *))                             \
     F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \

@@ -26,6 +26,10 @@ ENDINGS = {
     "cuMemGetAddressRange": "_v2",
     "cuMemGetInfo": "_v2",
     "cuStreamBeginCapture": "_v2",
+    "cuCtxCreate": "_v2",
+    "cuCtxDestroy": "_v2",
+    "cuDevicePrimaryCtxRelease": "_v2",
+    "cuDevicePrimaryCtxReset": "_v2",
     "cuCtxPopCurrent": "_v2",
     "cuCtxPushCurrent": "_v2",
 }
@@ -141,6 +145,14 @@ class Program:
             return "the context" if value == self.context.value else value
         return self.where(value - offset if attribute == 3 else value) if attribute in (3, 11) else value
 
+    def create_context(self, context: ctypes.c_ulonglong) -> int:
+        return self.cu["cuCtxCreate"](ctypes.byref(context), 0, 0)
+
+    def free_bytes(self) -> int:
+        free, total = Size(), Size()
+        assert self.cu["cuMemGetInfo"](ctypes.byref(free), ctypes.byref(total)) == 0
+        return free.value
+
     def stream(self) -> ctypes.c_void_p:
         stream = ctypes.c_void_p()
         assert self.cu["cuStreamCreate"](ctypes.byref(stream), 1) == 0
@@ -245,6 +257,31 @@ def without_a_context(program: Program) -> None:
     program.say(program.free("it"))
 
 
+def contexts_that_end(program: Program) -> None:
+    """Their memory ends with them, and another context's does not."""
+    program.alloc("of the first", 8 * MIB)
+    for end in ("Destroy", "Reset", "Release"):
+        context = Pointer(program.context.value)
+        if end == "Destroy":
+            program.say(program.create_context(context))
+        program.alloc("its", 64 * MIB)
+        before = program.free_bytes()
+        address = program.memory["its"]
+        if end == "Destroy":
+            program.say(program.cu["cuCtxDestroy"](context))
+        else:
+            program.say(program.cu[f"cuDevicePrimaryCtx{end}"](0))
+            context = Pointer()
+            program.say(program.cu["cuDevicePrimaryCtxRetain"](ctypes.byref(context), 0))
+            program.say("the same handle", context.value == program.context.value)
+        program.say(program.cu["cuCtxSetCurrent"](program.context))
+        program.say(end, "given back", program.free_bytes() - before >= 64 * MIB)
+        program.say("freed again", program.cu["cuMemFree"](Pointer(address)))
+        if end != "Destroy":
+            program.alloc("of the first", 8 * MIB)
+    program.say(program.free("of the first"))
+
+
 def children(program: Program) -> None:
     """A forked child cannot use CUDA; what it is told is what the driver says."""
     program.alloc("it", 8 * MIB)
@@ -276,6 +313,7 @@ PROGRAMS = {
     "frees in order": frees_in_order,
     "captures": captures,
     "without a context": without_a_context,
+    "contexts that end": contexts_that_end,
     "children": children,
     "unknown names": unknown_names,
 }

@@ -36,6 +36,7 @@ CUresult permitted_during_capture(void);
 
 CUcontext current_context(void);
 CUdevice device_of(CUcontext context);
+void free_allocations_of(CUcontext context);
 CUresult cuStreamIsCapturing(CUstream, int *);
 int device_count(void); /* DOUBLE_DEVICES of the environment */
 int can_access(CUdevice from, CUdevice to); /* but for different ones if DOUBLE_STRANGERS is set */

@@ -184,20 +184,102 @@ static CUcontext made(int device)
     return context;
 }
 
-static void make_primary(void) { primary = made(0); }
+/* Without its memory, and no longer current; the streams are left. */
+static void unmake(CUcontext context)
+{
+    free_allocations_of(context);
+    pthread_mutex_lock(&mutex);
+    CUcontext *at = &contexts;
+    while (*at != NULL && *at != context)
+        at = &(*at)->other;
+    if (*at != NULL)
+        *at = context->other;
+    pthread_mutex_unlock(&mutex);
+    if (current_context() == context)
+        depth--;
+}
 
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
+{
+    ENTER();
+    if (context == NULL || !exists(context) || context == primary)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    unmake(context);
+    return CUDA_SUCCESS;
+}
+
+/* -- the first device's primary context: its handle stays, whether it is there or not */
+
+static pthread_mutex_t primary_mutex = PTHREAD_MUTEX_INITIALIZER;
+static size_t retained;
+
+static CUcontext retain_primary(size_t more)
+{
+    pthread_mutex_lock(&primary_mutex);
+    if (retained == 0) {
+        if (primary == NULL)
+            primary = made(0);
+        else if (!exists(primary)) {
+            primary->other = contexts;
+            contexts = primary;
+        }
+        more = 1;
+    }
+    retained += more;
+    pthread_mutex_unlock(&primary_mutex);
+    return primary;
+}
+
+/* For the runtime, which retains it once. */
 EXPORT CUresult double_primary_context(CUcontext *context)
 {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, make_primary);
-    *context = primary;
+    *context = retain_primary(0);
     return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
     ENTER();
-    return device == 0 ? double_primary_context(context) : CUDA_ERROR_INVALID_DEVICE;
+    if (device != 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    *context = retain_primary(1);
+    return CUDA_SUCCESS;
+}
+
+static CUresult release_primary(CUdevice device, bool all)
+{
+    if (device != 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&primary_mutex);
+    CUresult result = retained == 0 && !all ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
+    bool ends = retained != 0 && (all || retained == 1);
+    retained -= ends ? retained : retained != 0;
+    if (ends)
+        unmake(primary);
+    pthread_mutex_unlock(&primary_mutex);
+    return result;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    ENTER();
+    return release_primary(device, false);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+    ENTER();
+    return release_primary(device, true);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned int *flags, int *active)
+{
+    ENTER();
+    if (device != 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    *flags = 0;
+    *active = retained != 0;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context)

@@ -8,6 +8,7 @@ enum { PER_THREAD = 2 };
 
 CUresult cuCtxSetCurrent(CUcontext);
 CUresult cuInit(unsigned int);
+CUresult cuDevicePrimaryCtxRetain(CUcontext *, CUdevice);
 CUresult cuMemGetInfo_v2(size_t *, size_t *);
 CUresult cuCtxGetCurrent(CUcontext *);
 CUresult cuCtxGetDevice(CUdevice *);
@@ -26,6 +27,10 @@ static const struct {
     {"cuCtxGetDevice", 2000, false, cuCtxGetDevice},
     {"cuCtxSetCurrent", 4000, false, cuCtxSetCurrent},
     {"cuCtxSynchronize", 2000, false, cuCtxSynchronize},
+    {"cuCtxDestroy", 4000, false, cuCtxDestroy_v2},
+    {"cuDevicePrimaryCtxRetain", 7000, false, cuDevicePrimaryCtxRetain},
+    {"cuDevicePrimaryCtxRelease", 11000, false, cuDevicePrimaryCtxRelease_v2},
+    {"cuDevicePrimaryCtxReset", 11000, false, cuDevicePrimaryCtxReset_v2},
     {"cuMemAlloc", 3020, false, allocate},
     {"cuMemAllocPitch", 3020, false, cuMemAllocPitch_v2},
     {"cuMemFree", 3020, false, cuMemFree_v2},

@@ -292,6 +292,21 @@ static CUresult free_allocation(CUdeviceptr address)
     return CUDA_SUCCESS;
 }
 
+void free_allocations_of(CUcontext context)
+{
+    for (;;) {
+        CUdeviceptr address = 0;
+        pthread_mutex_lock(&mutex);
+        for (size_t at = 0; at < allocations.count; at++)
+            if (allocations.all[at].context == context)
+                address = allocations.all[at].address;
+        pthread_mutex_unlock(&mutex);
+        if (address == 0)
+            return;
+        free_allocation(address);
+    }
+}
+
 EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
 {
     if (getpid() != loader)

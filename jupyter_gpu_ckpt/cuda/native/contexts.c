@@ -1,0 +1,71 @@
+/* The functions that destroy a context.  The driver frees the memory of cuMemAlloc with its context; so is served memory,
+ * which belongs to none, freed here. */
+#define _GNU_SOURCE
+#include "allocations.h"
+#include "child.h"
+#include "driver.h"
+
+static bool has_allocations(void)
+{
+    size_t count, bytes;
+    allocations_total(&count, &bytes);
+    return count != 0 && !is_inert();
+}
+
+static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))
+{
+    if (context == NULL || !has_allocations())
+        return original(context);
+    allocations_doom(context);
+    CUresult result = original(context);
+    allocations_of_destroyed(context, result == CUDA_SUCCESS);
+    return result;
+}
+
+static bool is_active(const struct driver *cu, CUdevice device)
+{
+    unsigned int flags;
+    int active = 0;
+    return cu->cuDevicePrimaryCtxGetState != NULL &&
+           cu->cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
+/* A device's primary context is destroyed by its last release, or by a reset. */
+static CUresult destroy_primary(CUdevice device, bool resets, CUresult (*original)(CUdevice),
+                                CUresult (*release)(CUdevice))
+{
+    const struct driver *cu = any_driver();
+    CUcontext context;
+    if (!has_allocations() || !is_active(cu, device) || cu->cuDevicePrimaryCtxRetain == NULL || release == NULL ||
+        cu->cuDevicePrimaryCtxRetain(&context, device) != CUDA_SUCCESS)
+        return original(device);
+    release(device); /* only its handle was wanted */
+    allocations_doom(context);
+    CUresult result = original(device);
+    allocations_of_destroyed(context, result == CUDA_SUCCESS && (resets || !is_active(cu, device)));
+    return result;
+}
+
+#define DESTROY(name)                                                                                                  \
+    CUresult name(CUcontext context)                                                                                   \
+    {                                                                                                                  \
+        const struct driver *original = any_driver();                                                                  \
+        if (original == NULL || original->name == NULL)                                                                \
+            return CUDA_ERROR_NOT_INITIALIZED;                                                                         \
+        return destroy(context, original->name);                                                                       \
+    }
+DESTROY(cuCtxDestroy)
+DESTROY(cuCtxDestroy_v2)
+
+#define DESTROY_PRIMARY(name, resets, release)                                                                         \
+    CUresult name(CUdevice device)                                                                                     \
+    {                                                                                                                  \
+        const struct driver *original = any_driver();                                                                  \
+        if (original == NULL || original->name == NULL)                                                                \
+            return CUDA_ERROR_NOT_INITIALIZED;                                                                         \
+        return destroy_primary(device, resets, original->name, original->release);                                     \
+    }
+DESTROY_PRIMARY(cuDevicePrimaryCtxRelease, false, cuDevicePrimaryCtxRelease)
+DESTROY_PRIMARY(cuDevicePrimaryCtxRelease_v2, false, cuDevicePrimaryCtxRelease_v2)
+DESTROY_PRIMARY(cuDevicePrimaryCtxReset, true, cuDevicePrimaryCtxRelease)
+DESTROY_PRIMARY(cuDevicePrimaryCtxReset_v2, true, cuDevicePrimaryCtxRelease_v2)

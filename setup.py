@@ -9,28 +9,14 @@ if not (Path(__file__).parent / "labextension" / "dist" / "package.json").is_fil
     print("jupyter_gpu_ckpt: without the JupyterLab front end; `make labextension` builds it.", file=sys.stderr)
 
 NATIVE = "jupyter_gpu_ckpt/cuda/native"
-PARTS = (
-    "allocations",
-    "capture",
-    "child",
-    "control",
-    "copies",
-    "driver",
-    "host_memory",
-    "lookup",
-    "rwlock_release",
-    "swap",
-)
 
 setup(
     ext_modules=[
         # Not linked to Python: kernels of any environment preload it.  Optional: all else works without a compiler.
         Extension(
             "jupyter_gpu_ckpt.cuda.native._fastpath",
-            sources=[
-                f"{NATIVE}/{name}.c" for name in (*PARTS, "contexts", "inspect", "intercept", "prefault", "runtime")
-            ],
-            depends=[f"{NATIVE}/{name}.h" for name in (*PARTS, "serving")],
+            sources=sorted(map(str, Path(NATIVE).glob("*.c"))),
+            depends=sorted(map(str, Path(NATIVE).glob("*.h"))),
             extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden", "-Wall", "-Wextra"],
             libraries=["pthread", "dl"],
             py_limited_api=True,

@@ -79,6 +79,15 @@ def test_each_way_is_served_and_has_the_same_results(runtime_base, framework, re
         assert ours["served"] >= 1 << 24
 
 
+def test_tensors_go_through_queues_of_torch_multiprocessing(runtime_base):
+    """Served memory is mapped by a worker, and a worker's by the program (CUDA IPC)."""
+    plain, served = (run(runtime_base, each, HERE / "torch_queue.py") for each in (False, True))
+    assert plain.returncode == 0, plain.stderr
+    assert served.returncode == 0, served.stderr
+    assert served.stdout == plain.stdout
+    assert (runtime_base / "fast").exists(), "the library served nothing"
+
+
 @pytest.mark.parametrize("framework", ["cupy", "numba"])
 async def test_what_is_not_pytorch_is_swapped_out_too(tmp_path, runtime_base, framework, record):
     needed = "numba.cuda" if framework == "numba" else framework
@@ -101,3 +110,28 @@ async def test_what_is_not_pytorch_is_swapped_out_too(tmp_path, runtime_base, fr
         await kernel.settled("running")
         await kernel.provisioner.checkpoint()
         assert await kernel.run("print(digest() == before)", 120) == "True"
+
+
+@pytest.mark.parametrize("fast_path", ["auto", "off"])
+async def test_registered_host_memory_can_be_copied_from_afterwards(tmp_path, runtime_base, fast_path, record):
+    """Records what of a registration (cudaHostRegister) is left after each tier."""
+    async with notebook(tmp_path, runtime_base, fast_path=fast_path) as kernel:
+        await kernel.run(
+            "import torch\n"
+            "cudart, keep = torch.cuda.cudart(), torch.ones(1 << 22, device='cuda')\n"
+            "def register():\n"
+            "    host = torch.arange(1 << 20)\n"
+            "    return host, int(cudart.cudaHostRegister(host.data_ptr(), host.numel() * 8, 0))\n"
+            "def left(host):\n"
+            "    there = host.to('cuda', non_blocking=True); torch.cuda.synchronize()\n"
+            "    same = bool((there.cpu() == torch.arange(1 << 20)).all())\n"
+            "    return same, host.is_pinned(), int(cudart.cudaHostUnregister(host.data_ptr()))\n",
+            120,
+        )
+        for verb in ("suspend", "checkpoint"):
+            assert await kernel.run("host, result = register(); print(result)") == "0"
+            await getattr(kernel.provisioner, verb)()
+            said = await kernel.run("print(*left(host))", 120)
+            record(**{f"after {verb}: same, pinned, unregistered": said})
+            assert said.split()[0] == "True"
+            await kernel.settled("running")

@@ -159,6 +159,17 @@ bool allocation_containing(CUdeviceptr address, struct allocation *found)
     return contains;
 }
 
+bool allocation_share(CUdeviceptr address)
+{
+    lock();
+    struct allocation *allocation = find(address);
+    bool found = allocation != NULL && !allocation->freed;
+    if (found)
+        allocation->shared = true;
+    unlock();
+    return found;
+}
+
 CUresult allocation_postpone(CUdeviceptr address, CUevent after)
 {
     lock();
@@ -190,7 +201,11 @@ static CUmemAllocationProp properties(CUdevice device)
     CUmemAllocationProp wanted = {.type = CU_MEM_ALLOCATION_TYPE_PINNED};
     wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     wanted.location.id = device;
-    int rdma = 0;
+    int rdma = 0, descriptors = 0;
+    if (driver()->cuDeviceGetAttribute(&descriptors, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                                       device) == CUDA_SUCCESS &&
+        descriptors != 0)
+        wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; /* for CUDA IPC */
     if (driver()->cuDeviceGetAttribute(&rdma, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) ==
         CUDA_SUCCESS)
         wanted.allocFlags.gpuDirectRDMACapable = rdma != 0; /* like all memory of cudaMalloc */

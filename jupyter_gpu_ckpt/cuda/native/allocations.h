@@ -18,6 +18,7 @@ struct allocation {
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
     CUevent after;
+    bool shared;       /* another process may have it mapped: it is not swapped (`ipc.c`) */
     bool doomed;       /* its context is being destroyed */
     unsigned examined; /* for the last time by this call of `allocations_collect` */
 };
@@ -38,6 +39,9 @@ bool allocation_containing(CUdeviceptr address, struct allocation *found);
 /* Give memory and address back to the driver.  The caller has waited for the work of its context.  After failure the
  * allocation still exists, and the call can be repeated. */
 CUresult allocation_destroy(CUdeviceptr address);
+
+/* Never swap the allocation from now on: the driver moves it.  False if it is no more. */
+bool allocation_share(CUdeviceptr address);
 
 /* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened, or
  * (NULL) until no stream is captured and the work of its context is done. */

@@ -8,6 +8,7 @@
 #include "control.h"
 #include "driver.h"
 #include "host_memory.h"
+#include "ipc.h"
 
 static atomic_bool inert;
 
@@ -22,6 +23,7 @@ static void in_child(void)
     allocations_in_child();
     capture_in_child();
     driver_in_child();
+    ipc_in_child();
     host_memory_close();
 }
 

@@ -1,9 +1,11 @@
-/* One request a line, at most 15 bytes; the reply to each is one line of JSON:
+/* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
  *   swap_in   bring everything back to the device      likewise
+ *   export PROCESS ADDRESS   (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
+ *                            descriptor of its memory
  *
  * Whether allocations are swapped out, and whether readers are dropped from the driver's lock (`rwlock_release.h`), is
  * also in `published`, for other processes to read in our memory: a request may find no answer when they have to know
@@ -36,8 +38,10 @@
 #include "child.h"
 #include "copies.h"
 #include "host_memory.h"
+#include "ipc.h"
 #include "rwlock_release.h"
 #include "swap.h"
+#include "workers.h"
 
 #define CONTROL_VERSION 1
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
@@ -63,10 +67,16 @@ __attribute__((constructor)) static void begin(void)
         host_memory_set_directory(extents);
     }
     unsetenv(SOCKET_VARIABLE);
+    const char *source = getenv(IPC_VARIABLE);
+    if (source != NULL)
+        ipc_set_socket(source);
+    unsetenv(IPC_VARIABLE);
     Dl_info us;
     const char *preloaded = getenv("LD_PRELOAD");
     if (preloaded == NULL || dladdr(&listening, &us) == 0)
         return;
+    if (path[0] != '\0')
+        workers_preload(us.dli_fname, path);
     char *rest = malloc(strlen(preloaded) + 1), *copied = strdup(preloaded), *saved = NULL;
     if (rest != NULL && copied != NULL) {
         rest[0] = '\0';
@@ -110,8 +120,11 @@ static void publish(bool swapped_out)
     atomic_store(&published.state, swapped_out ? where : rwlock_is_released() ? READERS_DROPPED : ON_DEVICE);
 }
 
-static CUresult perform(const char *verb)
+static CUresult perform(const char *verb, int *descriptor)
 {
+    unsigned long long process, address;
+    if (sscanf(verb, "export %llx %llx", &process, &address) == 2)
+        return ipc_export(process, address, descriptor);
     CUresult (*step)(void) = strcmp(verb, "copy_out") == 0  ? swap_copy_out
                              : strcmp(verb, "free") == 0    ? swap_free_device
                              : strcmp(verb, "swap_in") == 0 ? swap_in
@@ -132,10 +145,30 @@ static CUresult perform(const char *verb)
     return result;
 }
 
+/* Without a stream, even dprintf's: a process that exits flushes it once more, and SIGPIPE would end it. */
+static void send_reply(char *line, size_t length, int descriptor)
+{
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(sizeof(int))];
+    } control = {.header = {.cmsg_len = CMSG_LEN(sizeof(int)), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS}};
+    struct iovec part = {line, length};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    if (descriptor >= 0) {
+        memcpy(CMSG_DATA(&control.header), &descriptor, sizeof descriptor);
+        message.msg_control = &control;
+        message.msg_controllen = sizeof control;
+    }
+    sendmsg(atomic_load(&peer), &message, MSG_NOSIGNAL);
+    if (descriptor >= 0)
+        close(descriptor);
+}
+
 static void reply(const char *verb)
 {
     double began = now();
-    CUresult result = perform(verb);
+    int descriptor = -1;
+    CUresult result = perform(verb, &descriptor);
     struct amounts amounts = swap_amounts();
     char line[192];
     int length = snprintf(line, sizeof line,
@@ -143,8 +176,7 @@ static void reply(const char *verb)
                           "\"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
                           now() - began);
-    /* Without a stream, even dprintf's: a process that exits flushes it once more, and SIGPIPE would end it. */
-    send(atomic_load(&peer), line, (size_t)length, MSG_NOSIGNAL);
+    send_reply(line, (size_t)length, descriptor);
     swap_free_host();
 }
 
@@ -194,7 +226,7 @@ static bool is_permitted(int connection)
 static void serve(void)
 {
     struct input input = {.at = 0};
-    char verb[16];
+    char verb[48];
     while (read_verb(&input, verb, sizeof verb))
         reply(verb);
     if (swap_amounts().swapped_out == 0) {

@@ -16,12 +16,16 @@ typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
 typedef unsigned long long CUdeviceptr;
 typedef unsigned long long CUmemGenericAllocationHandle;
+typedef struct {
+    char bytes[64];
+} CUipcMemHandle;
 
 enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
+    CUDA_ERROR_INVALID_CONTEXT = 201,
     CUDA_ERROR_OPERATING_SYSTEM = 304,
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_NOT_SUPPORTED = 801,
@@ -54,11 +58,13 @@ enum {
     CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0,
     CU_MEMHOSTREGISTER_PORTABLE = 1,
     CU_STREAM_NON_BLOCKING = 1,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
 };
 
@@ -98,6 +104,8 @@ enum {
     F(cuDevicePrimaryCtxGetState, (CUdevice, unsigned int *, int *))                                                   \
     F(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice))                                                               \
     F(cuEventQuery, (CUevent))                                                                                         \
+    F(cuMemExportToShareableHandle, (void *, CUmemGenericAllocationHandle, int, unsigned long long))                   \
+    F(cuMemImportFromShareableHandle, (CUmemGenericAllocationHandle *, void *, int))                                   \
     F(cuStreamIsCapturing, (CUstream, int *))                                                                          \
     F(cuThreadExchangeStreamCaptureMode, (int *))
 
@@ -112,6 +120,10 @@ enum {
     F(cuDevicePrimaryCtxReset_v2, 11000, (CUdevice))                                                                   \
     F(cuGetProcAddress, 11030, (const char *, void **, int, unsigned long long))                                       \
     F(cuGetProcAddress_v2, 12000, (const char *, void **, int, unsigned long long, int *))                             \
+    F(cuIpcCloseMemHandle, 4010, (CUdeviceptr))                                                                        \
+    F(cuIpcGetMemHandle, 4010, (CUipcMemHandle *, CUdeviceptr))                                                        \
+    F(cuIpcOpenMemHandle, 4010, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                         \
+    F(cuIpcOpenMemHandle_v2, 11000, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                     \
     F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \
     F(cuMemAllocPitch_v2, 3020, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))                               \
     F(cuMemFree_v2, 3020, (CUdeviceptr))                                                                               \

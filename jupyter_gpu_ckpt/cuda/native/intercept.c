@@ -135,23 +135,18 @@ CUresult cuMemFree_v2(CUdeviceptr address)
 
 /* Free it once the work before this on the stream is done; nobody waits for that here.  Other streams that use it are
  * the program's concern, as with the driver. */
-static CUresult free_behind(CUdeviceptr address, CUcontext context, CUstream stream)
+static CUresult free_behind(CUdeviceptr address, CUstream stream)
 {
     const struct driver *cu = driver();
-    CUcontext popped;
     CUevent event;
-    CUresult result = cu->cuCtxPushCurrent_v2(context);
+    CUresult result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
     if (result != CUDA_SUCCESS)
         return result;
-    result = cu->cuEventCreate(&event, CU_EVENT_DISABLE_TIMING);
-    if (result == CUDA_SUCCESS) {
-        result = cu->cuEventRecord(event, stream);
-        if (result == CUDA_SUCCESS)
-            result = allocation_postpone(address, event);
-        if (result != CUDA_SUCCESS)
-            cu->cuEventDestroy_v2(event);
-    }
-    cu->cuCtxPopCurrent_v2(&popped);
+    result = cu->cuEventRecord(event, stream);
+    if (result == CUDA_SUCCESS)
+        result = allocation_postpone(address, event);
+    if (result != CUDA_SUCCESS)
+        cu->cuEventDestroy_v2(event);
     return result;
 }
 
@@ -166,7 +161,7 @@ static CUresult free_async(CUdeviceptr address, CUstream stream, bool per_thread
         capture_includes(per_thread && stream == NULL ? PER_THREAD_STREAM : stream))
         return original(address, stream);
     collect_freed(false);
-    return free_behind(address, context, per_thread && stream == NULL ? PER_THREAD_STREAM : stream);
+    return free_behind(address, per_thread && stream == NULL ? PER_THREAD_STREAM : stream);
 }
 
 CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)

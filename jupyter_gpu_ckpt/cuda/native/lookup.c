@@ -98,6 +98,8 @@ CUresult cuGetProcAddress_v2(const char *name, void **function, int version, uns
 typedef void *dlsym_function(void *, const char *);
 
 #define FOR_ASSEMBLY __attribute__((used, visibility("hidden")))
+/* Runs before the sanitizers' own runtimes, which look functions up, too, have begun. */
+#define NOT_SANITIZED __attribute__((no_sanitize("address", "thread", "undefined")))
 
 /* The next definition of dlsym after this library's: glibc's, or that of another library that stands in for it. */
 FOR_ASSEMBLY dlsym_function *gpu_ckpt_next_dlsym;
@@ -112,7 +114,7 @@ static void *find_nothing(void *library, const char *name)
 
 /* By a version that glibc's dlsym has on x86-64 in every release: a lookup that fails would allocate, and an allocator
  * may be who asks. */
-dlsym_function *gpu_ckpt_find_dlsym(void)
+NOT_SANITIZED dlsym_function *gpu_ckpt_find_dlsym(void)
 {
     dlsym_function *glibc, *next = NULL;
     *(void **)&glibc = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");

@@ -36,8 +36,8 @@ CUresult swap_copy_out(void)
     struct allocation *table = allocations_table(&slots);
     for (size_t at = 0; at < slots; at++)
         if (table[at].address != 0) {
-            table[at].offset = bytes;
-            bytes += table[at].bytes;
+            table[at].offset = table[at].shared ? NOT_COPIED : bytes;
+            bytes += table[at].shared ? 0 : table[at].bytes;
         }
     if (bytes == 0)
         return CUDA_SUCCESS;

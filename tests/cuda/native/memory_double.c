@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -26,6 +27,8 @@ struct memory {
     CUdevice device;
     size_t bytes;
     off_t offset; /* in the file, never used again */
+    int file;     /* another process's; or -1: our own */
+    bool exportable;
     size_t mappings;
     bool released;
 };
@@ -38,6 +41,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct ranges reservations, mappings, allocations, registered;
 static struct memory **memories;
 static size_t memory_count, memory_room;
+static CUmemGenericAllocationHandle last;
 static size_t capacity = (size_t)1 << 40, used;
 static int file = -1;
 static off_t file_end;
@@ -90,12 +94,22 @@ static struct memory *memory_of(CUmemGenericAllocationHandle handle, const char 
     misuse("%s: there is no handle %llu, or it was released", function, handle);
 }
 
+static void keep(struct memory *memory)
+{
+    if (memory_count == memory_room)
+        memories = realloc(memories, (memory_room += 1024) * sizeof *memories);
+    memories[memory_count++] = memory;
+}
+
 static void forget_unused(struct memory *memory)
 {
     if (!memory->released || memory->mappings != 0)
         return;
-    fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
-    used -= memory->bytes;
+    if (memory->file < 0) {
+        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, memory->offset, (off_t)memory->bytes);
+        used -= memory->bytes;
+    } else
+        close(memory->file);
     size_t at = 0;
     while (memories[at] != memory)
         at++;
@@ -154,7 +168,6 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes)
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *wanted,
                             unsigned long long flags)
 {
-    static CUmemGenericAllocationHandle last;
     ENTER();
     need_grain(__func__, 0, bytes);
     if (wanted->type != CU_MEM_ALLOCATION_TYPE_PINNED || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
@@ -167,16 +180,71 @@ EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, 
     if (bytes <= capacity - used && ftruncate(file, file_end + (off_t)bytes) == 0) {
         struct memory *memory = calloc(1, sizeof *memory);
         *memory = (struct memory){
-            .handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes, .offset = file_end};
+            .handle = *handle = ++last, .device = wanted->location.id, .bytes = bytes, .offset = file_end,
+            .file = -1, .exportable = wanted->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR};
         file_end += (off_t)bytes;
         used += bytes;
-        if (memory_count == memory_room)
-            memories = realloc(memories, (memory_room += 1024) * sizeof *memories);
-        memories[memory_count++] = memory;
+        keep(memory);
         result = CUDA_SUCCESS;
     }
     pthread_mutex_unlock(&mutex);
     return result;
+}
+
+/* -- to other processes: a descriptor of the file, at the memory's offset */
+
+EXPORT CUresult cuMemExportToShareableHandle(void *descriptor, CUmemGenericAllocationHandle handle, int type,
+                                             unsigned long long flags)
+{
+    ENTER();
+    pthread_mutex_lock(&mutex);
+    struct memory *memory = memory_of(handle, __func__);
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags != 0 || !memory->exportable)
+        misuse("cuMemExportToShareableHandle: it was not created for that");
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    *(int *)descriptor = open(path, O_RDWR | O_CLOEXEC);
+    lseek(*(int *)descriptor, memory->offset, SEEK_SET);
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *descriptor, int type)
+{
+    ENTER();
+    int theirs = dup((int)(intptr_t)descriptor);
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || theirs < 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct memory *memory = calloc(1, sizeof *memory);
+    pthread_mutex_lock(&mutex);
+    *memory = (struct memory){.handle = *handle = ++last, .offset = lseek(theirs, 0, SEEK_CUR), .file = theirs};
+    keep(memory);
+    pthread_mutex_unlock(&mutex);
+    return CUDA_SUCCESS;
+}
+
+/* Handles of the legacy kind are those of memory of cuMemAlloc alone, and nobody opens one here. */
+EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
+{
+    ENTER();
+    if (handle == NULL || holding(&allocations, address, 1) == NULL)
+        return CUDA_ERROR_INVALID_VALUE;
+    memset(handle, 1, sizeof *handle);
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned int flags)
+{
+    ENTER();
+    (void)address, (void)handle, (void)flags;
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
+{
+    ENTER();
+    (void)address;
+    return CUDA_ERROR_INVALID_VALUE;
 }
 
 EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
@@ -197,11 +265,14 @@ EXPORT CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmem
     need_grain(__func__, address, bytes);
     pthread_mutex_lock(&mutex);
     struct memory *memory = memory_of(handle, __func__);
+    if (memory->file >= 0)
+        memory->bytes = bytes;
     if (offset != 0 || flags != 0 || bytes != memory->bytes)
         misuse("cuMemMap(%#llx, %zu): the memory has %zu bytes", address, bytes, memory->bytes);
     if (holding(&reservations, address, bytes) == NULL || touching(&mappings, address, bytes) != NULL)
         misuse("cuMemMap(%#llx, %zu): not reserved, or mapped already", address, bytes);
-    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file, memory->offset) == MAP_FAILED)
+    if (mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->file >= 0 ? memory->file : file,
+             memory->offset) == MAP_FAILED)
         misuse("cuMemMap: mmap says %s", strerror(errno));
     memory->mappings++;
     add(&mappings, (struct range){.address = address, .bytes = bytes, .memory = memory});

@@ -297,7 +297,11 @@ static void perform(char *line)
         alloc(words);
     else if (strcmp(line, "free") == 0)
         printf("%d\n", give_back(&allocations[number]));
-    else if (strcmp(line, "check") == 0)
+    else if (strcmp(line, "share") == 0) {
+        CUipcMemHandle handle;
+        printf("%d\n", DRIVER(CUresult, cuIpcGetMemHandle, CUipcMemHandle *, CUdeviceptr)(
+                           &handle, (CUdeviceptr)allocations[number].memory));
+    } else if (strcmp(line, "check") == 0)
         check();
     else if (strcmp(line, "address") == 0)
         printf("%p\n", (void *)allocations[number].memory);

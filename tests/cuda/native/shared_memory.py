@@ -1,0 +1,75 @@
+"""A program that lets processes of multiprocessing, and one of another kind, map its device memory (CUDA IPC).
+
+Run as ``python shared_memory.py LIBRARY... -- METHOD SOCKET``; the double's device memory can be read by ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import socket
+import subprocess
+import sys
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+
+
+class Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 64),)
+
+
+def driver() -> ctypes.CDLL:
+    cu = ctypes.CDLL("libcuda.so.1")
+    cu.cuIpcOpenMemHandle_v2.argtypes = (ctypes.c_void_p, Handle, ctypes.c_uint)
+    context = ctypes.c_ulonglong()
+    assert cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == cu.cuCtxSetCurrent(context) == 0
+    return cu
+
+
+def open_twice(raw: bytes, answers: multiprocessing.Queue[object]) -> None:
+    """What a worker finds and writes."""
+    cu, handle = driver(), Handle.from_buffer_copy(raw)
+    first, second = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    results = [cu.cuIpcOpenMemHandle_v2(ctypes.byref(at), handle, 1) for at in (first, second)]
+    content = ctypes.string_at(first.value, SIZE) == b"\5" * SIZE
+    results += [cu.cuIpcCloseMemHandle(second), first.value == second.value, content]
+    ctypes.memset(first.value, 6, SIZE)
+    results += [cu.cuIpcCloseMemHandle(first), cu.cuIpcCloseMemHandle(first)]
+    outside = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    answers.put([*results, "LD_PRELOAD" in outside or "GPU_CKPT_SHARED" in outside])
+
+
+def ask(path: str, verb: str) -> dict[str, int]:
+    with socket.socket(socket.AF_UNIX) as control:
+        control.connect(path)
+        control.sendall(f"{verb}\n".encode())
+        return json.loads(control.recv(4096))
+
+
+def main(method: str, path: str) -> None:
+    cu = driver()
+    shared, other = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    for address, value in ((shared, 5), (other, 7)):
+        assert cu.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(SIZE)) == 0
+        ctypes.memset(address.value, value, SIZE)
+    handle = Handle()
+    print("handle", cu.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_ulonglong(shared.value + 5)))
+    again = ctypes.c_ulonglong()
+    print("opened by its own process", cu.cuIpcOpenMemHandle_v2(ctypes.byref(again), handle, 1))
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    worker = context.Process(target=open_twice, args=(bytes(handle), answers))
+    worker.start()
+    print("worker", answers.get(timeout=60))
+    worker.join()
+    print("written by the worker", ctypes.string_at(shared.value, SIZE) == b"\6" * SIZE)
+    print("allocations", ask(path, "status")["bytes"])
+    wrong = [ask(path, f"export {process:x} {address:x}")["cuda"] for process, address in ((1, shared.value), (0, 0))]
+    print("exports that are refused", wrong)
+    print("freed", cu.cuMemFree_v2(shared), cu.cuMemFree_v2(other))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

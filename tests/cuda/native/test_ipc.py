@@ -1,0 +1,48 @@
+"""CUDA IPC of served memory: worker processes of multiprocessing map it, and it is left to the driver from then on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from programs import HERE
+from subject import MIB, SOCKET_VARIABLE
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_map_the_memory_that_they_are_sent(programs, doubles, runtime_base, method):
+    variables = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(doubles),
+        "LD_PRELOAD": str(programs.library),
+        SOCKET_VARIABLE: str(runtime_base / "fast"),
+    }
+    command = [sys.executable, str(HERE / "shared_memory.py"), method, str(runtime_base / "fast")]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "handle 0",
+        "opened by its own process 201",
+        # Opened twice at one address, closed once and then for good; what the worker starts has nothing of it.
+        "worker [0, 0, 0, True, True, 0, 1, False]",
+        "written by the worker True",
+        f"allocations {8 * MIB}",
+        "exports that are refused [1, 1]",
+        "freed 0 0",
+    ]
+
+
+def test_shared_memory_is_not_swapped(subject):
+    subject.alloc(3, 2 * MIB, density="full")
+    assert subject.ask("share", 1) == "0"
+    with subject.control() as control:
+        for _ in range(2):
+            control.must("copy_out")
+            assert control.ask("free")["swapped_out"] == 4 * MIB
+            assert subject.outstanding()["mappings"] == 1
+            control.must("swap_in")
+            subject.intact(3)
+    subject.free(1)
+    assert subject.outstanding()["mappings"] == 2

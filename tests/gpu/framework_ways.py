@@ -46,6 +46,9 @@ def with_torch() -> tuple[object, list[bytes]]:
     graph.replay()
     del model, optimiser
     torch.cuda.empty_cache()
+    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    del large
+    torch.cuda.empty_cache()  # given back at once: the capture has ended
     y = torch.empty(COUNT, device="cuda").fill_(3)
     kept = [x @ x, out, y]
     return kept, [each.cpu().numpy().tobytes() for each in kept]

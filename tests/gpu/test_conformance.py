@@ -76,7 +76,7 @@ def test_each_way_is_served_and_has_the_same_results(runtime_base, framework, re
     assert ours["digests"] == theirs["digests"]
     assert theirs["served"] == 0
     if framework != "jax":  # it maps its memory itself (cuMemCreate)
-        assert ours["served"] >= 1 << 24
+        assert 1 << 24 <= ours["served"] < 1 << 30
 
 
 def test_tensors_go_through_queues_of_torch_multiprocessing(runtime_base):

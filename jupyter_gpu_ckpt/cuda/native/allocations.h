@@ -43,8 +43,8 @@ CUresult allocation_destroy(CUdeviceptr address);
 /* Never swap the allocation from now on: the driver moves it.  False if it is no more. */
 bool allocation_share(CUdeviceptr address);
 
-/* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened, or
- * (NULL) until no stream is captured and the work of its context is done. */
+/* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened,
+ * or (NULL) until no stream is captured and the work of its context is done. */
 CUresult allocation_postpone(CUdeviceptr address, CUevent after);
 
 /* Give back those postponed allocations that are unused, without the lock while that is asked; their number. */

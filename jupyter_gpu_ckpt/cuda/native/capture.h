@@ -4,7 +4,7 @@
 
 #include "driver.h"
 
-/* Whether a stream is being captured. */
+/* Whether a stream is being captured.  Asks the driver only if a capture has begun. */
 bool capture_is_active(void);
 
 /* Whether this thread may allocate: no stream is captured, or its mode is relaxed.  Else the driver is to allocate, and

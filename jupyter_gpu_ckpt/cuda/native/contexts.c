@@ -1,5 +1,5 @@
-/* The functions that destroy a context.  The driver frees the memory of cuMemAlloc with its context; so is served memory,
- * which belongs to none, freed here. */
+/* The functions that destroy a context.  The driver frees the memory of cuMemAlloc with its context; so is served
+ * memory, which belongs to none, freed here. */
 #define _GNU_SOURCE
 #include "allocations.h"
 #include "child.h"

@@ -30,7 +30,7 @@ static bool look_up_driver(void *library, struct driver *found)
 #undef LOOK_UP
 #undef LOOK_UP_STAND_IN
 #undef CHECK
-    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL;
+    return all && found->cuMemAlloc_v2 != NULL && found->cuMemFree_v2 != NULL && found->cuStreamDestroy_v2 != NULL;
 }
 
 const struct driver *any_driver(void)

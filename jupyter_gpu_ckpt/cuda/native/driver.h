@@ -92,7 +92,6 @@ enum {
     F(cuMemcpyDtoHAsync_v2, (void *, CUdeviceptr, size_t, CUstream))                                                   \
     F(cuMemcpyHtoDAsync_v2, (CUdeviceptr, const void *, size_t, CUstream))                                             \
     F(cuStreamCreate, (CUstream *, unsigned int))                                                                      \
-    F(cuStreamDestroy_v2, (CUstream))                                                                                  \
     F(cuStreamSynchronize, (CUstream))                                                                                 \
     F(cuEventCreate, (CUevent *, unsigned int))                                                                        \
     F(cuEventDestroy_v2, (CUevent))                                                                                    \
@@ -139,6 +138,8 @@ enum {
     F(cuStreamBeginCapture_v2_ptsz, 10010, (CUstream, int))                                                            \
     F(cuStreamBeginCaptureToGraph, 12030, (CUstream, CUgraph, const CUgraphNode *, const void *, size_t, int))         \
     F(cuStreamBeginCaptureToGraph_ptsz, 12030, (CUstream, CUgraph, const CUgraphNode *, const void *, size_t, int))    \
+    F(cuStreamDestroy, 2000, (CUstream))                                                                               \
+    F(cuStreamDestroy_v2, 4000, (CUstream))                                                                            \
     F(cuStreamEndCapture, 10000, (CUstream, CUgraph *))                                                                \
     F(cuStreamEndCapture_ptsz, 10000, (CUstream, CUgraph *))
 

@@ -43,7 +43,10 @@ CUresult free_served(CUdeviceptr address, CUcontext context)
         return result == CUDA_SUCCESS ? allocation_postpone(address, NULL) : result;
     }
     CUresult result = wait_for_work(context);
-    return result == CUDA_SUCCESS ? allocation_destroy(address) : result;
+    if (result == CUDA_SUCCESS)
+        result = allocation_destroy(address);
+    collect_freed(false);
+    return result;
 }
 
 /* -- memory that the program has freed and that is given back later */

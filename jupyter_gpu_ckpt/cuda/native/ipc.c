@@ -94,7 +94,8 @@ static int receive(int connection)
     } control;
     char text[512];
     struct iovec part = {text, sizeof text};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     int descriptor = -1;
     if (recvmsg(connection, &message, MSG_CMSG_CLOEXEC) <= 0)
         return -1;

@@ -636,6 +636,9 @@ EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph)
     return result;
 }
 
+/* By a way that no library sees. */
+EXPORT void double_end_capture(CUstream stream) { actual(stream)->capture = NOT_CAPTURED; }
+
 EXPORT CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph *graph)
 {
     return cuStreamEndCapture(stream == NULL ? (CUstream)2 : stream, graph);

@@ -77,6 +77,39 @@ def test_an_allocation_is_served_whichever_way_the_driver_is_found(programs, dou
     assert each_way(doubles, runtime_base, [programs.library]) == (SERVED, True, 0)
 
 
+#: Frees memory during a capture; prints how many allocations are mapped, then and after its end, seen or not.
+CAPTURE = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+from conformance import GLOBAL, MIB, RELAXED, Pointer, Program
+program, library = Program("dlsym"), ctypes.CDLL("libcuda.so.1")
+def mapped():
+    counts = (ctypes.c_size_t * 8)()
+    library.double_outstanding(counts)
+    return counts[3]
+for seen in (True, False):
+    program.alloc("it", 8 * MIB)
+    stream, graph, mode = program.stream(), ctypes.c_void_p(), ctypes.c_int(RELAXED)
+    program.cu["cuStreamBeginCapture"](stream, GLOBAL)
+    program.cu["cuThreadExchangeStreamCaptureMode"](ctypes.byref(mode))
+    program.say(program.free("it"), mapped())
+    program.cu["cuThreadExchangeStreamCaptureMode"](ctypes.byref(mode))
+    if seen:
+        program.say(program.cu["cuStreamEndCapture"](stream, ctypes.byref(graph)), mapped())
+    else:
+        library.double_end_capture(stream)
+        program.say(program.alloc("next", 8 * MIB), mapped())
+        program.say(program.free("next"), mapped())
+"""
+
+
+def test_memory_freed_during_a_capture_is_given_back_when_that_has_ended(programs, doubles, runtime_base):
+    """Also if the library does not see the end."""
+    done = run(doubles, runtime_base, [programs.library], sys.executable, "-c", CAPTURE, HERE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["0 1", "0 0", "0 1", "0 1", "0 0"]
+
+
 @pytest.fixture(scope="session")
 def neighbours(tmp_path_factory, doubles) -> Path:
     """Other libraries that are preloaded, and a program without shared libraries."""

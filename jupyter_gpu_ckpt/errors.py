@@ -155,9 +155,30 @@ class DeviceHeld(PreflightError, code="DEVICE_HELD"):
 
 
 class UnsupportedCuda(PreflightError, code="CUDA_UNSUPPORTED"):
-    """The CUDA state is of a kind the driver cannot suspend (managed memory, IPC, MIG, MPS)."""
+    """The CUDA driver cannot suspend the kernel's CUDA state, for a reason that it does not give."""
 
-    default_hint = "Free managed (UVM) memory and CUDA IPC handles; MIG and MPS are not supported by this driver."
+    default_hint = (
+        "Free what the driver is known not to save: managed (UVM) memory, memory shared with other processes "
+        "(CUDA IPC). If nothing helps, save what you need to a file and restart the kernel."
+    )
+
+
+class ProfilerUsed(UnsupportedCuda, code="PROFILER_USED"):
+    """A CUDA profiler (CUPTI: `torch.profiler`) was used; the driver does not suspend the process any more."""
+
+    default_hint = "Profile in a kernel of its own. In this one, save what you need to a file and restart it."
+
+
+class MultiInstanceGpu(UnsupportedCuda, code="MIG"):
+    """The kernel uses a part of a GPU (MIG), which this driver does not suspend."""
+
+    default_hint = "Use a whole GPU: an administrator turns MIG off (`nvidia-smi -mig 0`)."
+
+
+class MultiProcessService(UnsupportedCuda, code="MPS"):
+    """The kernel shares its GPU by CUDA's multi-process service (MPS), which this driver does not suspend."""
+
+    default_hint = "Start the kernel without MPS (CUDA_MPS_PIPE_DIRECTORY), or have an administrator end its daemon."
 
 
 # -- resources ---------------------------------------------------------------------------------------------------
@@ -242,6 +263,12 @@ class CudaUnavailable(CudaError, code="CUDA_UNAVAILABLE"):
     """The driver, or the Python bindings for it, cannot checkpoint processes on this host."""
 
     default_hint = "Install the extra: pip install 'jupyter_gpu_ckpt[gpu]'; the driver must be 580 or newer."
+
+
+class DriverTooOld(CudaUnavailable, code="DRIVER_TOO_OLD"):
+    """The NVIDIA driver is older than its functions that suspend processes."""
+
+    default_hint = "An administrator updates the NVIDIA driver to 580 or newer."
 
 
 class CudaTimeout(CudaError, code="CUDA_TIMEOUT"):

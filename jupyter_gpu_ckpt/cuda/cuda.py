@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import procfs
-from ..errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
+from ..errors import CudaError, CudaTimeout, DriverTooOld, StateError, UnsupportedCuda
 from .checkpoint_api import DriverRefused
 from .helper_client import Facade
 
@@ -85,6 +85,13 @@ class Cuda(Facade):
         (PR_SET_DUMPABLE) has no CUDA state on a host without the driver.
         """
         return not self._is_hidden(pid) and "/libcuda.so" in self._read(pid, "maps")
+
+    def has_profiler(self, pid: int) -> bool:
+        """Return whether the process has loaded CUPTI, the library of profilers.  Reads /proc only.
+
+        That it uses it does not follow: PyTorch loads it in every process.
+        """
+        return "/libcupti.so" in self._read(pid, "maps")
 
     def device_files(self, pid: int) -> list[str]:
         """Return the ``/dev/nvidia*`` that the process has open or mapped, sorted; none may be left before a dump."""
@@ -212,7 +219,7 @@ def _error(verb: str, pid: int, refusal: DriverRefused, *, left: str) -> CudaErr
     if refusal.number == NOT_SUPPORTED:
         return UnsupportedCuda(message, left=left, **facts)
     if refusal.number == NOT_FOUND:
-        return CudaUnavailable(message, left=left, reason="driver-too-old", **facts)
+        return DriverTooOld(message, left=left, reason="driver-too-old", **facts)
     if verb == "restore" and refusal.number == OUT_OF_MEMORY:
         message = "There was too little GPU memory to restore the process, and it cannot be restored any more."
         hint = "Restore the image again when more GPU memory is free."

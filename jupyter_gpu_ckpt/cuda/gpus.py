@@ -87,6 +87,10 @@ class Gpus(Facade):
             raise CudaError("NVML does not report how much GPU memory the process uses.", pid=pid, uuids=unknown)
         return {uuid: count for uuid, count in used.items() if count}
 
+    def mps_clients(self, uuid: str) -> set[int]:
+        """Return the processes that use the GPU by the multi-process service (MPS); process ids as in `processes`."""
+        return set(self._call("nvml.mps_clients", uuid=uuid))
+
     def utilisation(self, uuid: str) -> int:
         """Return the percentage of the last sampling period (up to a second) in which the GPU computed."""
         return int(self._call("nvml.utilisation", uuid=uuid))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
-from ..errors import CudaError, CudaTimeout, CudaUnavailable, HelperGone
+from ..errors import CudaError, CudaTimeout, CudaUnavailable, DriverTooOld, HelperGone
 from .checkpoint_api import DriverRefused
 from .helper import DRAIN_S
 
@@ -35,7 +35,6 @@ _HINTS = {
     "symbol-missing": "pip install --upgrade 'jupyter_gpu_ckpt[gpu]'",
     "nvml-missing": None,
     "driver-missing": "Kernels without CUDA can be checkpointed.",
-    "driver-too-old": "Install NVIDIA driver 580 or newer.",
     "driver-refuses": "Run `nvidia-smi` to see why; after a driver update the host must be restarted.",
 }
 
@@ -214,7 +213,8 @@ class Helper:
         if error["kind"] == "refused":
             raise DriverRefused(error["number"], error["name"])
         if error["kind"] == "unavailable":
-            raise CudaUnavailable(error["message"], hint=_HINTS.get(error["reason"]), reason=error["reason"])
+            unavailable = DriverTooOld if error["reason"] == "driver-too-old" else CudaUnavailable
+            raise unavailable(error["message"], hint=_HINTS.get(error["reason"]), reason=error["reason"])
         raise CudaError(f"The CUDA helper failed in {call.op}.", op=call.op, helper=error["message"])
 
     def _current(self) -> _Session | None:

@@ -63,6 +63,16 @@ class Nvml:
         running = api.nvmlDeviceGetComputeRunningProcesses(handle) + api.nvmlDeviceGetGraphicsRunningProcesses(handle)
         return [(process.pid, process.usedGpuMemory) for process in running]
 
+    def mps_clients(self, uuid: str) -> list[int]:
+        """Return the processes that use the GPU by the multi-process service; none where NVML cannot say."""
+        handle, api = self._handle(uuid), self._api
+        try:
+            return [process.pid for process in api.nvmlDeviceGetMPSComputeRunningProcesses(handle)]
+        except api.NVMLError as error:
+            if error.value in (api.NVML_ERROR_NOT_SUPPORTED, api.NVML_ERROR_FUNCTION_NOT_FOUND):
+                return []
+            raise
+
     def utilisation(self, uuid: str) -> int:
         handle = self._handle(uuid)
         return int(self._api.nvmlDeviceGetUtilizationRates(handle).gpu)

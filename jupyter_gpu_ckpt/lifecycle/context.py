@@ -22,7 +22,7 @@ from ..criu.criu import Criu
 from ..cuda.cuda import Cuda
 from ..cuda.fastpath import FastPath
 from ..cuda.gpus import Gpus
-from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost
+from ..errors import CapsuleGone, CriuError, GpuCkptError, KernelLost, UnsupportedCuda
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
@@ -194,6 +194,8 @@ class KernelState:
     generation: int = 0
     #: Whether the driver has restored the process's CUDA state since the process was started.
     restored_on_gpu: bool = False
+    #: Why the driver will not suspend the process as long as that lives, once it has refused.
+    lasting_refusal: UnsupportedCuda | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import errors
+from ..cuda import refusals
 from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache
@@ -39,6 +40,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
+    found += [preflight.blocking(error) for error in _refused_by_driver(kernel, device_bytes)]
     if writes:
         if (error := without_sockets(kernel)) is not None:
             found.append(preflight.blocking(error))
@@ -48,6 +50,14 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if device_bytes and (why := kernel.fast_path().why_slow(sum(device_bytes.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     return found
+
+
+def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[errors.UnsupportedCuda]:
+    """Return why the driver will not suspend a kernel with so much memory on GPUs, as far as that is known."""
+    if not used:
+        return []
+    lasting = [kernel.lasting_refusal] if kernel.lasting_refusal is not None else []
+    return [*refusals.known(kernel.require_capsule().host_pid, kernel.engine.gpus, used), *lasting]
 
 
 def why_not(kernel: KernelState, *, writes: bool) -> Callable[[int], str]:
@@ -164,7 +174,7 @@ def cuda_suspend(attempt: Attempt) -> None:
     attempt.traced.bytes = total = sum(saved.device_bytes.values())
     saved.cuda = True
     try:
-        cuda.lock(pid, settings.cuda)
+        lock(kernel)
         deadline = kernel.deadline(total)
         choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
         moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
@@ -181,12 +191,33 @@ def cuda_suspend(attempt: Attempt) -> None:
         raise PartlyDone from error
 
 
+def lock(kernel: KernelState) -> None:
+    """Have the driver lock the process.  Raises `UnsupportedCuda` by its reason where that is known."""
+    try:
+        kernel.engine.cuda.lock(kernel.require_capsule().host_pid, kernel.settings.cuda)
+    except errors.UnsupportedCuda as refusal:
+        error = _explained(kernel, refusal, at_lock=True)
+        if isinstance(error, errors.ProfilerUsed):
+            kernel.lasting_refusal = error
+        raise error from refusal
+
+
 def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
-    """Have the driver suspend a locked process."""
+    """Have the driver suspend a locked process.  Raises `UnsupportedCuda` by its reason where that is known."""
     capsule = kernel.require_capsule()
     capsule.freeze_threads_in_driver()
-    kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
+    try:
+        kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
+    except errors.UnsupportedCuda as refusal:
+        raise _explained(kernel, refusal) from refusal
     refuse_device_files(kernel)
+
+
+def _explained(
+    kernel: KernelState, refusal: errors.UnsupportedCuda, *, at_lock: bool = False
+) -> errors.UnsupportedCuda:
+    pid, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
+    return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, at_lock=at_lock)
 
 
 def refuse_device_files(kernel: KernelState) -> None:

@@ -41,6 +41,8 @@ _NAMES = {
 class FakeProcess:
     """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).
 
+    ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.
+
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
     save.  ``ruined``: its restore failed, after which the driver cannot restore it.  ``computing``: the percentage of
     its GPUs that it uses.
@@ -51,6 +53,8 @@ class FakeProcess:
     nvml: bool = False
     busy: bool = False
     unsupported: bool = False
+    mps: bool = False
+    profiled: bool = False
     ruined: bool = False
     computing: int = 0
     state: int = RUNNING
@@ -70,6 +74,7 @@ class FakeDriver:
 
     ``calls`` lists the operations and their processes; ``crash_in`` names operations during which the helper ends
     (each once, before anything is done); ``refuse`` gives the number with which an operation is refused, until removed.
+    ``mig``: GPUs in multi-instance mode, whose processes are refused.
     ``hides_processes``: NVML does not say which processes compute, as with MIG.
     """
 
@@ -80,6 +85,7 @@ class FakeDriver:
         self.crash_in: set[str] = set()
         self.refuse: dict[str, int] = {}
         self.hides_processes = False
+        self.mig: set[str] = set()
         self._pids = itertools.count(1000)
         self._guard = threading.Lock()
 
@@ -131,6 +137,7 @@ class FakeDriver:
             "nvml.gpus": self._nvml_gpus,
             "nvml.free": self._nvml_free,
             "nvml.processes": self._nvml_processes,
+            "nvml.mps_clients": self._nvml_mps_clients,
             "nvml.utilisation": self._nvml_utilisation,
             "nvml.process_utilisation": self._nvml_process_utilisation,
         }
@@ -148,14 +155,17 @@ class FakeDriver:
 
     def _cuda_lock(self, pid: int, timeout_ms: int) -> None:
         process = self._in_state(pid, RUNNING)
-        if process.unsupported:
+        if process.mps or process.profiled or self.mig & set(process.memory):
             raise _refused(real.NOT_SUPPORTED)
         if process.busy:
             raise _refused(real.NOT_READY)
         process.state = LOCKED
 
     def _cuda_checkpoint(self, pid: int) -> None:
-        self._in_state(pid, LOCKED).state = CHECKPOINTED
+        process = self._in_state(pid, LOCKED)
+        if process.unsupported:
+            raise _refused(real.NOT_SUPPORTED)
+        process.state = CHECKPOINTED
 
     def _cuda_restore(self, pid: int, pairs: list[tuple[str, str]]) -> None:
         process = self._process(pid)
@@ -197,7 +207,8 @@ class FakeDriver:
         def gpu(index: int, uuid: str, total: int) -> dict[str, Any]:
             free = self.free(uuid)
             found = {"index": index, "uuid": uuid, "name": "Fake GPU", "total": total, "free": free}
-            return found | {"used": total - free, "mig": False, "mps": False, "driver": "580.0"}
+            mig, mps = uuid in self.mig, bool(self._nvml_mps_clients(uuid))
+            return found | {"used": total - free, "mig": mig, "mps": mps, "driver": "580.0"}
 
         return [gpu(index, uuid, total) for index, (uuid, total) in enumerate(self.gpus.items())]
 
@@ -208,6 +219,10 @@ class FakeDriver:
     def _nvml_processes(self, uuid: str) -> list[tuple[int, int | None]]:
         self._known(uuid)
         return [(pid, p.memory[uuid]) for pid, p in self.processes.items() if p.on_gpu and uuid in p.memory]
+
+    def _nvml_mps_clients(self, uuid: str) -> list[int]:
+        self._known(uuid)
+        return [pid for pid, p in self.processes.items() if p.mps and p.on_gpu and uuid in p.memory]
 
     def _nvml_utilisation(self, uuid: str) -> int:
         return min(100, sum(percent for _, percent in self._computing(uuid)))
@@ -243,7 +258,8 @@ class FakeCuda(Cuda):
         process = self.driver.processes.get(pid)
         if process is None:
             raise CudaError(f"There is no process {pid}.", pid=pid)
-        return "/usr/lib/libcuda.so.1\n" if name == "maps" and process.cuda else ""
+        libraries = {"/usr/lib/libcuda.so.1": process.cuda, "/usr/lib/libcupti.so.13": process.profiled}
+        return "".join(f"{path}\n" for path, loaded in libraries.items() if loaded and name == "maps")
 
 
 class FakeGpus(Gpus):

@@ -7,7 +7,7 @@ import pytest
 
 from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import Cuda, CudaState
-from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, StateError, UnsupportedCuda
+from jupyter_gpu_ckpt.errors import CudaError, CudaTimeout, CudaUnavailable, DriverTooOld, StateError, UnsupportedCuda
 
 ONE = "GPU-00000000-0000-0000-0000-000000000001"
 TWO = "GPU-00000000-0000-0000-0000-000000000002"
@@ -34,7 +34,7 @@ class TestCuda:
             ("checkpoint", 600, CudaError),
             ("unlock", 401, StateError),
             ("checkpoint", 801, UnsupportedCuda),
-            ("lock", 500, CudaUnavailable),
+            ("lock", 500, DriverTooOld),
             ("restore", 2, CudaError),
             ("restore", 304, CudaError),
         ],

@@ -68,9 +68,13 @@ def test_a_suspended_process_is_dumped_and_restored(driver, cuda, away):
 
 
 def test_levers(driver, cuda):
+    for trait in ("mps", "profiled"):
+        with pytest.raises(UnsupportedCuda):
+            cuda.lock(driver.start({A: 1}, **{trait: True}), 1)
     pid = driver.start({A: 1}, unsupported=True)
+    cuda.lock(pid, 1)
     with pytest.raises(UnsupportedCuda):
-        cuda.lock(pid, 1)
+        cuda.checkpoint(pid)
     pid = driver.start({A: 1})
     driver.crash_in.add("cuda.lock")
     with pytest.raises(HelperGone):

@@ -398,6 +398,30 @@ def test_memory_of_a_kind_the_driver_cannot_save(rig):
     rig.runs_on()
 
 
+def test_a_refusal_of_the_driver_has_its_reason(rig):
+    def codes() -> set[str]:
+        return {finding.code for finding in rig.lifecycle.findings() if finding.blocks}
+
+    assert codes() == set()
+    rig.fake.mps = True
+    assert codes() == {"MPS"}
+    assert rig.fails("checkpoint", "MPS").left == "the kernel runs on"
+    rig.fake.mps = False
+    rig.driver.mig = {B}
+    assert codes() == set(), "that is another GPU"
+    rig.driver.mig = {A}
+    assert codes() == {"MIG"}
+    rig.fails("suspend", "MIG")
+    assert ("cuda.lock", rig.pid) not in rig.driver.calls, "found before the kernel was disturbed"
+    rig.driver.mig = set()
+    rig.fake.profiled = True
+    assert codes() == set(), "a loaded library alone is no use of it"
+    error = rig.fails("checkpoint", "PROFILER_USED")
+    assert error.details["cuda_name"] == "CUDA_ERROR_NOT_SUPPORTED"
+    assert codes() == {"PROFILER_USED"}, "it is as long as the process lives"
+    rig.runs_on()
+
+
 @pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_driver_that_refuses(rig, op, verb):

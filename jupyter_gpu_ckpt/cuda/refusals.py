@@ -1,0 +1,43 @@
+"""Why the CUDA driver does not suspend a process, where that can be known: it only says that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..errors import MultiInstanceGpu, MultiProcessService, ProfilerUsed, UnsupportedCuda
+from .cuda import Cuda
+from .gpus import Gpus
+
+
+def known(pid: int, gpus: Gpus, used: Collection[str]) -> list[UnsupportedCuda]:
+    """Return why the driver will refuse a process that has memory on the ``used`` GPUs (UUIDs).
+
+    Queries NVML; the process is not disturbed.  Raises as `Gpus.list`.
+    """
+    found: list[UnsupportedCuda] = []
+    present = [gpu for gpu in gpus.list() if gpu.uuid in used]
+    if any(gpu.mig for gpu in present):
+        found.append(MultiInstanceGpu("The kernel's GPU is divided (MIG), and the driver does not suspend its users."))
+    if any(gpu.mps and pid in gpus.mps_clients(gpu.uuid) for gpu in present):
+        message = "The kernel uses its GPU by the multi-process service (MPS), which the driver does not suspend."
+        found.append(MultiProcessService(message))
+    return found
+
+
+def explained(
+    refusal: UnsupportedCuda, pid: int, cuda: Cuda, gpus: Gpus, used: Collection[str], *, at_lock: bool = False
+) -> UnsupportedCuda:
+    """Return the refusal by its reason, or itself where the reason is not known.
+
+    ``at_lock``: the driver refused the lock.  Of a process on a whole GPU without MPS it does so after a profiler was
+    used, for as long as the process lives; memory that it cannot save it refuses at the checkpoint.
+    """
+    reasons = known(pid, gpus, used)
+    if not reasons and at_lock and cuda.has_profiler(pid):
+        message = "The CUDA driver does not lock the kernel, as after each use of a profiler (CUPTI), which is loaded."
+        reasons = [ProfilerUsed(message)]
+    if not reasons:
+        return refusal
+    reason = reasons[0]
+    reason.left, reason.details = refusal.left, {**refusal.details, "refusal": refusal.message}
+    return reason

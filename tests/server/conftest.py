@@ -32,3 +32,13 @@ def kernel_id(live: Server) -> Iterator[str]:
     live.run(id, "pass")
     yield id
     live.ask("DELETE", f"api/kernels/{id}")
+
+
+@pytest.fixture(scope="module")
+def untouched_kernel(live: Server) -> Iterator[str]:
+    """A kernel on the shared server for requests that are refused: when all of them have been, it is as it was."""
+    id = live.start_kernel()
+    live.run(id, "x = 41")
+    yield id
+    assert live.run(id, "print(x)") == "41"
+    live.ask("DELETE", f"api/kernels/{id}")

@@ -49,8 +49,8 @@ def test_what_is_no_id(live, method, path):
 
 
 @pytest.mark.parametrize("path", WITH_BODY)
-def test_what_is_no_body(live, kernel_id, path):
-    url = "gpu-ckpt" + path.replace("{kernel_id}", kernel_id).replace("{image_id}", "no-such-image")
+def test_what_is_no_body(live, untouched_kernel, path):
+    url = "gpu-ckpt" + path.replace("{kernel_id}", untouched_kernel).replace("{image_id}", "no-such-image")
     for body in BODIES:
         refused(live.ask("POST", url, data=body), 400)
 

@@ -316,8 +316,8 @@ def test_a_verb_that_makes_no_sense_fails_with_the_state(live, kernel_id):
         ("suspend", "text"),
     ],
 )
-def test_a_malformed_body_is_refused(live, kernel_id, verb, body):
-    reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/{verb}", json=body)
+def test_a_malformed_body_is_refused(live, untouched_kernel, verb, body):
+    reply = live.ask("POST", f"gpu-ckpt/kernels/{untouched_kernel}/{verb}", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
 
 
@@ -370,8 +370,8 @@ def test_a_protection_is_in_the_outlook_and_can_be_ended(live, kernel_id):
 
 
 @pytest.mark.parametrize("body", [{}, {"seconds": "1"}, {"seconds": -1}, {"seconds": True}, {"other": 1}, [1]])
-def test_a_protection_needs_a_number_of_seconds(live, kernel_id, body):
-    reply = live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/protect", json=body)
+def test_a_protection_needs_a_number_of_seconds(live, untouched_kernel, body):
+    reply = live.ask("POST", f"gpu-ckpt/kernels/{untouched_kernel}/protect", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "BAD_REQUEST")
 
 

@@ -65,6 +65,9 @@ class MemoryMapping(NamedTuple):
     permissions: str
     name: str
     inode: int = 0
+    #: Of the file: ``00:1b``, and where the mapping begins in it.
+    device: str = ""
+    offset: int = 0
 
     def contains(self, address: int) -> bool:
         """Whether ``address`` lies in the mapping."""
@@ -151,7 +154,8 @@ def maps(pid: int) -> list[MemoryMapping]:
         words = line.split(None, 5)
         start, _, end = words[0].partition("-")
         name = words[5] if len(words) > 5 else ""
-        found.append(MemoryMapping(int(start, 16), int(end, 16), words[1], name, int(words[4])))
+        place = int(start, 16), int(end, 16)
+        found.append(MemoryMapping(*place, words[1], name, int(words[4]), words[3], int(words[2], 16)))
     return found
 
 

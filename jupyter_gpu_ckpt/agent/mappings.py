@@ -6,9 +6,9 @@ mapped.  An anonymous shared mapping with the same bytes at the same address doe
 
 Why re-homing is safe
 ---------------------
-- *Sharing.*  A mapping is left alone when another living process maps the same file (their common lock would
-  break), when this process has the file open as a descriptor (it may pass it to a child, or read data written through
-  the mapping), or maps the same part of it twice.
+- *Sharing.*  A file that still has another name is mapped by that.  A mapping is left alone when another living process
+  maps the same file (their common lock would break), when this process has the file open as a descriptor (it may pass
+  it to a child, or read data written through the mapping), or maps the same part of it twice.
 - *Atomicity.*  The new pages are put in place by one mremap(2): another thread that touches the address meanwhile
   waits in its page fault and then sees the new page.  There is no moment without a mapping.
 - *Writers.*  libc is called through `ctypes.PyDLL`, which keeps the GIL, so no Python code uses the semaphore in
@@ -46,6 +46,7 @@ _ATTEMPTS = 3
 _WRITTEN = "written to while it was copied"
 _SEMAPHORE = "/dev/shm/sem."  # noqa: S108 - where glibc keeps named semaphores
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 # Linux shows them as deleted files, but they are memory without a file, which CRIU saves by itself.
 _NOT_FILES = ("/dev/zero", "/memfd:", "/[aio]", "/anon_hugepage")
@@ -107,12 +108,15 @@ def rehome() -> tuple[int, list[dict[str, Any]]]:
     """
     everything = read()
     shared = [mapping for mapping in deleted(everything) if mapping.shared]
+    names = _living_names() if shared else {}
     reasons: dict[str, str] = {}
     done, copied = 0, 0
     elsewhere, opened = (_mapped_elsewhere({mapping.file for mapping in shared}), _open_files()) if shared else ((), ())
     for mapping in shared:
         path = mapping.path
-        if path.startswith("/SYSV") or (path.startswith("/dev/") and not path.startswith("/dev/shm/")):  # noqa: S108
+        if mapping.file in names:
+            reason = _map_by_name(mapping, names[mapping.file])
+        elif path.startswith("/SYSV") or (path.startswith("/dev/") and not path.startswith("/dev/shm/")):  # noqa: S108
             reason = "not a file's memory"
         elif mapping.file in elsewhere:
             reason = "another process maps it"
@@ -145,6 +149,39 @@ def still_deleted(reasons: dict[str, str] | None = None) -> list[dict[str, Any]]
 def living_shared_memory() -> list[str]:
     """Return the mapped, existing files of /dev/shm, which must be there, unchanged, at the restore."""
     return sorted({found.path for found in read() if found.path.startswith("/dev/shm/") and not found.deleted})  # noqa: S108
+
+
+def _living_names() -> dict[tuple[str, int], str]:
+    """Return the path of each file in /dev/shm, by device and inode.
+
+    glibc makes a named semaphore under a temporary name, links it to its own, and deletes the first, which Linux shows
+    of the mapping for ever.  Other processes can open it by its own name (multiprocessing's do that when spawned).
+    """
+    found = {}
+    with contextlib.suppress(OSError), os.scandir("/dev/shm") as entries:  # noqa: S108
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                found[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino] = entry.path
+    return found
+
+
+def _map_by_name(mapping: Mapping, path: str) -> str:
+    """Map the same file under a name that it still has; return the reason why not, or ``""``."""
+    protection = sum(bit for bit, letter in ((1, "r"), (2, "w"), (4, "x")) if letter in mapping.perms)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    try:
+        status = os.stat(file)
+        if (f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino) != mapping.file:
+            return f"{path}: replaced meanwhile"
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        at = _libc().mmap(mapping.start, mapping.size, protection, flags, file, mapping.offset)
+        return "" if at == mapping.start else _failed("mmap")
+    finally:
+        os.close(file)
 
 
 def _mapped_elsewhere(files: set[tuple[str, int]]) -> set[tuple[str, int]]:

@@ -28,7 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ProtocolVersion, RuntimeDirectory, UnsupportedTerminal
+from ..errors import (
+    CapsuleError,
+    CapsuleGone,
+    DeletedMapping,
+    GpuCkptError,
+    ProtocolVersion,
+    RuntimeDirectory,
+    UnsupportedTerminal,
+)
 from .namespaces import UNSHIFTED, Clocks
 from .protocol import PACKET_BYTES, VERSION
 
@@ -331,7 +339,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.
 
-        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data.
+        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data, and
+        `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot be saved (`shared_memory`).
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
         limits = {"timeout": timeout, "grace": grace}
@@ -339,6 +348,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         reply, _ = self._request({"verb": "run", **program, **limits, **kernel}, timeout + grace + ANSWER)
         if "unsupported_terminal" in reply:
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
+        if "deleted_mapping" in reply:
+            raise DeletedMapping(f"The kernel's processes share a deleted file: {reply['deleted_mapping']}.")
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"])
 
     def cancel_criu(self) -> None:

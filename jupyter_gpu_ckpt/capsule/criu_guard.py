@@ -293,18 +293,19 @@ class CriuGuard:
     def __init__(self, root: int, deadline: float, frozen: FrozenThreads | None = None) -> None:
         self._root = root
         self._frozen = frozen
-        self._pids: list[int] = []
+        #: All processes that are stopped.
+        self.pids: list[int] = []
         #: Processes that ran before: those that somebody else had stopped stay stopped.
         self._ran: list[int] = []
         self._processes: list[_SavedProcess] = []
         try:
             for pid, ran in _tree(root, deadline, frozen):
-                self._pids.append(pid)
+                self.pids.append(pid)
                 if ran:
                     self._ran.append(pid)
                 with _unless_ended(pid, root):
                     self._processes.append(_inspect(pid))
-            for pid in self._pids:
+            for pid in self.pids:
                 # CRIU would take a process that is still on its way back into the stop for one that runs.
                 with _unless_ended(pid, root):
                     stop(pid, deadline)
@@ -318,12 +319,12 @@ class CriuGuard:
 
     def were_stopped(self) -> list[int]:
         """Return the processes that somebody else had stopped before."""
-        return [pid for pid in self._pids if pid not in self._ran]
+        return [pid for pid in self.pids if pid not in self._ran]
 
     def _unguard_all(self) -> str:
         """Remove all guards.  Return why not, if not."""
         why: list[str] = []
-        for pid in self._pids:
+        for pid in self.pids:
             try:
                 _unguard(pid)
             except Exception as error:

@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
@@ -31,9 +31,10 @@ from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
-from jupyter_gpu_ckpt.process import inventory, reapply, syscalls
+from jupyter_gpu_ckpt.process import inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
 from jupyter_gpu_ckpt.process.terminals import Terminals, Unsupported
 
 #: Seconds that a capsule without an owner waits for one.
@@ -79,6 +80,7 @@ class Init:
         #: A descriptor of the directory in host memory; -1 until the owner asks for it.
         self.memory_directory = -1
         self.rootless = rootless
+        self.shared_memory = SharedMemory(f"{directory}/{shared_memory.DIRECTORY}")
         self.owner: socket.socket | None = None
         self.may_outlive = False
         #: Descriptors that the owner gave us to keep; the locks on their files end with the capsule.
@@ -242,6 +244,26 @@ class Init:
             with contextlib.suppress(OSError):
                 print(f"gpu-ckpt-init: {why}", file=sys.stderr, flush=True)
 
+    def save_shared_memory(self, pids: list[int], target: str) -> None:
+        """Give names to the deleted files that stopped processes share, and copy these files to ``target``."""
+        with self.mounting():
+            self.shared_memory.give_names(pids)
+        self.shared_memory.save(pids, target)
+
+    def load_shared_memory(self, source: str) -> None:
+        """Copy the named files of an image back, before its processes are restored."""
+        with self.mounting():
+            self.shared_memory.load(source)
+
+    @contextlib.contextmanager
+    def mounting(self) -> Iterator[None]:
+        """Note the mounts that the body makes: they are not the kernel's own."""
+        before = procfs.mounts()
+        try:
+            yield
+        finally:
+            self.mounted += [mount for mount in procfs.mounts() if mount not in before]
+
     def drain_terminals(self, path: str) -> None:
         """Move the data in the terminals of stopped processes to a file.  After failure nothing has moved."""
         self.terminals = Terminals()
@@ -313,6 +335,8 @@ class Init:
                 self.answer(reply)
         except Unsupported as error:
             self.answer({"unsupported_terminal": error.strerror})
+        except Unmovable as error:
+            self.answer({"deleted_mapping": error.strerror})
         except Exception as error:
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
 
@@ -353,7 +377,11 @@ class Init:
         guard = CriuGuard(self.kernel, time.monotonic() + STOP_TIMEOUT, self.frozen) if on_kernel else None
         try:
             if guard is not None and terminals:
+                if self.rootless:
+                    self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                 self.drain_terminals(terminals)
+            elif terminals:
+                self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 inherited = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
@@ -433,10 +461,9 @@ class Init:
     def host_memory(self) -> None:
         """Answer with a descriptor of a directory in host memory, made on first use."""
         if self.memory_directory < 0:
-            before = procfs.mounts()
-            path = namespaces.mount_host_memory(self.directory)
-            self.memory_directory = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
-            self.mounted += [mount for mount in procfs.mounts() if mount not in before]
+            with self.mounting():
+                path = namespaces.mount_host_memory(self.directory)
+                self.memory_directory = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
         self.answer({}, self.memory_directory)
 
     def inspect(self, allow_unconfined: bool) -> None:

@@ -25,6 +25,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
+from ..process import shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
@@ -289,9 +290,10 @@ def publish(attempt: Attempt) -> None:
 def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
     """Return the fingerprint of the dump in ``directory``.  Raises `ImageFormat`, `CudaError`."""
     engine, saved = attempt.kernel.engine, attempt.kernel.saved
+    in_image = f"{attempt.kernel.home.inner_dir}/{shared_memory.DIRECTORY}/"
     pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
     return fingerprint(
-        files=map(vars, images.regular_files(directory)),
+        files=(vars(file) for file in images.regular_files(directory) if not file.path.startswith(in_image)),
         ports=map(dataclasses.asdict, images.ports(directory)),
         criu=engine.criu_version,
         hashes=engine.store.hashes,

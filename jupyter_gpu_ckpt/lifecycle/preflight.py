@@ -20,9 +20,6 @@ from ..errors import GpuCkptError
 from ..process import terminals
 from ..units import size
 
-#: The agent's reason for a deleted file that is still mapped, before a quiesce (`agent.mappings.still_deleted`).
-NOT_TRIED = "not tried"
-
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
 
@@ -243,8 +240,8 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = Tru
         findings.append(blocking(errors.UnsupportedCuda(message, hint=hint)))
     if report.get("debugger"):
         findings.append(blocking(errors.DebuggerAttached("The kernel's debugger is in use.")))
-    # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.
-    deleted = [each for each in report.get("deleted_mappings") or () if each.get("reason") != NOT_TRIED]
+    # Root's CRIU opens them through /proc/PID/map_files, an ordinary user's may not.  Shared ones get a name first.
+    deleted = [each for each in report.get("deleted_mappings") or () if each.get("kind") != "shared"]
     if writes and deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))

@@ -73,6 +73,20 @@ def test_a_thread_that_waits_on_a_lock_is_woken_later(start: Callable[..., Any])
     )
 
 
+def test_a_lock_that_still_has_a_name_is_mapped_by_that(start: Callable[..., Any]) -> None:
+    """Of multiprocessing's context "spawn": a process that is started later opens it by its name."""
+    kernel = start()
+    kernel.run("import multiprocessing; lock = multiprocessing.get_context('spawn').Lock()")
+    assert len(deleted(kernel)) == 1
+    report = kernel.report("quiesce")
+    assert report["rehomed"] == 1 and report["deleted_mappings"] == [] and deleted(kernel) == []
+    code = """if True:
+        import _multiprocessing
+        same = _multiprocessing.SemLock._rebuild(0, 1, 1, lock._semlock.name)
+        print(same.acquire(False), lock.acquire(block=False))"""
+    assert kernel.run(code) == "True False"
+
+
 def test_a_mapping_of_a_living_child_stays(start: Callable[..., Any]) -> None:
     kernel = start()
     code = """if True:

@@ -161,7 +161,7 @@ def test_the_agents_report():
 
 
 def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
-    report = {"deleted_mappings": [{"path": "/dev/shm/x", "reason": "no"}]}
+    report = {"deleted_mappings": [{"path": "/dev/shm/x", "kind": "private"}]}
     monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
     (finding,) = judge_report(report)
     assert isinstance(finding.error, DeletedMapping)
@@ -171,10 +171,10 @@ def test_a_deleted_mapping_forbids_it_to_an_ordinary_user_only(monkeypatch):
     assert judge_report(report) == []
 
 
-def test_a_mapping_that_no_quiesce_has_tried_to_move_forbids_nothing_yet(monkeypatch):
-    """Of `multiprocessing.Lock`, which every tqdm bar has."""
+def test_a_shared_mapping_of_a_deleted_file_forbids_nothing(monkeypatch):
+    """Of `multiprocessing.Lock`, which every tqdm bar has: the file gets a name before the dump."""
     monkeypatch.setattr(preflight.os, "geteuid", lambda: 1000)
-    assert judge_report({"deleted_mappings": [{"path": "/dev/shm/sem.x", "reason": "not tried"}]}) == []
+    assert judge_report({"deleted_mappings": [{"path": "/dev/shm/sem.x", "kind": "shared"}]}) == []
 
 
 def test_jax_s_preallocated_memory_on_several_gpus_is_refused():

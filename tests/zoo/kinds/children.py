@@ -300,21 +300,19 @@ def disguised_daemon():
     return lambda: os.path.exists(f"/proc/{pid}"), undo
 
 
-@kind(
-    "a pool of processes (multiprocessing.Pool)", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool."
-)
+@kind("a pool of processes (multiprocessing.Pool)")
 def pool():
     workers = multiprocessing.get_context("fork").Pool(2)
     return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
 
 
-@kind("a pool of fresh processes (spawn)", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool.")
+@kind("a pool of fresh processes (spawn)")
 def spawned():
     workers = multiprocessing.get_context("spawn").Pool(2)
     return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
 
 
-@kind("a pool of processes of a fork server", user=refused("DELETED_MAPPING", "deleted"), advice="Close the pool.")
+@kind("a pool of processes of a fork server")
 def forkserver():
     workers = multiprocessing.get_context("forkserver").Pool(2)
     return lambda: workers.map(abs, [-1, -2]), lambda: (workers.terminate(), workers.join())
@@ -322,13 +320,67 @@ def forkserver():
 
 @kind(
     "a pool of processes (ProcessPoolExecutor)",
-    user=refused("DELETED_MAPPING", "deleted"),
-    advice="Shut it down.",
 )
 def executor():
     workers = concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork"))
     workers.submit(abs, -1).result()
     return lambda: workers.submit(abs, -3).result(), workers.shutdown
+
+
+def count(ask, answer, value):
+    while ask.acquire():
+        value.value += 1
+        answer.release()
+
+
+def waiting_process(method):
+    context = multiprocessing.get_context(method)
+    ask, answer, value = context.Semaphore(0), context.Semaphore(0), context.Value("i", 0)
+    process = context.Process(target=count, args=(ask, answer, value), daemon=True)
+    process.start()
+    asked = itertools.count(1)
+
+    def show():
+        ask.release()
+        return answer.acquire(timeout=20), value.value == next(asked)
+
+    return show, lambda: (process.kill(), process.join())
+
+
+@kind("a semaphore that a forked process waits for, and a value that it changes")
+def waiting():
+    return waiting_process("fork")
+
+
+@kind("a semaphore that a spawned process waits for, and a value that it changes")
+def waiting_spawned():
+    return waiting_process("spawn")
+
+
+@kind("a DataLoader in the middle of an epoch (forked, persistent_workers)", needs="torch")
+def dataloader():
+    import torch
+
+    loader = torch.utils.data.DataLoader(range(10_000), num_workers=2, persistent_workers=True)
+    batches, numbers = iter(loader), itertools.count()
+    return lambda: [next(batches).item() == next(numbers) for _ in range(5)], lambda: batches._shutdown_workers()
+
+
+@kind("a DataLoader in the middle of an epoch (spawned, persistent_workers)", needs="torch")
+def dataloader_spawned():
+    import torch
+
+    traits = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    batches, numbers = iter(torch.utils.data.DataLoader(range(10_000), **traits)), itertools.count()
+    return lambda: [next(batches).item() == next(numbers) for _ in range(5)], lambda: batches._shutdown_workers()
+
+
+@kind("the idle pool of workers that torch.compile keeps", needs="torch")
+def compile_workers():
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    pool = SubprocPool(2)
+    return lambda: pool.submit(abs, -3).result(60), pool.shutdown
 
 
 @kind("a manager of shared objects (multiprocessing.Manager)")
@@ -430,8 +482,6 @@ def tracker():
 
 @kind(
     "locks, events and queues for processes, without processes",
-    user=refused("DELETED_MAPPING", "deleted"),
-    advice="Delete shared values (multiprocessing.Value, Array).",
 )
 def process_locks():
     context = multiprocessing.get_context("fork")

@@ -201,7 +201,7 @@ def file_read_only():
     return lambda: (memory[:8].decode(), len(memory), memory.size())
 
 
-@kind("a mapped file that was deleted", user=refused("DELETED_MAPPING", "deleted"), advice="Close it.")
+@kind("a mapped file that was deleted")
 def file_deleted():
     path = place("map") / "file"
     path.write_bytes(b"gone" * 2048)
@@ -218,8 +218,6 @@ def file_deleted():
 
 @kind(
     "a deleted file mapped twice, shared",
-    user=refused("DELETED_MAPPING", "deleted"),
-    advice="Close it.",
 )
 def file_deleted_twice():
     path = place("map") / "file"
@@ -276,8 +274,6 @@ def shared_memory_block():
 
 @kind(
     "multiprocessing.shared_memory that was unlinked and is still used",
-    user=refused("DELETED_MAPPING", "deleted"),
-    advice="Close it.",
 )
 def shared_memory_unlinked():
     memory = shared_memory.SharedMemory(create=True, size=1 << 20)

@@ -1,0 +1,302 @@
+"""Deleted files that the stopped processes of an ordinary user share: given a name before a dump.
+
+An ordinary user's CRIU cannot open a mapping whose file was deleted: the locks of multiprocessing's queues and pools,
+its shared values, torch's shared tensors.  While all processes are stopped, each such file is copied to a new one with
+a name, in a file system in memory that is the capsule's own, and every process maps (and has open) the new file in its
+place.  The named files are copied into the image, and back before CRIU restores the processes.
+
+Stopping the processes ends their waits (futex(2) knows a lock by its file); they begin anew, in the new file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import syscalls
+from jupyter_gpu_ckpt.process.injection import Injection
+from jupyter_gpu_ckpt.process.ptrace import ProcessMemory
+
+#: In a kernel's directory: where the named files are.
+DIRECTORY = "shared-memory"
+#: The beginning of their names in an image, beside CRIU's own files.
+IN_IMAGE = "shared-memory-"
+
+_DELETED = " (deleted)"
+#: Linux shows them as deleted files, but CRIU saves them by itself, or they are refused by their kind.
+_NOT_FILES = ("/dev/zero", "/memfd:", "/[aio]", "/anon_hugepage", "/SYSV", "/secretmem")
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - read, not written
+#: ``VmFlags`` of a mapping that is the same when it is made anew.
+_PLAIN = frozenset(["rd", "wr", "sh", "mr", "mw", "me", "ms", "sd", "nr", "ac", "dw"])
+#: Flags of an open file that a new descriptor of it can be given (open(2)): the access mode, O_LARGEFILE, O_NOFOLLOW
+#: and O_CLOEXEC.
+_FLAGS = os.O_ACCMODE | 0o100000 | os.O_NOFOLLOW | os.O_CLOEXEC
+_AT_FDCWD = -100
+_CHUNK = 1 << 20
+#: Bytes of a file of another file system that are copied into memory at most.
+_LARGE = 256 << 20
+
+
+class Unmovable(OSError):
+    """A deleted file that stopped processes use cannot be given a name; ``strerror`` has it, and the reason."""
+
+
+class _Mapped(NamedTuple):
+    pid: int
+    mapping: procfs.MemoryMapping
+
+
+class _Opened(NamedTuple):
+    pid: int
+    number: int
+    flags: int
+
+
+class _File:
+    """A deleted file, and its uses by the stopped processes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.mapped: list[_Mapped] = []
+        self.opened: list[_Opened] = []
+
+    def pids(self) -> set[int]:
+        return {use.pid for use in self.mapped} | {use.pid for use in self.opened}
+
+    def unmovable(self, why: str) -> Unmovable:
+        return Unmovable(errno.ENOTSUP, f"{self.path}: {why}")
+
+
+class SharedMemory:
+    """The named files of one capsule, below ``directory``, which `mount` has made."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._is_mounted = False
+
+    def mount(self) -> None:
+        """Mount the file system of the named files, once."""
+        if not self._is_mounted:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+            syscalls.mount("tmpfs", self.directory, "tmpfs", flags, "mode=0700,size=100%")
+            self._is_mounted = True
+
+    def give_names(self, pids: list[int]) -> None:
+        """Give a name to each deleted file that stopped processes map as shared memory.
+
+        Raises `Unmovable`, `OSError`; *after failure* the processes use the files that they had.
+        """
+        files = _deleted_files(pids)
+        if not files:
+            return
+        names = _living_names(pids)
+        for key, file in files.items():
+            _check(file)
+            if key in names:
+                _use(file, names[key])
+            else:
+                self._move(file)
+
+    def _move(self, file: _File) -> None:
+        self.mount()
+        path = f"{self.directory}/{max(map(int, os.listdir(self.directory)), default=-1) + 1}"
+        try:
+            _copy(file, path)
+            _use(file, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            raise
+
+    def save(self, pids: Iterable[int], target: str) -> None:
+        """Copy the named files that the processes use to the directory ``target``; remove those that nobody uses."""
+        if not self._is_mounted:
+            return
+        used: set[str] = set()
+        for pid in pids:
+            with contextlib.suppress(*procfs.GONE):
+                used |= {mapping.name for mapping in procfs.maps(pid)} | {name for _, name in procfs.links(pid)}
+        for name in os.listdir(self.directory):
+            path = f"{self.directory}/{name}"
+            if path in used:
+                _copy_file(path, f"{target}/{IN_IMAGE}{name}")
+            else:
+                os.unlink(path)
+
+    def load(self, source: str) -> None:
+        """Copy the named files of an image back, before its processes are restored."""
+        for name in os.listdir(source):
+            if name.startswith(IN_IMAGE):
+                self.mount()
+                _copy_file(f"{source}/{name}", f"{self.directory}/{int(name.removeprefix(IN_IMAGE))}")
+
+
+def _copy_file(source: str, target: str) -> None:
+    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(source, "rb") as content:
+            os.truncate(made, os.stat(content.fileno()).st_size)
+            _write(made, 0, iter(lambda: content.read(_CHUNK), b""))
+    finally:
+        os.close(made)
+
+
+def _is_deleted(name: str) -> bool:
+    """Whether Linux shows the name of a deleted file; an existing one may end the same."""
+    known = not name.startswith(_NOT_FILES) and (name.startswith(_SHARED_MEMORY) or not name.startswith("/dev/"))
+    return name.startswith("/") and name.endswith(_DELETED) and known and not os.path.lexists(name)
+
+
+def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
+    """Return the path of each file that some process maps by its name or that is in /dev/shm, by device and inode.
+
+    A file that Linux shows as deleted may have another name: see `agent.mappings`.
+    """
+    found = {}
+    with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                found[_key(entry.stat(follow_symlinks=False))] = entry.path
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            mapped = (each for each in procfs.maps(pid) if each.inode and each.permissions[3] == "s")
+            found |= {(each.device, each.inode): each.name for each in mapped if os.path.lexists(each.name)}
+    return found
+
+
+def _key(facts: os.stat_result) -> tuple[str, int]:
+    """Device and inode as proc_pid_maps(5) shows them."""
+    return f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", facts.st_ino
+
+
+def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
+    """Return the deleted files that some of the processes map as shared memory, by device and inode."""
+    found: dict[tuple[str, int], _File] = {}
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            for mapping in procfs.maps(pid):
+                if mapping.permissions[3] == "s" and _is_deleted(mapping.name):
+                    key = mapping.device, mapping.inode
+                    file = found.setdefault(key, _File(mapping.name.removesuffix(_DELETED)))
+                    file.mapped.append(_Mapped(pid, mapping))
+    for pid in pids if found else ():
+        with contextlib.suppress(*procfs.GONE):
+            for number, name in procfs.links(pid):
+                key = _key(os.stat(f"/proc/{pid}/fd/{number}")) if _is_deleted(name) else ("", 0)
+                if key in found:
+                    flags = int(procfs.fdinfo(pid, number)["flags"], 8)
+                    found[key].opened.append(_Opened(pid, number, flags))
+    return found
+
+
+def _check(file: _File) -> None:
+    """Raise `Unmovable` for a use that would not be the same in a new file."""
+    for pid, mapping in file.mapped:
+        if unusual := _flags(pid, mapping.start) - _PLAIN:
+            raise file.unmovable(f"memory with the flag {min(unusual)!r}")
+    for pid, number, flags in file.opened:
+        facts = procfs.fdinfo(pid, number)
+        if flags & ~_FLAGS or int(facts["pos"]) or "lock" in facts:
+            raise file.unmovable(f"its descriptor {number} is in use in more ways than as memory")
+
+
+def _flags(pid: int, start: int) -> set[str]:
+    """Return ``VmFlags`` of proc_pid_smaps(5) of the mapping at ``start``."""
+    _, _, rest = procfs.read(f"/proc/{pid}/smaps").partition(f"{start:08x}-")
+    return set(rest.partition("VmFlags:")[2].partition("\n")[0].split())
+
+
+def _copy(file: _File, path: str) -> None:
+    """Make the named file with the content of the deleted one, read through what is mapped and open of it."""
+    made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        mapped = {(mapping.offset, mapping.end - mapping.start): (pid, mapping) for pid, mapping in file.mapped}
+        size = max(offset + length for offset, length in mapped)
+        source = f"/proc/{file.opened[0].pid}/fd/{file.opened[0].number}" if file.opened else ""
+        size = os.stat(source).st_size if source else size
+        if size > _available_memory() / 2 or (size > _LARGE and not file.path.startswith(_SHARED_MEMORY)):
+            raise file.unmovable("it is too large to be copied into memory")
+        if source:
+            with contextlib.suppress(PermissionError), open(source, "rb") as content:
+                os.truncate(made, size)
+                _write(made, 0, iter(lambda: content.read(_CHUNK), b""))
+                return
+        os.truncate(made, size)
+        for (offset, length), (pid, mapping) in mapped.items():
+            with ProcessMemory(pid) as memory:
+                _write(made, offset, _read(memory, mapping.start, min(length, max(0, size - offset))))
+    finally:
+        os.close(made)
+
+
+def _available_memory() -> int:
+    return int(procfs.fields(procfs.read("/proc/meminfo"))["MemAvailable"].split()[0]) * 1024
+
+
+def _read(memory: ProcessMemory, start: int, length: int) -> Iterator[bytes]:
+    """Yield the bytes at ``start``, up to the end of the file, behind which there are no pages."""
+    while length > 0:
+        try:
+            data = memory.read(start, min(length, _CHUNK))
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return
+            raise
+        if not data:
+            return
+        yield data
+        start, length = start + len(data), length - len(data)
+
+
+def _write(target: int, offset: int, chunks: Iterator[bytes]) -> None:
+    for data in chunks:
+        if data.strip(b"\0"):  # else it stays a hole
+            os.pwrite(target, data, offset)
+        offset += len(data)
+
+
+def _use(file: _File, path: str) -> None:
+    """Map and open the file ``path`` in every process that uses ``file``."""
+    with contextlib.ExitStack() as stack:
+        inside: dict[int, tuple[Injection, int]] = {}
+        for pid in sorted(file.pids()):  # all have it open before any process uses it
+            injection = stack.enter_context(Injection.into(pid))
+            with injection.on_stack(os.fsencode(path) + b"\0") as address:
+                made = injection.call("openat", _AT_FDCWD, address, os.O_RDWR | os.O_CLOEXEC)
+            if made < 0:
+                raise file.unmovable(os.strerror(-made))
+            stack.callback(injection.call, "close", made)
+            inside[pid] = injection, made
+        for pid, mapping in file.mapped:
+            _map(file, mapping, *inside[pid])
+        for pid, number, flags in file.opened:
+            _reopen(file, number, flags, path, *inside[pid])
+
+
+def _map(file: _File, mapping: procfs.MemoryMapping, injection: Injection, made: int) -> None:
+    letters = zip("rwx", mapping.permissions, (mmap.PROT_READ, mmap.PROT_WRITE, mmap.PROT_EXEC), strict=False)
+    protection = sum(bit for letter, found, bit in letters if letter == found)
+    flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
+    length = mapping.end - mapping.start
+    done = injection.call("mmap", mapping.start, length, protection, flags, made, mapping.offset)
+    if done != mapping.start:
+        raise file.unmovable(os.strerror(-done))
+
+
+def _reopen(file: _File, number: int, flags: int, path: str, injection: Injection, made: int) -> None:
+    """Let ``number`` be a descriptor of the new file."""
+    opened = made
+    if flags & os.O_ACCMODE != os.O_RDWR:
+        with injection.on_stack(os.fsencode(path) + b"\0") as address:
+            opened = injection.call("openat", _AT_FDCWD, address, flags & os.O_ACCMODE | os.O_CLOEXEC)
+    done = injection.call("dup3", opened, number, flags & os.O_CLOEXEC) if opened >= 0 else opened
+    if opened not in (made, -1) and opened >= 0:
+        injection.call("close", opened)
+    if done < 0:
+        raise file.unmovable(os.strerror(-done))

@@ -1,0 +1,150 @@
+"""Deleted files that two processes share get names while both are stopped; real processes, no mount of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from waiting import until
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import shared_memory, syscalls
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
+
+#: A parent and its forked child, which adds one to the shared number whenever it is asked to, and answers.
+PAIR = """
+import ctypes, mmap, multiprocessing, os, sys
+place = sys.argv[1]
+file = open(place, "w+b" if sys.argv[2] == "plain" else "a+b")
+file.truncate(5000)
+memory = mmap.mmap(file.fileno(), 5000)
+if sys.argv[2] == "mapped":
+    file.close()
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.realpath(f"/proc/self/fd/{fd}") == place: os.close(int(fd))
+os.unlink(place)
+context = multiprocessing.get_context("fork")
+ask, answer = context.Semaphore(0), context.Semaphore(0)
+named = multiprocessing.get_context("spawn").Lock()
+child = os.fork()
+while child == 0:
+    ask.acquire()
+    memory[4096] += 1
+    answer.release()
+print(child, named._semlock.name, flush=True)
+for line in sys.stdin:
+    ask.release()
+    done, before, memory[:4] = answer.acquire(timeout=20), memory[:4], b"seen"
+    print(done, memory[4096], before, flush=True)
+os.kill(child, 9)
+os.wait()
+"""
+
+
+class Pair:
+    """Two processes that share memory, stopped and continued by the test."""
+
+    def __init__(self, place: str, how: str) -> None:
+        self.place = place
+        argv = [sys.executable, "-c", PAIR, place, how]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        child, self.lock = self.process.stdout.readline().split()
+        self.pids = [self.process.pid, int(child)]
+
+    def asked(self) -> str:
+        self.process.stdin.write("\n")
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int, state: str) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+        until(lambda: all(procfs.stat(pid).state in state for pid in self.pids))
+
+    def deleted(self) -> set[str]:
+        found = {mapping.name for pid in self.pids for mapping in procfs.maps(pid)}
+        found |= {name for pid in self.pids for _, name in procfs.links(pid)}
+        return {name for name in found if name.endswith(" (deleted)") and name.startswith((self.place, "/dev/shm/"))}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(syscalls, "mount", lambda *_: None)
+    return SharedMemory(str(tmp_path / "named"))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    started: list[Pair] = []
+
+    def start(how: str) -> Pair:
+        started.append(Pair(str(tmp_path / "file"), how))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.signal(signal.SIGCONT, "SRDZ")
+        each.process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["plain", "mapped"])
+def test_processes_share_the_named_files_and_locks_as_they_shared_the_deleted_ones(files, pair, tmp_path, how):
+    """The child waits for a semaphore all the time, in the old file at first and in the new one later."""
+    both = pair(how)
+    assert both.asked() == r"True 1 b'\x00\x00\x00\x00'"
+    assert len(both.deleted()) == 4, "a file, two semaphores, and one that is deleted only by its first name"
+    both.signal(signal.SIGSTOP, "T")
+    files.give_names(both.pids)
+    assert both.deleted() == set()
+    maps = {mapping.name for mapping in procfs.maps(both.pids[0])}
+    assert f"/dev/shm/sem.{both.lock.lstrip('/')}" in maps, "it still has a name"
+    assert sorted(os.listdir(files.directory)) == ["0", "1", "2"]
+    image = tmp_path / "image"
+    image.mkdir()
+    files.save(both.pids, str(image))
+    both.signal(signal.SIGCONT, "SR")
+    assert both.asked() == "True 2 b'seen'"
+    again = SharedMemory(str(tmp_path / "again"))
+    again.load(str(image))
+    contents = {(tmp_path / "again" / name).read_bytes()[:4] for name in ("0", "1", "2")}
+    assert b"seen" in contents
+    assert (tmp_path / "again").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_would_not_be_the_same_in_a_new_file_is_refused_and_nothing_changes(files, pair):
+    both = pair("appended to")
+    both.asked()
+    before = both.deleted()
+    both.signal(signal.SIGSTOP, "T")
+    with pytest.raises(Unmovable, match="in use in more ways than as memory"):
+        files.give_names(both.pids)
+    assert before - both.deleted() <= {name for name in before if "/sem." in name}
+    both.signal(signal.SIGCONT, "SR")
+    assert both.asked() == "True 2 b'seen'"
+
+
+def test_a_file_that_is_too_large_is_refused(files, pair, monkeypatch):
+    both = pair("mapped")
+    monkeypatch.setattr(shared_memory, "_LARGE", 4000)
+    both.signal(signal.SIGSTOP, "T")
+    with pytest.raises(Unmovable, match="too large"):
+        files.give_names(both.pids)
+    both.signal(signal.SIGCONT, "SR")
+    assert both.asked().startswith("True 1")
+
+
+def test_files_that_nobody_uses_any_more_are_removed(files, pair, tmp_path):
+    both = pair("mapped")
+    both.signal(signal.SIGSTOP, "T")
+    files.give_names(both.pids)
+    both.signal(signal.SIGCONT, "SR")
+    files.save([], str(tmp_path))
+    assert os.listdir(files.directory) == []
+
+
+def test_processes_without_deleted_files_need_no_directory(files):
+    files.give_names([os.getpid()])
+    files.save([os.getpid()], "/")
+    assert not os.path.exists(files.directory)

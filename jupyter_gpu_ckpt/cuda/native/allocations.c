@@ -159,15 +159,29 @@ bool allocation_containing(CUdeviceptr address, struct allocation *found)
     return contains;
 }
 
-bool allocation_share(CUdeviceptr address)
+unsigned long long allocation_share(CUdeviceptr address)
 {
+    static unsigned long long last; /* while the table is locked */
     lock();
     struct allocation *allocation = find(address);
-    bool found = allocation != NULL && !allocation->freed;
-    if (found)
-        allocation->shared = true;
+    unsigned long long number = 0;
+    if (allocation != NULL && !allocation->freed)
+        number = allocation->shared = allocation->shared != 0 ? allocation->shared : ++last;
     unlock();
-    return found;
+    return number;
+}
+
+bool allocation_shared(unsigned long long number, struct allocation *found)
+{
+    bool is_shared = false;
+    lock();
+    for (size_t at = 0; at < slots && number != 0 && !is_shared; at++)
+        if (table[at].address != 0 && !table[at].freed && table[at].shared == number) {
+            *found = table[at];
+            is_shared = true;
+        }
+    unlock();
+    return is_shared;
 }
 
 CUresult allocation_postpone(CUdeviceptr address, CUevent after)

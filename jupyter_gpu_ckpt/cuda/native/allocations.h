@@ -18,7 +18,8 @@ struct allocation {
     size_t offset; /* in host memory, of a copied allocation; or NOT_COPIED */
     bool freed;    /* by the program; given back later (`allocation_postpone`) */
     CUevent after;
-    bool shared;       /* another process may have it mapped: it is not swapped (`ipc.c`) */
+    /* Its number if another process may have it mapped, else 0: then it is not swapped (`ipc.c`). */
+    unsigned long long shared;
     bool doomed;       /* its context is being destroyed */
     unsigned examined; /* for the last time by this call of `allocations_collect` */
 };
@@ -40,8 +41,10 @@ bool allocation_containing(CUdeviceptr address, struct allocation *found);
  * allocation still exists, and the call can be repeated. */
 CUresult allocation_destroy(CUdeviceptr address);
 
-/* Never swap the allocation from now on: the driver moves it.  False if it is no more. */
-bool allocation_share(CUdeviceptr address);
+/* Never swap the allocation from now on: the driver moves it.  Return a number that no other has had, 0 if there is no
+ * such allocation; and find it by that. */
+unsigned long long allocation_share(CUdeviceptr address);
+bool allocation_shared(unsigned long long number, struct allocation *found);
 
 /* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened,
  * or (NULL) until no stream is captured and the work of its context is done. */

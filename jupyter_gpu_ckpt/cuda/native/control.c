@@ -4,7 +4,7 @@
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
  *   swap_in   bring everything back to the device      likewise
- *   export PROCESS ADDRESS   (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
+ *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *
  * Whether allocations are swapped out, and whether readers are dropped from the driver's lock (`rwlock_release.h`), is
@@ -122,9 +122,9 @@ static void publish(bool swapped_out)
 
 static CUresult perform(const char *verb, int *descriptor)
 {
-    unsigned long long process, address;
-    if (sscanf(verb, "export %llx %llx", &process, &address) == 2)
-        return ipc_export(process, address, descriptor);
+    unsigned long long process, number;
+    if (sscanf(verb, "export %llx %llx", &process, &number) == 2)
+        return ipc_export(process, number, descriptor);
     CUresult (*step)(void) = strcmp(verb, "copy_out") == 0  ? swap_copy_out
                              : strcmp(verb, "free") == 0    ? swap_free_device
                              : strcmp(verb, "swap_in") == 0 ? swap_in

@@ -17,7 +17,7 @@
 /* What our handles are; the driver's begin otherwise. */
 struct handle {
     char mark[16];
-    unsigned long long process, address, bytes;
+    unsigned long long process, number, bytes; /* an address may be another allocation's later */
 };
 static const char mark[16] = "gpu-ckpt memory";
 
@@ -39,20 +39,22 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address)
     if (original == NULL || original->cuIpcGetMemHandle == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (handle == NULL || original->cuMemExportToShareableHandle == NULL ||
-        !allocation_containing(address, &allocation) || own_process() == 0 || !allocation_share(allocation.address))
+        !allocation_containing(address, &allocation) || own_process() == 0)
         return original->cuIpcGetMemHandle(handle, address);
-    struct handle ours = {.process = own_process(), .address = allocation.address, .bytes = allocation.bytes};
+    struct handle ours = {
+        .process = own_process(), .number = allocation_share(allocation.address), .bytes = allocation.bytes};
+    if (ours.number == 0)
+        return CUDA_ERROR_INVALID_VALUE;
     memcpy(ours.mark, mark, sizeof mark);
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &ours, sizeof ours);
     return CUDA_SUCCESS;
 }
 
-CUresult ipc_export(unsigned long long process, CUdeviceptr address, int *descriptor)
+CUresult ipc_export(unsigned long long process, unsigned long long number, int *descriptor)
 {
     struct allocation allocation;
-    if (process != own_process() || !allocation_containing(address, &allocation) || !allocation.shared ||
-        !allocation.has_handle)
+    if (process != own_process() || !allocation_shared(number, &allocation) || !allocation.has_handle)
         return CUDA_ERROR_INVALID_VALUE;
     return driver()->cuMemExportToShareableHandle(descriptor, allocation.handle,
                                                   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -109,7 +111,7 @@ static int request(const struct handle *handle)
 {
     char line[64];
     int descriptor = -1, connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    int length = snprintf(line, sizeof line, "export %llx %llx\n", handle->process, handle->address);
+    int length = snprintf(line, sizeof line, "export %llx %llx\n", handle->process, handle->number);
     if (connection < 0)
         return -1;
     if (source.sun_path[0] != '\0' && connect(connection, (struct sockaddr *)&source, sizeof source) == 0 &&

@@ -9,8 +9,8 @@
 
 #include "driver.h"
 
-/* Create a descriptor of the allocation's memory for another process.  ``process``: as its handle says. */
-CUresult ipc_export(unsigned long long process, CUdeviceptr address, int *descriptor);
+/* Create a descriptor of an allocation's memory for another process; the numbers are those in its handle. */
+CUresult ipc_export(unsigned long long process, unsigned long long number, int *descriptor);
 
 /* In a worker: where the memory of the process that has started it can be had. */
 #define IPC_VARIABLE "JUPYTER_GPU_CKPT_SHARED_MEMORY_SOCKET"

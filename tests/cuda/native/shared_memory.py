@@ -66,9 +66,15 @@ def main(method: str, path: str) -> None:
     worker.join()
     print("written by the worker", ctypes.string_at(shared.value, SIZE) == b"\6" * SIZE)
     print("allocations", ask(path, "status")["bytes"])
-    wrong = [ask(path, f"export {process:x} {address:x}")["cuda"] for process, address in ((1, shared.value), (0, 0))]
-    print("exports that are refused", wrong)
+    print("exports that are refused", [ask(path, f"export {process} 1")["cuda"] for process in (1, 0)])
     print("freed", cu.cuMemFree_v2(shared), cu.cuMemFree_v2(other))
+    handles = set()
+    for _ in range(20):  # at the same address, perhaps, and never the same memory
+        assert cu.cuMemAlloc_v2(ctypes.byref(shared), ctypes.c_size_t(SIZE)) == 0
+        assert cu.cuIpcGetMemHandle(ctypes.byref(handle), shared) == 0
+        handles.add(bytes(handle))
+        assert cu.cuMemFree_v2(shared) == 0
+    print("handles", len(handles))
 
 
 if __name__ == "__main__":

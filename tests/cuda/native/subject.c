@@ -101,6 +101,11 @@ static int obtain(struct held *held, size_t bytes, bool by_driver, size_t step, 
     return 0;
 }
 
+static int driver_free_in_order(void *address)
+{
+    return DRIVER(CUresult, cuMemFreeAsync, CUdeviceptr, CUstream)((CUdeviceptr)address, NULL);
+}
+
 static int give_back(struct held *held)
 {
     int result = held->by_driver ? driver_free(held->memory) : cudaFree(held->memory);
@@ -297,7 +302,10 @@ static void perform(char *line)
         alloc(words);
     else if (strcmp(line, "free") == 0)
         printf("%d\n", give_back(&allocations[number]));
-    else if (strcmp(line, "share") == 0) {
+    else if (strcmp(line, "free-in-order") == 0) {
+        printf("%d\n", driver_free_in_order(allocations[number].memory));
+        allocations[number].memory = NULL;
+    } else if (strcmp(line, "share") == 0) {
         CUipcMemHandle handle;
         printf("%d\n", DRIVER(CUresult, cuIpcGetMemHandle, CUipcMemHandle *, CUdeviceptr)(
                            &handle, (CUdeviceptr)allocations[number].memory));

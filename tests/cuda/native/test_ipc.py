@@ -31,6 +31,7 @@ def test_workers_map_the_memory_that_they_are_sent(programs, doubles, runtime_ba
         f"allocations {8 * MIB}",
         "exports that are refused [1, 1]",
         "freed 0 0",
+        "handles 20",
     ]
 
 

@@ -78,6 +78,18 @@ def test_work_under_way_is_waited_for(subject):
     subject.free(other)
 
 
+def test_memory_freed_in_order_stays_until_the_stream_has_come_that_far(subject):
+    one, _ = subject.alloc(2, 2 * MIB), subject.alloc(1, 2 * MIB)
+    assert subject.ask("launch", one) == "0"
+    assert subject.ask("free-in-order", one) == "0"
+    with subject.control() as control:
+        assert subject.outstanding()["mappings"] == 3, "nobody waits"
+        swap_out_and_in(subject, control)  # waits for the work
+    subject.free(subject.alloc(1, 2 * MIB))
+    assert subject.outstanding()["mappings"] == 2
+    subject.intact(2)
+
+
 def test_slow_copies_are_waited_for(subject):
     subject.alloc(2, 6 * MIB, density="full")
     assert subject.ask("delay", 5000) == "ok"

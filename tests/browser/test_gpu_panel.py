@@ -15,11 +15,17 @@ def jupyter(tmp_path_factory, base, chromium, criu_binary):
         yield running
 
 
+@pytest.fixture(scope="module")
+def page(desktop, jupyter):
+    """JupyterLab, loaded once."""
+    with desktop.shared_tab(jupyter, width=1440) as page:
+        yield page
+
+
 @pytest.fixture
-def tab(desktop, jupyter):
+def tab(page, jupyter):
     name = write_notebook(jupyter, "train.ipynb", "x = 41\nprint('ready')", "print(x + 1)")
-    with desktop.window(jupyter, width=1440) as window:
-        tab = window.tab(name)
+    with page.notebook(name) as tab:
         tab.wait_for_phase("running")
         tab.run(0)
         tab.wait_for_output(0, "ready")
@@ -27,8 +33,6 @@ def tab(desktop, jupyter):
         tab.page.locator(BADGE, has_text="2.0 GiB").wait_for()
         yield tab
         tab.quiet()
-    for session in jupyter.get("api/sessions"):
-        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
 
 
 def test_the_badge_says_what_is_held_and_what_was_freed(tab):

@@ -6,9 +6,9 @@ import re
 import time
 
 import pytest
-from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, WAKING, lab, write_notebook
+from desktop import BADGE, BUTTON, SLEEPING_WIDGET, STATUS, TOAST, WAKING, lab, write_notebook
 from harness import DAEMON, END_DAEMON
-from live import TOKEN, until
+from live import TOKEN, server, until
 
 CELLS = ("x = 41\nprint('ready')", "print(x + 1)")
 
@@ -25,22 +25,28 @@ def cells() -> tuple[str, ...]:
     return CELLS
 
 
+@pytest.fixture(scope="module")
+def page(desktop, jupyter):
+    """JupyterLab, loaded once."""
+    with desktop.shared_tab(jupyter) as page:
+        yield page
+
+
 @pytest.fixture
-def tab(desktop, jupyter, request, cells):
+def name(request) -> str:
+    """The notebook's name, by the test's."""
+    return "_".join(request.node.name.split("_")[1:3]) + ".ipynb"
+
+
+@pytest.fixture
+def tab(page, jupyter, name, cells):
     """A fresh notebook, open, its first cell run."""
-    name = write_notebook(jupyter, "_".join(request.node.name.split("_")[1:3]) + ".ipynb", *cells)
-    with desktop.window(jupyter) as window:
-        tab = window.tab(name)
+    with page.notebook(write_notebook(jupyter, name, *cells)) as tab:
         tab.wait_for_phase("running")
         tab.run(0)
         tab.wait_for_output(0, "ready")
         yield tab
         tab.quiet()
-    for session in jupyter.get("api/sessions"):
-        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
-    # The image of a kernel that was shut down asleep is kept, and would be another test's sleeper.
-    for image in jupyter.get("gpu-ckpt/images"):
-        jupyter.ask("DELETE", f"gpu-ckpt/images/{image['id']}?force=true")
 
 
 def test_a_kernel_is_checkpointed_by_the_button_and_woken_by_a_cell(tab):
@@ -160,7 +166,7 @@ def test_a_notification_of_progress_that_was_closed_stays_closed(tab):
     events.say("kernel_step/v1", kernel_id, fraction=0.5, **step)
     until(lambda: "50 %" in tab.tooltip or tab.page.wait_for_timeout(20))
     tab.page.wait_for_function("at => Date.now() > at", arg=1000 * time.time() + 1100)  # what is drawn is drawn by now
-    assert tab.page.locator(".Toastify__toast", has_text="Checkpointing").count() == 0
+    assert tab.page.locator(TOAST, has_text="Checkpointing").count() == 0
     events.state(kernel_id, "running", "dumping")
 
 
@@ -179,7 +185,7 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
         tab.choose("Put kernel to sleep")
         until(lambda: refused() or tab.page.wait_for_timeout(20))
         toast = tab.toast("was not put to sleep. Nothing was lost.")
-    until(lambda: tab.page.locator(".Toastify__toast").count() == 1 or tab.page.wait_for_timeout(20))
+    until(lambda: tab.page.locator(TOAST).count() == 1 or tab.page.wait_for_timeout(20))
     assert "End these processes and try again." in toast.inner_text()
     server.run(tab.kernel_id(), END_DAEMON)
     tab.choose("Put kernel to sleep")
@@ -227,8 +233,8 @@ def test_the_page_polls_nothing_while_events_arrive(tab):
     assert len(ours) <= 2, ours  # what the wake before may still have had under way
 
 
-def test_two_tabs_on_one_kernel_see_the_same(tab):
-    other = tab.window.tab(tab.page.url.split("/tree/")[1].split("?")[0])
+def test_two_tabs_on_one_kernel_see_the_same(tab, name):
+    other = tab.window.tab(name)
     other.wait_for_phase("running")
     tab.choose("Put kernel to sleep")
     other.wait_for_phase("checkpointed")
@@ -292,11 +298,11 @@ def test_a_protection_is_set_and_ended_from_the_menu(tab):
     until(lambda: left() == 0)
 
 
-def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab):
+def test_sleepers_among_the_running_sessions_can_be_woken_and_deleted(tab, name):
     tab.page.locator('li[data-id="jp-running-sessions"]').first.click()
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")
-    sleeper = tab.page.locator(".jp-gpuCkpt-sleeper")
+    sleeper = tab.page.locator(".jp-gpuCkpt-sleeper", has_text=name)
     sleeper.first.wait_for()
     assert "MiB" in sleeper.first.inner_text()
     tab.picture("sleepers")
@@ -379,14 +385,11 @@ def test_a_server_that_is_restarted_under_an_open_tab(desktop, tmp_path, runtime
 
 def test_a_kernel_without_a_server_is_opened_from_the_running_sessions(desktop, tmp_path, runtime_base, criu_binary):
     home = tmp_path / "home"
-    with lab(home, runtime_base) as first, desktop.window(first) as window:
+    with server(home, runtime_base) as first:
         name = write_notebook(first, "left.ipynb", *CELLS)
         write_notebook(first, "other.ipynb", "1")
-        tab = window.tab(name)
-        tab.wait_for_phase("running")
-        tab.run(0)
-        tab.wait_for_output(0, "ready")
-        tab.page.keyboard.press("Control+s")
+        session = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
+        first.run(first.ask("POST", "api/sessions", json=session).json()["kernel"]["id"], CELLS[0])
     with (
         lab(home, runtime_base, config="c.KernelPersistence.attach_on_start = False\n") as second,
         desktop.window(second) as window,

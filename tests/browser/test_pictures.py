@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from io import BytesIO
 
 import pytest
-from desktop import BADGE, NOTEBOOK, Tab, lab, write_notebook
+from desktop import BADGE, NOTEBOOK, Tab, end_kernels, lab, write_notebook
 from fake_gpus import CONFIG, GIB, GPU
 from PIL import Image
 
@@ -34,8 +34,7 @@ def jupyter(tmp_path_factory, base, chromium, criu_binary):
 @pytest.fixture(autouse=True)
 def no_sessions_left(jupyter) -> Iterator[None]:
     yield
-    for session in jupyter.get("api/sessions"):
-        jupyter.ask("DELETE", f"api/sessions/{session['id']}")
+    end_kernels(jupyter)
 
 
 class Film:

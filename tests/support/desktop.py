@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,6 +34,7 @@ BADGE = f"{NOTEBOOK} .jp-gpuCkpt-badge"
 WAKING = ".jp-gpuCkpt-waking"
 STATUS = ".jp-gpuCkpt-status button"
 SLEEPING_WIDGET = ".jp-gpuCkpt-sleepingWidget"
+TOAST = ".Toastify__toast"
 
 
 #: A wake may be over before a look comes by: the page keeps what its cells said meanwhile.
@@ -46,12 +47,50 @@ new MutationObserver(() => {{
 }}).observe(document, {{ subtree: true, childList: true, characterData: true }});
 """
 
+#: Opens a notebook; a cell that is run before its kernel has answered is run by nobody.
+OPEN = """
+async path => {
+  const { context } = await window.jupyterapp.commands.execute('docmanager:open', { path });
+  await context.ready;
+  await context.sessionContext.ready;
+  await context.sessionContext.session.kernel.info;
+}
+"""
+
+#: Closes all documents, and shows what a fresh page shows beside them.
+PUT_BACK = """
+() => {
+  const { shell } = window.jupyterapp;
+  for (const widget of [...shell.widgets('main')]) {
+    if (widget.context !== undefined) {
+      widget.context.model.dirty = false;  // or it would ask whether to save
+      widget.close();
+    }
+  }
+  shell.activateById('filebrowser');
+  shell.collapseRight();
+}
+"""
+
+#: Whether there is none: each is dismissed again and again, as one that was just updated does not hear of it.
+NO_TOASTS = f"""
+() => {{
+  const toasts = [...document.querySelectorAll({TOAST!r})];
+  for (const {{ id }} of toasts) {{
+    window.jupyterapp.commands.execute('apputils:dismiss-notification', {{ id }});
+  }}
+  return toasts.length === 0;
+}}
+"""
+
 
 def find_chromium() -> str | None:
-    """Debian's Chromium, or whatever goes by its name."""
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
+    """Debian's Chromium, or whatever goes by its name.
+
+    First the one without windows of its own: the other draws them all the same, for a fifth of what a page costs.
+    """
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def built_front_end() -> str | None:
@@ -90,6 +129,15 @@ class Desktop:
         finally:
             context.close()
 
+    @contextmanager
+    def shared_tab(self, server: Server, *, width: int = 1280, height: int = 800) -> Iterator[SharedTab]:
+        """One page of JupyterLab for many tests."""
+        shared = SharedTab(self, server, {"width": width, "height": height})
+        try:
+            yield shared
+        finally:
+            shared.close()
+
 
 class Window:
     """Tabs that share cookies."""
@@ -111,6 +159,50 @@ class Window:
         return tab
 
 
+class SharedTab:
+    """A page that each test finds as if it had just been loaded, with a notebook of its own.
+
+    To load JupyterLab takes a processor 8 s, to open a notebook in it less than one.  A page that cannot be put back is
+    closed, and the next test loads another.
+    """
+
+    def __init__(self, desktop: Desktop, server: Server, size: dict[str, int]) -> None:
+        self._desktop, self._server, self._size = desktop, server, size
+        self._open = ExitStack()
+        self._tab: Tab | None = None
+
+    @contextmanager
+    def notebook(self, name: str) -> Iterator[Tab]:
+        """Open a notebook; in the end no kernel and no image is left on the server."""
+        try:
+            if self._tab is None:
+                self._tab = self._open.enter_context(self._desktop.window(self._server, **self._size)).tab(name)
+            else:
+                self._tab.open(name)
+            yield self._tab
+        finally:
+            self._put_back()
+
+    def close(self) -> None:
+        """Close the page."""
+        self._tab = None
+        self._open.close()
+
+    def _put_back(self) -> None:
+        from playwright.sync_api import Error as NotPutBack
+
+        try:
+            if self._tab is not None:
+                self._tab.leave(self._size)
+            end_kernels(self._server)
+            if self._tab is not None:
+                self._tab.settle()
+        except NotPutBack as error:
+            print(f"The page is not used again: {error}")
+            self.close()
+            end_kernels(self._server)
+
+
 class Tab:
     """One notebook in one tab."""
 
@@ -126,6 +218,33 @@ class Tab:
     def go(self, url: str) -> None:
         self.page.goto(url)
         self.ready()
+
+    def open(self, notebook: str) -> None:
+        """Open a notebook in the page that is there, with nothing noted yet."""
+        self.page.evaluate("window.waking = []")
+        self.complaints.clear()
+        self.requests.clear()
+        self.page.evaluate(OPEN, notebook)
+        self.ready()
+
+    def leave(self, size: dict[str, int]) -> None:
+        """Close everything but the page, which shows in a window of that size what a fresh one shows."""
+        for page in self.window.context.pages:
+            if page is not self.page:
+                page.close()
+        self.page.unroute_all()
+        self.window.events.mend()
+        self.page.set_viewport_size(size)
+        self.page.mouse.move(0, 0)  # what lies under the mouse stays
+        self.page.evaluate(PUT_BACK)
+        for left in (".jp-NotebookPanel", ".jp-Dialog", ".lm-Menu"):
+            self.page.wait_for_selector(left, state="detached", timeout=5000)
+        # It comes when the last document has gone; later, it would cover the next test's.
+        self.page.wait_for_selector(".jp-Launcher", timeout=20_000)
+
+    def settle(self) -> None:
+        """Wait until nothing is notified any more."""
+        self.page.wait_for_function(NO_TOASTS, polling=100, timeout=5000)
 
     def ready(self) -> None:
         """Wait until the notebook has a kernel that our button knows."""
@@ -148,7 +267,7 @@ class Tab:
         try:
             self.page.wait_for_selector(", ".join(f"{button}[data-phase={phase}]" for phase in phases))
         except Exception as error:
-            toasts = self.page.locator(".Toastify__toast").all_inner_texts()
+            toasts = self.page.locator(TOAST).all_inner_texts()
             kernels = self.window.server.get("gpu-ckpt/kernels")
             raise AssertionError(f"not {phases} but {self.phase!r}; {toasts=}; the server: {kernels}") from error
 
@@ -182,7 +301,7 @@ class Tab:
 
     def toast(self, text: str) -> Any:
         """The notification with that text, once it is shown."""
-        found = self.page.locator(".Toastify__toast", has_text=re.compile(text)).first
+        found = self.page.locator(TOAST, has_text=re.compile(text)).first
         found.hover(trial=True)  # it has slid in
         return found
 
@@ -249,6 +368,15 @@ class Tab:
         assert ours == [], ours
 
 
+def end_kernels(server: Server) -> None:
+    """Shut down all kernels of a server, and delete their images."""
+    for session in server.get("api/sessions"):
+        server.ask("DELETE", f"api/sessions/{session['id']}")
+    # The image of a kernel that was shut down asleep is kept, and would be another test's sleeper.
+    for image in server.get("gpu-ckpt/images"):
+        server.ask("DELETE", f"gpu-ckpt/images/{image['id']}?force=true")
+
+
 def write_notebook(server: Server, name: str, *cells: str) -> str:
     """A notebook in the server's directory."""
     spec = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -271,6 +399,11 @@ def lab(home: Path, base: Path, *, config: str = "", module: str = "jupyterlab",
         file = home / "config" / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
-    patient = "c.IdlePolicy.suspend_after = c.IdlePolicy.checkpoint_after = 0\n"
-    with server(home, base, config=patient + config, module=module) as running:
+    ours = """
+import jupyterlab.commands
+jupyterlab.commands._yarn_config = lambda logger: {"yarn config": {}, "npm config": {}}  # or Node is run to read it
+c.IdlePolicy.suspend_after = c.IdlePolicy.checkpoint_after = 0
+c.LabApp.expose_app_in_browser = True
+"""
+    with server(home, base, config=ours + config, module=module) as running:
         yield running

@@ -29,6 +29,10 @@ class EventBus:
         """Drop all events; the connection stays open."""
         self.is_cut = True
 
+    def mend(self) -> None:
+        """Pass events on again."""
+        self.is_cut = False
+
     def say(self, schema: str, kernel_id: str, **content: Any) -> None:
         """Tell the page an event of the kernel; ``schema`` is its name and version."""
         for socket in self._sockets:

@@ -24,6 +24,7 @@ test: lint labextension front-end-test $(VENV)/ready
 	scripts/install-chromium
 	scripts/install-proxy $(VENV)/proxy
 	scripts/install-slurm
+	scripts/install-kernels $(VENV)
 	$(BIN)/python -m pytest -m "not torture" --numprocesses=$(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 # No CRIU, browser, hub or cluster: for the minutes between two edits.
@@ -85,6 +86,7 @@ scale: $(VENV)/ready
 	$(BIN)/python scripts/scale
 
 torture: $(VENV)/ready
+	scripts/install-kernels --with-r $(VENV)
 	$(BIN)/python -m pytest -m "torture or sweep" $(PYTEST_ARGS)
 
 # Follows docs/admin/bare-metal.md and docs/admin/slurm.md, each from an empty machine; a part of `make torture`.  Needs

@@ -137,6 +137,14 @@ def test_the_core_of_the_suite_as_an_ordinary_user(place, criu):
 
 
 @root_only
+@pytest.mark.torture
+def test_kernels_of_other_kinds_as_an_ordinary_user(place, criu):
+    said = Nobody(place, criu).run(pytest_of("tests/server/test_other_kernels.py"), timeout=HANGS)
+    assert " passed" in said
+    assert " failed" not in said
+
+
+@root_only
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -103,13 +103,15 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         *,
         offsets: Clocks = UNSHIFTED,
         known_as: Path | None = None,
+        sockets: Path | None = None,
         stdout: int | Any = None,
         stderr: int | Any = None,
     ) -> Capsule:
         """Make the namespaces and wait for their init, whose socket lies in the existing 0700 ``directory``.
 
         ``offsets`` are added to the host's clocks inside: `Clocks` of the dump minus `Clocks` now.  ``known_as``: the
-        path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``stdout`` and
+        path at which the kernel finds ``directory``, if it comes from a host where that was another.  ``sockets``: a
+        path for a socket of the kernel; its directory is another name of ``directory``, too.  ``stdout`` and
         ``stderr`` get the kernel's raw output, as for `subprocess.Popen`; by default the caller's own.  Raises
         `CapsuleError`, or `CapsuleGone` when its init is killed at once; nothing is left behind then.
         """
@@ -124,6 +126,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             "monotonic_ns": offsets.monotonic,
             "boottime_ns": offsets.boottime,
             "known_as": str(known_as) if known_as not in (None, directory) else "",
+            "sockets": str(sockets.parent) if sockets else "",
             "report": reported,
         }
         try:

@@ -613,11 +613,12 @@ def main(argument: str) -> int:
         namespaces.mount_proc()
         with contextlib.suppress(OSError):
             namespaces.mount_terminals(rootless)
-        if options.get("known_as"):
+        if paths := [path for path in (options.get("known_as"), options.get("sockets")) if path]:
             at = "directory"
             # Opened again: the source of a bind mount must be in this mount namespace.
             reopened = os.open(options["directory"], os.O_DIRECTORY | os.O_CLOEXEC)
-            namespaces.mount_under_old_path(reopened, options["known_as"])
+            for path in paths:
+                namespaces.mount_under_old_path(reopened, path)
             os.close(reopened)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -97,7 +97,11 @@ class Gate:
         For topics, the thread's name and the gate's identity at the kernel.
     identity:
         `identity` of an earlier gate of this kernel: this one can then answer ``kernel_info_request`` for a kernel that
-        it has never heard.
+        it has never heard, and has the name at the kernel from which that one's requests came.
+    stable_name:
+        Whether the gate has the same name at the kernel for each connection.  Kernels that do not set ROUTER_HANDOVER
+        need another one for each: they ignore a connection whose name an earlier one had, as long as they have not
+        noticed the end of that.
 
     Errors: verbs raise `StateError` if they make no sense in the present state, `GateError` if ZMQ failed or the gate's
     thread does not run.  Times are in seconds.
@@ -113,6 +117,7 @@ class Gate:
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any] | None = None,
         identity: Mapping[str, Any] | None = None,
+        stable_name: bool = True,
     ) -> None:
         self._log = log or logging.getLogger(__name__)
         self._loop = Loop(self._log)
@@ -124,9 +129,12 @@ class Gate:
             on_agent_request=on_agent_request,
             kernel_id=kernel_id,
             log=self._log,
+            stable_name=stable_name,
         )
         if identity is not None:
             self._router.replies.learn(identity)
+            self._router.name = str(identity.get("name") or self._router.name)
+            self._router.notices += identity.get("notices") or ()
         self._thread = threading.Thread(target=self._run, name=f"gate-{kernel_id}", daemon=True)
 
     # -- verbs, for every thread; described at the router's methods
@@ -142,6 +150,7 @@ class Gate:
     prompt = _waiting_verb(Router.prompt)
     cancel_prompt = _verb_if_running(Router.cancel_prompt)
     publish = _verb(Router.publish)
+    notify = _verb(Router.notify)
     kernel_died = _verb_if_running(Router.kernel_died)
     rebind_kernel = _verb(Router.rebind_kernel)
 
@@ -213,8 +222,11 @@ class Gate:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """The kernel's session id and ``kernel_info``: JSON for the ``identity`` of a later `Gate`; None if unknown."""
-        return self._call(lambda router: router.replies.identity)
+        """JSON for the ``identity`` of a later `Gate`; None if the kernel was never heard.
+
+        The kernel's session id and ``kernel_info``, the gate's name, the notices that no cell has shown.
+        """
+        return self._call(lambda router: router.identity)
 
     @property
     def under_way(self) -> UnderWay:

@@ -114,6 +114,10 @@ class Replies:
         content = {"prompt": text, "password": False}
         self._send("stdin", self._frames("input_request", content, request.header, request.idents))
 
+    def notice(self, request: Request, text: str) -> None:
+        """Send ``text`` as a line that the cell of ``request`` prints on stderr."""
+        self._iopub("stream", {"name": "stderr", "text": f"{text}\n"}, request.header)
+
     def aborted(self, request: Request) -> None:
         """Answer an execution that was queued behind one that failed."""
         self.answer(request, {"status": "aborted"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -88,6 +89,7 @@ class Router:
         on_agent_request: Callable[[dict[str, Any]], None],
         kernel_id: str,
         log: logging.Logger | logging.LoggerAdapter[Any],
+        stable_name: bool = True,
     ) -> None:
         self.state = GateState.CLOSED
         self.last_activity = time.monotonic()
@@ -99,7 +101,11 @@ class Router:
         self._back: dict[str, Socket] = {}
         self._loop = loop
         self.readers: Readers
-        self._identity = f"gate-{kernel_id}".encode()[:255]  # ZMQ's limit
+        #: The gate's routing id at the kernel.
+        self.name = self._first_name = f"gate-{kernel_id}"[:200]  # ZMQ's limit is 255 bytes
+        self._stable_name, self._disconnected = stable_name, False
+        #: What `notify` was called with and no cell has shown.
+        self.notices: list[str] = []
         self._on_wake, self._on_agent_request, self._log = on_wake, on_agent_request, log
         self._verifier = wire.session(front, history=True)
         self._signer = wire.session(front, history=False)
@@ -111,6 +117,12 @@ class Router:
         self._dead = self._closing = False
         self._prompt: _Prompt | None = None
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """`Gate.identity`."""
+        known = self.replies.identity
+        return None if known is None else known | {"name": self.name, "notices": self.notices[:]}
 
     # -- the loop
 
@@ -182,7 +194,10 @@ class Router:
             raise StateError(f"The gate is {self.state} already.")
         fresh = not self._back
         if fresh:
-            self._back = wire.connect(self._back_info, self._identity)
+            if self._disconnected and not self._stable_name:
+                # Nothing of the last connection is pending: the answers are to the name from which a request came.
+                self.name = f"{self._first_name}-{secrets.token_hex(4)}"
+            self._back = wire.connect(self._back_info, self.name.encode())
             self._rewire()
         self._dead = False
         future: Future[None] = Future()
@@ -265,6 +280,7 @@ class Router:
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; drain it first.")
         self.state, self._wake_requested = GateState.ASLEEP, False
+        self._disconnected = self._disconnected or not self._back  # an earlier gate was
         if (waiting := self.queue.first(wakes)) is not None:
             self._wake(waiting.msg_type)
 
@@ -346,6 +362,10 @@ class Router:
         """Send clients an output in the kernel's name, also while the kernel is away."""
         self.replies.publish(msg_type, dict(content))
 
+    def notify(self, notice: str) -> None:
+        """Show ``notice`` in the output of the next cell that is not silent: the kernel has no agent that could."""
+        self.notices.append(notice)
+
     def kernel_died(self) -> None:
         """The kernel's process is gone: drop pending and queued requests, disconnect, echo no heartbeat.
 
@@ -369,6 +389,7 @@ class Router:
         """Close the kernel's side, and fail what waits for an answer of the kernel."""
         back, self._back = self._back, {}
         if back:
+            self._disconnected = True
             self._rewire()
             wire.close(back)
         while self._beats:
@@ -440,6 +461,9 @@ class Router:
             self.last_activity = time.monotonic()
         else:
             self.queries += 1
+        if self.notices and request.msg_type == "execute_request" and not request.content.get("silent", False):
+            self.replies.notice(request, "\n".join(self.notices))
+            self.notices.clear()
         if request.channel != "stdin":
             self.pending.forwarded(request)
             self._drain.note_progress()

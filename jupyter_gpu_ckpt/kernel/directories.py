@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import stat
+import string
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,11 @@ from ..paths import data_directory
 _LOCK_TIMEOUT = 10.0
 #: Directories of sockets that are remembered for a host.
 _KNOWN = 20
+#: Bytes of the path of a socket that every kernel can listen on: xeus reads the address, ``ipc://`` and the path, into
+#: 32 bytes.
+SHORT = 25
+#: Characters of a kernel's own in such a path, and how many at least.
+_LETTERS, _FEWEST = string.ascii_lowercase + string.digits, 4
 
 
 def default_image_dir() -> Path:
@@ -101,6 +107,28 @@ def make_runtime_dir(base: Path, name: str = "") -> Path:
     except OSError as error:
         raise RuntimeDirectory(f"{directory} cannot be made: {error.strerror}.") from error
     return directory
+
+
+def short_socket_path() -> Path | None:
+    """Return a path of at most `SHORT` bytes for the sockets of a kernel, which add ``-`` and a digit to it.
+
+    Its directory is made here and stays empty: in each capsule the kernel's runtime directory is mounted over it.  The
+    name is the kernel's own, for the capsules share the list of unix sockets.  None where no directory is short enough.
+    """
+    uid = os.geteuid()
+    # Of the last two, because nothing is written there: the path of the temporary directory may be long.
+    choices = [Path(parent) / f"gc-{uid}" for parent in ("/run", tempfile.gettempdir(), "/tmp")]  # noqa: S108
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        choices.insert(0, Path(runtime) / "gc")
+    for directory in choices:
+        room = SHORT - len(os.fsencode(f"{directory}/-0"))
+        if room < _FEWEST or not directory.is_absolute():
+            continue
+        with contextlib.suppress(OSError, CapsuleError):
+            directory.mkdir(mode=0o700, exist_ok=True)
+            require_private(directory)
+            return directory / "".join(secrets.choice(_LETTERS) for _ in range(min(room, 8)))
+    return None
 
 
 @contextlib.contextmanager

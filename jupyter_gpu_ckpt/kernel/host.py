@@ -33,13 +33,13 @@ from ..lifecycle.settings import LifecycleSettings
 from ..trace import Sink, StepEvent, Trace
 from .agent_injection import NOTICE, rewrite
 from .agent_requests import AgentRequests
-from .directories import make_runtime_dir, writing
+from .directories import make_runtime_dir, short_socket_path, writing
 from .orphans import Orphan, Session, ended_notice, newest_images
 from .registry import Registration, claim_lost, reap
 from .worker import Worker
 
 #: Why kernels of a `Launch.key` are started plainly, as long as this process lives.  They end before their first answer
-#: in a capsule: for example because they cannot listen on a unix socket of this length (xeus).
+#: in a capsule: for example because they can listen on TCP only.
 UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
 
 
@@ -85,12 +85,15 @@ class KernelOwner(Protocol):
     def start_plainly(self, error: KernelUnfit, cmd: list[str]) -> subprocess.Popen[bytes] | None: ...
 
 
-def _back_info(directory: Path, front: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kernel's own connection info: unix sockets in its directory, and the key that clients have."""
+def _back_info(directory: Path, front: Mapping[str, Any], sockets: str = "") -> dict[str, Any]:
+    """Return the kernel's own connection info: unix sockets in its directory, and the key that clients have.
+
+    ``sockets``: `Session.sockets`, whose last name the sockets have.
+    """
     channels = ("shell", "iopub", "stdin", "control", "hb")
     return {
         "transport": "ipc",
-        "ip": str(directory / "kernel"),
+        "ip": str(directory / (Path(sockets).name or "kernel")),
         **{f"{channel}_port": port for port, channel in enumerate(channels, 1)},
         "key": front["key"],
         "signature_scheme": front["signature_scheme"],
@@ -184,16 +187,21 @@ class KernelHost:
         else:
             self._registration.renew()
         directory = self._registration.directory
-        back = _back_info(directory, launch.front)
         file = directory / "connection.json"
-        with writing(directory):
-            for stale in directory.glob("kernel-*"):
-                stale.unlink()
-            write_atomically(file, json.dumps(back), durable=False)
         argv = [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
         rewritten = rewrite(argv)
+        # Of other kernels nobody knows how long a path they can listen on.
+        sockets = str(short_socket_path() or "") if rewritten is None else ""
+        back = _back_info(directory, launch.front, sockets)
+        with writing(directory):
+            for stale in directory.glob("*-[1-5]"):
+                if stale.is_socket():
+                    stale.unlink()
+            inside = back | {"ip": sockets} if sockets else back
+            write_atomically(file, json.dumps(inside), durable=False)
         # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
         env = {**launch.env, "JPY_PARENT_PID": "1"}
+        notice = env.pop(NOTICE, "") if rewritten is None else ""
         if launch.fast_path and rewritten is not None:  # a wrapper script would preload it in the kernel's place
             env |= fastpath.environment(directory, env)
         session = Session(
@@ -205,8 +213,11 @@ class KernelHost:
             front=launch.front,
             root=launch.root,
             notebook=env.get("JPY_SESSION_NAME", ""),
+            sockets=sockets,
         )
         gate, lifecycle = self._prepare(engine, launch, session, back)
+        if notice:
+            gate.notify(notice)
         launched: Future[bool] = Future()
         self._unanswered = lifecycle
         # Submitted before the kernel runs: a verb that came first would meet a gate that was never opened.
@@ -233,7 +244,8 @@ class KernelHost:
         try:
             capsule = Capsule.attach(directory) if found.directory else None
             session = dataclasses.replace(found.session, front=launch.front)
-            gate, lifecycle = self._prepare(engine, launch, session, _back_info(directory, session.front))
+            back = _back_info(directory, session.front, session.sockets)
+            gate, lifecycle = self._prepare(engine, launch, session, back)
             lifecycle.attach(capsule=capsule, image=found.image)
         except BaseException:
             # Leave it as it was found, for the next try.
@@ -281,6 +293,7 @@ class KernelHost:
                 kernel_id=self.kernel_id,
                 log=self._log,
                 identity=session.identity,
+                stable_name=session.has_agent,  # ipykernel's sockets hand over
             )
             self.gate.start()
             self._front = session.front
@@ -293,6 +306,7 @@ class KernelHost:
             runtime_dir=directory,
             has_agent=session.has_agent,
             known_as=Path(session.runtime_dir),
+            sockets=Path(session.sockets) if session.sockets else None,
             renew=renew,
             outlive=launch.outlive,
             write_session=write_session,
@@ -344,7 +358,8 @@ class KernelHost:
 
     def _connect_attached(self, lifecycle: Lifecycle, gate: Gate, timeout: float) -> None:
         """Connect the gate to a kernel that was attached while it ran."""
-        if not self._open_gate(gate, timeout) and lifecycle is self.lifecycle and lifecycle.poll() is None:
+        answered = self._open_gate(gate, timeout, again=not lifecycle.home.has_agent)
+        if not answered and lifecycle is self.lifecycle and lifecycle.poll() is None:
             self._log.error("Kernel %s does not answer through the gate.", self.kernel_id)
 
     def _plain_command(self, launch: Launch) -> tuple[dict[str, Any], list[str]]:
@@ -357,10 +372,16 @@ class KernelHost:
         write_atomically(file, json.dumps(back), durable=False)
         return back, [argument.replace(launch.connection_file, str(file)) for argument in launch.cmd]
 
-    def _open_gate(self, gate: Gate, timeout: float) -> bool:
-        """Open the gate to a kernel that runs; return whether it has answered."""
+    def _open_gate(self, gate: Gate, timeout: float, *, again: bool = False) -> bool:
+        """Open the gate to a kernel that runs; return whether it has answered.
+
+        ``again``: when the kernel has answered everything that came under the gate's old name, get another name.
+        """
         try:
             gate.open(timeout)
+            if again:
+                gate.close()
+                gate.open(timeout)
             if self.lifecycle is not None:
                 self._write_session(self.lifecycle)  # before it has any work in it
             # Its own idle was for the gate, and a server that restarted it by itself sends no request: there it would

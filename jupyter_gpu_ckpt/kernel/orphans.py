@@ -30,7 +30,8 @@ class Session:
 
     ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document;
     ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;
-    ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch.
+    ``protected_until``: until when no policy may suspend or checkpoint it, seconds since the epoch; ``sockets``:
+    `Home.sockets`, or empty.
     """
 
     kernel_id: str
@@ -43,6 +44,7 @@ class Session:
     root: str = ""
     protected_until: float | None = None
     notebook: str = ""
+    sockets: str = ""
 
     def write(self, directory: Path) -> None:
         """Write the session to ``directory``, atomically, readable by the owner alone."""

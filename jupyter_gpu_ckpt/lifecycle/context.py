@@ -45,6 +45,7 @@ class GateProtocol(Protocol):
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]: ...
     def prompt(self, text: str, timeout: float) -> str | None: ...
     def cancel_prompt(self) -> None: ...
+    def notify(self, notice: str) -> None: ...
     def kernel_died(self) -> None: ...
 
 
@@ -69,6 +70,9 @@ class Home:
     has_agent: bool
     #: The path of that directory inside the capsule, if it differs: the kernel came from another host.
     known_as: Path | None = None
+    #: The path of its sockets inside the capsule, without ``-`` and the number of a channel, if they are not in
+    #: `inner_dir`: a short one, for kernels that may know no longer ones.  The directory of it is the same directory.
+    sockets: Path | None = None
     #: Creates ``runtime_dir`` again if it was removed while the kernel was checkpointed; raises `RuntimeDirectory`.
     renew: Callable[[], object] = lambda: None
     #: Whether the kernel outlives this process.
@@ -96,6 +100,11 @@ class Home:
     def inner_dir(self) -> Path:
         """The path of the runtime directory inside the capsule."""
         return self.known_as or self.runtime_dir
+
+    @property
+    def own_sockets(self) -> tuple[str, ...]:
+        """What the path of a unix socket of the kernel's own begins with, inside the capsule."""
+        return (f"{self.inner_dir}/", *([f"{self.sockets}-"] if self.sockets else []))
 
 
 class Reason(enum.IntEnum):

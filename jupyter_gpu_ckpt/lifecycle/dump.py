@@ -45,13 +45,13 @@ def disconnect(attempt: Attempt) -> None:
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
         raise error
-    pid, directory = capsule.host_pid, kernel.home.inner_dir
-    before = preflight.open_connections(pid, directory)
+    pid, own = capsule.host_pid, kernel.home.own_sockets
+    before = preflight.open_connections(pid, own)
     kernel.gate.close()
     deadline = time.monotonic() + kernel.settings.connect
     # Each endpoint must lose one, the gate's.  Others may stay: a kernel can be connected to itself, and CRIU names a
     # stranger's.
-    while any(count >= before[path] for path, count in preflight.open_connections(pid, directory).items()):
+    while any(count >= before[path] for path, count in preflight.open_connections(pid, own).items()):
         if time.monotonic() > deadline:
             raise errors.GateError("The kernel does not close its connections to the gate.")
         time.sleep(0.002)
@@ -306,7 +306,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
 
 def _sockets(attempt: Attempt) -> list[dict[str, Any]]:
     """Return the unix sockets with a file outside the runtime directory: a restore creates them again."""
-    own = f"{attempt.kernel.home.inner_dir}/"
+    own = attempt.kernel.home.own_sockets
     found = (socket for process in attempt.notes.values() for socket in process.get("sockets", {}).values())
     return [each["path"] for each in found if "path" in each and not each["path"]["path"].startswith(own)]
 

@@ -134,7 +134,12 @@ class Lifecycle:
     def launch(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel in a fresh capsule.  After failure there is no process."""
         with self._lock:
-            capsule = Capsule.create(self.home.runtime_dir, stdout=self.home.stdout, stderr=self.home.stderr)
+            capsule = Capsule.create(
+                self.home.runtime_dir,
+                sockets=self.home.sockets,
+                stdout=self.home.stdout,
+                stderr=self.home.stderr,
+            )
             try:
                 capsule.spawn(argv, env, cwd)
                 if self.home.outlive:

@@ -55,6 +55,14 @@ class PreflightFinding:
         return {"code": self.code, "text": self.text, "blocks": self.blocks, "hint": hint}
 
 
+#: Of a kernel that is no ipykernel, or is started by a program of its own.
+WITHOUT_AGENT = PreflightFinding(
+    "NO_AGENT",
+    "Nothing prepares this kernel from inside, as the agent prepares ipykernel: caches of GPU libraries are saved, TCP"
+    " ports must be free when it wakes, environment variables are not refreshed.",
+)
+
+
 def blocking(error: GpuCkptError) -> PreflightFinding:
     return PreflightFinding(error.code, error.message, error)
 
@@ -251,8 +259,8 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = Tru
     return findings
 
 
-def open_connections(pid: int, directory: Path) -> Counter[str]:
-    """Count the unix connections to each socket below ``directory`` that ``pid`` has open itself.
+def open_connections(pid: int, prefixes: tuple[str, ...]) -> Counter[str]:
+    """Count the unix connections that ``pid`` has open itself, by path, of sockets that begin with one of ``prefixes``.
 
     From ``/proc/PID/net/unix``, whose sixth column is 03 for a connected socket.  A forked child inherits them and
     keeps its copies, which do not matter once both ends are closed.  Empty when the process has ended.
@@ -260,7 +268,7 @@ def open_connections(pid: int, directory: Path) -> Counter[str]:
     rows = [row for row in procfs.sockets("unix", pid) if len(row) > 7 and row[5] == "03"]
     with contextlib.suppress(OSError):
         own = {target for _, target in procfs.links(pid)}
-        return Counter(row[7] for row in rows if row[7].startswith(f"{directory}/") and f"socket:[{row[6]}]" in own)
+        return Counter(row[7] for row in rows if row[7].startswith(prefixes) and f"socket:[{row[6]}]" in own)
     return Counter()
 
 

@@ -130,7 +130,7 @@ def criu_restore(attempt: Attempt) -> None:
     home.renew()
     links.secure(manifest)
     try:
-        for stale in home.runtime_dir.glob("kernel-*"):
+        for stale in home.runtime_dir.glob(f"{home.sockets.name if home.sockets else 'kernel'}-*"):
             if stale.is_socket():
                 stale.unlink()
     except OSError as error:
@@ -139,6 +139,7 @@ def criu_restore(attempt: Attempt) -> None:
         home.runtime_dir,
         offsets=Clocks(manifest.monotonic, manifest.boottime) - Clocks.now(),
         known_as=Path(manifest.runtime_dir),
+        sockets=home.sockets,
         stdout=home.stdout,
         stderr=home.stderr,
     )

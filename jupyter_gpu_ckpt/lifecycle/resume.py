@@ -74,16 +74,29 @@ def connect(attempt: Attempt) -> None:
     patience = kernel.settings.base if attempt.unwinding else 0.0
     with answering(kernel):
         kernel.gate.open(kernel.settings.connect + patience)
+    if not kernel.home.has_agent:
+        _write_session(kernel)  # with the gate's new name
+
+
+def _write_session(kernel: KernelState) -> None:
+    """Write what a later server needs of the gate; where the directory is full, it has the last state."""
+    home = kernel.home
+    if home.write_session is not None:
+        with contextlib.suppress(OSError):
+            home.write_session(home.runtime_dir)
 
 
 def thaw(attempt: Attempt) -> None:
     """Have the agent undo a quiesce, refresh the environment, and show the settings that could not be put back."""
-    kernel = attempt.kernel
-    if kernel.home.has_agent:
+    kernel, notice = attempt.kernel, ""
+    if attempt.changed_settings:
+        notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
+    if not kernel.home.has_agent:
+        if notice:
+            kernel.gate.notify(notice)
+            _write_session(kernel)
+    else:
         environ = {name: os.environ[name] for name in kernel.settings.refresh if name in os.environ}
-        notice = ""
-        if attempt.changed_settings:
-            notice = f"This kernel came back without what it was set to: {'; '.join(attempt.changed_settings)}"
         request_agent(kernel, "thaw", {"environ": environ, "notice": notice})
 
 

@@ -44,6 +44,8 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if writes:
         if (error := without_sockets(kernel)) is not None:
             found.append(preflight.blocking(error))
+        if not kernel.home.has_agent:
+            found.append(preflight.WITHOUT_AGENT)
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
         found += preflight.judge_state(state["refusals"])
@@ -113,7 +115,7 @@ def without_sockets(kernel: KernelState) -> errors.RuntimeDirectory | None:
     CRIU saves a socket whose file was removed as one without a name.
     """
     pid, directory = kernel.require_capsule().host_pid, kernel.home.runtime_dir
-    connections = preflight.open_connections(pid, kernel.home.inner_dir)
+    connections = preflight.open_connections(pid, kernel.home.own_sockets)
     if all((directory / Path(path).name).exists() for path in connections):
         return None
     message = f"The sockets of the kernel were removed from {directory}: it could not be reached after a restore."

@@ -172,6 +172,21 @@ def test_a_directory_with_a_long_path(directory):
 # -- requests
 
 
+def test_the_directory_has_a_second_path_for_sockets(directory):
+    short = directory / "short"
+    (directory / "kernel").mkdir(mode=0o700)
+    short.mkdir()
+    with Capsule.create(directory / "kernel", sockets=short / "name") as capsule:
+        found = tell(
+            capsule,
+            "import socket\nlistener = socket.socket(socket.AF_UNIX)\n"
+            f"listener.bind({str(short / 'name-1')!r})\nfound['names'] = os.listdir({str(short)!r})",
+        )
+        assert "name-1" in found["names"]
+        assert (directory / "kernel" / "name-1").is_socket()
+    assert list(short.iterdir()) == [], "only the capsule sees it there"
+
+
 def test_programs_run_inside_to_their_end_or_to_their_deadline(capsule):
     def run(argv: list[str], timeout: float = 60):
         return capsule.run(argv, cwd=capsule.directory, output=capsule.directory / "out", timeout=timeout, env=ENV)

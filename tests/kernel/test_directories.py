@@ -83,6 +83,24 @@ def test_where_nothing_can_be_remembered(temporary, tmp_path, monkeypatch, first
     assert directories.default_runtime_base() == base
 
 
+def test_the_path_for_sockets_is_short_and_each_kernel_has_another(temporary, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # too long
+    paths = {directories.short_socket_path() for _ in range(20)}
+    assert len(paths) == 20
+    for path in paths:
+        assert len(f"{path}-5") <= directories.SHORT
+        directories.require_private(path.parent)
+        assert list(path.parent.iterdir()) == []
+
+
+def test_a_directory_for_short_paths_that_is_not_the_users_own_is_not_used(temporary, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="g", dir="/tmp") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        assert directories.short_socket_path().parent == Path(short) / "gc"
+        (Path(short) / "gc").chmod(0o777)
+        assert (directories.short_socket_path() or Path("/")).parent != Path(short) / "gc"
+
+
 def test_a_directory_of_others_is_refused_and_one_that_cannot_be_created_is_reported(temporary, tmp_path):
     taken(temporary / "theirs")
     with pytest.raises(CapsuleError, match="belongs to this user alone"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,28 +48,6 @@ def test_a_cell_from_a_client_without_a_browser_wakes_and_the_open_tab_sees_its_
         while (message := open_tab.next())["msg_type"] != "stream":
             pass
         assert message["content"]["text"] == "42\n"
-
-
-IRKERNEL = shutil.which("Rscript") and subprocess.run(["Rscript", "-e", "library(IRkernel)"], capture_output=True)
-
-
-@pytest.mark.skipif(
-    not IRKERNEL or IRKERNEL.returncode != 0, reason="there is no R kernel: apt-get install r-cran-irkernel"
-)
-def test_a_kernel_that_answers_nothing_on_its_control_channel_sleeps_from_a_browser(live):
-    place = live.home / "data" / "kernels" / "ir"
-    place.mkdir(parents=True)
-    argv = ["R", "--slave", "-e", "IRkernel::main()", "--args", "{connection_file}"]
-    (place / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "R", "language": "R"}))
-    reply = live.ask("POST", "api/kernels", json={"name": "ir"})
-    assert reply.status_code == 201, reply.text
-    kernel_id = reply.json()["id"]
-    with tab(live, kernel_id) as open_tab:
-        assert open_tab.run("x <- 41; cat(x)") == "41"
-        for n in range(2):
-            job = live.do(kernel_id, "checkpoint")
-            assert (job["status"], job["error"]) == ("done", None)
-            assert open_tab.run("x <- x + 1; cat(x)") == str(42 + n)
 
 
 CURVE = pytest.mark.skipif(

@@ -42,6 +42,9 @@ class GateDouble:
         self._do("prompt")
         return None
 
+    def notify(self, notice: str) -> None:
+        self._do(f"notify {notice}")
+
     def cancel_prompt(self) -> None:
         self._do("cancel_prompt")
 

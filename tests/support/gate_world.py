@@ -66,14 +66,14 @@ class Kernel:
 class World:
     """A gate with its callbacks recorded."""
 
-    def __init__(self, kernel: Kernel, directory: Path, **front: str) -> None:
+    def __init__(self, kernel: Kernel, directory: Path, *, stable_name: bool = True, **front: str) -> None:
         self.kernel = kernel
         _, self.front = write_connection_file(str(directory / "front.json"), key=KEY.encode())
         self.front.update(front)
         self.woken: list[str] = []
         self.asked: list[dict[str, Any]] = []
         self.clients: list[BlockingKernelClient] = []
-        self.gate = self.new_gate()
+        self.gate = self.new_gate(stable_name=stable_name)
 
     def new_gate(self, **options: Any) -> Gate:
         return Gate(

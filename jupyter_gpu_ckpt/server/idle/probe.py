@@ -75,7 +75,7 @@ class KernelProbe:
             self.forget(snapshot.kernel_id)
         if capsule is None or snapshot.state not in (State.RUNNING, State.SUSPENDED):
             return False
-        own = filter(None, (home.runtime_dir, home.known_as))
+        own = filter(None, (home.runtime_dir, home.known_as, home.sockets and home.sockets.parent))
         pids = {capsule.host_pid, *capsule.other_processes()}
         return self._activity.worked(snapshot.kernel_id, pids, now=time.monotonic(), queries=gate.queries, own=own)
 

@@ -38,7 +38,7 @@ class Stub:
         self.lifecycle = self.capsule = self
         self.host_pid, self.processes, self.other_processes = 1, lambda: [1], list
         self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
-        self.home = SimpleNamespace(kernel_name="python3", runtime_dir=Path("/nowhere"), known_as=None)
+        self.home = SimpleNamespace(kernel_name="python3", runtime_dir=Path("/nowhere"), known_as=None, sockets=None)
 
     async def checkpoint(self) -> None:
         self.tries += 1

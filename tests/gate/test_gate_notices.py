@@ -1,0 +1,34 @@
+"""A notice for the user of a kernel without an agent is in the output of the next cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gate_world import World, outputs, reply
+
+
+def printed(messages: list[dict[str, Any]]) -> list[str]:
+    return [message["content"]["text"] for message in messages if message["msg_type"] == "stream"]
+
+
+def test_the_next_cell_shows_it_once(up: World) -> None:
+    client = up.client()
+    up.gate.notify("it came back")
+    up.gate.notify("without a thing")
+    for silent, shown in ((True, []), (False, ["it came back\nwithout a thing\n"]), (False, [])):
+        cell = client.execute("pass", silent=silent)
+        reply(client, cell)
+        assert printed(outputs(client, cell)) == shown
+
+
+def test_it_outlives_the_gate(up: World) -> None:
+    up.gate.notify("it came back")
+    identity = up.gate.identity
+    up.gate.stop()
+    up.gate = up.new_gate(identity=identity)
+    up.up()
+    client = up.client()
+    cell = client.execute("pass")
+    reply(client, cell)
+    assert printed(outputs(client, cell)) == ["it came back\n"]
+    assert up.gate.identity["notices"] == []

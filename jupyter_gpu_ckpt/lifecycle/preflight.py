@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,6 +258,41 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = Tru
         text = f"{len(outside)} open connection(s) to the outside will come back closed."
         findings.append(PreflightFinding("CONNECTIONS", text))
     return findings
+
+
+def judge_connections(pids: Iterable[int]) -> list[PreflightFinding]:
+    """Return the finding about TCP connections of processes in which no agent is.
+
+    They come back closed, and SIGPIPE ends a program that writes to one and has no handler (bash, most C programs).
+    """
+    connected: dict[str, list[Process]] = {}
+    table: set[str] = set()
+    for process in _living(pids):
+        if _DEBUGGER.search(process.command):
+            continue
+        with contextlib.suppress(OSError):
+            if not table:  # of all: they share a network namespace
+                rows = [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, process.pid)]
+                table = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+            for _, target in procfs.links(process.pid):
+                if target in table:
+                    connected.setdefault(target, []).append(process)
+    if not connected:
+        return []
+    ends = {process.pid: process for holders in connected.values() for process in holders if _sigpipe_ends(process.pid)}
+    names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in list(ends.values())[:3])
+    also = f" A write to one then ends {names} (SIGPIPE)." if ends else ""
+    text = f"{len(connected)} open connection(s) to the outside will come back closed.{also}"
+    return [PreflightFinding("CONNECTIONS", text)]
+
+
+def _sigpipe_ends(pid: int) -> bool:
+    """Whether a process neither ignores nor handles SIGPIPE."""
+    try:
+        status = procfs.status(pid)
+        return not (int(status["SigIgn"], 16) | int(status["SigCgt"], 16)) >> (signal.SIGPIPE - 1) & 1
+    except (OSError, KeyError, ValueError):  # it ends
+        return False
 
 
 def open_connections(pid: int, prefixes: tuple[str, ...]) -> Counter[str]:

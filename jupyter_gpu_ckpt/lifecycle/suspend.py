@@ -28,10 +28,10 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     capsule = kernel.require_capsule()
     if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
-    device_bytes = host_memory.device_bytes(kernel)
+    device_bytes, companions = host_memory.device_bytes(kernel), capsule.other_processes()
     found = preflight.inspect(
         kernel_pid=capsule.host_pid,
-        companions=capsule.other_processes(),
+        companions=companions,
         device_bytes=device_bytes,
         has_agent=kernel.home.has_agent,
         swapped_out=kernel.fast_path().host_memory_bytes(),
@@ -46,6 +46,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
             found.append(preflight.blocking(error))
         if not kernel.home.has_agent:
             found.append(preflight.WITHOUT_AGENT)
+        found += preflight.judge_connections(companions if kernel.home.has_agent else [capsule.host_pid, *companions])
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
         found += preflight.judge_state(state["refusals"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +213,25 @@ def test_a_container_has_no_more_memory_than_its_cgroup(tmp_path):
     assert preflight.available_memory(tmp_path) == 24 << 20
     (tmp_path / "memory.max").write_text("max\n")
     assert preflight.available_memory(tmp_path) > 24 << 20
+
+
+def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        line = f"exec 3<>/dev/tcp/127.0.0.1/{port}; echo connected; read"
+        bash = ["bash", "-c", line]
+        careful = ["bash", "-c", f"trap : PIPE; {line}"]
+        with contextlib.ExitStack() as stack:
+            pids = []
+            for argv in (bash, careful):
+                child = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+                stack.callback(child.kill)
+                assert child.stdout.readline() == b"connected\n"
+                pids.append(child.pid)
+            (finding,) = preflight.judge_connections(pids)
+            assert finding.code == "CONNECTIONS"
+            assert not finding.blocks
+            assert finding.text.startswith("2 open connection(s) to the outside will come back closed. A write to one ")
+            assert f"(pid {pids[0]})" in finding.text
+            assert f"(pid {pids[1]})" not in finding.text
+    assert preflight.judge_connections(pids) == []

@@ -83,7 +83,6 @@ class Kernel:
     """A kernelspec.
 
     ``module``: what Python runs with ``-m``; None is R.  ``directory``: where it is below `INSTALLED`, if it is there.
-    ``refused``: the code by which a checkpoint is refused.
     """
 
     name: str
@@ -91,11 +90,6 @@ class Kernel:
     module: str | None
     directory: str = ""
     options: tuple[str, ...] = ()
-    refused: str = ""
-
-    @property
-    def has_agent(self) -> bool:
-        return self.module == IPYKERNEL
 
     def install(self, home: Path) -> None:
         """Write it to the data directory of a server."""
@@ -231,8 +225,7 @@ def test_kernels_of_other_kinds_outlive_their_server(tmp_path, runtime_base, cri
             with notebook_of(first, ids[name], kernel) as notebook:
                 assert notebook.printed(kernel.language.begin) == ""
                 notebook.works(1)
-                if not kernel.refused:
-                    notebook.checkpoint()
+                notebook.checkpoint()
                 notebook.works(2)
                 until(lambda notebook=notebook: notebook.state == "running")
         first.process.kill()
@@ -242,6 +235,7 @@ def test_kernels_of_other_kinds_outlive_their_server(tmp_path, runtime_base, cri
         for name, kernel in kernels.items():
             with notebook_of(second, ids[name], kernel) as notebook:
                 notebook.works(3)
+            assert second.ask("DELETE", f"api/kernels/{ids[name]}").status_code == 204
 
 
 def start(running: Server, name: str) -> str:
@@ -289,36 +283,27 @@ def test_another_release_of_ipykernel_makes_the_round_trip(near, far, kernel):
 def round_trip(near: Server, far: Server, kernel: Kernel) -> None:
     if reason := kernel.missing():
         pytest.skip(reason)
-    language, kernel_id, where = kernel.language, start(near, kernel.name), near
+    language, kernel_id = kernel.language, start(near, kernel.name)
     with notebook_of(near, kernel_id, kernel) as notebook:
         assert notebook.printed(language.begin) == ""
         notebook.works(1)
         preflight = near.get(f"gpu-ckpt/kernels/{kernel_id}/preflight")
-        codes = {finding["code"]: finding["blocks"] for finding in preflight["findings"]}
-        assert ("NO_AGENT" in codes) == (not kernel.has_agent), preflight
-        if kernel.refused:
-            assert codes[kernel.refused] and not preflight["ok"]
-            job = near.do(kernel_id, "checkpoint")
-            assert job["error"]["code"] == kernel.refused
-            notebook.works(2)
-        else:
-            assert preflight["ok"], preflight
-            notebook.checkpoint()
-            notebook.reload()
-            assert notebook.state == "checkpointed"
-            notebook.works(2)
-            until(lambda: notebook.state == "running")
-            notebook.checkpoint()
-    if not kernel.refused:
-        moved(near, far, kernel_id)
-        where = far
-    with notebook_of(where, kernel_id, kernel) as notebook:
+        assert preflight["ok"], preflight
+        codes = {finding["code"] for finding in preflight["findings"]}
+        assert ("NO_AGENT" in codes) == (kernel.module != IPYKERNEL), preflight
+        notebook.checkpoint()
+        notebook.reload()
+        assert notebook.state == "checkpointed"
+        notebook.works(2)
+        until(lambda: notebook.state == "running")
+        notebook.checkpoint()
+    moved(near, far, kernel_id)
+    with notebook_of(far, kernel_id, kernel) as notebook:
         notebook.works(3)
-        assert where.ask("POST", f"api/kernels/{kernel_id}/restart").status_code == 200
-    with notebook_of(where, kernel_id, kernel) as notebook:
+        assert far.ask("POST", f"api/kernels/{kernel_id}/restart").status_code == 200
+    with notebook_of(far, kernel_id, kernel) as notebook:
         assert notebook.printed(language.begin) == ""
         assert notebook.printed(language.count) == "1"
-        if not kernel.refused:
-            notebook.checkpoint()
-    assert where.ask("DELETE", f"api/kernels/{kernel_id}").status_code == 204
-    assert images_of(where, kernel_id) == []
+        notebook.checkpoint()
+    assert far.ask("DELETE", f"api/kernels/{kernel_id}").status_code == 204
+    assert images_of(far, kernel_id) == []

@@ -108,6 +108,11 @@ class PendingRequests:
         """Types of the pending requests that are no cells, oldest first."""
         return tuple(entry.request.msg_type for entry in self._by_id.values() if not entry.is_cell)
 
+    def waits_unread(self) -> bool:
+        """Whether there are requests on the shell channel and none of them has begun."""
+        entries = [entry for entry in self._by_id.values() if entry.request.channel == "shell"]
+        return bool(entries) and not any(entry.begun for entry in entries)
+
     def find(self, msg_id: str) -> PendingRequest | None:
         """Return the request ``msg_id`` if it is pending."""
         return self._by_id.get(msg_id)

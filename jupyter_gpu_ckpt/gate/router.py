@@ -35,6 +35,10 @@ AGENT_REQUEST = "gpu_ckpt_request"
 
 _PROBE_EVERY = 0.05  # seconds between the probes of a fresh connection
 
+# Seconds for which a kernel that runs nothing may leave a request unread before it is nudged (`wire.nudge`), at first
+# and at most: the time doubles, for a kernel may be stopped or hold the interpreter's lock.
+_UNREAD, _LONGEST_UNREAD = 0.5, 30.0
+
 # Requested by a cell, these are done between that cell and the next request of its client.
 _QUEUEING_VERBS = frozenset({"suspend", "checkpoint"})
 
@@ -116,6 +120,9 @@ class Router:
         self._wake_requested = False  # on_wake was called for this sleep
         self._dead = self._closing = False
         self._prompt: _Prompt | None = None
+        self._nudge_at: float | None = None
+        self._unread = _UNREAD
+        self._nudging: Socket | None = None
         self._beats: deque[list[bytes]] = deque(maxlen=64)  # forwarded, not yet back
 
     @property
@@ -169,7 +176,7 @@ class Router:
 
     def _next_time(self) -> float | None:
         prompt = self._prompt.deadline if self._prompt else None
-        times = (self._internal.next_time(), self._drain.next_time(), self.readers.next_time(), prompt)
+        times = (self._internal.next_time(), self._drain.next_time(), self.readers.next_time(), prompt, self._nudge_at)
         return min((at for at in times if at is not None), default=None)
 
     def _tick(self, now: float) -> None:
@@ -178,10 +185,32 @@ class Router:
         self._drain.tick(now)
         if self._prompt is not None and now >= self._prompt.deadline:
             self.cancel_prompt()
+        if self._nudge_at is not None and now >= self._nudge_at:
+            self._nudge(now)
         if self.readers.late and self.readers.measure(now):
             self._rewire()
         if self._loop.reads(self._front["shell"]) != (len(self.pending) < _MAX_PENDING):
             self._rewire()
+
+    def _expect_reading(self) -> None:
+        """A request is on its way to the kernel, or another one is done: it has to begin soon."""
+        if self._nudge_at is None:
+            self._nudge_at = time.monotonic() + self._unread
+
+    def _nudge(self, now: float) -> None:
+        """Nudge a kernel that has left requests unread."""
+        self._end_nudge()
+        own = any(request.channel == "shell" for request in self._internal)
+        if self._back and (self.pending.waits_unread() or (own and not self.pending)):
+            self._nudging = wire.nudge(self._back_info)
+            self._nudge_at, self._unread = now + self._unread, min(2 * self._unread, _LONGEST_UNREAD)
+        else:
+            self._unread = _UNREAD
+
+    def _end_nudge(self) -> None:
+        nudging, self._nudging, self._nudge_at = self._nudging, None, None
+        if nudging is not None:
+            nudging.close(linger=0)
 
     # -- the verbs
 
@@ -388,6 +417,7 @@ class Router:
     def _disconnect(self, reason: str) -> None:
         """Close the kernel's side, and fail what waits for an answer of the kernel."""
         back, self._back = self._back, {}
+        self._end_nudge()
         if back:
             self._disconnected = True
             self._rewire()
@@ -467,6 +497,8 @@ class Router:
         if request.channel != "stdin":
             self.pending.forwarded(request)
             self._drain.note_progress()
+            if request.channel == "shell":
+                self._expect_reading()
         if request.msg_type == "shutdown_request":  # its cells end by that, and there is nothing to come after them
             self._fail_idle("the kernel is being shut down")
 
@@ -550,6 +582,9 @@ class Router:
         own = self._internal.owns(rest[PARENT])
         if not own:
             self._to_clients("iopub", frames)
+        if self._nudging is not None:  # the kernel reads again
+            self._end_nudge()
+            self._expect_reading()
         msg_id = str(self._signer.unpack(rest[PARENT]).get("msg_id"))
         state = self._signer.unpack(rest[CONTENT]).get("execution_state")
         if own and state == "idle":
@@ -560,6 +595,8 @@ class Router:
                 self.pending.begun(msg_id)
             elif state == "idle":
                 self._completed(self.pending.idled(msg_id))
+                if self.pending:
+                    self._expect_reading()
                 self._settle_idle()  # also where the reply is late, or never comes
 
     def _handle_agent_request(self, rest: list[bytes]) -> bool:
@@ -617,3 +654,5 @@ class Router:
 
     def _send_internal(self, request: InternalRequest) -> None:
         wire.send(self._back[request.channel], self._internal.frames(request, time.monotonic()))
+        if request.channel == "shell":
+            self._expect_reading()

@@ -138,6 +138,22 @@ def connect(back: Mapping[str, Any], identity: bytes) -> dict[str, zmq.Socket[An
     return _sockets(_BACK, settle)
 
 
+def nudge(back: Mapping[str, Any]) -> zmq.Socket[Any]:
+    """Return one more connection to the kernel's shell socket, for the caller to close some moments later.
+
+    ipykernel 7.0 to 7.3 can miss a request that comes while it sends a reply, and sees it when a client connects
+    (ipykernel's issue 1554).  The gate's connection is the only one, so nobody else would.
+    """
+    made: zmq.Socket[Any] = context().socket(zmq.DEALER)
+    made.linger = 0
+    if back.get("curve_secretkey"):
+        made.curve_serverkey = _bytes(back["curve_publickey"])
+        made.curve_publickey = _bytes(back["curve_publickey"])
+        made.curve_secretkey = _bytes(back["curve_secretkey"])
+    made.connect(address(back, "shell"))
+    return made
+
+
 def _sockets(kinds: Mapping[str, int], settle: Callable[[str, zmq.Socket[Any]], None]) -> dict[str, zmq.Socket[Any]]:
     """Make a socket for each channel, without high-water marks, and bind or connect it by ``settle``; all or none."""
     sockets: dict[str, zmq.Socket[Any]] = {}

@@ -40,6 +40,10 @@ def made(manifest: Manifest) -> dict[str, dict[str, Any]]:
     }
 
 
+def _is_shared_memory(path: Path) -> bool:
+    return path.parent == _SHARED_MEMORY
+
+
 def secured_name(name: str, id: str) -> str:
     """Return the name of the second link that a file of image ``id`` has while it is restored."""
     return f"{name}.{id}"
@@ -48,9 +52,13 @@ def secured_name(name: str, id: str) -> str:
 def _consumed(manifest: Manifest) -> Iterator[tuple[Path, Path, Any]]:
     """Yield the files that an unfinished restore may remove, their second links, and their inodes.
 
-    CRIU removes the links, and resource trackers the tracked files of a kernel that is killed as soon as it runs.
+    CRIU removes the links, and resource trackers the tracked files of a kernel that is killed as soon as it runs: those
+    of its child processes, too, of which the kernel's agent does not know, so all that is used in /dev/shm.
     """
-    names = {name: was.get("inode") for name, was in made(manifest).items()}
+    files = manifest.fingerprint.get("files")
+    used = files.items() if isinstance(files, dict) else ()
+    names = {name: was.get("inode") for name, was in used if isinstance(was, dict) and _is_shared_memory(Path(name))}
+    names |= {name: was.get("inode") for name, was in made(manifest).items()}
     names |= {str(path): inode for path, _, inode in _tracked(manifest)}
     for name, inode in names.items():
         yield Path(name), Path(secured_name(name, manifest.id)), inode

@@ -149,18 +149,20 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
     found = Found()
     for mount in own:
         found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
-    tree = list(_tree(root))
-    connections: Connections = {}
+    tree = _Tree(root, list(_tree(root)))
     mine = _OwnState()
     found.unasked = sorted(mine.forbidden)
-    for pid in tree:
+    for pid in tree.pids:
         try:
-            _Process(pid, root, set(tree), found, mine, connections).inspect(stopped, allow_unconfined)
+            _Process(pid, tree, found, mine).inspect(stopped, allow_unconfined)
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
             _refuse_hidden(pid, found, error)
-    _refuse_loopback(found, connections)
+    _refuse_loopback(found, tree.connections)
+    if any(len(holders) > 1 for holders in tree.semaphores.values()):
+        # Each process would get one of its own.
+        found.refuse("an eventfd that is a semaphore and that processes share", hint="End the process that shares it.")
     for ended in [pid for pid in found.inventory if procfs.is_ending(int(pid))]:
         # Some of it may have been read when there was nothing left to read.
         del found.inventory[ended]
@@ -243,18 +245,25 @@ def _namespaces(root: str) -> dict[str, str]:
     return found
 
 
+class _Tree:
+    """The kernel and its descendants, and what several of them may have open."""
+
+    def __init__(self, kernel: int, pids: list[int]) -> None:
+        self.kernel = kernel
+        self.pids = pids
+        self.connections: Connections = {}
+        #: Eventfds that are semaphores, by their id: the processes that have them open.
+        self.semaphores: dict[str, set[int]] = {}
+
+
 class _Process:
     """The inspection of one process."""
 
-    def __init__(
-        self, pid: int, kernel: int, tree: set[int], found: Found, mine: _OwnState, connections: Connections
-    ) -> None:
+    def __init__(self, pid: int, tree: _Tree, found: Found, mine: _OwnState) -> None:
         self.pid = pid
-        self.kernel = kernel
         self.tree = tree
         self.found = found
         self.mine = mine
-        self.connections = connections
         self.root = f"/proc/{pid}"
         self.notes: Notes = {}
         self.inventory: dict[str, Any] = {}
@@ -368,7 +377,7 @@ class _Process:
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
             self.found.refuse(f"a security label of its own ({label.strip()})", hint="Run it with its server's label.")
         self.relations()
-        if self.tree & self.mine.semaphore_users:
+        if self.mine.semaphore_users.intersection(self.tree.pids):
             self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
             self.notes["coredump_filter"] = int(filter_, 16)
@@ -383,13 +392,13 @@ class _Process:
         has ended with a process of its own in its place.
         """
         parent = procfs.stat(self.pid).parent
-        if self.pid == self.kernel or parent not in self.tree:
+        if self.pid == self.tree.kernel or parent not in self.tree.pids:
             return
-        if self.user != tuple(procfs.status(self.kernel).get(name) for name in ("Uid", "Gid")):
+        if self.user != tuple(procfs.status(self.tree.kernel).get(name) for name in ("Uid", "Gid")):
             self.found.refuse("a process of another user", hint="End that process.")
         if os.getsid(self.pid) not in (self.pid, os.getsid(parent)):
             self.found.refuse("a process in a session that is not its parent's", hint="End that process.")
-        if os.getpgid(self.pid) not in self.tree:
+        if os.getpgid(self.pid) not in self.tree.pids:
             self.found.refuse("a process in a group whose leader has ended", hint="End that process.")
 
     # -- descriptors
@@ -507,11 +516,12 @@ class _Process:
                 self.notes.setdefault("eventfd_counts", {})[str(number)] = count
             if facts.get("eventfd-semaphore", "0") == "1":
                 self.eventfds.setdefault(facts["eventfd-id"], []).append(number)
+                self.tree.semaphores.setdefault(facts["eventfd-id"], set()).add(self.pid)
         elif name == "[eventpoll]":
             self.epoll(number, text)
         elif name == "[pidfd]":
             pid = int(procfs.fields(text).get("Pid", "-1"))
-            if pid not in self.tree and pid != -1:
+            if pid not in self.tree.pids and pid != -1:
                 self.refuse_file(f"a pidfd of a process that does not come along (descriptor {number})")
         elif name == "inotify":
             self.inotify(number)
@@ -567,7 +577,7 @@ class _Process:
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
                 return
             if (ends := sockets.connection(sock)) is not None:
-                self.connections.setdefault(ends, set()).add(self.pid)
+                self.tree.connections.setdefault(ends, set()).add(self.pid)
             notes: Notes = {"options": options} if (options := sockets.options(sock)) else {}
             if sock.family != sockets.AF_UNIX and sock.type == sockets.SOCK_DGRAM:
                 if self.candidates is None:

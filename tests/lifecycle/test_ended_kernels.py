@@ -37,8 +37,27 @@ print(json.dumps([f"/dev/shm/{block.name}", f"/dev/shm/sem.{name[1:]}"]))
 """
 
 
-async def make(kernel) -> list[Path]:
-    made = [Path(path) for path in json.loads(await kernel.run(MAKE))]
+#: The same, by a child process: the kernel does not know of it.
+MAKE_IN_CHILD = """
+import json, multiprocessing
+def work(pipe):
+    from multiprocessing import shared_memory
+    made = shared_memory.SharedMemory(create=True, size=1 << 20)
+    made.buf[:5] = b"hello"
+    pipe.send(made.name)
+    while pipe.recv():
+        pipe.send(bytes(made.buf[:5]))
+context = multiprocessing.get_context("fork")
+pipe, other = context.Pipe()
+worker = context.Process(target=work, args=(other,), daemon=True)
+worker.start()
+print(json.dumps([f"/dev/shm/{pipe.recv()}"]))
+"""
+SHOW, SHOW_OF_CHILD = "print(bytes(block.buf[:5]))", "pipe.send(True); print(pipe.recv())"
+
+
+async def make(kernel, code: str = MAKE) -> list[Path]:
+    made = [Path(path) for path in json.loads(await kernel.run(code))]
     assert all(path.exists() for path in made)
     return made
 
@@ -155,13 +174,18 @@ async def test_an_unpublished_image_takes_nothing_along(kernel, monkeypatch):
     assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
 
 
-async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it_is_woken_again(kernel, monkeypatch):
+@pytest.mark.parametrize(("code", "show"), [(MAKE, SHOW), (MAKE_IN_CHILD, SHOW_OF_CHILD)], ids=["kernel", "child"])
+async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it_is_woken_again(
+    kernel, monkeypatch, code, show
+):
     """Its resource trackers are awake, too, and remove what they track."""
-    made = await make(kernel)
+    made = await make(kernel, code)
     await kernel.provisioner.checkpoint()
 
     def killed(attempt: Attempt) -> None:
-        os.kill(kernel.lifecycle.capsule.host_pid, signal.SIGKILL)
+        for pid in kernel.lifecycle.capsule.processes():
+            if "tracker" not in " ".join(procfs.arguments(pid)):
+                os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(path.exists() for path in made), "what the trackers do")
         raise CapsuleGone("killed")
 
@@ -170,10 +194,10 @@ async def test_a_kernel_that_is_killed_as_it_wakes_has_its_shared_memory_when_it
         with pytest.raises(GpuCkptError):
             await kernel.provisioner.restore()
     assert kernel.state == "checkpointed"
-    assert await kernel.run("print(bytes(block.buf[:5]))") == "b'hello'"
+    assert await kernel.run(show) == "b'hello'"
     await kernel.settled("running")
     await kernel.manager.shutdown_kernel()
-    assert left([*made, *made[0].parent.glob(f"{made[0].name}*"), *made[1].parent.glob(f"{made[1].name}*")]) == []
+    assert left([*made, *(found for path in made for found in path.parent.glob(f"{path.name}*"))]) == []
 
 
 async def test_a_kernel_that_is_killed_after_its_dump_has_no_image_without_its_settings(kernel, monkeypatch):

@@ -226,6 +226,26 @@ def server():
     return show, lambda: ended(process)
 
 
+@kind(
+    "an eventfd that is a semaphore, shared with a forked child",
+    refused("UNPROVEN_STATE", "that processes share"),
+    advice=ADVICE,
+)
+def shared_semaphore():
+    number = os.eventfd(3, os.EFD_SEMAPHORE)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+
+    def undo():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(number)
+
+    return lambda: waits(pid), undo
+
+
 @kind("a pair of unix sockets with a forked child, and memory that both share")
 def shared():
     mine, its = socket.socketpair()

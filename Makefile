@@ -1,4 +1,4 @@
-# Targets: demo test test-fast test-hub lint labextension wheel bench scale torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
+# Targets: demo test test-fast test-hub lint labextension wheel bench scale compatibility torture guide gpu-bundle gpu-check clean.  `make demo` on a fresh machine sets everything up.
 
 PYTHON ?= $(shell scripts/find-python)
 VENV ?= .venv
@@ -15,7 +15,7 @@ NODE := $(shell command -v node)
 FRONT := labextension
 FRONT_SOURCES := $(shell find $(FRONT)/src $(FRONT)/style $(FRONT)/schema $(FRONT)/package.json $(FRONT)/yarn.lock)
 
-.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel bench scale torture guide gpu-bundle gpu-check clean
+.PHONY: demo test test-fast test-hub lint labextension linked front-end-test front-end-checked wheel bench scale compatibility torture guide gpu-bundle gpu-check clean
 
 demo: $(VENV)/ready
 	$(BIN)/jupyter gpu-ckpt demo
@@ -84,6 +84,13 @@ bench: $(VENV)/ready
 scale: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --editable '.[scale]'
 	$(BIN)/python scripts/scale
+
+# Tries frameworks and habits in real kernels and writes docs/compatibility.md anew; an hour on two cores.  Rows that need a
+# GPU: GPU_CHECK_PARTS=compatibility scripts/gpu-check.
+compatibility: $(VENV)/ready
+	@scripts/quietly "Installing the packages that are tried (minutes) ..." \
+		$(BIN)/python -m pip install --editable '.[compatibility]' --config-settings editable_mode=compat $(TORCH)
+	$(BIN)/python scripts/compatibility
 
 torture: $(VENV)/ready
 	scripts/install-kernels --with-r $(VENV)

@@ -1,0 +1,240 @@
+"""Rows about computing: torch, JAX, numba, models; those that need a GPU at the end."""
+
+from __future__ import annotations
+
+from .row import Row
+
+_LOADER = (
+    "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\ntorch.set_num_threads(1)\n"
+    "data = TensorDataset(torch.arange(4000))\n"
+    "loader = DataLoader(data, batch_size=4, shuffle=False, {options})\nit, n = iter(loader), [1]\nnext(it)"
+)
+_NEXT = "batch = next(it)[0].tolist()\nfirst = batch[0] == 4 * n[0]\nn[0] += 1\nseen = [first, len(batch)]"
+_NO_WORKERS = (
+    "Finish the epoch (without `persistent_workers`), or `del` the iterator, before a checkpoint; a suspend does not "
+    "mind workers."
+)
+_NET = (
+    "import torch\ntorch.manual_seed(3)\ndev = '{device}'\n"
+    "net = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.ReLU(), torch.nn.Linear(50, 1)).to(dev)\n"
+    "opt = torch.optim.Adam(net.parameters())\ndef step():\n    opt.zero_grad()\n"
+    "    loss = net(torch.ones(8, 20, device=dev)).pow(2).mean()\n    loss.backward()\n    opt.step()\n    return loss.item()\n"
+    "[step() for _ in range(3)]\n"
+)
+_JAX = (
+    "import jax, jax.numpy as jnp\nkey = jax.random.key(7)\nf = jax.jit(lambda x: (x @ x.T).sum())\n"
+    "x = jax.random.normal(key, (200, 200))\nf(x)"
+)
+_JAX_SEEN = "seen = [float(f(x)), float(jax.random.normal(key)), jax.devices()[0].platform]"
+_TRANSFORMER = (
+    "import torch, transformers\ntorch.manual_seed(0)\n"
+    "cfg = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=64)\n"
+    "net = transformers.GPT2LMHeadModel(cfg).eval().to('{device}')\n"
+    "ids = torch.arange(5, device='{device}')[None]\ntorch.set_grad_enabled(False)\ncache = net(ids, use_cache=True).past_key_values"
+)
+_TRANSFORMER_SEEN = (
+    "import copy\nout = net(ids[:, -1:], past_key_values=copy.deepcopy(cache))\n"
+    "seen = [net.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist(), float(out.logits.sum())]"
+)
+_COMPILE = (
+    "import torch\nn = torch.nn.Linear(8, 8).to('{device}')\ntorch.manual_seed(0)\n"
+    "f = torch.compile(lambda x: torch.sin(n(x)).sum() * 2)\nx = torch.ones(4, 8, device='{device}')\nf(x)"
+)
+_COMPILE_SEEN = (
+    "g = torch.compile(lambda x: torch.cos(n(x)).sum())\n"
+    "seen = [abs(f(x).item() - (torch.sin(n(x)).sum() * 2).item()) < 1e-4, abs(g(x).item() - torch.cos(n(x)).sum().item()) < 1e-4]"
+)
+_COMPILE_INSTEAD = (
+    "`torch._inductor.async_compile.shutdown_compile_workers()` before a checkpoint; what is compiled stays, and the "
+    "workers come back by themselves."
+)
+
+ROWS = (
+    Row(
+        "torch-training",
+        "torch: a training loop in a thread, on the CPU",
+        _NET.format(device="cpu") + "import threading, time\nn, stop = [0], threading.Event()\ndef train():\n"
+        "    while not stop.is_set():\n        step()\n        n[0] += 1\n        time.sleep(0.005)\n"
+        "threading.Thread(target=train, daemon=True).start()",
+        "before, until = n[0], time.time() + 20\nwhile n[0] < before + 3 and time.time() < until: time.sleep(0.01)\n"
+        "seen = [n[0] > before, float(next(net.parameters()).isfinite().all())]",
+        "torch",
+    ),
+    Row(
+        "torch-state",
+        "torch: model, optimizer, gradients, generator, on the CPU",
+        _NET.format(device="cpu") + "rng = torch.Generator().manual_seed(5)\ntorch.randn(3, generator=rng)",
+        "flat = torch.cat([p.detach().flatten() for p in net.parameters()])\n"
+        "grads = torch.cat([p.grad.flatten() for p in net.parameters()])\n"
+        "seen = [float(flat.sum()), float(grads.sum()), len(opt.state), rng.get_state().sum().item()]",
+        "torch",
+    ),
+    Row(
+        "loader-0",
+        "DataLoader: no workers, in the middle of an epoch",
+        _LOADER.format(options="num_workers=0"),
+        _NEXT,
+        "torch",
+    ),
+    Row(
+        "loader-fork",
+        "DataLoader: workers (fork), in the middle of an epoch",
+        _LOADER.format(options="num_workers=2"),
+        _NEXT,
+        "torch",
+        _NO_WORKERS,
+    ),
+    Row(
+        "loader-persistent",
+        "DataLoader: persistent workers, in the middle of an epoch",
+        _LOADER.format(options="num_workers=2, persistent_workers=True"),
+        _NEXT,
+        "torch",
+        _NO_WORKERS,
+    ),
+    Row(
+        "loader-spawn",
+        "DataLoader: workers (spawn), in the middle of an epoch",
+        _LOADER.format(options="num_workers=1, multiprocessing_context='spawn'"),
+        _NEXT,
+        "torch",
+        _NO_WORKERS,
+    ),
+    Row(
+        "loader-ended",
+        "DataLoader: workers, after the epoch",
+        "import torch\nfrom torch.utils.data import DataLoader\n"
+        "done = [b.sum().item() for b in DataLoader(torch.arange(40), batch_size=10, num_workers=2)]",
+        "seen = done",
+        "torch",
+    ),
+    Row(
+        "torch-shared",
+        "torch: tensors in shared memory (share_memory_)",
+        "import torch\nt = torch.arange(1000).share_memory_()",
+        "seen = [t.is_shared(), int(t.sum())]",
+        "torch",
+        "Use a copy: `tensor.clone()`.",
+    ),
+    Row(
+        "torch-compile",
+        "torch.compile, on the CPU",
+        _COMPILE.format(device="cpu"),
+        _COMPILE_SEEN,
+        "torch",
+        _COMPILE_INSTEAD,
+    ),
+    Row(
+        "torch-profiler",
+        "torch.profiler used before, on the CPU",
+        "import torch\nwith torch.profiler.profile() as p: torch.ones(50, 50) @ torch.ones(50, 50)",
+        "seen = [len(p.key_averages()) > 0, float((torch.ones(50, 50) @ torch.ones(50, 50)).sum())]",
+        "torch",
+    ),
+    Row(
+        "summary-writer",
+        "torch.utils.tensorboard: a SummaryWriter",
+        "from torch.utils.tensorboard import SummaryWriter\nw = SummaryWriter('runs')\nw.add_scalar('a', 1, 0)",
+        "import os\nw.add_scalar('a', 2, 1)\nw.flush()\nseen = [len(os.listdir('runs'))]",
+        "torch tensorboard",
+    ),
+    Row(
+        "transformers",
+        "transformers: a model with its KV cache, on the CPU",
+        _TRANSFORMER.format(device="cpu"),
+        _TRANSFORMER_SEEN,
+        "transformers torch",
+    ),
+    Row(
+        "lightning",
+        "Lightning: a trainer after fit, on the CPU",
+        "import torch, lightning as L\nclass M(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.l = torch.nn.Linear(4, 1)\n    def training_step(self, b, i): return self.l(b[0]).pow(2).mean()\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)\nL.seed_everything(1)\nm = M()\n"
+        "data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(32, 4)), 8)\n"
+        "t = L.Trainer(max_epochs=2, accelerator='cpu', logger=False, enable_checkpointing=False, enable_progress_bar=False)\nt.fit(m, data)",
+        "seen = [t.global_step, t.current_epoch, float(m.l.weight.sum())]",
+        "lightning torch",
+    ),
+    Row("jax", "JAX, on the CPU", "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\n" + _JAX, _JAX_SEEN, "jax"),
+    Row(
+        "numba",
+        "numba: compiled functions, parallel threads",
+        "import numba, numpy as np\n@numba.njit(parallel=True)\ndef f(x):\n    s = 0.0\n    for i in numba.prange(len(x)): s += x[i]\n"
+        "    return s\nx = np.arange(100000.)\nf(x)",
+        "@numba.njit\ndef g(n): return n * 2\nseen = [f(x), g(21)]",
+        "numba",
+    ),
+    Row(
+        "gpu-torch",
+        "torch: model, optimizer, gradients, on the GPU",
+        _NET.format(device="cuda"),
+        "flat = torch.cat([p.detach().flatten() for p in net.parameters()])\nseen = [float(flat.sum()), len(opt.state)]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-graph",
+        "torch: autocast and a CUDA graph",
+        "import torch\nx = torch.ones(64, 64, device='cuda')\ny = torch.zeros_like(x)\ntorch.cuda.synchronize()\n"
+        "g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g): y.copy_(x * 2)\n"
+        "with torch.autocast('cuda'): z = (x @ x).float()",
+        "y.zero_()\ng.replay()\ntorch.cuda.synchronize()\nseen = [float(y.sum()), float(z.sum())]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-stream",
+        "torch: streams, pinned memory, a thread that computes",
+        "import torch, threading\ns = torch.cuda.Stream()\np = torch.arange(1000).pin_memory()\nn = [0]\n"
+        "def work():\n    while True:\n        with torch.cuda.stream(s): (torch.ones(256, 256, device='cuda') ** 2).sum().item()\n"
+        "        n[0] += 1\nthreading.Thread(target=work, daemon=True).start()",
+        "import time\na = n[0]\ntime.sleep(1)\nseen = [n[0] > a, int(p.to('cuda', non_blocking=True).sum()), p.is_pinned()]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-compile",
+        "torch.compile, on the GPU",
+        _COMPILE.format(device="cuda"),
+        _COMPILE_SEEN,
+        "torch",
+        _COMPILE_INSTEAD,
+        True,
+    ),
+    Row(
+        "gpu-loader",
+        "DataLoader: workers and pinned memory",
+        _LOADER.format(options="num_workers=2, pin_memory=True") + "\nw = torch.ones(4, device='cuda')",
+        _NEXT,
+        "torch",
+        _NO_WORKERS,
+        True,
+    ),
+    Row(
+        "gpu-transformers",
+        "transformers: a model with its KV cache, on the GPU",
+        _TRANSFORMER.format(device="cuda"),
+        _TRANSFORMER_SEEN,
+        "transformers torch",
+        gpu=True,
+    ),
+    Row("gpu-jax", "JAX, on the GPU", _JAX, _JAX_SEEN, "jax", gpu=True),
+    Row(
+        "gpu-cupy",
+        "CuPy: arrays, its pools, a kernel of your own",
+        "import cupy as cp\nx = cp.arange(100000, dtype='f4')\nk = cp.ElementwiseKernel('float32 a', 'float32 b', 'b = a * 2', 'twice')\nk(x)",
+        "seen = [float(k(x).sum()), float(x.sum())]",
+        "cupy-cuda13x",
+        gpu=True,
+    ),
+    Row(
+        "gpu-profiler",
+        "torch.profiler used before, on the GPU",
+        "import torch\nwith torch.profiler.profile() as p: (torch.ones(50, 50, device='cuda') @ torch.ones(50, 50, device='cuda')).sum().item()",
+        "seen = [len(p.key_averages()) > 0, float(torch.ones(50, device='cuda').sum())]",
+        "torch",
+        "Profile in a kernel of its own: once CUPTI was used, the driver does not let the process be suspended.",
+        True,
+    ),
+)

@@ -247,8 +247,11 @@ async def test_dataloader_workers_are_named_and_refused(kernel):
         "loader = iter(torch.utils.data.DataLoader(range(1000), num_workers=2, persistent_workers=True))\n"
         "first = next(loader).clone()"
     )
-    with pytest.raises(Exception, match="CHILD_PROCESSES"):
+    with pytest.raises(Exception, match=r"\[CHILD_PROCESSES\] .* inherited open device files"):
         await kernel.provisioner.checkpoint()
+    await kernel.provisioner.suspend()
+    assert await kernel.run("print(next(loader).item())") == "1"
+    await kernel.settled("running")
     await kernel.run("loader._shutdown_workers(); del loader")
     await until(lambda: len(kernel.lifecycle.capsule.other_processes()) <= 2)
     await kernel.provisioner.checkpoint()

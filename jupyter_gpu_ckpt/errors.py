@@ -164,9 +164,21 @@ class UnsupportedCuda(PreflightError, code="CUDA_UNSUPPORTED"):
 
 
 class ProfilerUsed(UnsupportedCuda, code="PROFILER_USED"):
-    """A CUDA profiler (CUPTI: `torch.profiler`) was used; the driver does not suspend the process any more."""
+    """A CUDA profiler (CUPTI: `torch.profiler`) was used; the driver does not checkpoint the process any more."""
 
-    default_hint = "Profile in a kernel of its own. In this one, save what you need to a file and restart it."
+    default_hint = (
+        "A suspend may still be possible. For checkpoints, profile in a kernel of its own, and restart this one after "
+        "saving what you need to a file."
+    )
+
+
+class ManagedMemory(UnsupportedCuda, code="MANAGED_MEMORY"):
+    """The kernel has managed (unified) memory, which the driver does not checkpoint."""
+
+    default_hint = (
+        "A suspend may still be possible. For checkpoints, free it, or use device memory: CuPy's ordinary pool, "
+        "RMM without managed memory (CUDF_PANDAS_RMM_MODE=pool), bitsandbytes' optimisers that are not paged."
+    )
 
 
 class MultiInstanceGpu(UnsupportedCuda, code="MIG"):

@@ -32,7 +32,7 @@ from typing import Any
 
 from .. import procfs
 from ..capsule.capsule import Capsule
-from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion
+from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion, UnsupportedCuda
 from ..files.atomic import write_atomically
 from ..paths import data_directory
 from ..units import size
@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 SOCKET = "kernel-fast"
 #: In the capsule's host memory: the directory of extents (`host_memory.h`), or a link to one on a disk.
 EXTENTS = "gpu-ckpt-extents"
+#: In the same place: an empty file while frozen threads alone keep the kernel from memory that is swapped out.
+FROZEN = "gpu-ckpt-frozen"
 #: Environment variable that gives a kernel's library the path of its socket.
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: Seconds in which all threads of a kernel must reach a place where they can be frozen.
@@ -98,11 +100,15 @@ class _NoReply(_Refused):
 
 @dataclass(frozen=True)
 class Amounts:
-    """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory."""
+    """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory.
+
+    ``managed``: number of allocations of managed memory, at least, which the library does not serve.
+    """
 
     allocations: int = 0
     bytes: int = 0
     swapped_out: int = 0
+    managed: int = 0
 
 
 class FastPath:
@@ -215,23 +221,15 @@ class FastPath:
         """
         pid = self._capsule.host_pid
         try:
-            amounts = self.amounts()
-            if not amounts.allocations or amounts.swapped_out:
-                return amounts.swapped_out
-            directory = choose_directory(amounts.bytes)
-            try:
-                os.close(self.create_extents(directory))
-            except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
-                if directory is not None:
-                    raise CapsuleError("The kernel cannot be given a directory for its device memory.") from error
-            self._capsule.freeze_threads(FREEZE_SECONDS)
+            amounts, directory = self._prepare(choose_directory)
         except ProtocolVersion:
             raise
         except GpuCkptError as error:
             _log.info("Device memory is left to the CUDA driver: %s", error)
             return 0
-        if directory is None:
-            timeout_s = min(timeout_s, _REPLY_SECONDS + amounts.bytes / _SLOWEST)
+        if not amounts.allocations or amounts.swapped_out:
+            return amounts.swapped_out
+        timeout_s = _copy_timeout(amounts, directory, timeout_s)
         may_run = True  # else a thread could use freed memory: only the driver's lock prevents that
         try:
             self._cuda.unlock(pid)
@@ -257,6 +255,81 @@ class FastPath:
                 self._capsule.unfreeze_threads()
         return self.amounts().swapped_out
 
+    def _prepare(self, choose_directory: Callable[[int], Path | None]) -> tuple[Amounts, Path | None]:
+        """Create the directory for a kernel's allocations, on a disk if it is returned, and freeze its threads.
+
+        Nothing is done if there are no allocations, or if they are swapped out already.
+        """
+        amounts = self.amounts()
+        if not amounts.allocations or amounts.swapped_out:
+            return amounts, None
+        directory = choose_directory(amounts.bytes)
+        try:
+            os.close(self.create_extents(directory))
+        except (CapsuleError, OSError) as error:  # then the library uses anonymous memory, which CRIU dumps
+            if directory is not None:
+                raise CapsuleError("The kernel cannot be given a directory for its device memory.") from error
+        self._capsule.freeze_threads(FREEZE_SECONDS)
+        return amounts, directory
+
+    def swap_out_frozen(self, *, timeout_s: float, choose_directory: Callable[[int], Path | None]) -> int:
+        """As `swap_out`, of a kernel that the driver does not lock: ``RUNNING`` before and after.
+
+        Frozen, its threads keep their memory from being used while it is swapped out, also when the owner goes.  The
+        library tries its calls before anything is moved: a frozen thread may hold a lock of the driver.  With 0 nothing
+        was changed, and the threads run on.  Raises what ``choose_directory`` raises.
+        """
+        try:
+            amounts, directory = self._prepare(choose_directory)
+        except (CapsuleError, CudaError) as error:
+            _log.info("A kernel that the CUDA driver does not lock cannot be frozen: %s", error)
+            return 0
+        if not amounts.allocations or amounts.swapped_out:
+            return amounts.swapped_out
+        may_run = True
+        try:
+            with self._library(_copy_timeout(amounts, directory, timeout_s)) as library:
+                if library is not None:
+                    library.request("copy_out")
+                    may_run = False
+                    self._mark_frozen()
+                    library.request("free")
+        except _NoReply as error:
+            self._log_blocked_threads()
+            may_run = may_run and self._state() is not _State.READERS_DROPPED
+            raise _cuda_error(error) from error
+        except _Refused as error:
+            _log.info("A kernel that the CUDA driver does not lock cannot be swapped out: %s", error)
+            may_run = not self.swapped_out()
+        finally:
+            if may_run:
+                self._continue()
+        return self.amounts().swapped_out
+
+    def is_frozen(self) -> bool:
+        """Return whether frozen threads alone keep the kernel from its swapped-out memory.  Raises as `swapped_out`."""
+        if not self.swapped_out():
+            return False
+        try:
+            with self._host_memory() as memory:
+                os.stat(FROZEN, dir_fd=memory)
+        except (FileNotFoundError, CapsuleError):
+            return False
+        return True
+
+    def _mark_frozen(self) -> None:
+        try:
+            with self._host_memory() as memory:
+                os.close(os.open(FROZEN, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=memory))
+        except (CapsuleError, OSError) as error:  # the next owner could not know that the kernel is suspended
+            raise _Refused("The kernel cannot be marked as frozen.") from error
+
+    def _continue(self) -> None:
+        """Let the threads of a kernel run whose memory is on the device."""
+        with contextlib.suppress(CapsuleError, OSError), self._host_memory() as memory:
+            os.unlink(FROZEN, dir_fd=memory)
+        self._capsule.unfreeze_threads()
+
     def swap_in(self, *, lock_s: float, timeout_s: float) -> None:
         """Bring all allocations back to the device and unlock the kernel: ``LOCKED -> RUNNING``.
 
@@ -270,7 +343,7 @@ class FastPath:
                 self.amounts(timeout_s)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
-            self._capsule.unfreeze_threads()
+            self._continue()
             return
         self._capsule.freeze_threads(FREEZE_SECONDS, insist=True)
         if self._cuda.state(pid) is CudaState.LOCKED:
@@ -284,12 +357,22 @@ class FastPath:
             self._log_blocked_threads()
             raise _cuda_error(error) from error
         except _Refused as error:
-            self._cuda.lock(pid, lock_s)
-            self._capsule.unfreeze_threads()
-            self._capsule.freeze_threads_in_driver()
-            self._cuda.checkpoint(pid, timeout_s=timeout_s)
+            if not self.is_frozen():  # else the kernel stays so
+                self._suspend_again(lock_s, timeout_s)
             raise _cuda_error(error) from error
+        self._continue()
+
+    def _suspend_again(self, lock_s: float, timeout_s: float) -> None:
+        """Have the driver suspend a kernel whose allocations could not be swapped in; the lock alone will do."""
+        pid = self._capsule.host_pid
+        self._cuda.lock(pid, lock_s)
         self._capsule.unfreeze_threads()
+        self._capsule.freeze_threads_in_driver()
+        try:
+            self._cuda.checkpoint(pid, timeout_s=timeout_s)
+        except UnsupportedCuda as error:
+            _log.info("Only the CUDA driver's lock keeps the kernel from its memory: %s", error)
+            self._capsule.unfreeze_threads()
 
     def _log_blocked_threads(self) -> None:
         """Log the system calls in which the library's threads wait (proc_pid_syscall(5)), for the diagnosis."""
@@ -333,7 +416,8 @@ class _Library:
         """Request ``copy_out``, ``free``, ``swap_in`` or ``status``; return the amounts afterwards."""
         reply = self.exchange(verb)
         try:
-            amounts, result = Amounts(reply["allocations"], reply["bytes"], reply["swapped_out"]), reply["cuda"]
+            swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
+            amounts, result = Amounts(*swappable, reply.get("managed", 0)), reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error
         if result != 0:
@@ -377,6 +461,11 @@ def _published(pid: int) -> tuple[int, int]:
                     version, state = _PUBLISHED.unpack_from(content, at + len(_MARK))
                     return version, state
     return _VERSION, _State.ON_DEVICE
+
+
+def _copy_timeout(amounts: Amounts, directory: Path | None, timeout_s: float) -> float:
+    """Return the seconds for a copy of all allocations; a disk gets all of ``timeout_s``."""
+    return timeout_s if directory is not None else min(timeout_s, _REPLY_SECONDS + amounts.bytes / _SLOWEST)
 
 
 def _cuda_error(error: _Refused) -> CudaError:

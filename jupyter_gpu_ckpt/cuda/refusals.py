@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..errors import MultiInstanceGpu, MultiProcessService, ProfilerUsed, UnsupportedCuda
+from ..errors import ManagedMemory, MultiInstanceGpu, MultiProcessService, ProfilerUsed, UnsupportedCuda
 from .cuda import Cuda
 from .gpus import Gpus
 
 
-def known(pid: int, gpus: Gpus, used: Collection[str]) -> list[UnsupportedCuda]:
+def known(pid: int, gpus: Gpus, used: Collection[str], managed: int) -> list[UnsupportedCuda]:
     """Return why the driver will refuse a process that has memory on the ``used`` GPUs (UUIDs).
+
+    ``managed``: the number of its allocations of managed memory, as far as that is known.
 
     Queries NVML; the process is not disturbed.  Raises as `Gpus.list`.
     """
@@ -21,18 +23,28 @@ def known(pid: int, gpus: Gpus, used: Collection[str]) -> list[UnsupportedCuda]:
     if any(gpu.mps and pid in gpus.mps_clients(gpu.uuid) for gpu in present):
         message = "The kernel uses its GPU by the multi-process service (MPS), which the driver does not suspend."
         found.append(MultiProcessService(message))
+    if managed:
+        message = f"The kernel has managed memory ({managed} allocations), which the driver does not suspend."
+        found.append(ManagedMemory(message))
     return found
 
 
 def explained(
-    refusal: UnsupportedCuda, pid: int, cuda: Cuda, gpus: Gpus, used: Collection[str], *, at_lock: bool = False
+    refusal: UnsupportedCuda,
+    pid: int,
+    cuda: Cuda,
+    gpus: Gpus,
+    used: Collection[str],
+    managed: int,
+    *,
+    at_lock: bool = False,
 ) -> UnsupportedCuda:
     """Return the refusal by its reason, or itself where the reason is not known.
 
     ``at_lock``: the driver refused the lock.  Of a process on a whole GPU without MPS it does so after a profiler was
     used, for as long as the process lives; memory that it cannot save it refuses at the checkpoint.
     """
-    reasons = known(pid, gpus, used)
+    reasons = known(pid, gpus, used, managed)
     if not reasons and at_lock and cuda.has_profiler(pid):
         message = "The CUDA driver does not lock the kernel, as after each use of a profiler (CUPTI), which is loaded."
         reasons = [ProfilerUsed(message)]

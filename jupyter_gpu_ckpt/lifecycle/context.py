@@ -203,6 +203,8 @@ class KernelState:
     generation: int = 0
     #: Whether the driver has restored the process's CUDA state since the process was started.
     restored_on_gpu: bool = False
+    #: Why the driver has not suspended a kernel that is suspended: only the library has, its own allocations.
+    refusal: UnsupportedCuda | None = None
     #: Why the driver will not suspend the process as long as that lives, once it has refused.
     lasting_refusal: UnsupportedCuda | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).

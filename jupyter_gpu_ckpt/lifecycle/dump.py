@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -41,6 +42,8 @@ _TURNS = threading.BoundedSemaphore(8)
 def disconnect(attempt: Attempt) -> None:
     """Close the gate's connections and wait for the kernel to close its side: none of them is to be in the image."""
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
+    if kernel.refusal is not None and not attempt.unwinding:
+        raise copy.copy(kernel.refusal)
     if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
@@ -232,6 +235,8 @@ def write_ahead(kernel: KernelState) -> None:
     Nothing is written that a checkpoint would be refused for, or that is to be encrypted.
     """
     store, kernel_id = kernel.engine.store, kernel.home.kernel_id
+    if kernel.refusal is not None:  # there will be no image
+        return
     if not kernel.settings.write_ahead or not kernel.saved.cuda or store.vault.encrypts or kernel.spill_directory:
         return
 

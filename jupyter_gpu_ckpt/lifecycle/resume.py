@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
-from ..errors import BadRequest, KeyUnusable
+from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
 from . import host_memory, preflight
 from .context import Attempt, KernelState, Saved
 from .plans import State
-from .suspend import answering, request_agent
+from .suspend import answering, explained, request_agent
 
 #: The driver's states in which a process has its device memory on the GPU.
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
@@ -126,15 +126,18 @@ def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
     cuda, pid, fast_path = kernel.engine.cuda, capsule.host_pid, kernel.fast_path(capsule)
     state = cuda.state(pid)
-    warm = state is CudaState.LOCKED and fast_path.swapped_out()
+    warm, frozen = state is CudaState.LOCKED and fast_path.swapped_out(), fast_path.is_frozen()
     kernel.spill_directory = fast_path.disk_directory()
-    if state is CudaState.CHECKPOINTED or warm:
+    if state is CudaState.CHECKPOINTED or warm or frozen:
         # How much device memory it had is not known any more; the memory of the process and the files of its
         # allocations are an upper bound.
         process = preflight.read_process(pid)
         most = (process.rss if process else 0) + fast_path.host_memory_bytes() + host_memory.spilled_bytes(kernel)
         gpus = [gpu.uuid for gpu in kernel.engine.gpus.list()]
         kernel.saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
+        if frozen:
+            refusal = UnsupportedCuda("The CUDA driver has not locked the kernel, whose threads are frozen instead.")
+            kernel.refusal = explained(kernel, refusal, at_lock=True)
         return State.SUSPENDED
     deadline = kernel.deadline(host_memory.spilled_bytes(kernel))
     fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)

@@ -12,6 +12,7 @@ from typing import Any
 from .. import errors
 from ..cuda import refusals
 from ..cuda.cuda import CudaState
+from ..cuda.fastpath import Amounts
 from ..errors import GpuCkptError
 from ..image import chunk_cache
 from . import host_memory, preflight
@@ -40,7 +41,9 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
-    found += [preflight.blocking(error) for error in _refused_by_driver(kernel, device_bytes)]
+    for reason in _refused_by_driver(kernel, device_bytes):
+        only_suspended = not writes and _allocated(kernel) > 0
+        found.append(PreflightFinding(reason.code, reason.message) if only_suspended else preflight.blocking(reason))
     if writes:
         if (error := without_sockets(kernel)) is not None:
             found.append(preflight.blocking(error))
@@ -59,8 +62,10 @@ def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[err
     """Return why the driver will not suspend a kernel with so much memory on GPUs, as far as that is known."""
     if not used:
         return []
-    lasting = [kernel.lasting_refusal] if kernel.lasting_refusal is not None else []
-    return [*refusals.known(kernel.require_capsule().host_pid, kernel.engine.gpus, used), *lasting]
+    managed = _amounts(kernel).managed
+    found = refusals.known(kernel.require_capsule().host_pid, kernel.engine.gpus, used, managed)
+    met = kernel.refusal if kernel.machine.state is State.SUSPENDED else kernel.lasting_refusal
+    return [*found, met] if met is not None and not found else found
 
 
 def why_not(kernel: KernelState, *, writes: bool) -> Callable[[int], str]:
@@ -94,10 +99,14 @@ def _spillable(kernel: KernelState) -> int:
 
 def _allocated(kernel: KernelState) -> int:
     """Return the bytes of device memory that the fast path moves."""
+    return _amounts(kernel).bytes
+
+
+def _amounts(kernel: KernelState) -> Amounts:
     try:
-        return kernel.fast_path().amounts().bytes
+        return kernel.fast_path().amounts()
     except (errors.CudaError, errors.ProtocolVersion):  # its library is busy, or of another release
-        return 0
+        return Amounts()
 
 
 def _space_for_image(kernel: KernelState) -> int:
@@ -150,7 +159,7 @@ def drain(attempt: Attempt) -> None:
 def quiesce(attempt: Attempt) -> None:
     """Have the agent prepare the kernel for a dump; refuse a kernel by its report."""
     kernel, writes = attempt.kernel, attempt.goal is State.CHECKPOINTED
-    kernel.saved = Saved()
+    kernel.saved, kernel.refusal = Saved(), None
     if not kernel.home.has_agent:
         return
     report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
@@ -177,9 +186,18 @@ def cuda_suspend(attempt: Attempt) -> None:
     attempt.traced.bytes = total = sum(saved.device_bytes.values())
     saved.cuda = True
     try:
-        lock(kernel)
         deadline = kernel.deadline(total)
         choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
+        try:
+            lock(kernel)
+        except errors.UnsupportedCuda as refusal:
+            if attempt.goal is not State.SUSPENDED:
+                raise
+            if not kernel.fast_path().swap_out_frozen(timeout_s=deadline, choose_directory=choose):
+                host_memory.end_spill(kernel)
+                raise
+            kernel.refusal = refusal
+            return
         moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
         if not moved:
             host_memory.end_spill(kernel)
@@ -187,7 +205,14 @@ def cuda_suspend(attempt: Attempt) -> None:
         host_memory.require_memory(max(0, total - moved))
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
         if not warm:  # else the lock alone keeps the kernel from CUDA
-            driver_checkpoint(kernel, deadline)
+            try:
+                driver_checkpoint(kernel, deadline)
+            except errors.UnsupportedCuda as refusal:
+                locked = cuda.state(pid) is CudaState.LOCKED
+                if not locked or not moved or attempt.goal is not State.SUSPENDED:
+                    raise
+                capsule.unfreeze_threads()  # the lock alone does here, too
+                kernel.refusal = refusal
     except GpuCkptError as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of room: so the undo of this step inspects the process and completes the way back.
@@ -199,7 +224,7 @@ def lock(kernel: KernelState) -> None:
     try:
         kernel.engine.cuda.lock(kernel.require_capsule().host_pid, kernel.settings.cuda)
     except errors.UnsupportedCuda as refusal:
-        error = _explained(kernel, refusal, at_lock=True)
+        error = explained(kernel, refusal, at_lock=True)
         if isinstance(error, errors.ProfilerUsed):
             kernel.lasting_refusal = error
         raise error from refusal
@@ -212,15 +237,15 @@ def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
     try:
         kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
     except errors.UnsupportedCuda as refusal:
-        raise _explained(kernel, refusal) from refusal
+        raise explained(kernel, refusal) from refusal
     refuse_device_files(kernel)
 
 
-def _explained(
-    kernel: KernelState, refusal: errors.UnsupportedCuda, *, at_lock: bool = False
-) -> errors.UnsupportedCuda:
+def explained(kernel: KernelState, refusal: errors.UnsupportedCuda, *, at_lock: bool = False) -> errors.UnsupportedCuda:
+    """Return a refusal of the driver by its reason where that is known."""
     pid, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
-    return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, at_lock=at_lock)
+    managed = _amounts(kernel).managed
+    return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, managed, at_lock=at_lock)
 
 
 def refuse_device_files(kernel: KernelState) -> None:

@@ -41,7 +41,8 @@ _FUTEX_MUTEX = 0
 #: Whole names: a thread may stay in libcrypto, libcublas or libmkl for as long as it computes.
 _SHARED_CODE = re.compile(
     r"(^\[vdso\]"  # where the driver looks at the clock while it waits for the GPU
-    r"|/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libnvidia|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
+    r"|/(libc|libdl|libpthread|libgcc_s|ld|libcuda[^/]*|libcupti|libnvperf_[a-z]+|libnvidia"
+    r"|libjemalloc|libtcmalloc|libmimalloc|libasan|libtsan"
     r"|[^/]*_fastpath)([-_.][^/]*)?)$"
 )
 #: Code that makes system calls for others, whose names are on the stack; and the CUDA driver.

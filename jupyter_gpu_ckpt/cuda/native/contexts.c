@@ -4,6 +4,7 @@
 #include "allocations.h"
 #include "child.h"
 #include "driver.h"
+#include "managed.h"
 
 static bool has_allocations(void)
 {
@@ -14,6 +15,7 @@ static bool has_allocations(void)
 
 static CUresult destroy(CUcontext context, CUresult (*original)(CUcontext))
 {
+    managed_forget();
     if (context == NULL || !has_allocations())
         return original(context);
     allocations_doom(context);
@@ -36,6 +38,7 @@ static CUresult destroy_primary(CUdevice device, bool resets, CUresult (*origina
 {
     const struct driver *cu = any_driver();
     CUcontext context;
+    managed_forget();
     if (!has_allocations() || !is_active(cu, device) || cu->cuDevicePrimaryCtxRetain == NULL || release == NULL ||
         cu->cuDevicePrimaryCtxRetain(&context, device) != CUDA_SUCCESS)
         return original(device);

@@ -124,6 +124,7 @@ enum {
     F(cuIpcOpenMemHandle, 4010, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                         \
     F(cuIpcOpenMemHandle_v2, 11000, (CUdeviceptr *, CUipcMemHandle, unsigned int))                                     \
     F(cuMemAlloc_v2, 3020, (CUdeviceptr *, size_t))                                                                    \
+    F(cuMemAllocManaged, 6000, (CUdeviceptr *, size_t, unsigned int))                                                  \
     F(cuMemAllocPitch_v2, 3020, (CUdeviceptr *, size_t *, size_t, size_t, unsigned int))                               \
     F(cuMemFree_v2, 3020, (CUdeviceptr))                                                                               \
     F(cuMemFreeAsync, 11020, (CUdeviceptr, CUstream))                                                                  \

@@ -8,6 +8,7 @@
 #include "capture.h"
 #include "child.h"
 #include "control.h"
+#include "managed.h"
 #include "serving.h"
 
 /* Smaller allocations, rounded up to the driver's granularity, would waste more than they gain: the driver swaps
@@ -131,8 +132,13 @@ CUresult cuMemFree_v2(CUdeviceptr address)
     CUcontext context;
     if (original == NULL || original->cuMemFree_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    if (address == 0 || !allocation_lookup(address, &context))
-        return original->cuMemFree_v2(address);
+    if (address == 0 || !allocation_lookup(address, &context)) {
+        bool managed = managed_remove(address);
+        CUresult result = original->cuMemFree_v2(address);
+        if (managed && result != CUDA_SUCCESS)
+            managed_add(address);
+        return result;
+    }
     return free_served(address, context);
 }
 
@@ -160,6 +166,7 @@ static CUresult free_async(CUdeviceptr address, CUstream stream, bool per_thread
                            CUresult (*original)(CUdeviceptr, CUstream))
 {
     CUcontext context;
+    managed_remove(address);
     if (address == 0 || !allocation_lookup(address, &context) ||
         capture_includes(per_thread && stream == NULL ? PER_THREAD_STREAM : stream))
         return original(address, stream);

@@ -37,6 +37,11 @@ def intact():
     return all(ctypes.string_at(at, size) == bytes([n + 1]) * size for n, (at, size) in enumerate(held))
 def fail(name, nth, result):
     ctypes.CDLL("libcuda.so.1").double_fail(name.encode(), ctypes.c_long(nth), False, result)
+managed = ctypes.c_void_p()
+def manage(size):
+    return ctypes.CDLL("libcuda.so.1").cuMemAllocManaged(ctypes.byref(managed), ctypes.c_size_t(size), 1)
+def unmanage():
+    return ctypes.CDLL("libcuda.so.1").cuMemFree_v2(managed)
 def slow(microseconds):
     ctypes.CDLL("libcuda.so.1").double_set_delay(microseconds)
 open(here + "/ready", "w").close()

@@ -392,6 +392,11 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     return free_allocation(address);
 }
 
+EXPORT CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flags)
+{
+    return flags == 1 || flags == 2 ? cuMemAlloc_v2(address, bytes) : CUDA_ERROR_INVALID_VALUE;
+}
+
 /* Waits, which the real one does not. */
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {

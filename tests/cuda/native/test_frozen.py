@@ -1,0 +1,170 @@
+"""A suspend that the driver refuses: the library swaps out, and frozen threads or the lock keep the memory unused."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from fast_kernel import CONTEXT, A
+from fast_program import MIB, parked
+from waiting import until
+
+from jupyter_gpu_ckpt import errors
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, RUNNING
+
+#: A thread that nearly always sleeps with a lock which the library's calls need.
+HOLDS = """
+holds, released = threading.Event(), threading.Event()
+holds.set()
+def hold():
+    while holds.is_set(): ctypes.CDLL("libcuda.so.1").double_hold(200_000)
+    released.set()
+threading.Thread(target=hold, daemon=True).start()
+"""
+
+
+@pytest.fixture
+def kernel(fast_kernel):
+    """A kernel that the driver does not lock."""
+    kernel = fast_kernel()
+    kernel.fake.profiled = True
+    return kernel
+
+
+def refused(kernel, verb: str, code: str) -> errors.GpuCkptError:
+    with pytest.raises(errors.GpuCkptError) as caught:
+        getattr(kernel.lifecycle, verb)()
+    assert caught.value.code == code
+    return caught.value
+
+
+def is_frozen(kernel) -> None:
+    assert kernel.lifecycle.state is State.SUSPENDED
+    assert (kernel.fake.state, kernel.held()) == (RUNNING, CONTEXT)
+    assert kernel.path().amounts().swapped_out == kernel.blocks
+    assert kernel.path().is_frozen()
+    assert parked(kernel)
+    assert not kernel.gate.serves
+
+
+def attach_again(kernel) -> None:
+    kernel.lifecycle.detach()
+    last = kernel.lifecycle
+    kernel.lifecycle = Lifecycle(last.home, last.engine, kernel.gate, settings=last.kernel.settings, trace=last.trace)
+    kernel.lifecycle.attach(capsule=Capsule.attach(last.home.runtime_dir))
+
+
+def test_a_kernel_that_cannot_be_locked_is_frozen_while_its_memory_is_away(kernel):
+    for _ in range(2):
+        kernel.lifecycle.suspend()
+        is_frozen(kernel)
+        error = refused(kernel, "checkpoint", "PROFILER_USED")
+        assert "suspended" in error.left
+        is_frozen(kernel)
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+        assert not kernel.path().is_frozen()
+    found = {finding.code: finding.blocks for finding in kernel.lifecycle.findings()}
+    assert found["PROFILER_USED"] is True
+    found = {finding.code: finding.blocks for finding in kernel.lifecycle.findings(writes=False)}
+    assert found["PROFILER_USED"] is False, "a suspend is possible"
+    assert refused(kernel, "checkpoint", "PROFILER_USED").left == "the kernel runs on"
+    kernel.runs_on()
+
+
+def test_the_next_owner_finds_it_suspended_and_wakes_it(kernel):
+    kernel.lifecycle.suspend()
+    attach_again(kernel)
+    is_frozen(kernel)
+    refused(kernel, "checkpoint", "PROFILER_USED")
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    attach_again(kernel)
+    kernel.runs_on()
+
+
+def test_a_gpu_that_is_full_leaves_it_frozen(kernel):
+    kernel.lifecycle.suspend()
+    other = kernel.driver.start({A: 100 * MIB - CONTEXT - kernel.blocks + MIB})
+    assert "suspended" in refused(kernel, "wake", "GPU_FULL").left
+    is_frozen(kernel)
+    kernel.driver.remove(other)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_memory_that_others_take_in_the_middle_of_a_wake_leaves_it_frozen(kernel):
+    kernel.program.ask("fail('cuMemMap', 2, 2)")
+    kernel.lifecycle.suspend()
+    refused(kernel, "wake", "GPU_FULL")
+    is_frozen(kernel)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+@pytest.mark.parametrize("call", ["cuMemHostRegister_v2", "cuMemcpyDtoHAsync_v2", "cuMemUnmap"])
+def test_a_call_of_the_driver_that_fails_leaves_it_running(kernel, call):
+    kernel.program.ask(f"fail({call!r}, 1, 999)")
+    refused(kernel, "suspend", "PROFILER_USED")
+    kernel.runs_on()
+    kernel.lifecycle.suspend()
+    is_frozen(kernel)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_thread_that_holds_a_lock_of_the_driver_leaves_it_running(kernel):
+    kernel.program.ask(f"exec({HOLDS!r}, globals())")
+    refused(kernel, "suspend", "PROFILER_USED")
+    kernel.runs_on()
+    kernel.program.ask("holds.clear()")
+    until(lambda: kernel.program.ask("released.is_set()"), "the thread has released it")
+    kernel.lifecycle.suspend()
+    is_frozen(kernel)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+
+
+def test_a_thread_that_cannot_be_frozen_leaves_it_running(kernel):
+    kernel.program.ask("open('/proc/self/comm', 'w').write('cuda-of-a-user')")
+    refused(kernel, "suspend", "PROFILER_USED")
+    kernel.runs_on()
+
+
+def test_a_frozen_kernel_can_be_ended_and_its_end_is_seen(kernel):
+    kernel.lifecycle.suspend()
+    os.kill(kernel.pid, signal.SIGKILL)
+    until(lambda: kernel.lifecycle.poll() is not None, "its end is seen")
+    assert kernel.lifecycle.poll() == -signal.SIGKILL
+
+
+def test_memory_that_the_driver_does_not_save_stays_and_the_rest_is_kept_by_the_lock(fast_kernel):
+    kernel = fast_kernel()
+    kernel.fake.unsupported = True
+    assert kernel.path().amounts().managed == 0
+    kernel.program.ask(f"manage({4 * MIB})")
+    assert kernel.path().amounts().managed == 1
+    for _ in range(2):
+        kernel.lifecycle.suspend()
+        assert (kernel.fake.state, kernel.held()) == (LOCKED, CONTEXT)
+        assert kernel.path().amounts().swapped_out == kernel.blocks
+        assert "MANAGED_MEMORY" in {finding.code for finding in kernel.lifecycle.findings() if finding.blocks}
+        assert "suspended" in refused(kernel, "checkpoint", "MANAGED_MEMORY").left
+        kernel.lifecycle.wake()
+        kernel.runs_on()
+    assert refused(kernel, "checkpoint", "MANAGED_MEMORY").left == "the kernel runs on"
+    kernel.runs_on()
+    kernel.program.ask("fail('cuMemMap', 2, 2)")
+    kernel.lifecycle.suspend()
+    refused(kernel, "wake", "GPU_FULL")
+    assert (kernel.lifecycle.state, kernel.fake.state) == (State.SUSPENDED, LOCKED)
+    kernel.lifecycle.wake()
+    kernel.runs_on()
+    assert kernel.program.ask("unmanage()") == 0
+    assert kernel.path().amounts().managed == 0
+    refused(kernel, "checkpoint", "CUDA_UNSUPPORTED")
+    kernel.runs_on()

@@ -14,7 +14,12 @@ from everybody import REPOSITORY
 from keeping import EVERYBODY
 
 ROWS = rows()
-CASES = [(who, key) for key, row in ROWS.items() if not row.gpu for who in EVERYBODY]
+CASES = [
+    pytest.param(who, key, marks=pytest.mark.torture if row.loss else ())
+    for key, row in ROWS.items()
+    if not row.gpu
+    for who in EVERYBODY
+]
 
 
 @pytest.fixture(scope="session")

@@ -49,22 +49,12 @@ ROWS = (
     Row(
         "debugger",
         "debugpy, listening for an editor",
-        "import debugpy, json, socket\nat = debugpy.listen(('127.0.0.1', 0))\n"
-        "def attach():\n    with socket.create_connection(at, 20) as s:\n        f = s.makefile('rwb')\n"
-        "        for n, (c, a) in enumerate([('initialize', {'adapterID': 'row'}), ('attach', {})], 1):\n"
-        "            b = json.dumps({'seq': n, 'type': 'request', 'command': c, 'arguments': a}).encode()\n"
-        "            f.write(b'Content-Length: %d\\r\\n\\r\\n' % len(b) + b)\n            f.flush()\n"
-        "        while True:\n            size = int(f.readline().split(b':')[1])\n            f.readline()\n"
-        "            if json.loads(f.read(size)).get('event') == 'initialized': return True",
-        "seen = [attach()]",
+        "import debugpy, socket, time\nat = debugpy.listen(('127.0.0.1', 0))",
+        "socket.create_connection(at, 20).close()\ntime.sleep(1)\nseen = [True]",
         "debugpy",
         "Turn the debugger off (the bug button) before the kernel is to sleep; restart it after debugpy.listen().",
-    ),
-    Row(
-        "pdb",
-        "%debug and pdb, used before",
-        "import pdb, sys, io\nd = pdb.Pdb(stdin=io.StringIO('c\\n'), stdout=io.StringIO())\nd.run('x = 1')",
-        "space = {}\nseen = [d.run('y = 2', space), space['y']]",
+        loss="After a wake nobody listens: the adapter that `debugpy.listen()` started is gone. A restart of the kernel "
+        "brings it back.",
     ),
     Row(
         "threads",

@@ -281,6 +281,16 @@ async def test_a_debugger_that_was_turned_off_keeps_nobody_and_can_be_turned_on_
     assert await subject.run("import subprocess; print(subprocess.run(['true']).returncode)") == "0"
 
 
+async def test_a_debugger_that_a_program_listens_with(subject):
+    """`debugpy.listen` starts an adapter as ipykernel does; only ipykernel's is ended, and started again, by itself."""
+    await subject.run("import debugpy, socket; at = debugpy.listen(('127.0.0.1', 0))")
+    error = await subject.fails(subject.provisioner.checkpoint, "DEBUGGER_ATTACHED")
+    assert "debugpy.listen" in error.message and "suspend" in error.hint
+    await subject.runs_on(error)
+    await subject.provisioner.suspend()
+    assert await subject.run("socket.create_connection(at, 20).close(); print('listens')") == "listens"
+
+
 async def test_a_unix_socket_to_somebody_outside(subject, runtime_base):
     path = runtime_base / "outside"
     with socket.socket(socket.AF_UNIX) as listener:

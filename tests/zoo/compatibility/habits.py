@@ -53,8 +53,6 @@ ROWS = (
         "socket.create_connection(at, 20).close()\ntime.sleep(1)\nseen = [True]",
         "debugpy",
         "Turn the debugger off (the bug button) before the kernel is to sleep; restart it after debugpy.listen().",
-        loss="After a wake nobody listens: the adapter that `debugpy.listen()` started is gone. A restart of the kernel "
-        "brings it back.",
     ),
     Row(
         "threads",

@@ -72,6 +72,4 @@ def page(rows: Mapping[str, Row], records: Records) -> str:
             parts += ["| what | root | ordinary user | versions | date, commit |\n|---|---|---|---|---|", *lines, ""]
     parts += ["## What is refused, and what to do instead\n"]
     parts += ["| what | code | instead |\n|---|---|---|", *refused] if refused else ["Nothing."]
-    if losses := [f"- {row.title}: {row.loss}" for row in rows.values() if row.loss]:
-        parts += ["", "## Known losses, not fixed yet\n", *losses]
     return "\n".join([*parts, ""])

@@ -12,8 +12,7 @@ class Row:
 
     ``setup``: a cell that uses it.  ``check``: a cell that uses it again and leaves in ``seen`` what must be the same
     after everything.  ``packages``: distributions without which it cannot be tried.  ``instead``: what a user does
-    where it is refused.  ``loss``: what is lost, where that is known and not mended yet: its test fails until it
-    is.  ``gpu``: whether it needs a GPU.
+    where it is refused.  ``gpu``: whether it needs a GPU.
     """
 
     key: str
@@ -23,7 +22,6 @@ class Row:
     packages: str = ""
     instead: str = ""
     gpu: bool = False
-    loss: str = ""
 
     def versions(self) -> dict[str, str]:
         """The version of each package.  Raises `importlib.metadata.PackageNotFoundError` where one is missing."""

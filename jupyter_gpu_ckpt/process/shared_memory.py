@@ -14,6 +14,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ _PLAIN = frozenset(["rd", "wr", "sh", "mr", "mw", "me", "ms", "sd", "nr", "ac", 
 #: Flags of an open file that a new descriptor of it can be given (open(2)): the access mode, O_LARGEFILE, O_NOFOLLOW
 #: and O_CLOEXEC.
 _FLAGS = os.O_ACCMODE | 0o100000 | os.O_NOFOLLOW | os.O_CLOEXEC
+#: PyTorch's shared memory.  It writes one byte to make a file as long as it is to be, and then only maps it: nobody
+#: uses the position that its descriptors, which processes share, have from then on (MapAllocator.cpp of 2.13).
+_TORCH, _TORCH_POSITION = re.compile(_SHARED_MEMORY + r"torch_\d+_\d+_\d+$"), 1
 _AT_FDCWD = -100
 _CHUNK = 1 << 20
 #: Bytes of a file of another file system that are copied into memory at most.
@@ -55,6 +59,7 @@ class _Opened(NamedTuple):
     pid: int
     number: int
     flags: int
+    position: int
 
 
 class _File:
@@ -190,8 +195,8 @@ def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
             for number, name in procfs.links(pid):
                 key = _key(os.stat(f"/proc/{pid}/fd/{number}")) if _is_deleted(name) else ("", 0)
                 if key in found:
-                    flags = int(procfs.fdinfo(pid, number)["flags"], 8)
-                    found[key].opened.append(_Opened(pid, number, flags))
+                    facts = procfs.fdinfo(pid, number)
+                    found[key].opened.append(_Opened(pid, number, int(facts["flags"], 8), int(facts["pos"])))
     return found
 
 
@@ -200,9 +205,9 @@ def _check(file: _File) -> None:
     for pid, mapping in file.mapped:
         if unusual := _flags(pid, mapping.start) - _PLAIN:
             raise file.unmovable(f"memory with the flag {min(unusual)!r}")
-    for pid, number, flags in file.opened:
-        facts = procfs.fdinfo(pid, number)
-        if flags & ~_FLAGS or int(facts["pos"]) or "lock" in facts:
+    unused = (0, _TORCH_POSITION) if _TORCH.match(file.path) else (0,)
+    for pid, number, flags, position in file.opened:
+        if flags & ~_FLAGS or position not in unused or "lock" in procfs.fdinfo(pid, number):
             raise file.unmovable(f"its descriptor {number} is in use in more ways than as memory")
 
 
@@ -275,8 +280,8 @@ def _use(file: _File, path: str) -> None:
             inside[pid] = injection, made
         for pid, mapping in file.mapped:
             _map(file, mapping, *inside[pid])
-        for pid, number, flags in file.opened:
-            _reopen(file, number, flags, path, *inside[pid])
+        for use in file.opened:
+            _reopen(file, use, path, *inside[use.pid])
 
 
 def _map(file: _File, mapping: procfs.MemoryMapping, injection: Injection, made: int) -> None:
@@ -289,13 +294,14 @@ def _map(file: _File, mapping: procfs.MemoryMapping, injection: Injection, made:
         raise file.unmovable(os.strerror(-done))
 
 
-def _reopen(file: _File, number: int, flags: int, path: str, injection: Injection, made: int) -> None:
-    """Let ``number`` be a descriptor of the new file."""
-    opened = made
+def _reopen(file: _File, use: _Opened, path: str, injection: Injection, made: int) -> None:
+    """Let the descriptor of ``use`` be one of the new file."""
+    flags, opened = use.flags, made
     if flags & os.O_ACCMODE != os.O_RDWR:
         with injection.on_stack(os.fsencode(path) + b"\0") as address:
             opened = injection.call("openat", _AT_FDCWD, address, flags & os.O_ACCMODE | os.O_CLOEXEC)
-    done = injection.call("dup3", opened, number, flags & os.O_CLOEXEC) if opened >= 0 else opened
+    done = injection.call("lseek", opened, use.position, os.SEEK_SET) if opened >= 0 else opened
+    done = injection.call("dup3", opened, use.number, flags & os.O_CLOEXEC) if done >= 0 else done
     if opened not in (made, -1) and opened >= 0:
         injection.call("close", opened)
     if done < 0:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from waiting import until
@@ -18,8 +19,9 @@ from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
 PAIR = """
 import ctypes, mmap, multiprocessing, os, sys
 place = sys.argv[1]
-file = open(place, "w+b" if sys.argv[2] == "plain" else "a+b")
+file = open(place, "a+b" if sys.argv[2] == "appended to" else "w+b", buffering=0)
 file.truncate(5000)
+if sys.argv[2] == "as torch does": file.write(b"\\0")
 memory = mmap.mmap(file.fileno(), 5000)
 if sys.argv[2] == "mapped":
     file.close()
@@ -48,6 +50,8 @@ class Pair:
     """Two processes that share memory, stopped and continued by the test."""
 
     def __init__(self, place: str, how: str) -> None:
+        if how == "as torch does":
+            place = f"/dev/shm/torch_{os.getpid()}_{time.monotonic_ns()}_0"
         self.place = place
         argv = [sys.executable, "-c", PAIR, place, how]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
@@ -62,6 +66,9 @@ class Pair:
         for pid in self.pids:
             os.kill(pid, number)
         until(lambda: all(procfs.stat(pid).state in state for pid in self.pids))
+
+    def positions(self, pid: int) -> list[tuple[int, str]]:
+        return [(number, procfs.fdinfo(pid, number)["pos"]) for number, _ in procfs.links(pid)]
 
     def deleted(self) -> set[str]:
         found = {mapping.name for pid in self.pids for mapping in procfs.maps(pid)}
@@ -89,15 +96,17 @@ def pair(tmp_path):
         each.process.communicate(timeout=60)
 
 
-@pytest.mark.parametrize("how", ["plain", "mapped"])
+@pytest.mark.parametrize("how", ["plain", "mapped", "as torch does"])
 def test_processes_share_the_named_files_and_locks_as_they_shared_the_deleted_ones(files, pair, tmp_path, how):
     """The child waits for a semaphore all the time, in the old file at first and in the new one later."""
     both = pair(how)
     assert both.asked() == r"True 1 b'\x00\x00\x00\x00'"
     assert len(both.deleted()) == 4, "a file, two semaphores, and one that is deleted only by its first name"
     both.signal(signal.SIGSTOP, "T")
+    positions = [both.positions(pid) for pid in both.pids]
     files.give_names(both.pids)
     assert both.deleted() == set()
+    assert [both.positions(pid) for pid in both.pids] == positions
     maps = {mapping.name for mapping in procfs.maps(both.pids[0])}
     assert f"/dev/shm/sem.{both.lock.lstrip('/')}" in maps, "it still has a name"
     assert sorted(os.listdir(files.directory)) == ["0", "1", "2"]

@@ -146,12 +146,7 @@ def torch_random():
     )
 
 
-@kind(
-    "a tensor in shared memory (share_memory_)",
-    needs="torch",
-    user=refused("DELETED_MAPPING", "deleted"),
-    advice="Use a copy: tensor.clone().",
-)
+@kind("a tensor in shared memory (share_memory_)", needs="torch")
 def shared_tensor():
     import torch
 

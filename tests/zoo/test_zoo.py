@@ -26,7 +26,7 @@ def wanted(request):
     keys = {who: [] for who in EVERYBODY}
     for item in request.session.items:
         chosen = getattr(item, "callspec", None)
-        if chosen is not None and {"who", "key"} <= set(chosen.params) and chosen.params["who"] in keys:
+        if chosen is not None and chosen.params.get("who") in keys and chosen.params.get("key") in KINDS:
             keys[chosen.params["who"]].append(KINDS[chosen.params["key"]])
     groups = {}
     for who, kinds in keys.items():

@@ -205,10 +205,29 @@ def _check(file: _File) -> None:
     for pid, mapping in file.mapped:
         if unusual := _flags(pid, mapping.start) - _PLAIN:
             raise file.unmovable(f"memory with the flag {min(unusual)!r}")
+    any_position = _is_opened_once(file.opened)
     unused = (0, _TORCH_POSITION) if _TORCH.match(file.path) else (0,)
     for pid, number, flags, position in file.opened:
-        if flags & ~_FLAGS or position not in unused or "lock" in procfs.fdinfo(pid, number):
+        known = any_position or position in unused
+        if flags & ~_FLAGS or not known or "lock" in procfs.fdinfo(pid, number):
             raise file.unmovable(f"its descriptor {number} is in use in more ways than as memory")
+
+
+def _is_opened_once(uses: list[_Opened]) -> bool:
+    """Whether all descriptors of a file have one position, and have it still when they are made anew.
+
+    They are one process's, which opened the file once: `_reopen` duplicates one new descriptor if it is for writing,
+    too.  Those of mmap.mmap are duplicates of the program's own.
+    """
+    if len(uses) < 2:
+        return True
+    pid, first, flags, _ = uses[0]
+    if flags & os.O_ACCMODE != os.O_RDWR or any(use.pid != pid for use in uses):
+        return False
+    try:
+        return all(syscalls.call("kcmp", pid, pid, syscalls.KCMP_FILE, first, use.number) == 0 for use in uses[1:])
+    except OSError:
+        return False
 
 
 def _flags(pid: int, start: int) -> set[str]:

@@ -34,7 +34,7 @@ class Language:
     """Cells of a language.
 
     ``count`` adds 1 to the variable that ``begin`` makes 0, and prints it; ``work`` prints "begun" and takes a minute;
-    ``ask`` greets whoever is entered; ``plot`` shows data of the type ``shown``.  None: the kernel has no such thing.
+    ``ask`` greets a name that it prompts for; ``plot`` shows data of the type ``shown``.  None: there is no such thing.
     """
 
     begin: str

@@ -283,7 +283,7 @@ def contexts_that_end(program: Program) -> None:
 
 
 def children(program: Program) -> None:
-    """A forked child cannot use CUDA; what it is told is what the driver says."""
+    """A forked child cannot use CUDA; it gets the error that the driver gives."""
     program.alloc("it", 8 * MIB)
     child = os.fork()
     if child == 0:

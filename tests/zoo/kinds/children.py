@@ -176,20 +176,20 @@ def shell():
     )  # fmt: skip
     os.close(slave)
 
-    def told(text, wanted):
+    def reads(text, wanted):
         os.write(master, text)
         seen = b""
         while wanted not in seen:
             seen += os.read(master, 1000)
         return wanted
 
-    told(b"stty -echo; x=3; sleep 1245 & echo rea''dy\n", b"ready")
+    reads(b"stty -echo; x=3; sleep 1245 & echo rea''dy\n", b"ready")
 
     def show():
-        return told(b"echo =$x=\n", b"=3="), told(b"jobs\n", b"Running"), os.tcgetpgrp(master) == process.pid
+        return reads(b"echo =$x=\n", b"=3="), reads(b"jobs\n", b"Running"), os.tcgetpgrp(master) == process.pid
 
     def undo():
-        told(b"kill %1; wait; exit\n", b"")
+        reads(b"kill %1; wait; exit\n", b"")
         process.wait()
         os.close(master)
 

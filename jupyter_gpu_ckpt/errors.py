@@ -10,6 +10,7 @@ code reads foreign error texts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from .terminal_text import printable
@@ -181,6 +182,18 @@ class ManagedMemory(UnsupportedCuda, code="MANAGED_MEMORY"):
     )
 
 
+class NcclPeers(UnsupportedCuda, code="NCCL_PEERS"):
+    """Processes of the kernel communicate by NCCL, and while one is locked the CUDA driver does not lock the other."""
+
+    default_hint = "End the group (torch.distributed.destroy_process_group(), or its processes) and try again."
+
+
+class SharedDeviceMemory(UnsupportedCuda, code="CUDA_IPC"):
+    """Processes of the kernel share device memory (CUDA IPC), which the driver does not suspend in several of them."""
+
+    default_hint = "Send tensors through host memory (tensor.cpu()), or end the processes that use the kernel's."
+
+
 class MultiInstanceGpu(UnsupportedCuda, code="MIG"):
     """The kernel uses a part of a GPU (MIG), which this driver does not suspend."""
 
@@ -311,6 +324,21 @@ class CriuError(GpuCkptError, code="CRIU_FAILED", exit_status=71):
         "Try again. If it repeats, close what the kernel has open besides plain files (devices, watchers, sockets), "
         "and report it with the last lines of CRIU's log, which are in the details."
     )
+
+
+class ProcessEnded(CriuError, code="PROCESS_ENDED"):
+    """A child process of the kernel ended while the image was written, which does not show how it ended."""
+
+    default_hint = (
+        "Try again. If it repeats, look for what ends the kernel's processes: `journalctl -k` shows whether the host "
+        "ran out of memory."
+    )
+
+    @classmethod
+    def during_dump(cls, pids: Sequence[int | str], **details: Any) -> ProcessEnded:
+        """Return the error for these processes, by their pids in the capsule."""
+        names = " and ".join(f"process {pid}" for pid in pids)
+        return cls(f"Of the kernel, {names} ended during the checkpoint.", ended=list(pids), **details)
 
 
 class CriuTimeout(CriuError, code="CRIU_TIMEOUT"):

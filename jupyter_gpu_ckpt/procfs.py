@@ -11,6 +11,7 @@ module.  The agent in a kernel has readers of its own: its environment may have 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -174,21 +175,39 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def _ending_is_gone(pid: int) -> Iterator[None]:
+    """Raise `ProcessLookupError` where an ordinary user is denied the descriptors because their process is ending."""
+    try:
+        yield
+    except PermissionError as error:
+        if is_ending(pid):
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), error.filename) from error
+        raise
+
+
 def descriptors(pid: int) -> list[int]:
-    """Return the open descriptors, sorted.  An ordinary user cannot list those of a zombie."""
-    return sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
+    """Return the open descriptors, sorted."""
+    with _ending_is_gone(pid):
+        return sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
 
 
 def links(pid: int) -> Iterator[tuple[int, str]]:
     """Yield open descriptors and their targets (``socket:[7]``, a path), without those closed meanwhile."""
     for number in descriptors(pid):
-        with contextlib.suppress(*GONE):
+        with contextlib.suppress(*GONE), _ending_is_gone(pid):
             yield number, os.readlink(f"/proc/{pid}/fd/{number}")
 
 
 def fdinfo(pid: Pid, number: int) -> dict[str, str]:
     """Return the fields of proc_pid_fdinfo(5) of one descriptor."""
     return fields(read(f"/proc/{pid}/fdinfo/{number}"))
+
+
+def epoll_entries(text: str) -> list[tuple[int, int, int]]:
+    """Parse what an epoll instance watches, from the text of its fdinfo: descriptor, events, data."""
+    words = [line.split() for line in lines(text) if line.startswith("tfd:")]
+    return [(int(line[1]), int(line[3], 16), int(line[5], 16)) for line in words]
 
 
 # -- namespaces of a process ------------------------------------------------------------------------------------------

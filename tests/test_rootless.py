@@ -163,6 +163,15 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu, chosen):
 
 
 @root_only
+@pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
+def test_the_faults_of_children_as_an_ordinary_user(place, criu, chosen):
+    nobody = Nobody(place, criu)
+    tests = pytest_of("tests/faults/test_children.py", "tests/faults/test_steps.py", "-k", "family", "-m", chosen)
+    nobody.run(tests, timeout=2 * HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
     """The group of terminals is none of this user's, and its trackers are no children of ours."""
     nobody = Nobody(place, criu)

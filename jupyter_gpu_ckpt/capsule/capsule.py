@@ -11,6 +11,7 @@ namespace whose init has ended.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -33,6 +34,8 @@ from ..errors import (
     CapsuleGone,
     DeletedMapping,
     GpuCkptError,
+    NoMemory,
+    NoSpace,
     ProtocolVersion,
     RuntimeDirectory,
     UnsupportedTerminal,
@@ -57,12 +60,16 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program inside ended: exit status (negative: the signal), and why the kernel is ``unrepaired``, if so."""
+    """How a program inside ended: exit status (negative: the signal), and why the kernel is ``unrepaired``, if so.
+
+    ``ended``: pids, in the capsule, of the kernel's descendants that were killed meanwhile.
+    """
 
     status: int
     timed_out: bool
     seconds: float
     unrepaired: str = ""
+    ended: Sequence[int] = ()
 
 
 def first_pid() -> int:
@@ -310,7 +317,10 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         self._set_kernel(*self._request(request))
 
     def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
-        """Let the process ``pid`` that CRIU restored run as the kernel; ``frozen``: only the CUDA driver's threads."""
+        """Let the process ``pid`` that CRIU restored run as the kernel, with its descendants.
+
+        ``frozen``: of all of them, only the CUDA driver's threads run.
+        """
         self._set_kernel(*self._request({"verb": "attach_kernel", "pid": pid, "frozen": frozen}, 2 * ANSWER))
 
     def _set_kernel(self, reply: dict[str, Any], fds: list[int]) -> None:
@@ -342,18 +352,27 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.
 
-        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data, and
-        `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot be saved (`shared_memory`).
+        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data,
+        `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot be saved (`shared_memory`),
+        `NoSpace` and `NoMemory` if there is no room for the copies of shared memory and of the terminals' data.
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
         limits = {"timeout": timeout, "grace": grace}
         kernel = {"inherit_pipes": inherit_pipes, "on_kernel": on_kernel, "terminals": str(terminals or "")}
-        reply, _ = self._request({"verb": "run", **program, **limits, **kernel}, timeout + grace + ANSWER)
+        try:
+            reply, _ = self._request({"verb": "run", **program, **limits, **kernel}, timeout + grace + ANSWER)
+        except CapsuleError as error:
+            if error.details.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if on_kernel:
+                raise NoSpace("The disk filled up while the image was written.") from error
+            raise NoMemory("The kernel's shared memory does not fit into this host's memory.") from error
         if "unsupported_terminal" in reply:
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
         if "deleted_mapping" in reply:
             raise DeletedMapping(f"The kernel's processes share a deleted file: {reply['deleted_mapping']}.")
-        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"])
+        ended = reply.get("ended", [])  # the capsule's init may be of an older release
+        return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"], ended)
 
     def cancel_criu(self) -> None:
         """End the program of `run` as at its deadline.  From any thread; waits for nothing."""
@@ -365,21 +384,36 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         """Let the processes that a dump left stopped run; those that were stopped before it stay stopped."""
         self._request({"verb": "resume_processes"})
 
-    def freeze_threads(self, timeout: float, *, insist: bool = False) -> None:
+    def freeze_threads(self, timeout: float, *, insist: bool = False, child: int | None = None) -> None:
         """Freeze all threads of the kernel but the CUDA driver's and its library's.
 
-        ``insist``: see `freezer.FrozenThreads`.  Raises `CapsuleError` when that cannot be done in ``timeout`` seconds;
-        all run on then.  They stay frozen when the owner goes.
+        ``insist``: see `freezer.FrozenThreads`.  ``child``: the host pid of a process of the capsule, instead of the
+        kernel.  Raises `CapsuleError` when that cannot be done in ``timeout`` seconds; all run on then.  They stay
+        frozen when the owner goes.
         """
-        self._request({"verb": "freeze_threads", "timeout": timeout, "insist": insist}, timeout + ANSWER)
+        request = {"verb": "freeze_threads", "timeout": timeout, "insist": insist, **self._named(child)}
+        self._request(request, timeout + ANSWER)
 
-    def freeze_threads_in_driver(self) -> None:
-        """Freeze threads as `freezer.FrozenThreads.freeze_waiting_in_driver`.  Raises `CapsuleError`."""
-        self._request({"verb": "freeze_threads_in_driver"})
+    def freeze_threads_in_driver(self, *, child: int | None = None) -> None:
+        """Freeze threads as `freezer.FrozenThreads.freeze_waiting_in_driver`.  Raises `CapsuleError`.
 
-    def unfreeze_threads(self) -> None:
-        """Let frozen threads run, if there are any."""
-        self._request({"verb": "unfreeze_threads"})
+        ``child``: as for `freeze_threads`.
+        """
+        self._request({"verb": "freeze_threads_in_driver", **self._named(child)})
+
+    def _named(self, child: int | None) -> dict[str, Any]:
+        """Return the argument that names a child by its pid inside; none for the kernel."""
+        if child is None:
+            return {}
+        try:
+            level = len(procfs.status(self._init_pid)["NSpid"].split()) - 1
+            return {"pid": int(procfs.status(child)["NSpid"].split()[level])}
+        except (OSError, KeyError, IndexError) as error:
+            raise CapsuleError(f"The kernel's child {child} has ended.", pid=child) from error
+
+    def unfreeze_threads(self, *, all: bool = False) -> None:
+        """Let frozen threads of the kernel run, if there are any; or of ``all`` its processes."""
+        self._request({"verb": "unfreeze_threads", **({"all": True} if all else {})})
 
     def host_memory(self) -> int:
         """Return a descriptor, to be closed, of the kernel's `namespaces.HOST_MEMORY`.  Raises `CapsuleError`."""

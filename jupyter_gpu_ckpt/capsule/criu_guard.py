@@ -22,7 +22,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -142,8 +142,8 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
     return found
 
 
-def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> Iterator[tuple[int, bool]]:
-    """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: of ``root``.
+def _tree(root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None) -> Iterator[tuple[int, bool]]:
+    """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: by process.
 
     A descendant that ends meanwhile is left out; its children are descendants of ``root`` no more.
     """
@@ -153,7 +153,7 @@ def _tree(root: int, deadline: float, frozen: FrozenThreads | None = None) -> It
         if _state(pid, pid) == "Z":
             continue
         try:
-            ran = stop(pid, deadline, frozen if pid == root else None)
+            ran = stop(pid, deadline, (frozen or {}).get(pid))
         except ProcessLookupError:
             if pid == root:
                 raise
@@ -208,21 +208,27 @@ def _unguard(pid: int) -> None:
         _drop_guard(injection)
 
 
-def unguard(root: int, frozen: FrozenThreads | None = None, stay_stopped: Container[int] = ()) -> None:
-    """Remove SIGTRAP's guard from restored processes, and let them run; ``frozen`` gets the threads of ``root``.
+def unguard(root: int, frozen: Callable[[int], FrozenThreads] | None = None, stay_stopped: Container[int] = ()) -> None:
+    """Remove SIGTRAP's guard from restored processes, and let them run, with all their threads ``frozen`` if given.
 
     Those in ``stay_stopped`` were stopped before their dump, and stay it.
     """
+    leaders = dict[int, Tracee | None]()
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)
         with _unless_ended(pid, root):
             _unguard(pid)
-    if frozen is not None:
-        frozen.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
+    for pid in pids:
+        with _unless_ended(pid, root):
+            if frozen is None:
+                break
+            threads = frozen(pid)
+            threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
+            leaders[pid] = threads.leader
     for pid in reversed([pid for pid in pids if pid not in stay_stopped]):  # no parent sees that its children stopped
         with _unless_ended(pid, root):
-            resume(pid, frozen.leader if frozen is not None and pid == root else None)
+            resume(pid, leaders.get(pid))
 
 
 def _repair(process: _SavedProcess) -> None:
@@ -285,30 +291,27 @@ def _protection(mapping: MemoryMapping) -> int:
 class CriuGuard:
     """Stops the processes of a kernel, ``root``, for a dump, and repairs afterwards what CRIU left.
 
-    ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads of ``root`` stop
+    ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads, by process, stop
     where they are; those that wait in the CUDA driver's code are frozen again before the process runs on.  Raises
     `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
-    def __init__(self, root: int, deadline: float, frozen: FrozenThreads | None = None) -> None:
+    def __init__(self, root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None) -> None:
         self._root = root
-        self._frozen = frozen
+        self._frozen = dict(frozen or {})
         #: All processes that are stopped.
         self.pids: list[int] = []
         #: Processes that ran before: those that somebody else had stopped stay stopped.
         self._ran: list[int] = []
         self._processes: list[_SavedProcess] = []
         try:
-            for pid, ran in _tree(root, deadline, frozen):
+            for pid, ran in _tree(root, deadline, self._frozen):
                 self.pids.append(pid)
                 if ran:
                     self._ran.append(pid)
                 with _unless_ended(pid, root):
                     self._processes.append(_inspect(pid))
-            for pid in self.pids:
-                # CRIU would take a process that is still on its way back into the stop for one that runs.
-                with _unless_ended(pid, root):
-                    stop(pid, deadline)
+            self.settle(deadline)
         except BaseException as error:
             # Not only those in `_processes`: `_inspect` may have failed after it had set the guard.
             unknown = self._unguard_all()
@@ -317,9 +320,23 @@ class CriuGuard:
                 raise OSError(f"{error}; whether SIGTRAP is handled as before is not known: {unknown}") from error
             raise
 
+    def settle(self, deadline: float) -> None:
+        """Wait until all processes are back in the stop, which a tracer that releases them lets go on a moment later.
+
+        CRIU would take a process that is on its way there for one that runs.  To be called after each use of
+        `Injection`.  Raises `OSError`.
+        """
+        for pid in self.pids:
+            with _unless_ended(pid, self._root):
+                stop(pid, deadline)
+
     def were_stopped(self) -> list[int]:
         """Return the processes that somebody else had stopped before."""
         return [pid for pid in self.pids if pid not in self._ran]
+
+    def ended(self) -> list[int]:
+        """Return the descendants of the kernel that have been killed since they were stopped."""
+        return [pid for pid in self.pids if pid != self._root and not _lives(pid)]
 
     def _unguard_all(self) -> str:
         """Remove all guards.  Return why not, if not."""
@@ -358,9 +375,9 @@ class CriuGuard:
         for pid in reversed(self._ran):  # no parent sees that its children stopped
             try:
                 leader = None
-                if self._frozen is not None and pid == self._root:
-                    self._frozen.freeze_waiting_in_driver()
-                    leader = self._frozen.leader
+                if (frozen := self._frozen.get(pid)) is not None:
+                    frozen.freeze_waiting_in_driver()
+                    leader = frozen.leader
                 resume(pid, leader)
             except procfs.GONE:  # it ended
                 continue

@@ -31,7 +31,7 @@ from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
-from jupyter_gpu_ckpt.process import inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process import controlling_terminals, inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
@@ -98,11 +98,13 @@ class Init:
         self.stopped: CriuGuard | None = None
         #: The terminals of those processes, and the data that was taken out of them.
         self.terminals: Terminals | None = None
+        #: Their files of /dev/tty, which are open by another name.
+        self.controlling_terminals: dict[int, controlling_terminals.Files] = {}
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
-        #: Threads of the kernel that must not run while its device memory is copied, also without an owner; and while
-        #: its CUDA state is suspended, those that wait in the driver's code.
-        self.frozen: FrozenThreads | None = None
+        #: By process, threads that must not run while its device memory is copied, also without an owner; and while its
+        #: CUDA state is suspended, those that wait in the driver's code.
+        self.frozen: dict[int, FrozenThreads] = {}
         self.selector = selectors.DefaultSelector()
         self.deadline = time.monotonic() + OWNER_TIMEOUT
         self.pipes = [Pipe(target, self.selector) for target in (1, 2)]
@@ -208,6 +210,7 @@ class Init:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
+                self.reap_frozen()
                 return
             was_traced = release_late(pid, status)
             if os.WIFSTOPPED(status):
@@ -220,6 +223,14 @@ class Init:
             elif self.job and pid == self.job.pid:
                 self.finish_job(self.job, os.waitstatus_to_exitcode(status))
 
+    def reap_frozen(self) -> None:
+        """Reap frozen threads of children of the kernel that were killed: until then their parents see no end."""
+        for pid in [pid for pid in self.frozen if pid != self.kernel]:
+            with contextlib.suppress(*procfs.GONE):
+                if not procfs.stat(pid).has_ended:
+                    continue
+            self.frozen.pop(pid).release()
+
     def finish_job(self, job: RunningProgram, code: int) -> None:
         """Repair the kernel after a dump, or complete a restore, and answer the request."""
         self.job = None
@@ -227,6 +238,7 @@ class Init:
             with contextlib.suppress(ProcessLookupError):  # it has left no children
                 os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
         seconds = time.monotonic() - job.began
+        ended = job.guard.ended() if job.guard is not None else []
         lost = self.restore_terminals() if code != 0 else ""  # before the processes run on
         unrepaired = self.finish_guard(job, code) or lost
         if code == 0 and job.guard is None and job.terminals:
@@ -236,7 +248,7 @@ class Init:
             self.resume_without_owner()
             self.selector.register(self.listener, selectors.EVENT_READ, self.connect)
         reply = {"status": code, "timed_out": job.timed_out, "seconds": seconds, "unrepaired": unrepaired}
-        self.answer({"number": job.number, **reply})
+        self.answer({"number": job.number, **reply, "ended": ended})
 
     def resume_without_owner(self) -> None:
         """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
@@ -264,12 +276,16 @@ class Init:
         finally:
             self.mounted += [mount for mount in procfs.mounts() if mount not in before]
 
-    def drain_terminals(self, path: str) -> None:
-        """Move the data in the terminals of stopped processes to a file.  After failure nothing has moved."""
+    def drain_terminals(self, pids: list[int], path: str) -> None:
+        """Move the data in the terminals of stopped processes to a file, and open /dev/tty by its terminal's name.
+
+        *After failure* all is as before.
+        """
         self.terminals = Terminals()
         try:
             self.terminals.drain()
             self.terminals.save(path)
+            self.controlling_terminals = controlling_terminals.reopen(pids)
         except BaseException:
             self.restore_terminals()
             raise
@@ -288,7 +304,8 @@ class Init:
             if self.terminals is not None:
                 lost.append(self.terminals.restore())
 
-        why = _failure(restore) or "".join(lost)
+        reopened, self.controlling_terminals = self.controlling_terminals, {}
+        why = _failure(restore) or "".join(lost) or _failure(lambda: controlling_terminals.put_back(reopened))
         terminals, self.terminals = self.terminals, None
         if terminals is not None:
             terminals.close()
@@ -379,7 +396,8 @@ class Init:
             if guard is not None and terminals:
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
-                self.drain_terminals(terminals)
+                    guard.settle(time.monotonic() + STOP_TIMEOUT)
+                self.drain_terminals(guard.pids, terminals)
             elif terminals:
                 self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -397,11 +415,11 @@ class Init:
         self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard)
 
     def attach_kernel(self, pid: int, frozen: bool = False) -> None:
-        """Make a restored process the capsule's kernel and let it run, its threads ``frozen`` if wanted."""
+        """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted."""
         os.kill(pid, 0)
         if pid != self.kernel:
             self.kernel = pid
-            unguard(pid, self.frozen_threads() if frozen else None, self.stay_stopped)
+            unguard(pid, self.frozen_threads if frozen else None, self.stay_stopped)
         self.answer_kernel()
 
     def status(self) -> dict[str, Any]:
@@ -428,25 +446,26 @@ class Init:
             stopped.resume()
         return {}
 
-    def frozen_threads(self) -> FrozenThreads:
-        """The kernel's frozen threads, of which there may be none yet."""
-        if self.frozen is None:
-            self.frozen = FrozenThreads(self.kernel)
-        return self.frozen
+    def frozen_threads(self, pid: int) -> FrozenThreads:
+        """The frozen threads of a process, of which there may be none yet."""
+        if pid not in self.frozen:
+            self.frozen[pid] = FrozenThreads(pid)
+        return self.frozen[pid]
 
-    def freeze_threads(self, timeout: float, insist: bool) -> dict[str, Any]:
-        """Freeze the kernel's threads but the CUDA driver's."""
-        self.frozen_threads().freeze_all(time.monotonic() + timeout, insist=insist)
+    def freeze_threads(self, timeout: float, insist: bool, pid: int = 0) -> dict[str, Any]:
+        """Freeze the threads of a process, by default the kernel, but the CUDA driver's."""
+        self.frozen_threads(pid or self.kernel).freeze_all(time.monotonic() + timeout, insist=insist)
         return {}
 
-    def freeze_threads_in_driver(self) -> dict[str, Any]:
-        self.frozen_threads().freeze_waiting_in_driver()
+    def freeze_threads_in_driver(self, pid: int = 0) -> dict[str, Any]:
+        self.frozen_threads(pid or self.kernel).freeze_waiting_in_driver()
         return {}
 
-    def unfreeze_threads(self) -> dict[str, Any]:
-        frozen, self.frozen = self.frozen, None
-        if frozen is not None:
-            frozen.release()
+    def unfreeze_threads(self, all: bool = False) -> dict[str, Any]:
+        """Let the kernel's frozen threads run, or those of all processes."""
+        for pid in [*self.frozen] if all else [self.kernel]:
+            if (frozen := self.frozen.pop(pid, None)) is not None:
+                frozen.release()
         return {}
 
     def own_mounts(self) -> list[procfs.Mount]:
@@ -474,6 +493,8 @@ class Init:
         found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
         for pid in self.stopped.were_stopped() if self.stopped is not None else ():
             found.notes.setdefault(str(pid), {})["stopped"] = True
+        for pid, files in self.controlling_terminals.items():
+            found.notes.setdefault(str(pid), {})["controlling_terminal"] = files
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
             file.write(json.dumps(vars(found)).encode())
             file.flush()

@@ -9,6 +9,6 @@ Imported by the init: nothing is imported here.
 """
 
 #: To be raised with every change that the other side has to know of.
-VERSION = 1
+VERSION = 2
 #: Bytes that are read at once, and the most that an answer may have.
 PACKET_BYTES = 1 << 20

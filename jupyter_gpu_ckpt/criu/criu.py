@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import procfs
 from ..capsule.capsule import GRACE, Capsule, Ran
 from ..errors import (
     CapsuleError,
@@ -35,6 +36,7 @@ from ..errors import (
     PidTaken,
     PipesExhausted,
     PortTaken,
+    ProcessEnded,
     RuntimeDirectory,
     UnsupportedFile,
     UnsupportedSocket,
@@ -183,24 +185,33 @@ class Criu:
         return ran
 
     def dump(
-        self, capsule: Capsule, directory: Path, *, timeout: float, freeze: bool = False, work: Path | None = None
+        self,
+        capsule: Capsule,
+        directory: Path,
+        *,
+        timeout: float,
+        freeze: bool = False,
+        children: Sequence[int] = (),
+        work: Path | None = None,
     ) -> float:
         """Dump the kernel of ``capsule`` to ``directory``.  Return the seconds.
 
         ``work``: the directory of CRIU's log, by default the capsule's, which gets a copy of it anyhow.
 
         The processes are left stopped, not ended: until the image is published they are the only copy.
-        `Capsule.resume_processes` lets them run again.  With ``freeze`` they are stopped where they hold no lock of the
-        C library or the driver; raises `KernelBusy` where that cannot be.  After failure they run on, and the partial
-        image in ``directory`` is useless.
+        `Capsule.resume_processes` lets them run again.  With ``freeze`` the kernel and these ``children`` (host pids)
+        are stopped where they hold no lock of the C library or the driver; raises `KernelBusy` where that cannot be.
+        After failure they run on, and the partial image in ``directory`` is useless.
         """
         options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
-        if freeze:
+        for child in (*children, None) if freeze else ():  # the kernel's own threads last: it has clients to answer
             try:
-                capsule.freeze_threads(FREEZE_TIMEOUT, insist=True)
+                capsule.freeze_threads(FREEZE_TIMEOUT, insist=True, child=child)
             except CapsuleGone:
                 raise
             except CapsuleError as error:
+                if child is not None and _has_ended(child):
+                    continue
                 message = "A thread of the kernel is never where it can be stopped safely."
                 hint = "It is in the C library or the CUDA driver all the time: try again when it has ended."
                 raise KernelBusy(message, hint=hint, cause=error.message) from error
@@ -242,6 +253,13 @@ class Criu:
         return Restored(ran.seconds, changed)
 
 
+def _has_ended(pid: int) -> bool:
+    try:
+        return procfs.stat(pid).has_ended
+    except procfs.GONE:
+        return True
+
+
 def _is_full(directory: Path) -> bool:
     """Whether the file system of ``directory`` has no free blocks or inodes; False where it does not report them."""
     try:
@@ -272,4 +290,6 @@ def explain(verb: str, ran: Ran, log: Path, output: Path) -> CriuError | NoSpace
         return CriuTimeout(f"CRIU did not finish its {verb} within the deadline.", **details)
     if ran.status < 0:
         return CriuKilled(f"CRIU was ended by {signal.Signals(-ran.status).name} during the {verb}.", **details)
+    if ran.ended:
+        return ProcessEnded.during_dump(ran.ended, **details)
     return CriuError(f"CRIU could not {verb} the kernel.", **details)

@@ -76,9 +76,9 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
 
 
 def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the processes of a dump that `inventory.inspect` did not find alive afterwards, as noun phrases."""
+    """Return the pids of a dump's processes that `inventory.inspect` did not find alive afterwards."""
     saved = {path.stem.partition("-")[2] for path in directory.glob("mm-*.img")}
-    return [f"process {pid}" for pid in sorted(saved - inventory.keys())]
+    return sorted(saved - inventory.keys())
 
 
 def has_external_peer(directory: Path) -> bool:

@@ -21,7 +21,7 @@ from .helper_client import Facade
 
 # CUresult numbers (CUDA Driver API, "Data types used by CUDA driver").
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3
-ILLEGAL_STATE, NOT_FOUND, NOT_READY, NOT_SUPPORTED = 401, 500, 600, 801
+ILLEGAL_STATE, NOT_FOUND, NOT_READY, NOT_SUPPORTED, UNKNOWN = 401, 500, 600, 801, 999
 
 # A full H200 takes about a minute each way; a machine whose host memory grows on first use several times that.
 TRANSFER_TIMEOUT_S = 600.0
@@ -93,6 +93,17 @@ class Cuda(Facade):
         """
         return "/libcupti.so" in self._read(pid, "maps")
 
+    def has_nccl(self, pid: int) -> bool:
+        """Return whether the process has loaded NCCL.  Reads /proc only.  PyTorch loads it in every process."""
+        return "/libnccl.so" in self._read(pid, "maps")
+
+    def has_nccl_memory(self, pid: int) -> bool:
+        """Return whether the process shares host memory with others by NCCL, or did before.  Reads /proc only.
+
+        Its files have that name (NCCL's source, misc/shmutils.cc), and are deleted once they are mapped.
+        """
+        return "/shm/nccl-" in self._read(pid, "maps")
+
     def device_files(self, pid: int) -> list[str]:
         """Return the ``/dev/nvidia*`` that the process has open or mapped, sorted; none may be left before a dump."""
         if self._is_hidden(pid):
@@ -120,16 +131,17 @@ class Cuda(Facade):
             raise CudaError("The CUDA driver reports an unknown state.", pid=pid, cuda_state=number)
         return _STATES[number]
 
-    def lock(self, pid: int, timeout_s: float) -> None:
+    def lock(self, pid: int, timeout_s: float, *, grace_s: float = QUICK_TIMEOUT_S) -> None:
         """``RUNNING -> LOCKED``: wait at most ``timeout_s`` seconds for submitted GPU work; block further CUDA calls.
 
-        *After failure*, also the `CudaTimeout` of work that did not end in time, the process runs on.
+        A driver that does not answer gets ``grace_s`` seconds more.  *After failure*, also the `CudaTimeout` of work
+        that did not end in time, the process runs on.
         """
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise TypeError("timeout_s must be a number")
         if not 0 < timeout_s < 86400:  # 0 would mean no limit
             raise ValueError("timeout_s must be positive and less than a day")
-        milliseconds, deadline_s = math.ceil(timeout_s * 1000), timeout_s + QUICK_TIMEOUT_S
+        milliseconds, deadline_s = math.ceil(timeout_s * 1000), timeout_s + grace_s
         self._do("lock", pid, deadline_s, left="the process runs on", timeout_ms=milliseconds)
 
     def checkpoint(self, pid: int, *, timeout_s: float = TRANSFER_TIMEOUT_S) -> None:

@@ -102,13 +102,15 @@ class _NoReply(_Refused):
 class Amounts:
     """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory.
 
-    ``managed``: number of allocations of managed memory, at least, which the library does not serve.
+    ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
+    number of those that it serves and has given other processes a handle of (CUDA IPC).
     """
 
     allocations: int = 0
     bytes: int = 0
     swapped_out: int = 0
     managed: int = 0
+    shared: int = 0
 
 
 class FastPath:
@@ -370,7 +372,9 @@ class FastPath:
         self._capsule.freeze_threads_in_driver()
         try:
             self._cuda.checkpoint(pid, timeout_s=timeout_s)
-        except UnsupportedCuda as error:
+        except (UnsupportedCuda, CudaError) as error:
+            if "cuda_result" not in error.details or self._cuda.state(pid) is not CudaState.LOCKED:
+                raise
             _log.info("Only the CUDA driver's lock keeps the kernel from its memory: %s", error)
             self._capsule.unfreeze_threads()
 
@@ -417,7 +421,8 @@ class _Library:
         reply = self.exchange(verb)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
-            amounts, result = Amounts(*swappable, reply.get("managed", 0)), reply["cuda"]
+            amounts = Amounts(*swappable, reply.get("managed", 0), reply.get("shared", 0))
+            result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error
         if result != 0:

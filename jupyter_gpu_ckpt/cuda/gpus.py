@@ -78,14 +78,19 @@ class Gpus(Facade):
             found[pid] = used if before is None else max(before, used or 0)
         return found
 
-    def used_by(self, pid: int) -> dict[str, int]:
-        """Return the bytes by GPU that a process uses now and needs again after a suspend; ids as in `processes`."""
-        used = {gpu.uuid: self.processes(gpu.uuid).get(pid, 0) for gpu in self.list()}
-        unknown = [uuid for uuid, count in used.items() if count is None]
-        if unknown:
-            # Counted as nothing, the process would be restored without a reservation, which destroys it.
-            raise CudaError("NVML does not report how much GPU memory the process uses.", pid=pid, uuids=unknown)
-        return {uuid: count for uuid, count in used.items() if count}
+    def used_by(self, *pids: int) -> dict[str, int]:
+        """Return the bytes by GPU that processes use now and need again after a suspend; ids as in `processes`."""
+        found: dict[str, int] = {}
+        for gpu in self.list():
+            used = self.processes(gpu.uuid)
+            for pid in pids:
+                if (count := used.get(pid, 0)) is None:
+                    # Counted as nothing, the process would be restored without a reservation, which destroys it.
+                    message = "NVML does not report how much GPU memory the process uses."
+                    raise CudaError(message, pid=pid, uuids=[gpu.uuid])
+                if count:
+                    found[gpu.uuid] = found.get(gpu.uuid, 0) + count
+        return found
 
     def mps_clients(self, uuid: str) -> set[int]:
         """Return the processes that use the GPU by the multi-process service (MPS); process ids as in `processes`."""

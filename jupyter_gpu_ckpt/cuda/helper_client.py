@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -43,6 +44,7 @@ class Caller(Protocol):
     """The methods of a helper that the facades call; `testing.fake_cuda.FakeDriver` has them, too."""
 
     def call(self, op: str, *, lane: int | None = None, timeout_s: float, **args: Any) -> Any: ...
+    def another(self) -> Caller: ...
     def close(self) -> None: ...
 
 
@@ -150,6 +152,10 @@ class Helper:
         self._numbers = itertools.count(1)
         weakref.finalize(self, _end, self._sessions)
 
+    def another(self) -> Helper:
+        """Return a helper with a process of its own, which the caller closes."""
+        return Helper(self._command)
+
     @property
     def pid(self) -> int | None:
         """The process id of the helper that receives calls now, if one runs."""
@@ -237,6 +243,12 @@ class Facade:
     def __init__(self, helper: Caller | None = None) -> None:
         self._helper: Caller = helper or Helper()
         self._owns_helper = helper is None
+
+    def with_own_helper(self: _F) -> _F:
+        """Return the same facade with a helper process of its own, for calls that may hang; the caller closes it."""
+        own = copy.copy(self)
+        own._helper, own._owns_helper = self._helper.another(), True
+        return own
 
     def close(self) -> None:
         """End the helper process, if it is this object's own, after the running calls."""

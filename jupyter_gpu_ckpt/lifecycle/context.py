@@ -207,6 +207,8 @@ class KernelState:
     refusal: UnsupportedCuda | None = None
     #: Why the driver will not suspend the process as long as that lives, once it has refused.
     lasting_refusal: UnsupportedCuda | None = None
+    #: The driver's last refusal, with a reason, to checkpoint the process.
+    refused_checkpoint: UnsupportedCuda | None = None
     #: Whether the kernel was attached alive and has not continued since (`resume.supersede_images`).
     supersedes_images: bool = False
 

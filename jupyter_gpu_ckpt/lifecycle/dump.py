@@ -28,7 +28,7 @@ from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
 from ..process import shared_memory
 from ..process.sockets import let_ports_be_rebound
-from . import host_memory, preflight
+from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
 from .suspend import driver_checkpoint, why_not, without_sockets
 
@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 #: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
 #: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
 _TURNS = threading.BoundedSemaphore(8)
+#: Dumps that are tried while a child of the kernel is killed during each.
+_TRIES = 3
 
 
 def disconnect(attempt: Attempt) -> None:
@@ -62,7 +64,7 @@ def disconnect(attempt: Attempt) -> None:
 
 def _require_fit(kernel: KernelState) -> None:
     """Raise the error for what only matters to a dump: other processes, and what the agent found when it quiesced."""
-    others, why = kernel.require_capsule().other_processes(), why_not(kernel, writes=True)
+    others, why = kernel.require_capsule().other_processes(), why_not(kernel, writes=True, suspended=True)
     preflight.require(preflight.judge_suspended(others, why, kernel.saved.report))
 
 
@@ -73,7 +75,7 @@ def dump(attempt: Attempt) -> None:
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
     _make_space(kernel, bytes + preflight.MARGIN)
-    over, pause, evicted = time.monotonic() + kernel.settings.pipes, 0.1, False
+    over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
         try:
             attempt.traced.bytes = _write_image(attempt, bytes)
@@ -84,6 +86,10 @@ def dump(attempt: Attempt) -> None:
             evicted = True  # once: other kernels may write ahead meanwhile
             host_memory.discard_chunks(kernel, wait=True)
             chunk_cache.evict(root)
+        except errors.ProcessEnded:  # somebody has killed it: what is left can be saved
+            if tries == _TRIES:
+                raise
+            tries += 1
         except errors.PipesExhausted:  # other processes of this user have them
             if time.monotonic() + pause > over:
                 raise
@@ -97,11 +103,14 @@ def dump(attempt: Attempt) -> None:
 
 def _suspend_warm(kernel: KernelState) -> None:
     """Suspend the CUDA context that a warm kernel still has on the GPU: CRIU cannot dump it."""
-    state = kernel.engine.cuda.state(kernel.require_capsule().host_pid)
-    if state is CudaState.RUNNING:  # after a wake that failed half-way, which only another one repairs
+    states = cuda_processes.states(kernel)
+    if CudaState.RUNNING in states.values():  # after a wake that failed half-way, which only another one repairs
         raise errors.CudaError("The kernel is on the GPU, and was to be off it.", hint="Run a cell, and try again.")
-    if state is CudaState.LOCKED:
-        driver_checkpoint(kernel, kernel.deadline(sum(kernel.saved.device_bytes.values())))
+    deadline = kernel.deadline(sum(kernel.saved.device_bytes.values()))
+    locked, own = [pid for pid in states if states[pid] is CudaState.LOCKED], kernel.require_capsule().host_pid
+    cuda_processes.checkpoint(kernel, [pid for pid in locked if pid != own], deadline)
+    if own in locked:
+        driver_checkpoint(kernel, deadline)
 
 
 def _make_space(kernel: KernelState, needed: int) -> None:
@@ -135,8 +144,11 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
     try:
         with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
+            children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
             draft.note_before_dump(capsule.processes())
-            kernel.engine.criu.dump(capsule, draft.criu_directory, timeout=deadline, freeze=freeze, work=work)
+            kernel.engine.criu.dump(
+                capsule, draft.criu_directory, timeout=deadline, freeze=freeze, children=children, work=work
+            )
         with ThreadPoolExecutor(1) as pool:  # the capsule's init inspects the processes while the image is read here
             inspection = pool.submit(capsule.inspect, allow_unconfined=kernel.settings.allow_unconfined_wake)
             _require_restorable(draft.criu_directory)
@@ -170,7 +182,7 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
         _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
     if ended := tasks.uninspected(directory, state["inventory"]):
         # What CRIU does not save of it is not known, so the image would not restore what was.
-        raise errors.CriuError(f"Of the kernel, {' and '.join(ended)} ended right after the dump.", ended=ended)
+        raise errors.ProcessEnded.during_dump(ended)
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise errors.CriuError(f"CRIU's image lacks {missing[0]}{more}.", missing=missing)

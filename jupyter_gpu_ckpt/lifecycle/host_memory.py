@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..capsule.capsule import Capsule
-from ..cuda.cuda import CudaState
 from ..errors import NoMemory
 from ..image import chunk_cache, spill
 from ..units import size
+from . import cuda_processes
 from .context import KernelState
 from .preflight import MARGIN, available_memory, read_process
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
-    """Return the device memory that the kernel has now, in bytes by GPU UUID.  Raises `CudaError`."""
-    pid = kernel.require_capsule().host_pid
-    return {} if kernel.engine.cuda.state(pid) is CudaState.NONE else kernel.engine.gpus.used_by(pid)
+    """Return the device memory that the kernel and its children have now, in bytes by GPU UUID.  Raises `CudaError`."""
+    using = cuda_processes.candidates(kernel)
+    return kernel.engine.gpus.used_by(*using) if using else {}
 
 
 def resident(kernel: KernelState) -> int:

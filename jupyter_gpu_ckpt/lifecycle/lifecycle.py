@@ -149,7 +149,7 @@ class Lifecycle:
                 raise
             self.kernel.capsule, self.kernel.exit_status = capsule, None
             self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
-            self.kernel.lasting_refusal = None
+            self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
             self._advance(plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:

@@ -10,10 +10,10 @@ from ..capsule.capsule import Capsule
 from ..cuda.cuda import CudaState
 from ..cuda.gpus import gpu_mapping
 from ..errors import BadRequest, KeyUnusable, UnsupportedCuda
-from . import host_memory, preflight
+from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, Saved
 from .plans import State
-from .suspend import answering, explained, request_agent
+from .suspend import answering, request_agent
 
 #: The driver's states in which a process has its device memory on the GPU.
 _ON_GPU = (CudaState.RUNNING, CudaState.LOCKED)
@@ -34,7 +34,7 @@ def reserve(attempt: Attempt) -> None:
 
 def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
     kernel, mapping = attempt.kernel, attempt.gpu_mapping or {}
-    used = kernel.engine.gpus.used_by(kernel.capsule.host_pid) if kernel.capsule is not None else {}
+    used = kernel.engine.gpus.used_by(*cuda_processes.candidates(kernel)) if kernel.capsule is not None else {}
     needs = {
         mapping.get(uuid, uuid): max(0, bytes - used.get(uuid, 0))  # a warm one still has its context there
         for uuid, bytes in kernel.saved.device_bytes.items()
@@ -44,12 +44,14 @@ def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
 
 def _is_on_gpu(kernel: KernelState) -> bool:
     """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
-    on_gpu = kernel.capsule is not None and kernel.engine.cuda.state(kernel.capsule.host_pid) in _ON_GPU
+    if kernel.capsule is None:
+        return False
+    on_gpu = all(state in _ON_GPU for state in cuda_processes.states(kernel).values())
     return on_gpu and not kernel.fast_path().swapped_out()
 
 
 def cuda_resume(attempt: Attempt) -> None:
-    """Move the CUDA state back to the GPU."""
+    """Move the CUDA state of the kernel and its children back to the GPU; only then all their threads run."""
     kernel = attempt.kernel
     if not kernel.saved.cuda:
         return
@@ -57,11 +59,14 @@ def cuda_resume(attempt: Attempt) -> None:
     # An undo has no reservation yet, and without proof of room the driver could destroy the process.
     missing = attempt.unwinding and not _is_on_gpu(kernel)
     with _reservation(attempt) if missing else contextlib.nullcontext():
-        pid, deadline = kernel.require_capsule().host_pid, kernel.deadline(attempt.traced.bytes)
-        if kernel.engine.cuda.state(pid) not in _ON_GPU:
+        capsule, deadline = kernel.require_capsule(), kernel.deadline(attempt.traced.bytes)
+        cuda_processes.resume_children(kernel, attempt.gpu_mapping, deadline)
+        if (state := kernel.engine.cuda.state(capsule.host_pid)) not in (*_ON_GPU, CudaState.NONE):
             kernel.restored_on_gpu = True
-            kernel.engine.cuda.restore(pid, attempt.gpu_mapping, timeout_s=deadline)
-        kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+            kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
+        if state is not CudaState.NONE:
+            kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+        capsule.unfreeze_threads(all=True)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = False
         attempt.gpu_mapping = None
@@ -124,22 +129,25 @@ def supersede_images(kernel: KernelState) -> None:
 
 def repair(kernel: KernelState, capsule: Capsule) -> State:
     """Return the state of a kernel whose owner ended, RUNNING or SUSPENDED; repair what is half done."""
-    cuda, pid, fast_path = kernel.engine.cuda, capsule.host_pid, kernel.fast_path(capsule)
-    state = cuda.state(pid)
+    pid, fast_path = capsule.host_pid, kernel.fast_path(capsule)
+    states = cuda_processes.states(kernel)
+    state = states.get(pid)
     warm, frozen = state is CudaState.LOCKED and fast_path.swapped_out(), fast_path.is_frozen()
     kernel.spill_directory = fast_path.disk_directory()
-    if state is CudaState.CHECKPOINTED or warm or frozen:
-        # How much device memory it had is not known any more; the memory of the process and the files of its
+    if CudaState.CHECKPOINTED in states.values() or warm or frozen:
+        # How much device memory it had is not known any more; the memory of the processes and the files of its
         # allocations are an upper bound.
-        process = preflight.read_process(pid)
-        most = (process.rss if process else 0) + fast_path.host_memory_bytes() + host_memory.spilled_bytes(kernel)
+        most = sum(process.rss for each in states if (process := preflight.read_process(each)))
+        most += fast_path.host_memory_bytes() + host_memory.spilled_bytes(kernel)
         gpus = [gpu.uuid for gpu in kernel.engine.gpus.list()]
         kernel.saved = Saved({}, dict.fromkeys(gpus, most), gpus, cuda=True)
         if frozen:
             refusal = UnsupportedCuda("The CUDA driver has not locked the kernel, whose threads are frozen instead.")
-            kernel.refusal = explained(kernel, refusal, at_lock=True)
+            kernel.refusal = cuda_processes.explained(kernel, refusal, at_lock=True)
         return State.SUSPENDED
     deadline = kernel.deadline(host_memory.spilled_bytes(kernel))
+    cuda_processes.resume_children(kernel, None, deadline)  # only locked ones
     fast_path.swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+    capsule.unfreeze_threads(all=True)
     host_memory.end_spill(kernel)
     return State.RUNNING

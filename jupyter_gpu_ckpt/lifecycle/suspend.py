@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,10 @@ from typing import Any
 
 from .. import errors
 from ..cuda import refusals
-from ..cuda.cuda import CudaState
-from ..cuda.fastpath import Amounts
+from ..cuda.cuda import UNKNOWN, CudaState
 from ..errors import GpuCkptError
 from ..image import chunk_cache
-from . import host_memory, preflight
+from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
@@ -41,6 +41,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         over_quota=functools.partial(kernel.engine.store.over_quota, kernel.home.kernel_id),
         why_not=why_not(kernel, writes=writes),
     )
+    found += [preflight.blocking(reason) for reason in (cuda_processes.shared(kernel) if device_bytes else ())]
     for reason in _refused_by_driver(kernel, device_bytes):
         only_suspended = not writes and _allocated(kernel) > 0
         found.append(PreflightFinding(reason.code, reason.message) if only_suspended else preflight.blocking(reason))
@@ -53,7 +54,8 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
         found += preflight.judge_state(state["refusals"])
-    if device_bytes and (why := kernel.fast_path().why_slow(sum(device_bytes.values()))):
+    own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
+    if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     return found
 
@@ -62,14 +64,17 @@ def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[err
     """Return why the driver will not suspend a kernel with so much memory on GPUs, as far as that is known."""
     if not used:
         return []
-    managed = _amounts(kernel).managed
+    managed = cuda_processes.amounts(kernel).managed
     found = refusals.known(kernel.require_capsule().host_pid, kernel.engine.gpus, used, managed)
     met = kernel.refusal if kernel.machine.state is State.SUSPENDED else kernel.lasting_refusal
     return [*found, met] if met is not None and not found else found
 
 
-def why_not(kernel: KernelState, *, writes: bool) -> Callable[[int], str]:
+def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Callable[[int], str]:
     """Return a function that says why another process of the capsule prevents a suspend, or a checkpoint (``writes``).
+
+    ``suspended``: the kernel is, and no process of it may be on the GPU.  The driver is not called then, for a process
+    that a dump has stopped could not answer it.
 
     A forked child inherits open and mapped device files, but no CUDA state: the driver says NOT_INITIALIZED of it, and
     frees all device memory of its parent nevertheless (driver 580.159, H200).  CRIU cannot save these files.
@@ -79,13 +84,16 @@ def why_not(kernel: KernelState, *, writes: bool) -> Callable[[int], str]:
 
     def reason(pid: int) -> str:
         try:
-            if cuda.state(pid) is not CudaState.NONE:
-                return "it has a CUDA context of its own"
-            if writes and cuda.device_files(pid):
+            if suspended:
+                return "it has open device files of the GPU" if cuda.device_files(pid) else left_tree(pid)
+            if cuda.state(pid) is CudaState.NONE and writes and cuda.device_files(pid):
                 return "it has inherited open device files of the GPU"
         except errors.CudaError as error:
             if preflight.read_process(pid) is not None:  # else it has ended
                 return error.message.rstrip(".")
+        return left_tree(pid)
+
+    def left_tree(pid: int) -> str:
         return "it has left the kernel's tree of processes" if writes and pid not in tree else ""
 
     return reason
@@ -99,14 +107,7 @@ def _spillable(kernel: KernelState) -> int:
 
 def _allocated(kernel: KernelState) -> int:
     """Return the bytes of device memory that the fast path moves."""
-    return _amounts(kernel).bytes
-
-
-def _amounts(kernel: KernelState) -> Amounts:
-    try:
-        return kernel.fast_path().amounts()
-    except (errors.CudaError, errors.ProtocolVersion):  # its library is busy, or of another release
-        return Amounts()
+    return cuda_processes.amounts(kernel).bytes
 
 
 def _space_for_image(kernel: KernelState) -> int:
@@ -165,7 +166,8 @@ def quiesce(attempt: Attempt) -> None:
     report = request_agent(kernel, "quiesce", {"trim": True, "files": True}).get("report", {})
     attempt.traced.bytes = report.get("trimmed_bytes")
     try:
-        gpus = len(host_memory.device_bytes(kernel))
+        pid, engine = kernel.require_capsule().host_pid, kernel.engine
+        gpus = len(engine.gpus.used_by(pid)) if engine.cuda.uses_cuda(pid) else 0
         preflight.require(preflight.judge_report(report, gpus=gpus, writes=writes))
     except GpuCkptError:
         request_agent(kernel, "thaw", {"environ": {}})
@@ -174,42 +176,51 @@ def quiesce(attempt: Attempt) -> None:
 
 
 def cuda_suspend(attempt: Attempt) -> None:
-    """Move all CUDA state to host memory, or to the disk."""
+    """Move all CUDA state of the kernel and its children to host memory, or to the disk."""
     kernel, settings, saved = attempt.kernel, attempt.kernel.settings, attempt.kernel.saved
     capsule, cuda, gpus = kernel.require_capsule(), kernel.engine.cuda, kernel.engine.gpus
     pid = capsule.host_pid
-    if cuda.state(pid) is CudaState.NONE:
+    using = [*cuda_processes.states(kernel)]
+    if pid not in using:
         refuse_device_files(kernel)
+    if not using:
         return
-    saved.device_bytes = gpus.used_by(pid)
+    saved.device_bytes = gpus.used_by(*using)
     saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
-    attempt.traced.bytes = total = sum(saved.device_bytes.values())
     saved.cuda = True
     try:
+        unlockable = None
+        try:
+            locked = cuda_processes.lock(kernel)
+        except errors.UnsupportedCuda as error:
+            if attempt.goal is not State.SUSPENDED or using != [pid]:
+                raise
+            unlockable = error
+        else:
+            saved.device_bytes = gpus.used_by(*locked)  # one may have begun, or ended, meanwhile
+        attempt.traced.bytes = total = sum(saved.device_bytes.values())
         deadline = kernel.deadline(total)
         choose = functools.partial(host_memory.choose_directory, kernel, capsule, all=total)
-        try:
-            lock(kernel)
-        except errors.UnsupportedCuda as refusal:
-            if attempt.goal is not State.SUSPENDED:
-                raise
+        if unlockable is not None:
             if not kernel.fast_path().swap_out_frozen(timeout_s=deadline, choose_directory=choose):
                 host_memory.end_spill(kernel)
-                raise
-            kernel.refusal = refusal
+                raise unlockable
+            kernel.refusal = unlockable
             return
-        moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
+        moved = 0
+        if pid in locked:
+            moved = kernel.fast_path().swap_out(lock_s=settings.cuda, timeout_s=deadline, choose_directory=choose)
         if not moved:
             host_memory.end_spill(kernel)
         # If allocations that were to go to the disk were not swapped out: the driver moves them to host memory.
         host_memory.require_memory(max(0, total - moved))
+        cuda_processes.checkpoint(kernel, [each for each in locked if each != pid], deadline)
         warm = settings.warm and moved > 0 and attempt.goal is State.SUSPENDED
-        if not warm:  # else the lock alone keeps the kernel from CUDA
+        if pid in locked and not warm:  # else the lock alone keeps the kernel from CUDA
             try:
                 driver_checkpoint(kernel, deadline)
             except errors.UnsupportedCuda as refusal:
-                locked = cuda.state(pid) is CudaState.LOCKED
-                if not locked or not moved or attempt.goal is not State.SUSPENDED:
+                if cuda.state(pid) is not CudaState.LOCKED or not moved or attempt.goal is not State.SUSPENDED:
                     raise
                 capsule.unfreeze_threads()  # the lock alone does here, too
                 kernel.refusal = refusal
@@ -219,17 +230,6 @@ def cuda_suspend(attempt: Attempt) -> None:
         raise PartlyDone from error
 
 
-def lock(kernel: KernelState) -> None:
-    """Have the driver lock the process.  Raises `UnsupportedCuda` by its reason where that is known."""
-    try:
-        kernel.engine.cuda.lock(kernel.require_capsule().host_pid, kernel.settings.cuda)
-    except errors.UnsupportedCuda as refusal:
-        error = explained(kernel, refusal, at_lock=True)
-        if isinstance(error, errors.ProfilerUsed):
-            kernel.lasting_refusal = error
-        raise error from refusal
-
-
 def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
     """Have the driver suspend a locked process.  Raises `UnsupportedCuda` by its reason where that is known."""
     capsule = kernel.require_capsule()
@@ -237,15 +237,14 @@ def driver_checkpoint(kernel: KernelState, timeout_s: float) -> None:
     try:
         kernel.engine.cuda.checkpoint(capsule.host_pid, timeout_s=timeout_s)
     except errors.UnsupportedCuda as refusal:
-        raise explained(kernel, refusal) from refusal
+        kernel.refused_checkpoint = refusal
+        raise cuda_processes.explained(kernel, refusal) from refusal
+    except errors.CudaError as error:
+        if error.details.get("cuda_result") != UNKNOWN or (first := kernel.refused_checkpoint) is None:
+            raise
+        # Of a process that it has refused once, the driver gives no reason any more (580.159).
+        raise cuda_processes.explained(kernel, copy.copy(first)) from error
     refuse_device_files(kernel)
-
-
-def explained(kernel: KernelState, refusal: errors.UnsupportedCuda, *, at_lock: bool = False) -> errors.UnsupportedCuda:
-    """Return a refusal of the driver by its reason where that is known."""
-    pid, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
-    managed = _amounts(kernel).managed
-    return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, managed, at_lock=at_lock)
 
 
 def refuse_device_files(kernel: KernelState) -> None:
@@ -293,16 +292,16 @@ def request_agent(kernel: KernelState, verb: str, content: dict[str, Any]) -> di
 
 
 def take_off_gpu(kernel: KernelState) -> None:
-    """Suspend the CUDA state of a process that is to be killed, if that can be done in `_OFF_GPU` seconds.
+    """Suspend the CUDA state of processes that are to be killed, if that can be done in `_OFF_GPU` seconds.
 
     With a newer driver than those this project is made for, the end of a living process that the driver had restored
     hung the host, and that of a suspended one did not (cuda-checkpoint's issue 53).
     """
-    cuda, pid = kernel.engine.cuda, kernel.require_capsule().host_pid
+    cuda = kernel.engine.cuda
 
     def suspend() -> None:
         with contextlib.suppress(GpuCkptError):
-            if cuda.state(pid) is CudaState.RUNNING:
+            for pid in [pid for pid, state in cuda_processes.states(kernel).items() if state is CudaState.RUNNING]:
                 cuda.lock(pid, _OFF_GPU / 2)
                 bytes = sum(kernel.engine.gpus.used_by(pid).values())
                 fits = bytes + preflight.MARGIN < preflight.available_memory()

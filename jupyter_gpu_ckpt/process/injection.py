@@ -33,6 +33,9 @@ _THREAD_KEYRING, _PROCESS_KEYRING, _SESSION_KEYRING, _USER_KEYRING, _USER_SESSIO
 _KCMP_VM = 1
 _SIGINFO_BYTES = 128
 _MCL_FUTURE = 2
+_EPOLL_CTL_ADD = 1
+#: ``struct epoll_event``: packed on x86 only.
+_EPOLL_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 _LANDLOCK_CREATE_RULESET_VERSION = 1
 
 
@@ -80,6 +83,11 @@ class Injection(NamedTuple):
             yield address
         finally:
             self.memory.write(address, kept)
+
+    def register(self, epoll: int, fd: int, events: int, data: int) -> int:
+        """Let an epoll instance watch a descriptor.  The result is that of `call`."""
+        with self.on_stack(_EPOLL_EVENT.pack(events, data)) as address:
+            return self.call("epoll_ctl", epoll, _EPOLL_CTL_ADD, fd, address)
 
     # -- state
 

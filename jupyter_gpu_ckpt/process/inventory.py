@@ -120,6 +120,12 @@ class Found:
         if refusal not in self.refusals:
             self.refusals.append(refusal)
 
+    def add(self, other: Found) -> None:
+        """Add what was found of a process."""
+        self.refusals += [refusal for refusal in other.refusals if refusal not in self.refusals]
+        self.notes |= other.notes
+        self.inventory |= other.inventory
+
 
 def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> list[Mount]:
     """The mounts of a capsule that processes in it have made.
@@ -152,21 +158,23 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
     tree = _Tree(root, list(_tree(root)))
     mine = _OwnState()
     found.unasked = sorted(mine.forbidden)
+    inspected: dict[int, Found] = {}
     for pid in tree.pids:
+        own_state = inspected[pid] = Found()
         try:
-            _Process(pid, tree, found, mine).inspect(stopped, allow_unconfined)
+            _Process(pid, tree, own_state, mine).inspect(stopped, allow_unconfined)
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
-            _refuse_hidden(pid, found, error)
+            _refuse_hidden(pid, own_state, error)
+    for pid, own_state in inspected.items():
+        # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
+        if not procfs.is_ending(pid):
+            found.add(own_state)
     _refuse_loopback(found, tree.connections)
     if any(len(holders) > 1 for holders in tree.semaphores.values()):
         # Each process would get one of its own.
         found.refuse("an eventfd that is a semaphore and that processes share", hint="End the process that shares it.")
-    for ended in [pid for pid in found.inventory if procfs.is_ending(int(pid))]:
-        # Some of it may have been read when there was nothing left to read.
-        del found.inventory[ended]
-        found.notes.pop(ended, None)
     return found
 
 
@@ -561,8 +569,7 @@ class _Process:
             with syscalls.borrowed(self.pidfd, number) as fd, contextlib.suppress(OSError):  # before Linux 6.9
                 if any(parameters := fcntl.ioctl(fd, syscalls.EPIOCGPARAMS, bytes(8))):
                     self.notes.setdefault("epoll_parameters", {})[str(number)] = parameters.hex()
-        lines = [line.split() for line in text.splitlines() if line.startswith("tfd:")]
-        entries = [{"fd": int(line[1]), "events": int(line[3], 16), "data": int(line[5], 16)} for line in lines]
+        entries = [{"fd": fd, "events": events, "data": data} for fd, events, data in procfs.epoll_entries(text)]
         for entry in entries:
             if not entry["events"] & ~_EPOLL_PRIVATE:
                 what = f"a registration that was used up (EPOLLONESHOT) in an epoll instance (descriptor {number})"

@@ -9,20 +9,18 @@ import contextlib
 import fcntl
 import os
 import re
-import struct
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import injection, syscalls
+from jupyter_gpu_ckpt.process import controlling_terminals, injection, syscalls
 from jupyter_gpu_ckpt.process import sockets as socket_state
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.syscalls import pidfd_of
 
 Notes = dict[str, Any]
 
-_EPOLL_CTL_ADD = 1
 _EFD_SEMAPHORE = 1
 _TFD_TIMER_ABSTIME = 1
 _MLOCK_ONFAULT = 1
@@ -34,8 +32,6 @@ _POLICY_FLAGS = {"static": 1 << 15, "relative": 1 << 14}
 _NODES = 1024
 #: Of `Injection.apply`: a program that has them would misbehave, or could do more, without them.
 _VITAL_SETTINGS = frozenset({"lock_future", "mdwe", "no_cpuid", "tiles"})
-#: ``struct epoll_event``: packed on x86 only.
-_EVENT = struct.Struct("=IQ" if os.uname().machine == "x86_64" else "=I4xQ")
 
 
 def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
@@ -99,6 +95,9 @@ class _Restorer(NamedTuple):
             self.thread(int(tid), notes)
         if self.notes.get("sockets"):
             self.sockets()
+        if files := self.notes.get("controlling_terminal"):
+            with self.trying("/dev/tty"):
+                controlling_terminals.put_back({self.pid: files})
         if self.needs_injection():
             what = "settings that only the process can make"
             with self.trying(what, vital=True), Injection.into(self.pid) as inside:
@@ -239,6 +238,5 @@ class _Restorer(NamedTuple):
             self.require(inside.call("dup3", made, number, closes), f"semaphore {number}", vital=True)
         inside.call("close", made)
         for watched in semaphore["epolls"]:
-            with inside.on_stack(_EVENT.pack(watched["events"], watched["data"])) as address:
-                done = inside.call("epoll_ctl", watched["epoll"], _EPOLL_CTL_ADD, watched["fd"], address)
-                self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}", vital=True)
+            done = inside.register(**watched)
+            self.require(done, f"semaphore {watched['fd']} in epoll instance {watched['epoll']}", vital=True)

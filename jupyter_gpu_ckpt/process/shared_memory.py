@@ -114,9 +114,11 @@ class SharedMemory:
         try:
             _copy(file, path)
             _use(file, path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise file.unmovable("there is too little memory to copy it") from error
             raise
 
     def save(self, pids: Iterable[int], target: str) -> None:

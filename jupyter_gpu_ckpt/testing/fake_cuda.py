@@ -34,6 +34,7 @@ _NAMES = {
     real.ILLEGAL_STATE: "CUDA_ERROR_ILLEGAL_STATE",
     real.NOT_READY: "CUDA_ERROR_NOT_READY",
     real.NOT_SUPPORTED: "CUDA_ERROR_NOT_SUPPORTED",
+    real.UNKNOWN: "CUDA_ERROR_UNKNOWN",
 }
 
 
@@ -41,11 +42,12 @@ _NAMES = {
 class FakeProcess:
     """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).
 
-    ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.
+    ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.  ``nccl``: it
+    communicates by NCCL.
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
-    save.  ``ruined``: its restore failed, after which the driver cannot restore it.  ``computing``: the percentage of
-    its GPUs that it uses.
+    save, which the driver says only once (``refused_before``).  ``ruined``: its restore failed, after which the driver
+    cannot restore it.  ``computing``: the percentage of its GPUs that it uses.
     """
 
     memory: dict[str, int] = field(default_factory=dict)
@@ -55,7 +57,9 @@ class FakeProcess:
     unsupported: bool = False
     mps: bool = False
     profiled: bool = False
+    nccl: bool = False
     ruined: bool = False
+    refused_before: bool = False
     computing: int = 0
     state: int = RUNNING
 
@@ -142,6 +146,9 @@ class FakeDriver:
             "nvml.process_utilisation": self._nvml_process_utilisation,
         }
 
+    def another(self) -> FakeDriver:
+        return self
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -164,7 +171,8 @@ class FakeDriver:
     def _cuda_checkpoint(self, pid: int) -> None:
         process = self._in_state(pid, LOCKED)
         if process.unsupported:
-            raise _refused(real.NOT_SUPPORTED)
+            again, process.refused_before = process.refused_before, True
+            raise _refused(real.UNKNOWN if again else real.NOT_SUPPORTED)
         process.state = CHECKPOINTED
 
     def _cuda_restore(self, pid: int, pairs: list[tuple[str, str]]) -> None:
@@ -259,6 +267,7 @@ class FakeCuda(Cuda):
         if process is None:
             raise CudaError(f"There is no process {pid}.", pid=pid)
         libraries = {"/usr/lib/libcuda.so.1": process.cuda, "/usr/lib/libcupti.so.13": process.profiled}
+        libraries |= dict.fromkeys(("/usr/lib/libnccl.so.2", "/run/shm/nccl-Gm3dZs (deleted)"), process.nccl)
         return "".join(f"{path}\n" for path, loaded in libraries.items() if loaded and name == "maps")
 
 

@@ -50,6 +50,9 @@ class FakeHelper(Helper):
                 answer = (None, (refusal.number, refusal.name))
             connection.send(answer)
 
+    def another(self) -> FakeHelper:
+        return FakeHelper(self._driver)
+
     def close(self) -> None:
         """As `Helper.close`."""
         super().close()

@@ -11,6 +11,7 @@ suspend, dump and restore, as in the driver.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,7 +80,15 @@ def _home(pid: int) -> Path | None:
     except OSError:
         return None
     files = [Path(argument) for argument in arguments if argument.endswith("/connection.json")]
-    return files[0].parent if files else None
+    if not files or arguments == _arguments_of_parent(pid):  # a forked child has its arguments
+        return None
+    return files[0].parent
+
+
+def _arguments_of_parent(pid: int) -> tuple[str, ...]:
+    with contextlib.suppress(OSError):
+        return procfs.arguments(procfs.stat(pid).parent)
+    return ()
 
 
 def install(gpus: Mapping[str, int], image_dir: Path, helper: Callable[[FakeHost], Caller] | None = None) -> FakeHost:

@@ -21,6 +21,7 @@ from waiting import until
 from jupyter_gpu_ckpt.capsule import capsule as under_test
 from jupyter_gpu_ckpt.capsule.capsule import Capsule, Ran
 from jupyter_gpu_ckpt.capsule.init import Init
+from jupyter_gpu_ckpt.capsule.protocol import VERSION
 from jupyter_gpu_ckpt.errors import CapsuleGone, ProtocolVersion
 from jupyter_gpu_ckpt.kernel import registry
 
@@ -90,10 +91,10 @@ def test_a_capsule_of_another_version_is_refused_by_name_and_left_as_it_is(direc
     (directory / "owner.lock").touch()
     (directory / "kernel.json").write_text("{}")
     with monkeypatch.context() as patch:
-        patch.setattr(under_test, "VERSION", 2)
-        with pytest.raises(ProtocolVersion, match="version 1 of its protocol, this release version 2") as caught:
+        patch.setattr(under_test, "VERSION", VERSION + 1)
+        with pytest.raises(ProtocolVersion, match=f"version {VERSION} of its protocol") as caught:
             Capsule.attach(directory)
-        assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": 1})
+        assert (caught.value.code, caught.value.details) == ("PROTOCOL_VERSION", {"version": VERSION})
         assert caught.value.hint and caught.value.left
         assert registry.reap(directory.parent) == []
     assert alive([kernel]) == [kernel]
@@ -105,7 +106,7 @@ def test_a_capsule_of_another_version_is_refused_by_name_and_left_as_it_is(direc
 def test_no_request_of_another_version_is_done(directory, monkeypatch):
     with sleeper(Capsule.create(directory)) as capsule:
         with monkeypatch.context() as patch:
-            patch.setattr(under_test, "VERSION", 2)
+            patch.setattr(under_test, "VERSION", VERSION + 1)
             for verb in ("end", "status", "of a later release"):
                 with pytest.raises(ProtocolVersion):
                     capsule._request({"verb": verb})

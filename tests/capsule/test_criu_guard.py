@@ -32,6 +32,8 @@ ENV = {"PATH": os.environ["PATH"]}
 LAUNCHER = Path(__file__).parents[1] / "support" / "killed_criu.py"
 #: More ptrace calls than a dump of `Subject` makes.
 MOST = 400
+#: The same of it with two children.
+MOST_OF_TREE = 700
 
 SUBJECT = """
 import hashlib, json, math, os, random, select, signal, socket, sys, threading, time
@@ -167,13 +169,27 @@ def leave_and_come_back(criu: Criu, capsule: Capsule, home: Path) -> dict:
         return subject.report()
 
 
+#: Children that count and answer in the same manner as the threads do.
+WORKERS = """
+import multiprocessing
+def fours(number):
+    return number + 4
+pool = multiprocessing.get_context("fork").Pool(2)
+
+@thread
+def pools():
+    return pool.map_async(fours, range(3)).get(60) == [4, 5, 6]
+"""
+
+
+@pytest.mark.parametrize(("more", "most"), [("", MOST), (WORKERS, MOST_OF_TREE)], ids=["alone", "with children"])
 @pytest.mark.parametrize("kills", [15, pytest.param(MOST, marks=pytest.mark.torture)])
-def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home, kills):
-    subject = Subject(capsule, home)
+def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home, kills, more, most):
+    subject = Subject(capsule, home, more)
     healthy = subject.report()
     assert (healthy["goes on"], healthy["wrong"], healthy["random"]) == (True, [], True)
     killed = []
-    for number in random.Random(kills).sample(range(1, MOST + 1), kills):
+    for number in random.Random(kills).sample(range(1, most + 1), kills):
         try:
             killed_at(number).dump(capsule, home / "image", timeout=60)
         except CriuKilled as error:
@@ -184,7 +200,7 @@ def test_killed_at_any_of_its_ptrace_calls(killed_at, criu_binary, capsule, home
         assert subject.report() == healthy, f"killed at its ptrace call {number}"
         shutil.rmtree(home / "image")
         (home / "image").mkdir(0o700)
-    assert len(killed) > kills / 3, "MOST is not far above what a dump needs"
+    assert len(killed) > kills / 3, "``most`` is not far above what a dump needs"
     assert leave_and_come_back(Criu(criu_binary.argv), capsule, home) == healthy
 
 

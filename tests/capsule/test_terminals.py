@@ -373,6 +373,29 @@ async def test_a_dump_that_is_undone_keeps_unread_bytes(kernel, monkeypatch):
     )
 
 
+async def test_a_dump_that_is_undone_keeps_dev_tty(kernel, monkeypatch):
+    """It is open by its terminal's own name for a dump."""
+    await kernel.run(
+        SETUP + "m, s = pty.openpty(); t = os.open(os.ttyname(s), os.O_RDWR)\n"
+        "c, o = os.open('/dev/tty', os.O_RDWR), os.open('/dev/tty', os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)\n"
+        "d = os.dup(c); watched = select.epoll(); watched.register(c, select.EPOLLIN | select.EPOLLOUT)\n"
+        "def all_of_it(): return [(os.readlink(f'/proc/self/fd/{fd}'), fcntl.fcntl(fd, 1), fcntl.fcntl(fd, 3))"
+        " for fd in (c, d, o)], watched.poll(0) == [(c, select.EPOLLOUT)]"
+    )
+    before = await kernel.run("print(all_of_it())")
+
+    def no_room(*_: object, **__: object) -> None:
+        raise NoSpace("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Draft, "publish", no_room)
+        with pytest.raises(NoSpace):
+            await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(all_of_it())") == before
+    await kernel.provisioner.checkpoint()
+    assert await kernel.run("print(all_of_it(), talks(m, c))") == f"{before} True"
+
+
 async def test_terminals_are_the_capsules_own(kernel):
     """No number is taken from others, and programs find what they expect: a terminal of their own, by its name."""
     await kernel.run(SETUP + "m, s = pty.openpty()")

@@ -75,6 +75,8 @@ def test_levers(driver, cuda):
     cuda.lock(pid, 1)
     with pytest.raises(UnsupportedCuda):
         cuda.checkpoint(pid)
+    with pytest.raises(CudaError, match="UNKNOWN"):
+        cuda.checkpoint(pid)
     pid = driver.start({A: 1})
     driver.crash_in.add("cuda.lock")
     with pytest.raises(HelperGone):

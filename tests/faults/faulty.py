@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from family import FAMILY, STOPPED
 from harness import Notebook, alive, until
 from jupyter_client.asynchronous import AsyncKernelClient
 
@@ -21,7 +22,10 @@ from jupyter_gpu_ckpt.trace import StepEvent
 
 
 class Subject:
-    """A kernel in which ``x`` is 41, and the messages that clients send it while a fault is under way."""
+    """A kernel in which ``x`` is 41, and the messages that clients send it while a fault is under way.
+
+    Of a `family` ``x`` prints as 41 while all children are well.
+    """
 
     def __init__(self, kernel: Notebook, directory: Path) -> None:
         self.kernel = kernel
@@ -31,11 +35,20 @@ class Subject:
         self._other_tab = AsyncKernelClient(connection_file=kernel.manager.connection_file)
         self._other_tab.load_connection_file()
         self._sent: list[str] = []
+        #: Processes that are stopped all the time.
+        self.stopped = 0
+        #: Names in /dev/shm that end with the kernel.
+        self.shared_memory: list[str] = []
 
     @classmethod
-    async def of(cls, kernel: Notebook, directory: Path, code: str = "") -> Subject:
-        await kernel.run(f"import os, socket, subprocess, sys\nx, ran = 41, []\n{code}")
+    async def of(cls, kernel: Notebook, directory: Path, code: str = "", *, family: bool = False) -> Subject:
+        await kernel.run("import os, socket, subprocess, sys\nx, ran = 41, []")
         subject = cls(kernel, directory)
+        if family:
+            await kernel.run(f"{FAMILY}\nx = family")
+            subject.stopped = STOPPED
+            subject.shared_memory.append(await kernel.run("print(family.memory.name)"))
+        await kernel.run(code)
         subject._other_tab.start_channels(hb=False)
         await subject._other_tab.wait_for_ready(timeout=60)
         return subject
@@ -81,7 +94,7 @@ class Subject:
         await self.everything_sent_ran_once()
         assert self.drafts() == []
         stopped = [pid for pid in self.capsule.processes() if (process := read_process(pid)) and process.state in "Tt"]
-        assert stopped == []
+        assert len(stopped) == self.stopped
         assert alive(self.criu()) == []
 
     async def stays_away(self, error: GpuCkptError | None = None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from family import alone_and_with_family
 from faulty import Subject
 from harness import notebook
 
@@ -69,17 +69,10 @@ async def test_a_disk_of_twenty_sizes(small, tmp_path, runtime_base, criu_binary
 QUICK = sorted(random.Random(7).sample(range(1, 120), 6))
 
 
-@pytest.fixture
-def strace():
-    found = shutil.which("strace")
-    if found is None:
-        pytest.skip(reason="strace, which makes a chosen write fail, is not installed")
-    return found
-
-
+@alone_and_with_family("subject")
 @pytest.mark.parametrize(
     "numbers",
-    [pytest.param(QUICK, id="six"), pytest.param(range(1, 400), id="all", marks=pytest.mark.torture)],
+    [pytest.param(QUICK, id="six"), pytest.param(range(1, 1500), id="all", marks=pytest.mark.torture)],
 )
 async def test_the_nth_write_of_criu_fails(subject, strace, monkeypatch, numbers):
     criu = subject.kernel.lifecycle.engine.criu

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import pytest_asyncio
+from family import alone_and_with_family
 from faulty import Subject
 from harness import notebook
 from waiting import until
@@ -261,7 +262,8 @@ async def test_the_helper_of_a_kernel_on_the_gpu_killed_at_any_step(on_gpu, monk
 KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]
 
 
-@pytest.mark.sweep(1 / 5)
+@pytest.mark.sweep(1 / 10)
+@alone_and_with_family("subject")
 @pytest.mark.parametrize(("verb", "step", "edge"), KERNEL_POINTS)
 async def test_the_kernel_killed_at_any_step(subject, verb, step, edge):
     """Who kills the kernel kills the agent in it.  Published or lost: nothing in between, and never silent."""

@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+from family import alone_and_with_family
 from faulty import Subject, under_way
 from harness import alive, notebook, until
 
@@ -65,6 +66,7 @@ def well():
 """
 
 
+@alone_and_with_family("heavy")
 @pytest.mark.parametrize("kills", [15, pytest.param(200, marks=pytest.mark.torture)])
 async def test_criu_killed_at_any_moment_of_a_dump(heavy, kills):
     """From before CRIU has touched the kernel to the last page: it runs on, and each of its threads."""

@@ -6,6 +6,7 @@ The fault comes through the trace (`Trace.faults`): it makes the step fail witho
 from __future__ import annotations
 
 import pytest
+from family import alone_and_with_family
 
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.lifecycle import plans
@@ -29,7 +30,8 @@ class Injected(Exception):
     """The fault."""
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(1 / 6)
+@alone_and_with_family("shared")
 @pytest.mark.parametrize(("start", "request_", "step", "edge"), CASES)
 async def test_the_kernel_runs_or_an_image_is_kept_whatever_step_fails(shared, start, request_, step, edge):
     provisioner, lifecycle = shared.provisioner, shared.kernel.lifecycle

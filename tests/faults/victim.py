@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
+from family import FAMILY
 from harness import Notebook
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
@@ -42,6 +43,9 @@ async def main(directory: Path, base: Path, verb: str, step: str, edge: str) -> 
 
     # The first of all victims starts the kernel; none may ever start a second one.
     seen = await kernel.run("x = globals().get('x', 40) + 1\nprint(x)")
+    if seen == "41":
+        await kernel.run(FAMILY)
+    assert await kernel.run("print(family)") == "41", "a child is not well"
     expected = len((directory / "story").read_text().splitlines()) if (directory / "story").exists() else 0
     assert seen == str(41 + expected), (seen, expected)
     with (directory / "story").open("a") as story:

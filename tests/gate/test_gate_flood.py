@@ -6,6 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from gate_world import DEADLINE, World, reply
 from waiting import until
 
 from jupyter_gpu_ckpt.gate import readers, wire
+from jupyter_gpu_ckpt.gate.router import Router
 
 pytestmark = pytest.mark.slow  # sends hundreds of megabytes
 
@@ -42,11 +44,13 @@ print(count, flush=True)
 """
 
 
-def cell(count: int, size: int) -> str:
-    """Code that displays ``count`` outputs of ``size`` bytes as fast as it can."""
+def cell(count: int, size: int, *, until: Path | None = None) -> str:
+    """Code that displays ``count`` outputs of ``size`` bytes as fast as it can, half of them after a file appears."""
     return (
-        f"from IPython.display import display\ntext = 'x' * {size}\n"
-        f"for _ in range({count}): display({{'text/plain': text}}, raw=True)\n"
+        f"import os, time\nfrom IPython.display import display\ntext = 'x' * {size}\n"
+        f"for number in range({count}):\n"
+        f"    while number == {count} // 2 and not os.path.exists({str(until or '/')!r}): time.sleep(0.01)\n"
+        "    display({'text/plain': text}, raw=True)\n"
         "print('the last ' + 'one')"
     )
 
@@ -72,6 +76,16 @@ def there(world: World, process: subprocess.Popen[bytes]) -> None:
     assert process.stdout.readline() == b"there\n"
 
 
+def behind(world: World) -> int:
+    """Bytes that the slowest reader is behind."""
+
+    def measure(router: Router) -> int:
+        router.readers.measure(time.monotonic())
+        return max(reader.behind for reader in router.readers._readers.values())
+
+    return world.gate._call(measure)
+
+
 @contextlib.contextmanager
 def peak() -> Iterator[list[int]]:
     """The most memory that this process, and with it the gate, has beyond what it had, in bytes."""
@@ -88,8 +102,11 @@ def _high_water() -> int:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("count", "size"), [(40_000, 9_000), (400, MIB)], ids=["many of 9 kB", "some of 1 MiB"])
-def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(own_world, caplog, count, size) -> None:
-    world = own_world
+def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(
+    own_world, tmp_path, caplog, count, size
+) -> None:
+    """Half of the outputs at a time: of more than `FAR_BEHIND` small ones at once the kernel itself would drop some."""
+    world, go = own_world, tmp_path / "go"
     world.up()
     client = world.client(hb=False)
     client.iopub_channel.stop()  # the outputs are for the others
@@ -97,13 +114,15 @@ def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(own_
         there(world, stuck)
         there(world, good)
         with peak() as grown:
-            reply_id = client.execute(cell(count, size))
+            reply_id = client.execute(cell(count, size, until=go))
+            until(lambda: "disconnected a client that does not read" in caplog.text, "it was dropped")
+            until(lambda: behind(world) < MIB, "the other one has read all")
+            go.touch()
             assert good.stdout is not None
             counted = good.stdout.readline()
         assert client.get_shell_msg(timeout=120)["parent_header"]["msg_id"] == reply_id
         assert int(counted) == count, "an output was lost"
         assert grown[0] < 300 * MIB < count * size
-        until(lambda: "disconnected a client that does not read" in caplog.text, "it was dropped")
         assert caplog.text.count("disconnected a client") == 1
 
 
@@ -117,8 +136,7 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
         there(world, good)
         good.send_signal(19)  # SIGSTOP
         client.execute(cell(200, MIB))
-        slowest = lambda router: max(reader.behind for reader in router.readers._readers.values())  # noqa: E731
-        until(lambda: world.gate._call(slowest) > readers.BEHIND, "it is far behind")
+        until(lambda: behind(world) > readers.BEHIND, "it is far behind")
         good.send_signal(18)
         assert good.stdout is not None
         assert int(good.stdout.readline()) == 200
@@ -166,7 +184,7 @@ def test_who_has_no_key_cannot_fill_the_way_to_a_kernel_that_computes(up: World,
 
 def test_heartbeats_that_nobody_wants_back_are_not_kept(up: World) -> None:
     with wire.context().socket(zmq.DEALER) as stranger, peak() as grown:
-        stranger.rcvhwm = 1
+        stranger.rcvhwm, stranger.sndhwm = 1, 10  # it is in this process, too
         stranger.connect(wire.address(up.front, "hb"))
         for size in (1000, 64 * 1024):
             for _ in range(200 * MIB // size // (1 if size > 1000 else 4)):

@@ -8,7 +8,8 @@ from harness import notebook
 from jupyter_gpu_ckpt.errors import GpuCkptError
 from jupyter_gpu_ckpt.lifecycle.plans import State
 
-pytestmark = pytest.mark.gpu
+# What is free on the GPU is measured.
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SETUP = """
 import torch

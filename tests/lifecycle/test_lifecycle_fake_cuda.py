@@ -184,14 +184,6 @@ def test_a_child_with_inherited_device_files_does_not_matter_to_a_suspend(parent
     assert alive([child]) == [child]
 
 
-def test_a_child_with_a_cuda_context_of_its_own_prevents_a_suspend(parent):
-    (child,) = parent.lifecycle.capsule.other_processes()
-    parent.driver.start({A: 1 << 20}, pid=child)
-    error = parent.fails("suspend", "CHILD_PROCESSES")
-    assert f"sleep 1000 (pid {child}: it has a CUDA context of its own)" in error.message
-    parent.runs_on()
-
-
 def test_nothing_of_a_restored_process_runs_before_the_driver_is_done(rig, monkeypatch):
     """A thread that waited in the driver's code would look at pages that are not there yet."""
     rig.lifecycle.checkpoint()
@@ -393,7 +385,8 @@ def test_gpu_work_that_does_not_end_is_a_timeout_and_the_kernel_runs_on(rig):
 
 def test_memory_of_a_kind_the_driver_cannot_save(rig):
     rig.fake.unsupported = True
-    rig.fails("suspend", "CUDA_UNSUPPORTED")
+    for _ in range(2):  # the second time the driver says only CUDA_ERROR_UNKNOWN
+        rig.fails("suspend", "CUDA_UNSUPPORTED")
     rig.fake.unsupported = False
     rig.runs_on()
 

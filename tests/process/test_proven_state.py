@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 from harness import notebook
+from waiting import until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import ChildProcesses, SocketTaken, UnprovenState, UnsupportedFile, UnsupportedSocket
+from jupyter_gpu_ckpt.process import inventory
 
 ROOT = os.geteuid() == 0
 
@@ -187,3 +191,23 @@ async def test_what_this_machine_lacks_is_said_once_in_the_output_of_the_cell_th
     assert said == "This kernel came back without what it was set to: CPU affinity [63] of thread 7"
     assert await kernel.run("x += 1", stream="stderr") == ""
     assert await kernel.run("print(x)") == "43"
+
+
+def test_what_a_process_shows_as_it_ends_is_no_refusal(monkeypatch):
+    """Linux shows an ending process in another control group, for instance."""
+    child = subprocess.Popen(["sleep", "1000"])
+    inspect = inventory._Process.process
+
+    def ends_meanwhile(process: inventory._Process) -> None:
+        inspect(process)
+        if process.pid == child.pid:
+            child.kill()
+            until(lambda: procfs.is_ending(child.pid))
+            process.found.refuse("a control group of its own")
+
+    monkeypatch.setattr(inventory._Process, "process", ends_meanwhile)
+    found = inventory.inspect(os.getpid(), stopped=False)
+    child.wait()
+    assert "a control group of its own" not in [refusal["what"] for refusal in found.refusals]
+    assert str(child.pid) not in found.inventory | found.notes
+    assert str(os.getpid()) in found.inventory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -132,6 +134,35 @@ def test_what_would_not_be_the_same_in_a_new_file_is_refused_and_nothing_changes
     assert before - both.deleted() <= {name for name in before if "/sem." in name}
     both.signal(signal.SIGCONT, "SR")
     assert both.asked() == "True 2 b'seen'"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
+def test_memory_that_is_full_is_named_and_all_go_on_sharing(files, pair, monkeypatch, code):
+    """Whichever write fails: what has moved stays in its new file, for all processes."""
+    both, writes = pair("mapped"), []
+    write, turns = shared_memory._write, itertools.count(1)
+    assert both.asked().startswith("True 1")
+    for failing in range(1, 10):
+        writes.clear()
+
+        def fill(*args, failing=failing):
+            writes.append(args)
+            if len(writes) == failing:
+                raise OSError(code, os.strerror(code))
+            write(*args)
+
+        monkeypatch.setattr(shared_memory, "_write", fill)
+        both.signal(signal.SIGSTOP, "T")
+        if failing <= (left := len(both.deleted())):
+            with pytest.raises(Unmovable, match="too little memory"):
+                files.give_names(both.pids)
+        else:
+            files.give_names(both.pids)
+        both.signal(signal.SIGCONT, "SR")
+        assert both.asked() == rf"True {next(turns) + 1} b'seen'"
+        if not left:
+            break
+    assert both.deleted() == set()
 
 
 def test_a_file_that_is_too_large_is_refused(files, pair, monkeypatch):

@@ -85,10 +85,15 @@ class Zoo:
             async with notebook(directory, base) as kernel:
                 assert kernel.lifecycle is not None, "started plainly"
                 kernel.provisioner.sinks.remove(kernel.steps)
-                await kernel.run(f"import sys; sys.path.insert(0, {str(ZOO)!r}); from kinds import inside")
-                yield cls(kernel)
+                zoo = cls(kernel)
+                await zoo.prepare()
+                yield zoo
         finally:
             shutil.rmtree(base, ignore_errors=True)
+
+    async def prepare(self) -> None:
+        """Have the kernel import what makes its kinds."""
+        await self.run(f"import sys; sys.path.insert(0, {str(ZOO)!r}); from kinds import inside")
 
     async def run(self, code: str) -> str:
         """A cell's standard output.  Raises `KernelEnded` as soon as there is no kernel to wait for."""
@@ -101,7 +106,11 @@ class Zoo:
 
     async def ask(self, verb: str, keys: Sequence[str]) -> dict[str, dict[str, str]]:
         """Have the kernel ``make``, ``show`` or ``undo`` them."""
-        printed = await self.run(f"inside.{verb}({list(keys)!r})")
+        return self.answers(await self.run(f"inside.{verb}({list(keys)!r})"))
+
+    @staticmethod
+    def answers(printed: str) -> dict[str, dict[str, str]]:
+        """What `ask` has printed."""
         line = next(line for line in reversed(printed.splitlines()) if line.startswith(MARK))
         return json.loads(line.removeprefix(MARK))
 

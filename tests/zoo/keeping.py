@@ -53,6 +53,7 @@ class User:
         self.environment = {
             "HOME": str(self.home),
             "TMPDIR": str(self.home / "tmp"),
+            "LOGNAME": who,  # `UID` has no entry that `getpass.getuser` could find
             "PATH": f"{Path(sys.executable).parent}:{os.defpath}",
             "PYTHONPATH": str(REPOSITORY),
             "LC_ALL": "C.UTF-8",

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import waiting
@@ -64,11 +64,11 @@ def kept(who: str) -> list[str]:
 class Owner:
     """One process of `wanderer.py`."""
 
-    def __init__(self, user: User, directory: Path, base: Path) -> None:
+    def __init__(self, user: User, directory: Path, base: Path, *options: str) -> None:
         script = str(Path(__file__).with_name("wanderer.py"))
         self._errors = (directory / "owner.log").open("a")
         self.process = subprocess.Popen(
-            user.command(sys.executable, script, str(directory), str(base)),
+            user.command(sys.executable, script, str(directory), str(base), *options),
             env=user.environment,
             cwd="/",
             stdin=subprocess.PIPE,
@@ -77,6 +77,8 @@ class Owner:
             text=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        #: Of the kernel, as it last said.
+        self.state = ""
         threading.Thread(target=self._read, daemon=True).start()
         self.first = self.answer()
 
@@ -94,7 +96,9 @@ class Owner:
         deadline = time.monotonic() + ANSWER
         while True:
             try:
-                return json.loads(self._lines.get(timeout=0.02))
+                answer = json.loads(self._lines.get(timeout=0.02))
+                self.state = answer["state"]
+                return answer
             except queue.Empty:
                 if self.process.poll() is not None and self._lines.empty():
                     return None
@@ -123,14 +127,22 @@ class Owner:
 class Wandering:
     """One kernel after the other, their owners, and what became of them."""
 
-    def __init__(self, user: User, name: str) -> None:
+    #: The least and the most kinds in one kernel.
+    few, most = 3, 8
+    #: Options of `wanderer.py`.
+    options: tuple[str, ...] = ()
+    verbs, refusals = VERBS, REFUSALS
+    #: Where a kernel must be for a verb, if it does not run.
+    begins: ClassVar = {"restore": "checkpointed"}
+
+    def __init__(self, user: User, name: str, kinds: list[str]) -> None:
         self.user = user
         self.directory = user.own(user.home / name)
         self.base = user.own(user.home / f"{name}r")
-        self.kinds = kept(user.who)
+        self.kinds = kinds
         self.owner: Owner | None = None
         self.shown: dict[str, str] = {}
-        self.usual = {"checkpoint": 0.5, "restore": 0.5}
+        self.usual = dict.fromkeys(self.verbs, 0.5)
         self.last_truths: list[int] = []
         self.doomed: list[int] = []
         self.count: collections.Counter[str] = collections.Counter()
@@ -173,9 +185,17 @@ class Wandering:
             except OSError:
                 continue
             is_criu = "dump" in words or "restore" in words
+            if victim == "kernel" and not self.is_kernel(pid, inits):
+                continue
             if is_criu == (victim == "criu") and any(words) and not (is_criu and self.is_restored(pid)):
                 found.append(pid)
         return found
+
+    def is_kernel(self, pid: int, inits: list[int]) -> bool:
+        """Whether a process is the kernel itself: a child that is killed is missed by the kernel, as it should be."""
+        with contextlib.suppress(OSError):
+            return procfs.stat(pid).parent in inits
+        return False
 
     def is_restored(self, pid: int) -> bool:
         """Whether a process of CRIU's is one of the kernel's that is being made: its end would be the program's own."""
@@ -217,23 +237,25 @@ class Wandering:
             self.owner.shut_down()
         for image in (self.directory / "images").glob("*"):
             subprocess.run(["rm", "-rf", str(image)], check=True)
-        self.owner = Owner(self.user, self.directory, self.base)
+        self.owner = Owner(self.user, self.directory, self.base, *self.options)
         assert self.owner.first is not None, self.errors()[-3000:]
-        answer = self.owner.ask("make", *dice.sample(self.kinds, dice.randint(3, 8)))
+        answer = self.owner.ask("make", *dice.sample(self.kinds, dice.randint(self.few, self.most)))
         # Not every two can be in one kernel; whether each can be made is `test_zoo`'s question.
         self.count.update(f"{key} not made beside others" for key in answer["failed"])
         self.shown = answer["shown"]
         assert self.shown, answer
 
     def brought_to(self, state: str) -> str:
-        """Without any fault: running or checkpointed.  The code of the refusal, where a combination is refused."""
+        """Without any fault: to that state.  The code of the refusal, where a combination is refused."""
+        wake = "resume" if self.owner.state == "suspended" else "restore"
+        verb = {"running": wake, "checkpointed": "checkpoint", "suspended": "suspend"}[state]
         deadline = time.monotonic() + PORTS
         while True:
-            answer = self.owner.ask("restore" if state == "running" else "checkpoint")
+            answer = self.owner.ask(verb)
             if answer.get("error") != "PORT_TAKEN" or time.monotonic() > deadline:
                 break
             time.sleep(0.5)
-        if answer["state"] == "running" and answer.get("error") in REFUSALS:
+        if answer["state"] == "running" and answer.get("error") in self.refusals:
             return answer["error"]
         assert answer["state"] == state, answer
         return ""
@@ -249,11 +271,15 @@ class Wandering:
         fresh = dice.random() < 1 / LIFE
         if fresh or self.owner is None:
             self.begin(random.Random(seed))  # what is drawn below is the same whether a kernel is there or not
-        verb, victim = dice.choice(VERBS), dice.choice(VICTIMS)
-        if verb == "restore" and (refusal := self.brought_to("checkpointed")):
+        verb, victim = dice.choice(self.verbs), dice.choice(VICTIMS)
+        if verb in self.begins and (refusal := self.brought_to(self.begins[verb])):
             self.shows()
             self.begin(random.Random(-seed))
             return f"refused beforehand ({refusal}): the same as before"
+        return self.after(verb, victim, dice)
+
+    def after(self, verb: str, victim: str, dice: random.Random) -> str:
+        """What became of the kernel after a verb in which ``victim`` was killed."""
         began = time.monotonic()
         self.owner.send(verb)
         time.sleep(dice.uniform(0, 1.1 * self.usual[verb]))
@@ -268,14 +294,14 @@ class Wandering:
             assert victim == "owner", answer
             self.owner.end()
             waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
-            self.owner = Owner(self.user, self.directory, self.base)
+            self.owner = Owner(self.user, self.directory, self.base, *self.options)
             answer = self.owner.first
             assert answer is not None, self.errors()[-3000:]
         elif victim == "owner" and killed:  # it had answered before it was killed
             self.owner.process.wait(30)
             self.owner.end()
             waiting.until(lambda: sum(self.truths()) == 1, "the kernel lives or its image can be restored", 60)
-            self.owner = Owner(self.user, self.directory, self.base)
+            self.owner = Owner(self.user, self.directory, self.base, *self.options)
             answer = self.owner.first
         state = answer["state"]
         if state in ("checkpointed", "suspended"):
@@ -288,6 +314,23 @@ class Wandering:
             return f"{what}: killed while it was the only copy, and said so"
         assert shown.get("shown") == self.shown, (what, answer, shown)
         return f"{what}: {state}, the same as before"
+
+    def wander(self, seed: int, cycles: int, name: str) -> None:
+        """Go through so many cycles, from ``seed`` on; ``name``: of the variable that begins with another one."""
+        try:
+            for number in range(seed, seed + cycles):
+                print(f"{name}={number}", end=" ", flush=True)
+                became = self.cycle(number)
+                print(became, flush=True)
+                self.count[became] += 1
+        except BaseException:
+            print("\nwith", *self.shown, "\ntruths:", self.last_truths)
+            print(*self.left(), "owner:", self.errors()[-6000:], sep="\n", flush=True)
+            raise
+        finally:
+            self.close()
+        print(*(f"{number:5} {what}" for what, number in self.count.most_common()), sep="\n")
+        assert sum(number for what, number in self.count.items() if "refused" in what) <= cycles / 5
 
     def close(self) -> None:
         """End the owner, and the kernel with it."""
@@ -314,18 +357,4 @@ class Wandering:
 def test_exactly_one_is_true_after_any_death(zoo, who, cycles):
     if who not in EVERYBODY:
         pytest.skip("an ordinary user cannot be root")
-    wandering = Wandering(zoo[who], f"w{cycles}")
-    try:
-        for seed in range(SEED, SEED + cycles):
-            print(f"ZOO_SEED={seed}", end=" ", flush=True)
-            became = wandering.cycle(seed)
-            print(became, flush=True)
-            wandering.count[became] += 1
-    except BaseException:
-        print("\nwith", *wandering.shown, "\ntruths:", wandering.last_truths)
-        print(*wandering.left(), "owner:", wandering.errors()[-6000:], sep="\n", flush=True)
-        raise
-    finally:
-        wandering.close()
-    print(*(f"{number:5} {what}" for what, number in wandering.count.most_common()), sep="\n")
-    assert sum(number for what, number in wandering.count.items() if "refused" in what) <= cycles / 5
+    Wandering(zoo[who], f"w{cycles}", kept(who)).wander(SEED, cycles, "ZOO_SEED")

@@ -1,10 +1,12 @@
 """The owner of one kernel with kinds of state: starts or attaches to it, obeys its stdin, and can be killed.
 
-    python wanderer.py DIRECTORY RUNTIME_BASE [truths]
+    python wanderer.py DIRECTORY RUNTIME_BASE [rows | truths | move TARGET]
 
 With ``truths`` it owns nothing: it prints how many kernels live without an owner, and how many images can be restored.
-Else it obeys: ``make KEYS``, ``show KEYS``, ``checkpoint`` and ``restore``, one line of JSON each; ``end`` shuts the
-kernel down.  At the end of stdin it goes and the kernel stays, as when a server is ended.
+With ``move`` it pushes the images to a depot beside DIRECTORY and pulls them into the directory TARGET.
+Else it obeys: ``make KEYS``, ``show KEYS``, ``checkpoint``, ``restore``, ``suspend`` and ``resume``, one line of JSON
+each; ``end`` shuts the kernel down.  The keys are of kinds, or with ``rows`` of rows in `compatibility`.  At the end of
+stdin it goes and the kernel stays, as when a server is ended.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from compatibility.rows import rows
 from harness import Notebook
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
@@ -28,6 +32,7 @@ from traitlets.config import Config
 from jupyter_gpu_ckpt.errors import GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel.orphans import find_orphans
+from jupyter_gpu_ckpt.transfer.remote import Remote
 
 ZOO = Path(__file__).resolve().parent
 KERNEL_ID = "0dead000-0000-4000-8000-000000000002"
@@ -50,7 +55,28 @@ def truths(directory: Path, base: Path) -> tuple[int, int]:
     return living, restorable
 
 
-async def main(directory: Path, base: Path) -> None:
+def move(directory: Path, target: Path) -> None:
+    """Move all images; what an earlier run that was killed had begun is completed."""
+    depot, store = Remote(f"file://{directory}-depot"), Store(directory / "images")
+    for image in store.images():
+        depot.push(image, remove_from=store)
+    for manifest in depot.images():
+        depot.pull(manifest.id, Store(target / "images"))
+
+
+class Rows(Zoo):
+    """A kernel with rows in it, whose setup is the making and whose check is the showing."""
+
+    async def prepare(self) -> None:
+        await self.run(f"import sys; sys.path.insert(0, {str(ZOO)!r}); from compatibility import inside")
+
+    async def ask(self, verb: str, keys: Sequence[str]) -> dict[str, dict[str, str]]:
+        known = rows()
+        cells = {key: known[key].setup if verb == "make" else known[key].check for key in keys}
+        return self.answers(await self.run(f"await inside.run({cells!r})"))
+
+
+async def main(directory: Path, base: Path, kept: type[Zoo]) -> None:
     config = Config()
     config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
     config.GpuCkptProvisioner.image_dir = str(directory / "images")
@@ -66,7 +92,7 @@ async def main(directory: Path, base: Path) -> None:
     await client.wait_for_ready(timeout=60)
     kernel = Notebook(manager, client)
     assert kernel.lifecycle is not None, "started plainly"
-    zoo = Zoo(kernel)
+    zoo = kept(kernel)
 
     def tell(**more: Any) -> None:
         image = kernel.lifecycle.image
@@ -74,7 +100,7 @@ async def main(directory: Path, base: Path) -> None:
 
     async def obey(verb: str, keys: list[str]) -> dict[str, Any]:
         if verb == "make":
-            await zoo.run(f"import sys; sys.path.insert(0, {str(ZOO)!r}); from kinds import inside")
+            await zoo.prepare()
             shown, failed = await zoo.made(keys)
             return {"shown": shown, "failed": {outcome.key: outcome.text for outcome in failed}}
         if verb == "show":
@@ -102,6 +128,8 @@ if __name__ == "__main__":
     places = Path(sys.argv[1]), Path(sys.argv[2])
     if sys.argv[3:] == ["truths"]:
         print(json.dumps(truths(*places)), flush=True)
+    elif sys.argv[3:4] == ["move"]:
+        move(places[0], Path(sys.argv[4]))
     else:
-        asyncio.run(main(*places))
+        asyncio.run(main(*places, Rows if sys.argv[3:] == ["rows"] else Zoo))
     os._exit(0)  # as a server that was ended: a kernel that is left runs on

@@ -17,7 +17,7 @@
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static struct allocation *table;
 static size_t slots;
-static atomic_size_t used, used_bytes, postponed;
+static atomic_size_t used, used_bytes, used_shared, postponed;
 
 static void lock(void)
 {
@@ -46,7 +46,7 @@ void allocations_unlock(void) { unlock(); }
 void allocations_in_child(void)
 {
     table = NULL;
-    slots = used = used_bytes = postponed = 0;
+    slots = used = used_bytes = used_shared = postponed = 0;
     unlock();
 }
 
@@ -99,6 +99,7 @@ static bool insert(const struct allocation *allocation)
         put(allocation);
         used++;
         used_bytes += allocation->bytes;
+        used_shared += allocation->shared != 0;
     }
     unlock();
     return fits;
@@ -109,6 +110,7 @@ static void remove_locked(struct allocation *allocation, struct allocation *remo
 {
     *removed = *allocation;
     used--;
+    used_shared -= allocation->shared != 0;
     used_bytes -= allocation->bytes;
     size_t hole = (size_t)(allocation - table);
     for (size_t at = (hole + 1) & (slots - 1); table[at].address != 0; at = (at + 1) & (slots - 1)) {
@@ -165,8 +167,10 @@ unsigned long long allocation_share(CUdeviceptr address)
     lock();
     struct allocation *allocation = find(address);
     unsigned long long number = 0;
-    if (allocation != NULL && !allocation->freed)
+    if (allocation != NULL && !allocation->freed) {
+        used_shared += allocation->shared == 0;
         number = allocation->shared = allocation->shared != 0 ? allocation->shared : ++last;
+    }
     unlock();
     return number;
 }
@@ -203,6 +207,8 @@ void allocations_total(size_t *count, size_t *bytes)
     *count = used;
     *bytes = used_bytes;
 }
+
+size_t allocations_shared(void) { return used_shared; }
 
 struct allocation *allocations_table(size_t *found)
 {

@@ -46,6 +46,9 @@ CUresult allocation_destroy(CUdeviceptr address);
 unsigned long long allocation_share(CUdeviceptr address);
 bool allocation_shared(unsigned long long number, struct allocation *found);
 
+/* Number of allocations that are shared; may be called at any time. */
+size_t allocations_shared(void);
+
 /* Take an allocation from the program without giving its memory back yet: it may be used until ``after`` has happened,
  * or (NULL) until no stream is captured and the work of its context is done. */
 CUresult allocation_postpone(CUdeviceptr address, CUevent after);

@@ -1,7 +1,7 @@
 /* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
- *                                                      "managed"}
+ *                                                      "managed", "shared"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
  *   swap_in   bring everything back to the device      likewise
@@ -172,12 +172,12 @@ static void reply(const char *verb)
     int descriptor = -1;
     CUresult result = perform(verb, &descriptor);
     struct amounts amounts = swap_amounts();
-    char line[256];
+    char line[320];
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
-                          "\"managed\": %zu, \"seconds\": %.6f}\n",
+                          "\"managed\": %zu, \"shared\": %zu, \"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
-                          managed_count(), now() - began);
+                          managed_count(), allocations_shared(), now() - began);
     send_reply(line, (size_t)length, descriptor);
     swap_free_host();
 }

@@ -209,8 +209,8 @@ def frees_in_order(program: Program) -> None:
             program.alloc("it", size)
             address = program.memory.pop("it")
             program.say(program.cu["cuMemFreeAsync"](Pointer(address), handle))
+            program.say(program.cu["cuCtxSynchronize"]())  # before it, a second free crashes the driver
             program.say("twice", program.cu["cuMemFree"](Pointer(address)))
-            program.say(program.cu["cuStreamSynchronize"](stream))
     for turn in range(50):
         program.alloc("it", 64 * MIB)
         program.say(turn, program.cu["cuMemFreeAsync"](Pointer(program.memory.pop("it")), stream))
@@ -294,6 +294,7 @@ def children(program: Program) -> None:
 
 
 def unknown_names(program: Program) -> None:
+    program.alloc("it", 8 * MIB)
     library, function, status = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_int()
     for name in (b"cuMemAlloc", b"cuNever", b"", b"cuMemFree", b"cuMemFreeAsync", b"cudaMalloc"):
         for version in (0, 3010, 11000, 12000, 99000):

@@ -42,8 +42,11 @@ def test_shared_memory_is_not_swapped(subject):
         for _ in range(2):
             control.must("copy_out")
             assert control.ask("free")["swapped_out"] == 4 * MIB
+            assert control.ask("status")["shared"] == 1
             assert subject.outstanding()["mappings"] == 1
             control.must("swap_in")
             subject.intact(3)
     subject.free(1)
     assert subject.outstanding()["mappings"] == 2
+    with subject.control() as control:
+        assert control.ask("status")["shared"] == 0

@@ -26,6 +26,23 @@ _JAX = (
     "x = jax.random.normal(key, (200, 200))\nf(x)"
 )
 _JAX_SEEN = "seen = [float(f(x)), float(jax.random.normal(key)), jax.devices()[0].platform]"
+_JAX_AS_NEEDED = "import os\nos.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'\n"
+_JAX_WHOLE = (
+    "import os, subprocess\nsmi = ['nvidia-smi', '--query-gpu=memory.total', '--format=csv,noheader,nounits']\n"
+    "total = int(subprocess.run(smi, capture_output=True, text=True).stdout.split()[0])\n"
+    "os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'] = str(4096 / total)\n"
+)
+_LARGE = "import torch\ntorch.manual_seed(2)\nkept = [torch.rand(16 << 20, device='cuda') for _ in range(8)]"
+_LARGE_SEEN = "seen = [float(t.double().sum()) for t in kept] + [float((kept[0] * 2).double().sum())]"
+_TRITON = (
+    "import triton, triton.language as tl\n@triton.jit\ndef twice(x, y, n, SIZE: tl.constexpr):\n"
+    "    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)\n"
+    "    tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)\n"
+)
+_WORKER = (
+    "import torch\ndef work(far):\n    kept = torch.arange(1000., device='cuda')\n"
+    "    while True: far.send(float((kept * far.recv()).sum()))\n"
+)
 _TRANSFORMER = (
     "import torch, transformers\ntorch.manual_seed(0)\n"
     "cfg = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=64)\n"
@@ -219,7 +236,104 @@ ROWS = (
         "transformers torch",
         gpu=True,
     ),
-    Row("gpu-jax", "JAX, on the GPU", _JAX, _JAX_SEEN, "jax", gpu=True),
+    Row(
+        "gpu-scaler",
+        "torch: mixed precision, a training loop in a thread",
+        "import torch, threading, time\ntorch.manual_seed(3)\nnet = torch.nn.Linear(64, 64, device='cuda')\n"
+        "opt, scaler, n = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler('cuda'), [0]\n"
+        "def train():\n    while True:\n"
+        "        with torch.autocast('cuda', torch.float16): loss = net(torch.ones(8, 64, device='cuda')).pow(2).mean()\n"
+        "        opt.zero_grad()\n        scaler.scale(loss).backward()\n        scaler.step(opt)\n        scaler.update()\n"
+        "        n[0] += 1\nthreading.Thread(target=train, daemon=True).start()",
+        "before, until = n[0], time.time() + 30\nwhile n[0] < before + 5 and time.time() < until: time.sleep(0.01)\n"
+        "seen = [n[0] > before, all(bool(p.isfinite().all()) for p in net.parameters())]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-expandable",
+        "torch: expandable segments (PYTORCH_CUDA_ALLOC_CONF)",
+        "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'\n" + _LARGE,
+        _LARGE_SEEN,
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-async",
+        "torch: the driver's pools (backend:cudaMallocAsync)",
+        "import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'backend:cudaMallocAsync'\n" + _LARGE,
+        _LARGE_SEEN,
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-lightning",
+        "Lightning: a trainer after fit, on the GPU",
+        "import torch, lightning as L\ntorch.manual_seed(1)\n"
+        "class M(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n        self.l = torch.nn.Linear(4, 1)\n"
+        "    def training_step(self, b, i): return self.l(b[0]).pow(2).mean()\n"
+        "    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)\n"
+        "data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), 4)\nm = M()\n"
+        "t = L.Trainer(max_epochs=2, accelerator='gpu', devices=1, logger=False, enable_checkpointing=False,\n"
+        "    enable_progress_bar=False)\nt.fit(m, data)\nm.to('cuda')",
+        "seen = [t.global_step, t.current_epoch, float(m.l.weight.sum())]",
+        "lightning torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-accelerate",
+        "accelerate: a prepared model and optimizer",
+        "import torch, accelerate\ntorch.manual_seed(1)\na, l = accelerate.Accelerator(), torch.nn.Linear(4, 1)\n"
+        "m, o = a.prepare(l, torch.optim.SGD(l.parameters(), 0.1))\n"
+        "def step():\n    o.zero_grad()\n    a.backward(m(torch.ones(2, 4, device=a.device)).pow(2).mean())\n    o.step()\n"
+        "step()",
+        "seen = [float(m.weight.sum()), str(a.device)]",
+        "accelerate torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-triton",
+        "Triton: a kernel of your own",
+        f"import os, sys, torch, pathlib\npathlib.Path('mine_triton.py').write_text({_TRITON!r})\n"
+        "sys.path.insert(0, os.getcwd())\nimport mine_triton\nx = torch.arange(1000., device='cuda')\ny = torch.empty_like(x)",
+        "mine_triton.twice[(4,)](x, y, 1000, SIZE=256)\ntorch.cuda.synchronize()\nseen = [float(y.sum())]",
+        "torch triton",
+        gpu=True,
+    ),
+    Row(
+        "gpu-worker",
+        "a worker process with CUDA of its own (spawn), over a pipe",
+        f"import os, sys, pathlib, multiprocessing as mp\npathlib.Path('mine_worker.py').write_text({_WORKER!r})\n"
+        "sys.path.insert(0, os.getcwd())\nimport mine_worker, torch\nown = torch.ones(8, device='cuda')\n"
+        "near, far = mp.get_context('spawn').Pipe()\n"
+        "p = mp.get_context('spawn').Process(target=mine_worker.work, args=(far,), daemon=True)\np.start()",
+        "near.send(2)\nseen = [near.recv() if near.poll(60) else None, float(own.sum())]",
+        "torch",
+        "End the worker before, start it again after the wake.",
+        True,
+    ),
+    Row(
+        "gpu-inherited",
+        "a forked child beside CUDA (multiprocessing, os.fork)",
+        "import os, torch\nx = torch.ones(8, device='cuda')\nr, w = os.pipe()\nr2, w2 = os.pipe()\npid = os.fork()\n"
+        "if pid == 0:\n    while True: os.write(w2, os.read(r, 1))",
+        "n = os.write(w, b'a')\nseen = [os.read(r2, 1).decode(), float(x.sum())]",
+        "torch",
+        "End the child before a checkpoint; a suspend does not mind it.",
+        True,
+    ),
+    Row(
+        "gpu-managed",
+        "CuPy: managed memory",
+        "import cupy as cp\ncp.cuda.set_allocator(cp.cuda.MemoryPool(cp.cuda.malloc_managed).malloc)\n"
+        "x = cp.arange(1 << 20, dtype='f4')",
+        "seen = [float(x.sum())]",
+        "cupy-cuda13x",
+        "Use CuPy's ordinary pool: `cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)`.",
+        True,
+    ),
+    Row("gpu-jax", "JAX, with memory as needed", _JAX_AS_NEEDED + _JAX, _JAX_SEEN, "jax", gpu=True),
+    Row("gpu-jax-whole", "JAX, preallocating 4 GiB", _JAX_WHOLE + _JAX, _JAX_SEEN, "jax", gpu=True),
     Row(
         "gpu-cupy",
         "CuPy: arrays, its pools, a kernel of your own",

@@ -147,7 +147,6 @@ ROWS = (
         "sh.expect('ready41')",
         "sh.sendline('echo got$((x + 1))')\nsh.expect('got42', timeout=20)\nseen = [sh.isalive()]",
         "pexpect",
-        _END_CHILDREN,
     ),
     Row(
         "tensorboard",

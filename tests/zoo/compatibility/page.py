@@ -21,9 +21,9 @@ HEAD = (
     "page from what it found. Where values differ or a kernel does not come back, the command fails and writes no row."
     "\n\n*all*: suspended, checkpointed, woken and moved, with equal values. A code: the checkpoint is refused with "
     "it, and the kernel runs on with equal values; a suspend works. *Moved* means for root: another host (simulated by "
-    "namespaces: own processes, network, name, clocks), after push and pull; for an ordinary user: another server and "
-    "another image directory, after push and pull. [Errors](errors.md) explains the codes, [the page on process "
-    "state](reference/process-state.md) has the finer kinds. What was not run is left out.\n"
+    "namespaces: own processes, network, name, clocks), after push and pull; for an ordinary user, and on a GPU: "
+    "another server and another image directory, after push and pull. [Errors](errors.md) explains the codes, [the "
+    "page on process state](reference/process-state.md) has the finer kinds. What was not run is left out.\n"
 )
 
 

@@ -63,14 +63,16 @@ class _SameHost(Host):
 
 
 @contextlib.contextmanager
-def elsewhere(place: Path, who: str) -> Iterator[Host]:
-    """Where a kernel is moved to, with an image directory of its own: for root another host, else another server."""
+def elsewhere(place: Path, another_host: bool) -> Iterator[Host]:
+    """Where a kernel is moved to, with an image directory of its own: another host, or another server on this one."""
     shared, own = place / "far", place / "far-own"
     own.mkdir()
     base = Path(tempfile.mkdtemp(prefix="gc-"))
-    host = (
-        Host("far", shared, own, uptime=1000, boot=str(uuid.uuid4())) if who == "root" else _SameHost(shared, own, base)
-    )
+    host: Host
+    if another_host:
+        host = Host("far", shared, own, uptime=1000, boot=str(uuid.uuid4()))
+    else:
+        host = _SameHost(shared, own, base)
     try:
         yield host
     finally:
@@ -119,7 +121,8 @@ async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) 
     await kernel.provisioner.detach()
     depot = Remote(f"file://{place}/depot")
     depot.push(image)  # a copy: what is here is deleted with the kernel
-    with elsewhere(place, who) as host:
+    # NVML does not know the processes of a pid namespace by their ids there, which no second machine has.
+    with elsewhere(place, another_host=who == "root" and not row.gpu) as host:
         depot.pull(image.id, Store(place / "far" / "images"))
         for command in (["start", identity, "tcp"], ["restore"]):
             answer = host.ask(*command)

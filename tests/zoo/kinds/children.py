@@ -162,36 +162,113 @@ def on_terminal():
     return show, undo
 
 
-@kind(
-    "an interactive shell on a terminal, which has /dev/tty open",
-    refused("FILE_UNSUPPORTED", "/dev/tty"),
-    advice="End it.",
-)
+class Shell:
+    """An interactive shell on a terminal of its own, by ``/dev/tty`` and by standard input."""
+
+    def __init__(self) -> None:
+        self.master, slave = os.openpty()
+        environment = {"PATH": os.environ["PATH"], "PS1": ""}
+        self.process = subprocess.Popen(
+            ["sh", "-i"], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self.reads("stty -echo; x=3; echo rea''dy\n", "ready")
+
+    def reads(self, text: str, wanted: str) -> str:
+        """Type ``text`` and read up to ``wanted``."""
+        os.write(self.master, text.encode())
+        seen = b""
+        while wanted.encode() not in seen:
+            seen += os.read(self.master, 1000)
+        return wanted
+
+    def foreground(self) -> int:
+        """The process group in the foreground of its terminal."""
+        return os.tcgetpgrp(self.master)
+
+    def has_tty(self) -> list[str]:
+        """Each descriptor of the shell that is open as /dev/tty, with its flags."""
+        pid, numbers = self.process.pid, procfs.links(self.process.pid)
+        return [f"{number} {procfs.fdinfo(pid, number)['flags']}" for number, name in numbers if name == "/dev/tty"]
+
+    def end(self) -> None:
+        """Hang up, which ends the shell and its jobs."""
+        os.close(self.master)
+        self.process.wait()
+
+
+@kind("an interactive shell on a terminal, which has /dev/tty open")
 def shell():
+    shell = Shell()
+    shell.reads("sleep 1245 & echo rea''dy\n", "ready")
+
+    def show():
+        answers = shell.reads("echo =$x=\n", "=3="), shell.reads("jobs\n", "Running")
+        return answers, shell.foreground() == shell.process.pid, shell.has_tty()
+
+    return show, shell.end
+
+
+@kind("a shell whose terminal has another command in the foreground")
+def foreground():
+    shell = Shell()
+    os.write(shell.master, b"sleep 1251\n")
+    eventually(lambda: shell.foreground() != shell.process.pid)
+    job = shell.foreground()
+    return lambda: (shell.foreground() == job, waits(job), shell.has_tty()), shell.end
+
+
+@kind("a shell with a command that was stopped by a key (Ctrl-Z)")
+def stopped_by_key():
+    shell = Shell()
+    os.write(shell.master, b"sleep 1252\n")
+    eventually(lambda: shell.foreground() != shell.process.pid)
+    job = shell.foreground()
+    shell.reads("\x1a", "Stopped")
+    eventually(lambda: shell.foreground() == shell.process.pid)
+
+    def undo():
+        os.killpg(job, signal.SIGKILL)
+        shell.end()
+
+    return lambda: (shell.reads("jobs\n", "Stopped"), procfs.stat(job).state, shell.has_tty()), undo
+
+
+@kind("a part of a shell in the background, which has its /dev/tty")
+def subshell():
+    shell = Shell()
+    shell.reads("(while :; do sleep 0.1; done) & echo rea''dy\n", "ready")
+    return lambda: (shell.reads("jobs\n", "Running"), shell.process.poll(), shell.has_tty()), shell.end
+
+
+@kind("a program that reads keys from /dev/tty, and watches it (epoll)")
+def keys():
     master, slave = os.openpty()
-    environment = {"PATH": os.environ["PATH"], "PS1": ""}
+    code = (
+        "import os, select\n"
+        "tty = os.open('/dev/tty', os.O_RDWR | os.O_NONBLOCK)\n"
+        "other, watched = os.dup(tty), select.epoll(); watched.register(tty, 1); watched.register(other, 1)\n"
+        "while True:\n"
+        "    ready = sorted(fd for fd, _ in watched.poll())\n"
+        "    os.write(tty, f'{ready} {os.read(ready[0], 99)} {os.readlink(f\"/proc/self/fd/{tty}\")}\\n'.encode())"
+    )
     process = subprocess.Popen(
-        ["sh", "-i"], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(slave, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(slave)
 
-    def reads(text, wanted):
-        os.write(master, text)
-        seen = b""
-        while wanted not in seen:
-            seen += os.read(master, 1000)
-        return wanted
-
-    reads(b"stty -echo; x=3; sleep 1245 & echo rea''dy\n", b"ready")
-
     def show():
-        return reads(b"echo =$x=\n", b"=3="), reads(b"jobs\n", b"Running"), os.tcgetpgrp(master) == process.pid
+        os.write(master, b"word\n")
+        seen = b""
+        while b"/dev/" not in seen or not seen.endswith(b"\n"):
+            seen += os.read(master, 1000)
+        return seen.decode()
 
     def undo():
-        reads(b"kill %1; wait; exit\n", b"")
-        process.wait()
         os.close(master)
+        ended(process)
 
     return show, undo
 
@@ -518,6 +595,24 @@ def process_locks():
         return event.is_set(), value.value, word, lock.acquire(timeout=1) and lock.release() is None
 
     return show
+
+
+@kind(
+    "a handler for SIGCHLD beside a child, not called by a wake",
+    documented("SIGCHLD"),
+    advice="Let a handler ask which child has ended (`os.waitpid` with `WNOHANG`), or set `SA_NOCLDSTOP`.",
+)
+def stopped_unseen():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    count = [0]
+    before = signal.signal(signal.SIGCHLD, lambda *_: count.__setitem__(0, count[0] + 1))
+
+    def undo():
+        signal.signal(signal.SIGCHLD, before)
+        child.kill()
+        child.wait()
+
+    return lambda: count[0], undo
 
 
 @kind(

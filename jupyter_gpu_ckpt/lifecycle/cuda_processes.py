@@ -1,0 +1,228 @@
+"""The processes of a kernel that have CUDA state, moved together: all of them, or none.
+
+The kernel's own process is moved by the steps in `suspend` and `resume`, for its library can move its memory; its
+children, the functions here move by the driver alone.  A child may end at any moment, which is no failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import TypeVar
+
+from .. import errors
+from ..cuda import refusals
+from ..cuda.cuda import Cuda, CudaState
+from ..cuda.fastpath import Amounts
+from ..errors import GpuCkptError
+from .context import KernelState
+from .preflight import read_process
+
+#: Seconds beyond the lock's own deadline after which a driver that does not answer is given up.
+_GRACE = 5.0
+#: Seconds for a lock that was given up to be done after all, once its peers are unlocked; it is then undone.
+_LATE = 3.0
+#: How often processes that began to use CUDA during the lock of the others are locked, too.
+_ROUNDS = 5
+
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound=GpuCkptError)
+
+
+def candidates(kernel: KernelState) -> list[int]:
+    """Return the processes of the kernel's capsule that have loaded the CUDA driver, by host pid.  Reads /proc only."""
+    return [pid for pid in _all(kernel) if _unless_ended(kernel, pid, kernel.engine.cuda.uses_cuda)]
+
+
+def states(kernel: KernelState, cuda: Cuda | None = None) -> dict[int, CudaState]:
+    """Return the CUDA state of the processes that have one, by host pid, the kernel's own first.  Raises `CudaError`.
+
+    ``cuda``: the facade that asks the driver, if it is not the shared one.
+    """
+    found = {pid: _unless_ended(kernel, pid, (cuda or kernel.engine.cuda).state) for pid in _all(kernel)}
+    return {pid: state for pid, state in found.items() if state not in (None, CudaState.NONE)}  # type: ignore[misc]
+
+
+def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:
+    """Return why processes of the kernel cannot be suspended together, as far as that shows.  Raises `CudaError`."""
+    cuda, found = kernel.engine.cuda, list[errors.UnsupportedCuda]()
+    if len(candidates(kernel)) < 2:
+        return found
+    using = states(kernel)  # forked children have loaded the driver, and do not use CUDA
+    peers = [pid for pid in using if _unless_ended(kernel, pid, cuda.has_nccl_memory)]
+    if len(peers) > 1:
+        found.append(_nccl_peers(peers))
+    if len(using) > 1 and (count := amounts(kernel).shared):
+        message = f"The kernel has shared device memory ({count} allocations) with its child processes (CUDA IPC)."
+        found.append(errors.SharedDeviceMemory(message))
+    return found
+
+
+def explained(
+    kernel: KernelState, refusal: errors.UnsupportedCuda, *, pid: int | None = None, at_lock: bool = False
+) -> errors.UnsupportedCuda:
+    """Return a refusal of the driver, for the kernel or its child ``pid``, by its reason where that is known."""
+    own, engine, used = kernel.require_capsule().host_pid, kernel.engine, kernel.saved.device_bytes
+    pid = own if pid is None else pid
+    managed = amounts(kernel).managed if pid == own else 0
+    return refusals.explained(refusal, pid, engine.cuda, engine.gpus, used, managed, at_lock=at_lock)
+
+
+def amounts(kernel: KernelState) -> Amounts:
+    """Return the amounts of the kernel's own library; none if it is busy, or of another release."""
+    try:
+        return kernel.fast_path().amounts()
+    except (errors.CudaError, errors.ProtocolVersion):
+        return Amounts()
+
+
+def lock(kernel: KernelState) -> list[int]:
+    """Have the driver lock all processes with CUDA state; return them, the kernel's own first.
+
+    Also those that begin to use CUDA meanwhile.  *After failure* none is locked, as far as the driver answers.  Several
+    are locked at the same time, by a helper of their own: while one process of a group that communicates is locked, the
+    driver may not answer for another, and only the end of the helper ends that.  Raises `UnsupportedCuda` by its reason
+    where that is known, and as `Cuda.lock`.
+    """
+    own, cuda, locked = kernel.require_capsule().host_pid, kernel.engine.cuda, list[int]()
+    with ExitStack() as stack:
+        try:
+            for _ in range(_ROUNDS):
+                new = [pid for pid in states(kernel, cuda) if pid not in locked]
+                if not new:
+                    return locked
+                if cuda is kernel.engine.cuda and [*locked, *new] != [own]:
+                    cuda = stack.enter_context(cuda.with_own_helper())
+                locked += _lock(kernel, cuda, new)
+        except BaseException:
+            _unlock(cuda, locked)
+            raise
+        _unlock(cuda, locked)
+    raise errors.CudaTimeout("Again and again, other processes of the kernel begin to use CUDA.")
+
+
+def _lock(kernel: KernelState, cuda: Cuda, pids: list[int]) -> list[int]:
+    """Lock processes at the same time; return those that have not ended.  *After failure* none is locked."""
+    own = kernel.require_capsule().host_pid
+    several = pids != [own]
+    grace = {"grace_s": _GRACE} if several else {}
+    failed = _each(kernel, pids, lambda pid: cuda.lock(pid, kernel.settings.cuda, **grace))
+    done = [pid for pid in pids if pid not in failed]
+    failures = {pid: error for pid, error in failed.items() if error is not None}
+    if not failures:
+        return done
+    if several:
+        _unlock(cuda, done, late=failures)
+    pid, failure = next(iter(failures.items()))
+    if isinstance(failure, errors.UnsupportedCuda):
+        reason = explained(kernel, failure, pid=pid, at_lock=True)
+        if isinstance(reason, errors.ProfilerUsed) and pid == own:
+            kernel.lasting_refusal = reason
+        raise _named(kernel, pid, reason) from failure
+    if isinstance(failure, errors.CudaTimeout) and failure.details.get("op") is not None:  # no answer at all
+        using = [each for each in pids if _unless_ended(kernel, each, cuda.has_nccl)]
+        if len(using) > 1:
+            raise _nccl_peers(using) from failure
+    raise _named(kernel, pid, failure)
+
+
+def _unlock(cuda: Cuda, pids: Iterable[int], late: Iterable[int] = ()) -> None:
+    """Unlock processes, and those of which it is not known whether they are, or still will be, locked (``late``)."""
+    for pid in pids:
+        with suppress(GpuCkptError):  # what is still locked, the undo of the whole step unlocks
+            cuda.unlock(pid)
+    deadline = time.monotonic() + _LATE
+    for pid in late:
+        with suppress(GpuCkptError):
+            while (state := cuda.state(pid)) is not CudaState.LOCKED and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if state is CudaState.LOCKED:
+                cuda.unlock(pid)
+
+
+def checkpoint(kernel: KernelState, children: Iterable[int], timeout_s: float) -> None:
+    """Have the driver suspend locked children of the kernel.  Raises `UnsupportedCuda`, by its reason, `CudaError`."""
+    capsule, cuda = kernel.require_capsule(), kernel.engine.cuda
+    children = [*children]
+    for pid in children:
+        _unless_ended(kernel, pid, lambda pid: capsule.freeze_threads_in_driver(child=pid))
+    failed = _each(kernel, children, lambda pid: cuda.checkpoint(pid, timeout_s=timeout_s))
+    for pid, failure in failed.items():
+        if isinstance(failure, errors.UnsupportedCuda):
+            raise _named(kernel, pid, explained(kernel, failure, pid=pid)) from failure
+        if failure is not None:
+            raise _named(kernel, pid, failure)
+
+
+def resume_children(kernel: KernelState, gpu_mapping: Mapping[str, str] | None, timeout_s: float) -> None:
+    """Bring the children of the kernel back to the GPU, whatever was done of that before.  Raises `CudaError`.
+
+    Call it inside a reservation for all of them, as `Cuda.restore`.
+    """
+    cuda, own = kernel.engine.cuda, kernel.require_capsule().host_pid
+    children = {pid: state for pid, state in states(kernel).items() if pid != own and state is not CudaState.RUNNING}
+    kernel.restored_on_gpu = kernel.restored_on_gpu or CudaState.CHECKPOINTED in children.values()
+
+    def resume(pid: int) -> None:
+        if children[pid] is not CudaState.LOCKED:
+            cuda.restore(pid, gpu_mapping, timeout_s=timeout_s)
+        cuda.unlock(pid)
+
+    for pid, failure in _each(kernel, children, resume).items():
+        if failure is not None:
+            raise _named(kernel, pid, failure)
+
+
+# -- one process
+
+
+def _all(kernel: KernelState) -> list[int]:
+    capsule = kernel.require_capsule()
+    return [capsule.host_pid, *capsule.other_processes()]
+
+
+def _unless_ended(kernel: KernelState, pid: int, call: Callable[[int], _T]) -> _T | None:
+    """Return ``call(pid)``, or None if the process, a child of the kernel, has ended."""
+    try:
+        return call(pid)
+    except GpuCkptError:
+        if pid == kernel.require_capsule().host_pid or _lives(pid):
+            raise
+        return None
+
+
+def _lives(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and process.state not in "ZX"
+
+
+def _each(kernel: KernelState, pids: Iterable[int], call: Callable[[int], object]) -> dict[int, GpuCkptError | None]:
+    """Call ``call`` for all processes at the same time.  Return the errors, None for a child that has ended."""
+
+    def error_of(pid: int) -> tuple[bool, GpuCkptError | None]:
+        try:
+            call(pid)
+        except GpuCkptError as error:
+            return True, error if pid == kernel.require_capsule().host_pid or _lives(pid) else None
+        return False, None
+
+    pids = [*pids]
+    with ThreadPoolExecutor(max(1, len(pids)), "gpu-ckpt-driver") as pool:
+        outcomes = dict(zip(pids, pool.map(error_of, pids), strict=True))
+    return {pid: error for pid, (failed, error) in outcomes.items() if failed}
+
+
+def _named(kernel: KernelState, pid: int, error: _E) -> _E:
+    """Have the error of a child name it."""
+    process = read_process(pid)
+    if pid != kernel.require_capsule().host_pid and process is not None:
+        error.message = f"Of the kernel's child {process.shown()} (pid {pid}): {error.message}"
+        error.details |= {"pid": pid, "command": process.shown()}
+    return error
+
+
+def _nccl_peers(pids: list[int]) -> errors.NcclPeers:
+    message = f"The kernel's processes {', '.join(map(str, pids))} communicate by NCCL."
+    return errors.NcclPeers(message, pids=pids)

@@ -1,0 +1,352 @@
+"""Kernels whose child processes have CUDA contexts of their own, when the CUDA driver refuses, hangs, or they end.
+
+The processes, their capsule, CRIU and the images are real; the driver is the fake of `test_lifecycle_fake_cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from gate_double import GateDouble
+from harness import alive
+from test_lifecycle_fake_cuda import A, B, Lost, Rig, states
+from waiting import until
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
+from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
+from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
+from jupyter_gpu_ckpt.lifecycle import cuda_processes
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
+from jupyter_gpu_ckpt.lifecycle.plans import State
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeProcess
+from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
+from jupyter_gpu_ckpt.trace import StepEvent, Trace
+
+COMMANDS = ("sleep", "1001"), ("sleep", "1002"), ("sleep", "1003")
+SHELL = ["sh", "-c", f"{' & '.join(map(' '.join, COMMANDS))} & wait; sleep 1000"]
+MIB = 1 << 20
+
+
+class Family(Rig):
+    """A kernel with 60 MiB on GPU A, and children with 20 there, 30 on GPU B, and none: `COMMANDS`."""
+
+    def __init__(self, criu_binary, directory: Path, base: Path) -> None:
+        super().__init__(criu_binary, directory, base, SHELL)
+        until(lambda: set(self.pids()) == set(COMMANDS), "the children are there")
+        memory = [{A: 20 * MIB}, {B: 30 * MIB}, None]
+        self.fakes = dict(
+            zip(COMMANDS, (self._start(*each) for each in zip(COMMANDS, memory, strict=True)), strict=True)
+        )
+
+    def _start(self, command: tuple[str, ...], memory: dict[str, int] | None) -> FakeProcess:
+        return self.driver.processes[self.driver.start(memory, pid=self.pids()[command])]
+
+    def pids(self) -> dict[tuple[str, ...], int]:
+        assert self.lifecycle.capsule is not None
+        found: dict[tuple[str, ...], int] = {}
+        for pid in self.lifecycle.capsule.other_processes():
+            with contextlib.suppress(*procfs.GONE):
+                found[procfs.arguments(pid)] = pid  # of a zombie there are none
+        return {command: pid for command, pid in found.items() if command}
+
+    @property
+    def children(self) -> list[int]:
+        """The children that use CUDA."""
+        return [pid for command, pid in sorted(self.pids().items()) if self.fakes[command].cuda]
+
+    def begin(self, command: tuple[str, ...], memory: dict[str, int]) -> None:
+        """Have a child begin to use CUDA."""
+        fake = self.fakes[command]
+        fake.cuda, fake.memory = True, memory
+
+    def kill(self, command: tuple[str, ...]) -> None:
+        pid = self.pids()[command]
+        os.kill(pid, signal.SIGKILL)
+        self.driver.processes.pop(pid, None)
+        until(lambda: not alive([pid]), "it has ended")
+
+    def _follow(self, event: StepEvent) -> None:
+        if (event.kind, event.step) == ("completed", "end_process"):
+            own = (self.fake, *self.fakes.values())
+            for pid in [pid for pid, each in self.driver.processes.items() if any(each is mine for mine in own)]:
+                self.driver.remove(pid)
+        elif (event.kind, event.step) == ("completed", "criu_restore"):
+            self.driver.add(self.fake, self.pid)
+            for command, pid in self.pids().items():
+                self.driver.add(self.fakes[command], pid)
+
+    def in_state(self, *expected: int) -> None:
+        assert [self.fake.state, *(fake.state for fake in self.fakes.values() if fake.cuda)] == [*expected]
+
+    def runs_on(self) -> None:
+        super().runs_on()
+        for pid in self.children:
+            assert self.driver.processes[pid].state == RUNNING
+        assert "t" not in set().union(*(states(pid) for pid in (self.pid, *self.pids().values())))
+
+
+@pytest.fixture
+def family(criu_binary, tmp_path):
+    base = Path(tempfile.mkdtemp(prefix="gc-"))
+    family = Family(criu_binary, tmp_path, base)
+    yield family
+    family.lifecycle.terminate()
+    shutil.rmtree(base)
+
+
+def test_the_kernel_and_its_children_leave_the_gpus_together_and_come_back(family):
+    free = {uuid: family.driver.free(uuid) for uuid in (A, B)}
+    assert family.lifecycle.device_bytes() == {A: 80 * MIB, B: 30 * MIB}
+    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    for _ in range(2):
+        family.lifecycle.suspend()
+        family.sleeps(State.SUSPENDED)
+        family.in_state(CHECKPOINTED, CHECKPOINTED, CHECKPOINTED)
+        assert (family.driver.free(A), family.driver.free(B)) == (100 * MIB, 100 * MIB)
+        assert family.lifecycle.device_bytes() == {}
+        family.lifecycle.resume()
+        family.runs_on()
+        assert free == {uuid: family.driver.free(uuid) for uuid in (A, B)}
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_checkpoint_takes_them_all_and_a_wake_brings_them_back(family, suspended):
+    if suspended:
+        family.lifecycle.suspend()
+    image = family.lifecycle.checkpoint()
+    family.sleeps(State.CHECKPOINTED)
+    assert image.manifest.device_bytes == {A: 80 * MIB, B: 30 * MIB}
+    family.lifecycle.wake()
+    assert set(family.pids()) == set(COMMANDS)
+    family.runs_on()
+    family.cycle()
+
+
+def test_none_of_the_restored_processes_runs_before_the_driver_is_done_with_all(family, monkeypatch):
+    family.lifecycle.checkpoint()
+    call, seen = family.driver.call, []
+
+    def watched(op: str, **args):
+        if op in ("cuda.restore", "cuda.unlock"):
+            seen.append((op, [states(pid) for pid in (family.pid, *family.pids().values())]))
+        return call(op, **args)
+
+    monkeypatch.setattr(family.driver, "call", watched)
+    family.lifecycle.wake()
+    assert sorted(op for op, _ in seen) == ["cuda.restore"] * 3 + ["cuda.unlock"] * 3
+    assert all(each == [{"t"}] * 4 for _, each in seen)
+    family.runs_on()
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_kernel_that_uses_cuda_in_its_children_only(family, verb):
+    family.fake.cuda, family.fake.memory = False, {}
+    getattr(family.lifecycle, verb)()
+    assert all(fake.state == CHECKPOINTED for fake in family.fakes.values() if fake.cuda)
+    assert (family.driver.free(A), family.driver.free(B)) == (100 * MIB, 100 * MIB)
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("fault", ["busy", "unsupported", "profiled"])
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_child_that_the_driver_refuses_keeps_all_of_them_where_they_are(family, verb, fault):
+    codes = {"busy": "CUDA_TIMEOUT", "unsupported": "CUDA_UNSUPPORTED", "profiled": "PROFILER_USED"}
+    pid = family.pids()[COMMANDS[1]]
+    setattr(family.fakes[COMMANDS[1]], fault, True)
+    error = family.fails(verb, codes[fault])
+    assert error.message.startswith(f"Of the kernel's child sleep 1002 (pid {pid}): ")
+    assert (error.details["pid"], error.details["command"]) == (pid, "sleep 1002")
+    assert error.left == "the kernel runs on"
+    family.runs_on()
+    setattr(family.fakes[COMMANDS[1]], fault, False)
+    family.cycle()
+
+
+def test_a_child_that_begins_to_use_cuda_between_preflight_and_lock_goes_along(family):
+    call = family.driver.call
+
+    def begins(op: str, **args):
+        if op == "cuda.lock" and not family.fakes[COMMANDS[2]].cuda:
+            family.begin(COMMANDS[2], {B: 5 * MIB})
+        return call(op, **args)
+
+    family.driver.call = begins
+    family.lifecycle.suspend()
+    family.in_state(*[CHECKPOINTED] * 4)
+    assert family.lifecycle.kernel.saved.device_bytes == {A: 80 * MIB, B: 35 * MIB}
+    family.lifecycle.checkpoint()
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+def test_a_child_that_begins_to_use_cuda_after_the_suspend_keeps_the_kernel_from_the_disk(family):
+    family.lifecycle.suspend()
+    family.begin(COMMANDS[2], {B: 5 * MIB})
+    assert "sleep 1003" in family.fails("checkpoint", "CHILD_PROCESSES").message
+    family.sleeps(State.SUSPENDED)
+    family.lifecycle.resume()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("op", ["cuda.state", "cuda.lock", "cuda.checkpoint", "cuda.restore", "cuda.unlock"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
+    """That is no failure: the others go on without it."""
+    call, killed = family.driver.call, []
+
+    def kills(asked: str, *, lane: int | None = None, **args):
+        if killed or asked != op or lane != family.pids().get(COMMANDS[0]):
+            return call(asked, lane=lane, **args)
+        killed.append(lane)
+        value = call(asked, lane=lane, **args) if when == "after" else None
+        family.kill(COMMANDS[0])
+        if when == "before":
+            raise DriverRefused(INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE")
+        return value
+
+    monkeypatch.setattr(family.driver, "call", kills)
+    getattr(family.lifecycle, verb)()
+    family.lifecycle.wake()
+    assert killed
+    assert set(family.pids()) == set(COMMANDS[1:])
+    family.runs_on()
+    family.cycle()
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_suspended_child_that_is_killed_is_gone_and_the_rest_comes_back(family, suspended):
+    family.lifecycle.suspend()
+    family.kill(COMMANDS[0])
+    if suspended:
+        family.lifecycle.checkpoint()
+    family.lifecycle.wake()
+    assert set(family.pids()) == set(COMMANDS[1:])
+    family.runs_on()
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(family, monkeypatch, nccl):
+    """As of two NCCL ranks: the lock of the second ends only when the first is unlocked, and nobody may wait for it."""
+    shared, call, over = FakeHelper(family.driver), family.driver.call, threading.Event()
+    hangs = family.pids()[COMMANDS[1]]
+
+    def held_up(op: str, *, lane: int | None = None, **args):
+        if op == "cuda.lock" and lane == hangs:
+            over.wait(60)
+        if op == "cuda.unlock":
+            over.set()
+        return call(op, lane=lane, **args)
+
+    monkeypatch.setattr(family.driver, "call", held_up)
+    monkeypatch.setattr(cuda_processes, "_GRACE", 0.5)
+    monkeypatch.setattr(FakeCuda, "has_nccl_memory", lambda *_: False)
+    for fake in family.fakes.values():
+        fake.nccl = nccl
+    kernel = family.lifecycle.kernel
+    kernel.engine.cuda = FakeCuda(family.driver, shared)
+    kernel.settings = dataclasses.replace(kernel.settings, cuda=0.5)
+    kernel.engine.cuda.available()
+    helper = shared.pid
+    try:
+        error = family.fails("suspend", "NCCL_PEERS" if nccl else "CUDA_TIMEOUT")
+        assert str(hangs) in error.message
+        assert shared.pid == helper, "the helper that other kernels use is not the one that was killed"
+        family.runs_on()
+        over.set()
+        family.lifecycle.suspend()
+        family.in_state(CHECKPOINTED, CHECKPOINTED, CHECKPOINTED)
+        family.lifecycle.wake()
+        family.runs_on()
+    finally:
+        shared.close()
+
+
+def test_processes_that_communicate_by_nccl_are_refused_before_they_are_disturbed(family):
+    family.fakes[COMMANDS[2]].nccl = family.fakes[COMMANDS[0]].nccl = True
+    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "one is a fork without CUDA"
+    family.fakes[COMMANDS[1]].nccl = True
+    for verb in ("suspend", "checkpoint"):
+        assert family.fails(verb, "NCCL_PEERS").details["pids"] == family.children
+    assert "cuda.lock" not in {op for op, _ in family.driver.calls}
+    family.runs_on()
+
+
+def test_device_memory_that_the_kernel_shares_with_its_children_is_refused(family, monkeypatch):
+    monkeypatch.setattr(FastPath, "amounts", lambda *_: Amounts(allocations=2, bytes=4 * MIB, shared=1))
+    for verb in ("suspend", "checkpoint"):
+        family.fails(verb, "CUDA_IPC")
+    family.runs_on()
+    for command in COMMANDS[:2]:
+        family.kill(command)
+    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "nobody is left to share it with"
+
+
+@pytest.mark.parametrize("away", ["suspend", "checkpoint"])
+def test_no_driver_call_is_made_without_room_for_all(family, away):
+    getattr(family.lifecycle, away)()
+    other = family.driver.start({B: 80 * MIB})
+    family.fails("wake", "GPU_FULL")
+    assert "cuda.restore" not in {op for op, _ in family.driver.calls}
+    family.driver.remove(other)
+    family.lifecycle.wake()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("op", ["cuda.restore", "cuda.unlock"])
+def test_a_resume_that_fails_for_one_is_continued_by_the_next(family, op, when):
+    family.lifecycle.suspend()
+    Lost(family.driver, op, when)
+    assert family.fails("resume", "HELPER_GONE").message.startswith("Of the kernel's child ")
+    family.sleeps(State.SUSPENDED)
+    family.lifecycle.resume()
+    family.runs_on()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])
+def test_a_helper_that_is_killed_on_the_way_out_leaves_all_running(family, op, when):
+    Lost(family.driver, op, when)
+    family.fails("checkpoint", "HELPER_GONE")
+    family.runs_on()
+    family.cycle()
+
+
+@pytest.mark.parametrize("state", [LOCKED, CHECKPOINTED])
+def test_the_next_owner_finds_children_that_were_left_half_way(family, state):
+    """Locked ones are unlocked; of suspended ones the kernel is suspended, and wakes with all of them."""
+    lifecycle = family.lifecycle
+    lifecycle.capsule.outlive()
+    lifecycle.detach()
+    family.fakes[COMMANDS[0]].state = state
+    engine, home = lifecycle.engine, lifecycle.home
+    settings = dataclasses.replace(lifecycle.kernel.settings)
+    family.gate = GateDouble()
+    family.lifecycle = Lifecycle(home, engine, family.gate, settings=settings, trace=Trace("k", [family._follow]))
+    family.lifecycle.attach(capsule=Capsule.attach(home.runtime_dir))
+    if state == LOCKED:
+        assert family.lifecycle.state is State.RUNNING
+    else:
+        assert family.lifecycle.state is State.SUSPENDED
+        family.driver.gpus = {A: 1 << 40, B: 1 << 40}  # how much they had is not known any more
+        family.lifecycle.wake()
+    family.in_state(RUNNING, RUNNING, RUNNING)
+
+
+def test_all_restored_processes_are_off_the_gpu_before_they_are_killed(family):
+    family.cycle()
+    family.driver.calls.clear()
+    family.lifecycle.terminate()
+    assert sum(op == "cuda.checkpoint" for op, _ in family.driver.calls) == 3

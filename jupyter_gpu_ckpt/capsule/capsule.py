@@ -38,6 +38,7 @@ from ..errors import (
     NoSpace,
     ProtocolVersion,
     RuntimeDirectory,
+    UnsupportedFile,
     UnsupportedTerminal,
 )
 from .namespaces import UNSHIFTED, Clocks
@@ -352,9 +353,10 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.
 
-        Raises `UnsupportedTerminal`, before the program runs, if the terminals have too much unread data,
-        `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot be saved (`shared_memory`),
-        `NoSpace` and `NoMemory` if there is no room for the copies of shared memory and of the terminals' data.
+        Raises, before the program runs, `UnsupportedTerminal` if the terminals have too much unread data,
+        `UnsupportedFile` if an inotify instance has unread events, `DeletedMapping` if the kernel is an ordinary user's
+        and shared memory cannot be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the copies
+        of shared memory and of the terminals' data.
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
         limits = {"timeout": timeout, "grace": grace}
@@ -369,6 +371,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             raise NoMemory("The kernel's shared memory does not fit into this host's memory.") from error
         if "unsupported_terminal" in reply:
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
+        if "unsupported_file" in reply:
+            raise UnsupportedFile(f"The kernel has {reply['unsupported_file']}.", culprit=reply["unsupported_file"])
         if "deleted_mapping" in reply:
             raise DeletedMapping(f"The kernel's processes share a deleted file: {reply['deleted_mapping']}.")
         ended = reply.get("ended", [])  # the capsule's init may be of an older release

@@ -44,7 +44,9 @@ _ENTRY_BYTES = 64
 #: compel's name for the file that its code lies in.
 _PARASITE = "/memfd:CRIUMFD"
 _TRAP = 1 << signal.SIGTRAP - 1
-_CONT = 1 << signal.SIGCONT - 1
+_CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
+_STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
+_SIGINFO_BYTES = 128
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
@@ -113,12 +115,36 @@ def _unless_ended(pid: int, root: int) -> Iterator[None]:
 
 
 def resume(pid: int, leader: Tracee | None = None) -> None:
-    """End the stop of a process without a call of its own handler of SIGCONT.  ``leader``: as for `Injection.into`."""
+    """End the stop of a process, which does not notice it.  ``leader``: as for `Injection.into`.
+
+    Its own handler of SIGCONT is not called, and it is not told that its children stopped: `_drop_stop_notice`.
+    """
+    if _signals(pid, pid, "ShdPnd") & _CHLD:
+        with contextlib.suppress(OSError), Injection.into(pid, leader) as injection:
+            _drop_stop_notice(injection)
     with ExitStack() as stack:
         if _signals(pid, pid, "SigCgt") & _CONT:
             with contextlib.suppress(OSError):  # then it is called
                 stack.enter_context(_uncaught(stack.enter_context(Injection.into(pid, leader))))
         os.kill(pid, signal.SIGCONT)
+
+
+def _drop_stop_notice(injection: Injection) -> None:
+    """Drop a pending SIGCHLD that says that a child has stopped or continued, which it did for a dump or a restore.
+
+    A program that reads such a notice may stop itself, as script(1) does.  It stays if the child is still stopped, or
+    if one has ended: Linux keeps one SIGCHLD for all.
+    """
+    pid = injection.pid
+    empty = struct.pack("=Q", _CHLD) + bytes(_SIGINFO_BYTES + 16)  # the signals to wait for, and for no time
+    with injection.on_stack(empty) as address:
+        info, timeout = address + 8, address + 8 + _SIGINFO_BYTES
+        if injection.call("rt_sigtimedwait", address, info, timeout, 8) != signal.SIGCHLD:
+            return
+        code, child = struct.unpack("=8xi4xi", injection.memory.read(info, 20))
+        ended = any(_state(each, each) == "Z" for each in procfs.children(pid))
+        if code not in _STOP_NOTICES or ended or _state(child, child) == "T":
+            injection.call("rt_sigqueueinfo", pid, signal.SIGCHLD, info)
 
 
 @contextlib.contextmanager

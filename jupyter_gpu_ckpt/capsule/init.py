@@ -31,11 +31,13 @@ from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
-from jupyter_gpu_ckpt.process import controlling_terminals, inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process import inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
+from jupyter_gpu_ckpt.process.preparation import Preparation, restored_terminals
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
-from jupyter_gpu_ckpt.process.terminals import Terminals, Unsupported
+from jupyter_gpu_ckpt.process.terminals import Unsupported
+from jupyter_gpu_ckpt.process.watched_files import Unwatchable, WatchedFiles
 
 #: Seconds that a capsule without an owner waits for one.
 OWNER_TIMEOUT = 15.0
@@ -96,10 +98,9 @@ class Init:
         self.job: RunningProgram | None = None
         #: Of a dump that succeeded: the processes that it left stopped.
         self.stopped: CriuGuard | None = None
-        #: The terminals of those processes, and the data that was taken out of them.
-        self.terminals: Terminals | None = None
-        #: Their files of /dev/tty, which are open by another name.
-        self.controlling_terminals: dict[int, controlling_terminals.Files] = {}
+        #: What those processes have otherwise for the dump.
+        self.preparation: Preparation | None = None
+        self.watched_files = WatchedFiles()
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
         #: By process, threads that must not run while its device memory is copied, also without an owner; and while its
@@ -239,10 +240,10 @@ class Init:
                 os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
         seconds = time.monotonic() - job.began
         ended = job.guard.ended() if job.guard is not None else []
-        lost = self.restore_terminals() if code != 0 else ""  # before the processes run on
+        lost = self.undo_preparation() if code != 0 else ""  # before the processes run on
         unrepaired = self.finish_guard(job, code) or lost
         if code == 0 and job.guard is None and job.terminals:
-            unrepaired = self.restore_terminals(job.terminals)
+            unrepaired = restored_terminals(job.terminals)
         self.stopped = job.guard if code == 0 else None
         if self.owner is None:
             self.resume_without_owner()
@@ -276,40 +277,10 @@ class Init:
         finally:
             self.mounted += [mount for mount in procfs.mounts() if mount not in before]
 
-    def drain_terminals(self, pids: list[int], path: str) -> None:
-        """Move the data in the terminals of stopped processes to a file, and open /dev/tty by its terminal's name.
-
-        *After failure* all is as before.
-        """
-        self.terminals = Terminals()
-        try:
-            self.terminals.drain()
-            self.terminals.save(path)
-            self.controlling_terminals = controlling_terminals.reopen(pids)
-        except BaseException:
-            self.restore_terminals()
-            raise
-
-    def restore_terminals(self, path: str = "") -> str:
-        """Put back what `drain_terminals` took out, or what the file ``path`` has.  Return what is lost, in words.
-
-        Never raises: that must not keep the kernel from running.
-        """
-        lost: list[str] = []
-
-        def restore() -> None:
-            if path:
-                self.terminals = Terminals()
-                self.terminals.load(path)
-            if self.terminals is not None:
-                lost.append(self.terminals.restore())
-
-        reopened, self.controlling_terminals = self.controlling_terminals, {}
-        why = _failure(restore) or "".join(lost) or _failure(lambda: controlling_terminals.put_back(reopened))
-        terminals, self.terminals = self.terminals, None
-        if terminals is not None:
-            terminals.close()
-        return f"terminals: {why}" if why else ""
+    def undo_preparation(self) -> str:
+        """Put back what was otherwise for a dump.  Return what is lost, in words; never raises."""
+        preparation, self.preparation = self.preparation, None
+        return preparation.undo() if preparation is not None else ""
 
     @staticmethod
     def finish_guard(job: RunningProgram, code: int) -> str:
@@ -352,6 +323,8 @@ class Init:
                 self.answer(reply)
         except Unsupported as error:
             self.answer({"unsupported_terminal": error.strerror})
+        except Unwatchable as error:
+            self.answer({"unsupported_file": error.strerror})
         except Unmovable as error:
             self.answer({"deleted_mapping": error.strerror})
         except Exception as error:
@@ -397,7 +370,7 @@ class Init:
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
-                self.drain_terminals(guard.pids, terminals)
+                self.preparation = Preparation(guard.pids, terminals, self.watched_files)
             elif terminals:
                 self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -408,7 +381,7 @@ class Init:
                 os.close(log)
         except BaseException:
             if guard is not None:
-                self.restore_terminals()
+                self.undo_preparation()
                 guard.finish(success=False)
             raise
         self.imaged = True
@@ -442,7 +415,7 @@ class Init:
     def resume_processes(self) -> dict[str, Any]:
         stopped, self.stopped = self.stopped, None
         if stopped is not None:
-            self.restore_terminals()
+            self.undo_preparation()
             stopped.resume()
         return {}
 
@@ -493,8 +466,8 @@ class Init:
         found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
         for pid in self.stopped.were_stopped() if self.stopped is not None else ():
             found.notes.setdefault(str(pid), {})["stopped"] = True
-        for pid, files in self.controlling_terminals.items():
-            found.notes.setdefault(str(pid), {})["controlling_terminal"] = files
+        for pid, notes in self.preparation.notes().items() if self.preparation is not None else ():
+            found.notes.setdefault(str(pid), {}).update(notes)
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
             file.write(json.dumps(vars(found)).encode())
             file.flush()

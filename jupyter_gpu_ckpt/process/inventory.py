@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, sockets, syscalls
+from jupyter_gpu_ckpt.process import file_facts, sockets, syscalls, watched_files
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -380,6 +380,9 @@ class _Process:
     # -- the process
 
     def process(self) -> None:
+        tracer = int(procfs.status(self.pid).get("TracerPid", "0"))
+        if tracer not in (0, os.getpid()):
+            self.found.refuse(f"a process that another one traces (process {tracer})", hint="End its debugger.")
         if procfs.read(f"{self.root}/cgroup") != self.mine.cgroup:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
@@ -396,8 +399,8 @@ class _Process:
     def relations(self) -> None:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
 
-        It makes a session for its leader, whose children inherit it; and a process group for its leader, or where that
-        has ended with a process of its own in its place.
+        It makes a session for its leader, whose children inherit it.  A process group whose leader has ended it makes
+        with a process of its own in its place.
         """
         parent = procfs.stat(self.pid).parent
         if self.pid == self.tree.kernel or parent not in self.tree.pids:
@@ -406,8 +409,6 @@ class _Process:
             self.found.refuse("a process of another user", hint="End that process.")
         if os.getsid(self.pid) not in (self.pid, os.getsid(parent)):
             self.found.refuse("a process in a session that is not its parent's", hint="End that process.")
-        if os.getpgid(self.pid) not in self.tree.pids:
-            self.found.refuse("a process in a group whose leader has ended", hint="End that process.")
 
     # -- descriptors
 
@@ -554,14 +555,12 @@ class _Process:
         }
 
     def inotify(self, number: int) -> None:
-        """Refuse a watch of an ordinary user, whose CRIU may not open the watched files by their handles."""
-        hint = "Stop what watches files (watchdog, watchfiles, an autoreloader) and try again."
-        if os.geteuid() != 0:
-            self.refuse_file(f"an inotify watch (descriptor {number})", hint)
-        elif "pidfd_getfd" not in self.mine.forbidden:
+        """Refuse unread events; whether the watched files are found is known when all is stopped (`watched_files`)."""
+        if "pidfd_getfd" not in self.mine.forbidden:
             with syscalls.borrowed(self.pidfd, number) as descriptor:
                 if syscalls.readable_bytes(descriptor):
-                    self.refuse_file(f"an inotify watch with events not read yet (descriptor {number})", hint)
+                    hint = "Let the program read them and try again, or stop what watches files (watchdog, watchfiles)."
+                    self.refuse_file(f"{watched_files.UNREAD} (descriptor {number})", hint)
 
     def epoll(self, number: int, text: str) -> None:
         """Note the registrations of an epoll instance: those of a semaphore are made again with it."""

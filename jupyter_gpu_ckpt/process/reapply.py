@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import controlling_terminals, injection, syscalls
+from jupyter_gpu_ckpt.process import controlling_terminals, injection, syscalls, watched_files
 from jupyter_gpu_ckpt.process import sockets as socket_state
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.syscalls import pidfd_of
@@ -95,6 +95,9 @@ class _Restorer(NamedTuple):
             self.thread(int(tid), notes)
         if self.notes.get("sockets"):
             self.sockets()
+        if watches := self.notes.get("watches"):
+            with self.trying("inotify watches"):
+                self.failed.extend(f"inotify watch on {why}" for why in watched_files.put_back(self.pid, watches))
         if files := self.notes.get("controlling_terminal"):
             with self.trying("/dev/tty"):
                 controlling_terminals.put_back({self.pid: files})

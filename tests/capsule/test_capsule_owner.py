@@ -192,7 +192,7 @@ class Unrepairable:
 
 def test_what_cannot_be_resumed_without_an_owner_does_not_end_the_init(capsys):
     init = Init.__new__(Init)
-    init.owner, init.terminals, init.stopped = None, None, Unrepairable()
+    init.owner, init.preparation, init.stopped = None, None, Unrepairable()
     init.resume_without_owner()
     assert "TimeoutError: a thread does not stop" in capsys.readouterr().err
     assert init.stopped is None

@@ -442,6 +442,10 @@ ALONE: dict[str, tuple[str, str]] = {
         "assert libc.mlockall(2) == 0, os.strerror(ctypes.get_errno())",
         "answer = flags_of(memory(4096))",
     ),
+    "inotify": (
+        "fd = call(294, 0x800); call(254, fd, b'/usr', 0x84000002)",
+        "answer = re.findall(r'inotify wd:\\S+.*', info(fd))",
+    ),
     "CPUID that faults": ("call(158, 0x1012, 0)", "answer = call(158, 0x1011)"),
 }
 if ROOT:
@@ -455,10 +459,6 @@ if ROOT:
     KINDS["unix whose path was deleted"] = (
         "s = socket.socket(socket.AF_UNIX); s.bind('FILE'); s.listen(3); os.unlink('FILE')",
         "answer = s.getsockname(), s.getsockopt(1, 30)",
-    )
-    KINDS["inotify"] = (
-        "fd = call(294, 0x800); call(254, fd, b'/usr', 2)",
-        "answer = re.findall(r'inotify wd:\\S+', info(fd))",
     )
     KINDS["capabilities"] = ("prctl(24, 21)", "answer = [l for l in open('/proc/self/status') if l.startswith('Cap')]")
 
@@ -634,7 +634,6 @@ else:
         "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",
         "a unix socket whose file ",
     )
-    REFUSED["inotify"] = ("fd = call(294, 0x800); call(254, fd, b'/usr', 2)", "an inotify watch (descriptor ")
 
 
 @pytest.fixture(scope="module")

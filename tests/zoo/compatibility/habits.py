@@ -91,7 +91,6 @@ ROWS = (
         "import aiohttp\ns = aiohttp.ClientSession(headers={'X': '1'})",
         "seen = [s.closed, s.headers['X']]",
         "aiohttp",
-        "Close the session before a checkpoint and make it anew; root rights are not needed for a suspend.",
     ),
     Row(
         "flask",

@@ -89,8 +89,6 @@ def session():
 
 @kind(
     "a process in a group whose leader has ended",
-    refused("UNPROVEN_STATE", "a group whose leader has ended"),
-    advice=ADVICE,
 )
 def group():
     code = (
@@ -108,7 +106,61 @@ def group():
         os.kill(other, signal.SIGKILL)
         ended(process)
 
-    return lambda: os.getpgid(other) not in (other, process.pid, os.getpgrp()), undo
+    return lambda: (os.getpgid(other), os.getpgid(other) not in (other, process.pid, os.getpgrp())), undo
+
+
+@kind("a pipeline in the foreground of a terminal, whose first command has ended")
+def pipeline():
+    shell = Shell()
+    os.write(shell.master, b"true | sleep 1253\n")
+    eventually(lambda: shell.foreground() != shell.process.pid)
+    job = shell.foreground()
+    eventually(lambda: not os.path.exists(f"/proc/{job}"))
+    members = [pid for pid in procfs.children(shell.process.pid) if os.getpgid(pid) == job]
+    return lambda: (shell.foreground() == job, members, [waits(pid) for pid in members]), shell.end
+
+
+@kind("a program that is told when its child stops (script, signalfd)")
+def told():
+    code = (
+        "import os, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])\n"
+        "if not (child := os.fork()): signal.pause()\n"
+        "for line in sys.stdin:\n"
+        "    print(signal.SIGCHLD in signal.sigpending(), flush=True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    eventually(lambda: procfs.children(process.pid))
+    (child,) = procfs.children(process.pid)
+
+    def show():
+        process.stdin.write("?\n")
+        return process.stdout.readline()
+
+    def undo():
+        os.kill(child, signal.SIGKILL)
+        ended(process)
+
+    return show, undo
+
+
+@kind("a process that a debugger traces (ptrace)", refused("UNPROVEN_STATE", "traces"), advice=ADVICE)
+def traced():
+    code = (
+        "import ctypes, os, signal\n"
+        "if not (child := os.fork()): signal.pause()\n"
+        "ctypes.CDLL(None).ptrace(0x4206, child, None, None); print(child, flush=True); signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+
+    def undo():
+        os.kill(child, signal.SIGKILL)
+        ended(process)
+
+    return lambda: procfs.status(child)["TracerPid"], undo
 
 
 @kind(

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import struct
+import subprocess
 from pathlib import Path
 
 from . import kind, refused
@@ -283,12 +284,7 @@ def memfd_secret():
     return lambda: flags(fd), lambda: os.close(fd)
 
 
-@kind(
-    "an inotify watch on a directory (watchdog, watchfiles)",
-    user=refused("FILE_UNSUPPORTED", "inotify"),
-    alone="may be refused",
-    advice="Stop the watcher.",
-)
+@kind("an inotify watch on a directory (watchdog, watchfiles)")
 def inotify():
     directory = place("watched")
     fd = libc("inotify_init1", NONBLOCK)
@@ -302,12 +298,82 @@ def inotify():
     return show, lambda: os.close(fd)
 
 
-@kind(
-    "an inotify object without a watch",
-    user=refused("FILE_UNSUPPORTED", "inotify"),
-    alone="may be refused",
-    advice="Close it.",
-)
+def watches(fd: int) -> list[str]:
+    """The watches of an inotify instance, as Linux shows them."""
+    return sorted(line for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines() if "inotify" in line)
+
+
+@kind("inotify watches with numbers that are not consecutive, on trees, files and links, with flags")
+def inotify_many():
+    directory = place("watched")
+    (directory / "a" / "deep").mkdir(parents=True)
+    (directory / "file").write_text("x")
+    (directory / "link").symlink_to("file")
+    fd = libc("inotify_init1", NONBLOCK)
+    for name, mask in (
+        (".", 0xFFF), ("a", 0x84000100), ("file", 0x2), ("a/deep", 0x200), ("link", 0x02000004)
+    ):  # fmt: skip
+        libc("inotify_add_watch", fd, str(directory / name).encode(), ctypes.c_uint32(mask))
+    libc("inotify_rm_watch", fd, 3)
+    libc("inotify_add_watch", fd, b"/etc", 0x100)
+    os.read(fd, 100)
+    return lambda: (watches(fd), error_of(lambda: os.read(fd, 100))), lambda: os.close(fd)
+
+
+@kind("an inotify instance that an epoll object and a forked child have, too")
+def inotify_shared():
+    directory = place("watched")
+    fd = libc("inotify_init1", NONBLOCK)
+    libc("inotify_add_watch", fd, str(directory).encode(), 0x100)
+    other, watched = os.dup(fd), select.epoll()
+    watched.register(fd, select.EPOLLIN | select.EPOLLET)
+    if not (child := os.fork()):
+        signal.pause()
+
+    def show():
+        (directory / "new").touch()
+        (directory / "new").unlink()
+        seen = watched.poll(20) == [(fd, select.EPOLLIN)], os.read(other, 100)
+        return seen, watches(fd) == watches(other), watched.poll(0)
+
+    def undo():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        watched.close()
+        os.close(other)
+        os.close(fd)
+
+    return show, undo
+
+
+@kind("an inotify watch with an event that was not read yet", refused("FILE_UNSUPPORTED", "inotify"), advice="Read it.")
+def inotify_unread():
+    directory = place("watched")
+    fd = libc("inotify_init1", NONBLOCK)
+    libc("inotify_add_watch", fd, str(directory).encode(), 0x100)
+    (directory / "new").touch()
+    return lambda: watches(fd), lambda: os.close(fd)
+
+
+@kind("a command that follows a file (tail -f)")
+def follows():
+    path = place("followed") / "log"
+    path.touch()
+    process = subprocess.Popen(["tail", "-f", str(path)], stdout=subprocess.PIPE)
+
+    def show():
+        with path.open("a") as file:
+            file.write("line\n")
+        return process.stdout.readline()
+
+    def undo():
+        process.kill()
+        process.communicate()
+
+    return show, undo
+
+
+@kind("an inotify object without a watch")
 def inotify_empty():
     fd = libc("inotify_init1", NONBLOCK)
     return lambda: (fdinfo(fd), error_of(lambda: os.read(fd, 100))), lambda: os.close(fd)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 
-from . import documented, kind, refused
+from . import documented, kind
 from .asking import error_of, eventually, place
 
 ALLOCATOR = "brings much memory"
@@ -358,12 +358,7 @@ def requests_session():
     return lambda: (session.headers["X-Zoo"], session.cookies.get_dict(), sorted(session.adapters))
 
 
-@kind(
-    "an aiohttp client session on its loop",
-    needs="aiohttp",
-    user=refused("FILE_UNSUPPORTED", "inotify"),
-    advice="Close the session.",
-)
+@kind("an aiohttp client session on its loop", needs="aiohttp")
 def aiohttp_session():
     import asyncio
 

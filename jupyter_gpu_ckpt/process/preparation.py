@@ -1,0 +1,77 @@
+"""What stopped processes have otherwise for the time of a dump, as CRIU cannot save it: `Preparation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jupyter_gpu_ckpt.process import controlling_terminals, watched_files
+from jupyter_gpu_ckpt.process.terminals import Terminals
+from jupyter_gpu_ckpt.process.watched_files import WatchedFiles
+
+
+class Preparation:
+    """Unread data taken out of terminals, /dev/tty opened by another name, inotify watches removed.
+
+    ``path``: of the file in the dump that gets the terminals' data.  Raises `OSError`; *after failure* all is as
+    before.
+    """
+
+    def __init__(self, pids: Iterable[int], path: str, files: WatchedFiles) -> None:
+        pids = list(pids)
+        self._reopened: dict[int, controlling_terminals.Files] = {}
+        self._watches: dict[int, watched_files.Noted] = {}
+        self._terminals = Terminals()
+        try:
+            self._terminals.drain()
+            self._terminals.save(path)
+            self._reopened = controlling_terminals.reopen(pids)
+            self._watches = watched_files.remove(pids, files)
+        except BaseException:
+            self.undo()
+            raise
+
+    def notes(self) -> dict[int, dict[str, Any]]:
+        """What `reapply` needs of each process."""
+        found: dict[int, dict[str, Any]] = {}
+        for name, processes in (("controlling_terminal", self._reopened), ("watches", self._watches)):
+            for pid, noted in processes.items():
+                found.setdefault(pid, {})[name] = noted
+        return found
+
+    def undo(self) -> str:
+        """Put everything back.  Return what is lost, in words.  Never raises: the processes must run on."""
+        steps = (self._put_watches_back, self._put_terminals_back, self._terminals.restore)
+        lost = [why for step in steps if (why := attempted(step))]
+        self._terminals.close()
+        return "; ".join(lost)
+
+    def _put_watches_back(self) -> str:
+        failed = [why for pid, noted in self._watches.items() for why in watched_files.put_back(pid, noted)]
+        return ", ".join(f"inotify watch on {why}" for why in failed)
+
+    def _put_terminals_back(self) -> str:
+        controlling_terminals.put_back(self._reopened)
+        return ""
+
+
+def restored_terminals(path: str) -> str:
+    """Write the data in the file of a dump to the restored terminals.  Return what is lost, in words.  Never raises."""
+
+    def restore() -> str:
+        terminals = Terminals()
+        try:
+            terminals.load(path)
+            return terminals.restore()
+        finally:
+            terminals.close()
+
+    return attempted(restore)
+
+
+def attempted(work: Callable[[], str]) -> str:
+    """Call ``work``.  Return what it returns, or why it failed."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

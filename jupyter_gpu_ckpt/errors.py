@@ -130,10 +130,10 @@ class DebuggerAttached(PreflightError, code="DEBUGGER_ATTACHED"):
 
 
 class LoopbackTcp(PreflightError, code="LOOPBACK_TCP"):
-    """Two processes of the kernel are connected by TCP, which would come back closed."""
+    """A TCP connection within the kernel has unread bytes that could not come back."""
 
     default_hint = (
-        "Close the connection, or use a unix socket or a pipe; a suspend, which frees the GPU, is possible meanwhile."
+        "Have its reader read them, or close the connection; a suspend, which frees the GPU, is possible meanwhile."
     )
 
 

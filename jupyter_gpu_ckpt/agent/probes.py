@@ -153,7 +153,7 @@ def own_endpoints(kernel: Any, pipe_port: int | None) -> tuple[set[int], set[str
 
 
 def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
-    """Return sockets connected to other processes, and listeners: ``kind``, ``local`` and ``remote``.
+    """Return sockets connected to other processes, and listeners: ``kind``, ``local``, ``remote`` and ``inode``.
 
     Left out: the kernel's own channels, socket pairs within the process, and listening unix sockets, which are
     restored.  Reads /proc/self/net (proc(5)): to make socket objects may switch a user's socket to non-blocking.
@@ -179,7 +179,7 @@ def foreign_sockets(own: tuple[set[int], set[str]]) -> list[dict[str, str]]:
                 continue
             entry = {**entry, "remote": _peer_path(number)}
         if entry:
-            found.append(entry)
+            found.append({**entry, "inode": target[8:-1]})
     return found
 
 

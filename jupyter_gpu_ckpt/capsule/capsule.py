@@ -34,6 +34,7 @@ from ..errors import (
     CapsuleGone,
     DeletedMapping,
     GpuCkptError,
+    LoopbackTcp,
     NoMemory,
     NoSpace,
     ProtocolVersion,
@@ -354,9 +355,10 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         program (a restore) has succeeded it is put into the terminals.
 
         Raises, before the program runs, `UnsupportedTerminal` if the terminals have too much unread data,
-        `UnsupportedFile` if an inotify instance has unread events, `DeletedMapping` if the kernel is an ordinary user's
-        and shared memory cannot be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the copies
-        of shared memory and of the terminals' data.
+        `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a connection among the processes
+        cannot be saved (`connections`), `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot
+        be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the copies of shared memory and of
+        the terminals' data.
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
         limits = {"timeout": timeout, "grace": grace}
@@ -373,6 +375,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
         if "unsupported_file" in reply:
             raise UnsupportedFile(f"The kernel has {reply['unsupported_file']}.", culprit=reply["unsupported_file"])
+        if "unsavable_connection" in reply:
+            raise LoopbackTcp(f"The kernel has {reply['unsavable_connection']}.")
         if "deleted_mapping" in reply:
             raise DeletedMapping(f"The kernel's processes share a deleted file: {reply['deleted_mapping']}.")
         ended = reply.get("ended", [])  # the capsule's init may be of an older release

@@ -32,8 +32,9 @@ from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.process import inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process.connections import Unsavable
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
-from jupyter_gpu_ckpt.process.preparation import Preparation, restored_terminals
+from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
 from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
 from jupyter_gpu_ckpt.process.terminals import Unsupported
@@ -243,7 +244,7 @@ class Init:
         lost = self.undo_preparation() if code != 0 else ""  # before the processes run on
         unrepaired = self.finish_guard(job, code) or lost
         if code == 0 and job.guard is None and job.terminals:
-            unrepaired = restored_terminals(job.terminals)
+            unrepaired = complete_restore(job.terminals)
         self.stopped = job.guard if code == 0 else None
         if self.owner is None:
             self.resume_without_owner()
@@ -325,6 +326,8 @@ class Init:
             self.answer({"unsupported_terminal": error.strerror})
         except Unwatchable as error:
             self.answer({"unsupported_file": error.strerror})
+        except Unsavable as error:
+            self.answer({"unsavable_connection": error.strerror})
         except Unmovable as error:
             self.answer({"deleted_mapping": error.strerror})
         except Exception as error:

@@ -55,7 +55,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("--file-locks",),  # SQLite and others hold them
     ("--link-remap",),  # open files that were deleted but have another name
     ("--ghost-limit", "1G"),  # open files that were deleted for good travel in the image up to this size
-    ("--tcp-close",),  # connections to the outside come back closed, as after a long sleep
+    ("--tcp-close",),  # connections to the outside come back closed; `process.connections` makes the others again
     ("--network-lock", "skip"),  # there is nothing to lock: those connections are closed
     ("-v2",),  # errors and warnings
 )
@@ -249,6 +249,8 @@ class Criu:
             raise CriuError(f"The kernel's state could not be restored: {'; '.join(vital)}.", lacking=vital)
         if changed:
             _log.warning("The kernel is restored without these settings: %s", "; ".join(changed))
+        if ran.unrepaired:
+            changed = [*changed, ran.unrepaired]
         capsule.attach_kernel(pid, frozen=freeze)
         return Restored(ran.seconds, changed)
 

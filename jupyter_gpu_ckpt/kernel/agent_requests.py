@@ -101,7 +101,8 @@ class AgentRequests:
             findings = lifecycle.findings()
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
-        findings += preflight.judge_report(report, gpus=len(device))
+        inside = preflight.inside_connections(lifecycle.capsule.processes())
+        findings += preflight.judge_report(report, gpus=len(device), inside=inside)
         resident = lifecycle.resident()
         estimate = RATES.estimate(resident, sum(device.values()))
         return {

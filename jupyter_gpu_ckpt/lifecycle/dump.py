@@ -26,7 +26,7 @@ from ..image.chunk_cache import ChunkCache
 from ..image.draft import Draft
 from ..image.manifest import Manifest
 from ..node.fingerprint import fingerprint
-from ..process import shared_memory
+from ..process import connections, shared_memory
 from ..process.sockets import let_ports_be_rebound
 from . import cuda_processes, host_memory, preflight
 from .context import Attempt, KernelState, PartlyDone, Reason
@@ -333,7 +333,9 @@ def end_process(attempt: Attempt) -> None:
     kernel = attempt.kernel
     try:
         if kernel.capsule is not None:
-            let_ports_be_rebound(kernel.capsule.processes())
+            pids = kernel.capsule.processes()
+            let_ports_be_rebound(pids)
+            connections.abort_at_end(pids)
             try:
                 kernel.capsule.close()
             finally:

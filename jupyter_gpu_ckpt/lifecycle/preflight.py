@@ -11,7 +11,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ MARGIN = 64 << 20
 _SHOWN = 100
 #: The debugger's adapter: debugpy starts it as a process of its own, which is no child of the kernel.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
+#: How ``/proc/net/tcp6`` begins an IPv4 address.
+_MAPPED = "0000000000000000FFFF0000"
 #: The error for what is not proven to be restored, by its kind.
 _UNPROVEN = {
     "file": errors.UnsupportedFile,
     "socket": errors.UnsupportedSocket,
-    "loopback": errors.LoopbackTcp,
     "state": errors.UnprovenState,
 }
 
@@ -248,10 +249,12 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
     return findings
 
 
-def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True) -> list[PreflightFinding]:
+def judge_report(
+    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, inside: Container[str] = ()
+) -> list[PreflightFinding]:
     """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
 
-    ``writes``: an image is to be written; a suspend does not.
+    ``writes``: an image is to be written; a suspend does not.  ``inside``: the result of `inside_connections`.
     """
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
@@ -265,14 +268,31 @@ def judge_report(report: Mapping[str, Any], *, gpus: int = 0, writes: bool = Tru
     if writes and deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
-    if outside := report.get("sockets"):
+    if outside := [each for each in report.get("sockets") or () if each.get("inode") not in inside]:
         text = f"{len(outside)} open connection(s) to the outside will come back closed."
         findings.append(PreflightFinding("CONNECTIONS", text))
     return findings
 
 
-def judge_connections(pids: Iterable[int]) -> list[PreflightFinding]:
-    """Return the finding about TCP connections of processes in which no agent is.
+def inside_connections(pids: Iterable[int]) -> set[str]:
+    """Return the inodes of TCP sockets that are connected with each other among the processes: they come back."""
+    held: set[str] = set()
+    rows: list[list[str]] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            held |= {target for _, target in procfs.links(pid)}
+            rows = rows or [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
+    ends = {
+        row[9]: (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED))
+        for row in rows
+        if f"socket:[{row[9]}]" in held
+    }
+    both = set(ends.values())
+    return {inode for inode, (own, peer) in ends.items() if (peer, own) in both and own != peer}
+
+
+def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[PreflightFinding]:
+    """Return the finding about TCP connections of processes in which no agent is, but for those ``inside`` (inodes).
 
     They come back closed, and SIGPIPE ends a program that writes to one and has no handler (bash, most C programs).
     """
@@ -284,7 +304,7 @@ def judge_connections(pids: Iterable[int]) -> list[PreflightFinding]:
         with contextlib.suppress(OSError):
             if not table:  # of all: they share a network namespace
                 rows = [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, process.pid)]
-                table = {f"socket:[{row[9]}]" for row in rows if row[3] == "01"}
+                table = {f"socket:[{row[9]}]" for row in rows if row[3] == "01" and row[9] not in inside}
             for _, target in procfs.links(process.pid):
                 if target in table:
                     connected.setdefault(target, []).append(process)

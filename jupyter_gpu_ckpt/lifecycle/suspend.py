@@ -50,7 +50,8 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
             found.append(preflight.blocking(error))
         if not kernel.home.has_agent:
             found.append(preflight.WITHOUT_AGENT)
-        found += preflight.judge_connections(companions if kernel.home.has_agent else [capsule.host_pid, *companions])
+        without_agent = companions if kernel.home.has_agent else [capsule.host_pid, *companions]
+        found += preflight.judge_connections(without_agent, preflight.inside_connections(capsule.processes()))
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
         found += preflight.judge_state(state["refusals"])

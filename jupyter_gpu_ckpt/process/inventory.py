@@ -30,8 +30,6 @@ from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
 
 Notes = dict[str, Any]
-#: Established TCP connections by their own and their peer's address and port: the processes that have them open.
-Connections = dict[tuple[tuple[str, int], tuple[str, int]], set[int]]
 
 # -- what is proven
 
@@ -171,20 +169,10 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
         # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
         if not procfs.is_ending(pid):
             found.add(own_state)
-    _refuse_loopback(found, tree.connections)
     if any(len(holders) > 1 for holders in tree.semaphores.values()):
         # Each process would get one of its own.
         found.refuse("an eventfd that is a semaphore and that processes share", hint="End the process that shares it.")
     return found
-
-
-def _refuse_loopback(found: Found, connections: Connections) -> None:
-    """Refuse TCP connections between two processes.  Both ends in the same processes come back closed, as announced."""
-    for (own, peer), holders in connections.items():
-        others = connections.get((peer, own), holders)
-        if own <= peer and holders != others:
-            ends = " and ".join(f"process {min(pids)}" for pids in (holders, others))
-            found.refuse(f"a TCP connection between {ends}, from port {own[1]} to {peer[1]}", "loopback")
 
 
 def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
@@ -259,7 +247,6 @@ class _Tree:
     def __init__(self, kernel: int, pids: list[int]) -> None:
         self.kernel = kernel
         self.pids = pids
-        self.connections: Connections = {}
         #: Eventfds that are semaphores, by their id: the processes that have them open.
         self.semaphores: dict[str, set[int]] = {}
 
@@ -582,8 +569,6 @@ class _Process:
             if what := sockets.refusal(sock, queued):
                 self.found.refuse(f"{what} (descriptor {number})", "socket")
                 return
-            if (ends := sockets.connection(sock)) is not None:
-                self.tree.connections.setdefault(ends, set()).add(self.pid)
             notes: Notes = {"options": options} if (options := sockets.options(sock)) else {}
             if sock.family != sockets.AF_UNIX and sock.type == sockets.SOCK_DGRAM:
                 if self.candidates is None:

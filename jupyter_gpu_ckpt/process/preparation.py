@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jupyter_gpu_ckpt.process import controlling_terminals, watched_files
+from jupyter_gpu_ckpt.process import connections, controlling_terminals, watched_files
 from jupyter_gpu_ckpt.process.terminals import Terminals
 from jupyter_gpu_ckpt.process.watched_files import WatchedFiles
 
 
 class Preparation:
-    """Unread data taken out of terminals, /dev/tty opened by another name, inotify watches removed.
+    """TCP connections saved, data taken out of terminals, /dev/tty opened by another name, inotify watches removed.
 
-    ``path``: of the file in the dump that gets the terminals' data.  Raises `OSError`; *after failure* all is as
-    before.
+    ``path``: of the file in the dump that gets the terminals' data; `connections.FILE` is beside it.  Raises `OSError`;
+    *after failure* all is as before.
     """
 
     def __init__(self, pids: Iterable[int], path: str, files: WatchedFiles) -> None:
         pids = list(pids)
+        self._drained: list[connections.Drained] = []
         self._reopened: dict[int, controlling_terminals.Files] = {}
         self._watches: dict[int, watched_files.Noted] = {}
         self._terminals = Terminals()
         try:
+            self._drained = connections.save(pids, _beside(path))
             self._terminals.drain()
             self._terminals.save(path)
             self._reopened = controlling_terminals.reopen(pids)
@@ -41,7 +44,7 @@ class Preparation:
 
     def undo(self) -> str:
         """Put everything back.  Return what is lost, in words.  Never raises: the processes must run on."""
-        steps = (self._put_watches_back, self._put_terminals_back, self._terminals.restore)
+        steps = (self._put_watches_back, self._put_terminals_back, self._terminals.restore, self._put_bytes_back)
         lost = [why for step in steps if (why := attempted(step))]
         self._terminals.close()
         return "; ".join(lost)
@@ -54,11 +57,18 @@ class Preparation:
         controlling_terminals.put_back(self._reopened)
         return ""
 
+    def _put_bytes_back(self) -> str:
+        lost = connections.put_back(self._drained)
+        return f"closed: {lost}" if lost else ""
 
-def restored_terminals(path: str) -> str:
-    """Write the data in the file of a dump to the restored terminals.  Return what is lost, in words.  Never raises."""
 
-    def restore() -> str:
+def complete_restore(path: str) -> str:
+    """Write the data in the file ``path`` of a dump to the restored terminals, and connect the TCP connections again.
+
+    Return what is lost, in words.  Never raises.
+    """
+
+    def restore_terminals() -> str:
         terminals = Terminals()
         try:
             terminals.load(path)
@@ -66,7 +76,15 @@ def restored_terminals(path: str) -> str:
         finally:
             terminals.close()
 
-    return attempted(restore)
+    def connect() -> str:
+        lost = connections.restore(_beside(path))
+        return f"closed: {lost}" if lost else ""
+
+    return "; ".join(lost for step in (restore_terminals, connect) if (lost := attempted(step)))
+
+
+def _beside(path: str) -> str:
+    return os.path.join(os.path.dirname(path), connections.FILE)
 
 
 def attempted(work: Callable[[], str]) -> str:

@@ -2,7 +2,8 @@
 
 CRIU restores some options of a socket (``criu/sockets.c``, ``criu/sk-inet.c`` of release 4.2) and forgets the others
 silently.  `options` reads those it forgets that differ from a new socket's; `reapply` sets them again.  A connection to
-the outside comes back closed, so only sockets that listen, that are bound or that were never connected are inspected.
+the outside comes back closed, so only sockets that listen, that are bound or that were never connected are inspected,
+and connections within the tree (`connections`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from typing import Any
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
 
-_TCP_INFO, _TCP_CLOSE, _TCP_LISTEN = 11, 7, 10
+_TCP_INFO = 11
+#: States of TCP sockets (include/net/tcp_states.h).  Sent its end: FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING; received
+#: the other's: CLOSE_WAIT, LAST_ACK, CLOSING.
+TCP_ESTABLISHED, _TCP_CLOSE, _TCP_LISTEN = 1, 7, 10
+TCP_SENT_END, TCP_RECEIVED_END = {4, 5, 9, 11}, {8, 9, 11}
+#: Options about addresses that are in use already.
+REUSE = socket.SO_REUSEADDR, socket.SO_REUSEPORT
 _SO_PASSCRED = 16
 _MCAST_JOIN_GROUP, _MCAST_MSFILTER = 42, 48
 _EXCLUDE = 0
@@ -67,6 +74,17 @@ _IPV6 = _table("""
     IPV6_MINHOPCOUNT 73  IPV6_RECVORIGDSTADDR 74  IPV6_TRANSPARENT 75  IPV6_UNICAST_IF 76  IPV6_RECVFRAGSIZE 77
     IPV6_FREEBIND 78
 """)
+#: Options that Linux itself sets, of a connection: numbers of this connection, which a new one has its own of.
+_OF_CONNECTION = frozenset(
+    {
+        "SO_INCOMING_CPU",
+        "TCP_MAXSEG",
+        "TCP_WINDOW_CLAMP",
+        "IP_MULTICAST_TTL",
+        "IPV6_MULTICAST_IF",
+        "IPV6_MULTICAST_HOPS",
+    }
+)
 AF_UNIX, SOCK_DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
 _INET = (socket.AF_INET, socket.AF_INET6)
 #: Kinds of sockets that come back: family, type, protocol.
@@ -86,6 +104,9 @@ _PROTOCOLS = {1: "an ICMP (ping) socket", 58: "an ICMP (ping) socket", 132: "an 
 
 #: Sockets, by inode, in which an empty message was found: `_has_empty_message` finds each but once.
 _with_empty_message: set[int] = set()
+
+#: Addresses and ports of both ends of a TCP connection, a socket's own first.
+Ends = tuple[tuple[str, int], tuple[str, int]]
 
 #: Options of new sockets, by kind.
 _defaults: dict[tuple[int, int, int], dict[str, str]] = {}
@@ -117,7 +138,7 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
     return _FAMILIES.get(family, f"a socket of family {family}, protocol {protocol}")
 
 
-def connection(sock: socket.socket) -> tuple[tuple[str, int], tuple[str, int]] | None:
+def connection(sock: socket.socket) -> Ends | None:
     """Return the addresses and ports of an established TCP connection, its own first; None for any other socket."""
     family, kind, _ = _kind_of(sock)
     if family not in _INET or kind != socket.SOCK_STREAM:
@@ -219,6 +240,16 @@ def _tcp(sock: socket.socket) -> tuple[int, int]:
     return info[0], struct.unpack_from("=I", info, 24)[0]
 
 
+def tcp_state(sock: socket.socket) -> int:
+    """Return the state of a TCP socket."""
+    return _tcp(sock)[0]
+
+
+def abort_at_end(sock: socket.socket) -> None:
+    """Let the end of the socket's last process reset its connection, of which nothing lingers then (SO_LINGER)."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+
+
 def is_found_by_path(sock: socket.socket) -> bool:
     """Whether others reach the unix socket by the path that it is bound to, and not an accepted connection of it."""
     return sock.type == socket.SOCK_DGRAM or _listens(sock)
@@ -231,18 +262,24 @@ def bound_path(sock: socket.socket) -> str:
     return "" if name.startswith("\0") else name
 
 
-def options(sock: socket.socket) -> dict[str, str]:
-    """Options that CRIU forgets and that are not a new socket's own, by name, as bytes in hex."""
+def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
+    """Options that CRIU forgets and that are not a new socket's own, by name, as bytes in hex.
+
+    ``connected``: also of a TCP connection, which else comes back closed.
+    """
     kind = _kind_of(sock)
     if kind not in _UNIX | _IP_KINDS:
         return {}
     is_tcp = kind[0] in _INET and kind[1] == socket.SOCK_STREAM
-    if is_tcp and _tcp(sock)[0] not in (_TCP_CLOSE, _TCP_LISTEN):
+    if is_tcp and not connected and _tcp(sock)[0] not in (_TCP_CLOSE, _TCP_LISTEN):
         return {}
     if kind not in _defaults:
         with socket.socket(*kind) as new:
             _defaults[kind] = _read(new)
-    return {name: value for name, value in _read(sock).items() if value != _defaults[kind].get(name)}
+    own = _OF_CONNECTION if connected else ()
+    return {
+        name: value for name, value in _read(sock).items() if value != _defaults[kind].get(name) and name not in own
+    }
 
 
 def _tables(kind: tuple[int, int, int]) -> Iterator[tuple[int, dict[str, int]]]:

@@ -235,3 +235,26 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
             assert f"(pid {pids[0]})" in finding.text
             assert f"(pid {pids[1]})" not in finding.text
     assert preflight.judge_connections(pids) == []
+
+
+@pytest.mark.parametrize("listening", [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
+def test_connections_within_the_kernel_are_not_announced(listening):
+    address, family = listening
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((address, 0), family=family))
+        line = f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}; echo connected; read"
+        child = stack.enter_context(
+            subprocess.Popen(["bash", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        )
+        stack.callback(child.kill)
+        assert child.stdout.readline() == b"connected\n"
+        its_end, _ = listener.accept()
+        stack.enter_context(its_end)
+        inside = preflight.inside_connections([os.getpid(), child.pid])
+        ends = {str(os.fstat(its_end.fileno()).st_ino), os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
+        assert inside == ends
+        assert preflight.inside_connections([child.pid]) == set()
+        assert preflight.judge_connections([child.pid], inside) == []
+        report = {"sockets": [{"kind": "tcp", "local": "a", "remote": "b", "inode": inode} for inode in ends]}
+        assert judge_report(report, inside=inside) == []
+        assert [finding.code for finding in judge_report(report)] == ["CONNECTIONS"]

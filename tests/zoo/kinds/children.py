@@ -325,20 +325,61 @@ def keys():
     return show, undo
 
 
-@kind("a program that listens for connections, and one that has been made", advice="Close the connection.",
-      expect=refused("LOOPBACK_TCP", "between process"))  # fmt: skip
+@kind("a program that listens for connections, and one that has been made")
 def connected():
-    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
-    code += "c = s.accept()[0]; c.recv(1)"
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+    code += "c = s.accept()[0]\nwhile word := c.recv(9): c.send(word.upper())"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     sock = socket.create_connection(("127.0.0.1", int(process.stdout.readline())))
+
+    def show():
+        sock.send(b"word")
+        return sock.recv(9).decode()
 
     def undo():
         sock.close()
         process.wait()
         process.stdout.close()
 
-    return lambda: sock.getpeername()[1] > 0, undo
+    return show, undo
+
+
+@kind("a TCP connection to a forked child that has not read a megabyte yet")
+def connected_child():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mine = socket.create_connection(listener.getsockname())
+        its, _ = listener.accept()
+    asked, ask = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        os.close(ask)
+        while os.read(asked, 1):
+            data = b""
+            while len(data) < 999:
+                data += its.recv(999 - len(data))
+            its.send(data)
+        os._exit(0)
+    its.close()
+    mine.setblocking(False)
+    sent = mine.send(bytes(range(111)) * 9000)
+    mine.settimeout(20)
+
+    def show():
+        os.write(ask, b"?")
+        answer = b""
+        while len(answer) < 999:
+            answer += mine.recv(999 - len(answer))
+        return sent > 500_000, answer == bytes(range(111)) * 9
+
+    def undo():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ask)
+        os.close(asked)
+        mine.close()
+
+    return show, undo
 
 
 @kind("a program that listens for connections (subprocess)")

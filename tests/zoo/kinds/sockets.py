@@ -408,12 +408,44 @@ def tcp_listener_in_use():
     return lambda: listener.getsockname(), listener.close
 
 
-@kind("a TCP connection of the notebook to itself", announced("connection"), advice=ADVICE)
+@kind("a TCP connection of the notebook to itself")
 def tcp_connection():
     listener = socket.create_server((LOCAL, 0))
     client = socket.create_connection(listener.getsockname())
     served, _ = listener.accept()
-    return lambda: error_of(lambda: swapped(client, served))
+    return lambda: (swapped(client, served), served.getsockname(), served.getpeername() == client.getsockname())
+
+
+@kind("a TCP connection of the notebook to itself over IPv6, with unread bytes in both directions")
+def tcp6_unread():
+    listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    client = socket.create_connection(listener.getsockname()[:2])
+    served, _ = listener.accept()
+    client.send(b"first")
+    served.send(b"last")
+
+    def show():
+        # What is sent is behind what was not read yet, and becomes that for the next time.
+        client.send(b"first")
+        served.send(b"last")
+        return served.recv(5).decode(), client.recv(4).decode()
+
+    return show
+
+
+@kind("a TCP connection that one end has closed for writing (shutdown), with its last bytes unread")
+def tcp_half_closed():
+    listener = socket.create_server((LOCAL, 0))
+    client = socket.create_connection(listener.getsockname())
+    served, _ = listener.accept()
+    client.send(b"last")
+    client.shutdown(socket.SHUT_WR)
+
+    def show():
+        served.send(b"+")
+        return served.recv(9, socket.MSG_PEEK).decode(), client.recv(1).decode(), error_of(lambda: client.send(b"x"))
+
+    return show
 
 
 @kind("a TCP connection to another host", announced("connection"), advice=ADVICE)

@@ -1,0 +1,407 @@
+"""TCP connections between the processes of one tree: saved before a dump, and connected again after the restore.
+
+CRIU keeps TCP connections by TCP_REPAIR, a right over the network namespace, which is the host's and not an ordinary
+user's.  So both ends come back closed (``--tcp-close``), as connections to the outside do.  Both are the capsule's to
+reach, however, and while all processes are stopped nobody sees them closed: the init connects the same two sockets
+with each other again, at their old addresses, and writes what was not read yet into them anew.
+
+Neither end listens, so they open the connection together: each sends the other a SYN (RFC 9293, 3.5, "simultaneous
+connection synchronization").  The first SYN finds nobody who waits for it, and Linux answers with a reset.  That must
+not end the first attempt: until the second end has sent its own, the first drops what comes with an ordinary time to
+live (IP_MINTTL, IPV6_MINHOPCOUNT).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import sockets, syscalls
+
+#: The file of the saved connections in a dump, beside CRIU's own files.
+FILE = "connections.json"
+
+#: Seconds until what was sent has arrived: Linux delays an acknowledgement by 0.2 s at most (TCP_DELACK_MAX).
+_ARRIVAL_TIMEOUT = 0.5
+#: Seconds to connect two ends, which takes no time, and to write what was not read.
+_TIMEOUT = 5.0
+#: Unread bytes of one direction: a new connection takes some 2.5 MB without a reader, where Linux is set as usual.
+_MOST_UNREAD = 2 << 20
+_MINIMUM_TTL = {socket.AF_INET: (socket.IPPROTO_IP, 21), socket.AF_INET6: (socket.IPPROTO_IPV6, 73)}
+_MAPPED = "::ffff:"
+_UNSPECIFIED = struct.pack("=H14x", socket.AF_UNSPEC)
+_SO_PEEK_OFF = 42
+_LISTENS = "0A"
+
+Address = list[Any]
+Change = Callable[[Address], Address]
+#: A process that has a socket open, and its descriptor there.
+Place = tuple[int, int]
+Saved = dict[str, Any]
+
+
+class Unsavable(OSError):
+    """A connection of stopped processes cannot be saved; ``strerror`` names it and the reason."""
+
+
+def pairs(pids: Iterable[int]) -> list[tuple[Place, Place]]:
+    """Return the connections both of whose ends processes ``pids`` have open; each end by one of its descriptors."""
+    found: dict[sockets.Ends, Place] = {}
+    seen: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE), syscalls.pidfd_of(pid) as pidfd:
+            for number, target in procfs.links(pid):
+                if not target.startswith("socket:") or target in seen:
+                    continue
+                seen.add(target)
+                # Closed meanwhile, or not ours to reach.
+                with contextlib.suppress(OSError), syscalls.socket_of(pidfd, number) as sock:
+                    if (ends := sockets.connection(sock)) is not None:
+                        found[ends] = pid, number
+    return [(place, found[peer, own]) for (own, peer), place in found.items() if own < peer and (peer, own) in found]
+
+
+@contextlib.contextmanager
+def _socket(place: Sequence[int]) -> Iterator[socket.socket]:
+    """The socket at a `Place`, for as long as the body lasts: of hundreds, not all may be open at once."""
+    pid, number = place
+    with syscalls.pidfd_of(pid) as pidfd, syscalls.socket_of(pidfd, number) as sock:
+        yield sock
+
+
+def abort_at_end(pids: Iterable[int]) -> None:
+    """Let the connections among processes that are about to end leave nothing behind (SO_LINGER).  Never raises.
+
+    Else one end of each lingers for a minute (TIME_WAIT, tcp(7)), and it cannot be made again meanwhile.
+    """
+    for pair in pairs(pids):
+        for place in pair:
+            with contextlib.suppress(OSError), _socket(place) as sock:
+                sockets.abort_at_end(sock)
+
+
+# -- before a dump
+
+
+class Drained:
+    """Bytes that were read out of a connection, and who had sent them."""
+
+    def __init__(self, sender: Place, data: bytes) -> None:
+        self.sender, self.data = sender, data
+
+
+def save(pids: Sequence[int], path: str) -> list[Drained]:
+    """Write the connections among stopped processes to the file ``path``.  Raises `OSError`.
+
+    Return what was read out of them: what has not even reached its reader, whose queue is full, is seen by nobody else.
+    `put_back` undoes that.  Raises `Unsavable` for a connection that could not come back as it is.
+    """
+    connected = pairs(pids)
+    if not connected:
+        return []
+    waiting, deadline = [place for pair in connected for place in pair], time.monotonic() + _ARRIVAL_TIMEOUT
+    while (waiting := [place for place in waiting if _unsent(place)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    drained: dict[Place, Drained] = {}
+    try:
+        for pair in connected:
+            for reader, sender in (pair, pair[::-1]):
+                if sender in waiting:
+                    _drain(reader, sender, drained)
+        ends = [[_save_end(place, drained.get(place)) for place in pair] for pair in connected]
+        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            json.dump({"listeners": _listeners(pids), "connections": ends}, file)
+    except BaseException:
+        put_back(list(drained.values()))
+        raise
+    return list(drained.values())
+
+
+def put_back(drained: Iterable[Drained]) -> str:
+    """Send again what `save` read.  Return what is lost, in words: rather no connection than one that lacks bytes."""
+    lost = []
+    for each in drained:
+        try:
+            with _socket(each.sender) as sock, _keeping_mode(sock):
+                sock.setblocking(False)
+                _send_or_close(sock, each.data)
+        except OSError as error:
+            lost.append(f"{_shown(each.sender)} ({error.strerror})")
+    return ", ".join(lost)
+
+
+def _drain(reader: Place, sender: Place, drained: dict[Place, Drained]) -> None:
+    """Read all that is on the way from ``sender`` to ``reader``, and add it to ``drained`` as it comes."""
+    with _socket(reader) as sock, _socket(sender) as source, _peeking_from_start(sock):
+        if sockets.tcp_state(source) in sockets.TCP_SENT_END:
+            raise Unsavable(errno.EBUSY, f"{_shown(sender)} was closed for writing, and its reader leaves bytes unread")
+        _require_in_band(sock, reader)
+        _require_few(syscalls.readable_bytes(sock.fileno()) + _unsent(sender), reader)
+        found = drained[reader] = Drained(sender, b"")
+        deadline = time.monotonic() + _TIMEOUT
+        while _unsent(sender) or syscalls.readable_bytes(sock.fileno()):
+            if time.monotonic() > deadline:
+                raise Unsavable(errno.ETIMEDOUT, f"{_shown(sender)} has bytes on their way that do not arrive")
+            if _events(sock, select.POLLIN, 0.01):
+                found.data += sock.recv(_MOST_UNREAD, socket.MSG_DONTWAIT)
+
+
+def _unsent(place: Place) -> int:
+    """Bytes that the other end has not acknowledged.  An end that was sent counts as a byte."""
+    with _socket(place) as sock:
+        (count,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
+        return int(count)
+
+
+def _listeners(pids: Sequence[int]) -> list[Place]:
+    """The listening TCP sockets of the processes."""
+    inodes = {f"socket:[{row[9]}]" for row in _table() if row[3] == _LISTENS}
+    found: dict[str, Place] = {}
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            found |= {target: (pid, number) for number, target in procfs.links(pid) if target in inodes}
+    return list(found.values())
+
+
+def _table() -> list[list[str]]:
+    return [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind)]
+
+
+def _save_end(place: Place, drained: Drained | None) -> Saved:
+    """Return all that a new socket needs to become this one.  ``unread``: each byte is a character there."""
+    with _socket(place) as sock:
+        state, no_more = sockets.tcp_state(sock), _events(sock, select.POLLRDHUP)
+        unread = _unread(sock, place) if drained is None else drained.data
+        return {
+            "place": place,
+            "address": list(sock.getsockname()),
+            "unread": unread.decode("latin-1"),
+            "wrote_end": state in sockets.TCP_SENT_END,
+            # Where the other end wrote its end, that is known from there.
+            "reads_no_more": bool(no_more) and state not in sockets.TCP_RECEIVED_END,
+            "reuse": [sock.getsockopt(socket.SOL_SOCKET, option) for option in sockets.REUSE],
+            "options": sockets.options(sock, connected=True),
+        }
+
+
+def _unread(sock: socket.socket, place: Place) -> bytes:
+    _require_in_band(sock, place)
+    length = syscalls.readable_bytes(sock.fileno())
+    _require_few(length, place)
+    with _peeking_from_start(sock):
+        unread = sock.recv(length, socket.MSG_PEEK | socket.MSG_DONTWAIT) if length else b""
+    if len(unread) != length:
+        raise Unsavable(errno.EIO, f"{_shown(place)} shows {len(unread)} of {length} unread bytes")
+    return unread
+
+
+def _require_in_band(sock: socket.socket, place: Place) -> None:
+    found = b""
+    with contextlib.suppress(OSError):  # there are none
+        found = sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    if found:
+        raise Unsavable(errno.ENOTSUP, f"{_shown(place)} has out-of-band data that is not read yet")
+
+
+def _require_few(length: int, place: Place) -> None:
+    if length > _MOST_UNREAD:
+        raise Unsavable(errno.ENOBUFS, f"{_shown(place)} has {length} unread bytes; {_MOST_UNREAD} can be saved")
+
+
+def _shown(place: Place) -> str:
+    return f"a TCP connection of process {place[0]} (descriptor {place[1]})"
+
+
+# -- after a restore
+
+
+def restore(path: str) -> str:
+    """Connect the ends of the connections in the file ``path`` again, in restored and stopped processes.
+
+    Return what is lost, in words: a connection that cannot be made again stays closed.
+    """
+    try:
+        with open(path) as file:
+            saved = json.load(file)
+    except FileNotFoundError:
+        return ""
+    lost = []
+    with contextlib.ExitStack() as stack:
+        for place in saved["listeners"]:
+            stack.enter_context(_sharing_port(place))
+        listening = {int(row[1].rpartition(":")[2], 16) for row in _table() if row[3] == _LISTENS}
+        for pair in saved["connections"]:
+            # The first SYN goes to a port on which nobody listens.
+            first, second = sorted(pair, key=lambda end: end["address"][1] not in listening)
+            try:
+                _restore(first, second)
+            except OSError as error:
+                whose = f"process {first['place'][0]} with process {second['place'][0]}"
+                lost.append(f"a TCP connection of {whose} ({error.strerror})")
+                _close(pair)
+        for end in (end for pair in saved["connections"] for end in pair):
+            with contextlib.suppress(OSError), _socket(end["place"]) as sock:
+                _set_reuse(sock, end["reuse"])
+    return ", ".join(lost)
+
+
+def _close(pair: Sequence[Saved]) -> None:
+    for end in pair:
+        with contextlib.suppress(OSError), _socket(end["place"]) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _sharing_port(listener: Place) -> Iterator[None]:
+    """Let connections be bound to the port of a listener, as those are that it accepts, while the body runs."""
+    with _socket(listener) as sock:
+        before = [sock.getsockopt(socket.SOL_SOCKET, option) for option in sockets.REUSE]
+        _set_reuse(sock, [before[0], 1])
+    yield
+    with _socket(listener) as sock:
+        _set_reuse(sock, before)
+
+
+def _set_reuse(sock: socket.socket, values: Sequence[int]) -> None:
+    for option, value in zip(sockets.REUSE, values, strict=True):
+        sock.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _restore(first: Saved, second: Saved) -> None:
+    """Connect two ends, up to `sockets.REUSE`: connections to the same port that are made later need these set."""
+    with _socket(first["place"]) as one, _socket(second["place"]) as other, _keeping_mode(one), _keeping_mode(other):
+        for sock in (one, other):  # CRIU has shut it down
+            syscalls.check(syscalls.libc.connect(sock.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)), "connect")
+        _join(one, other, _available(one.family, first["address"], other.family, second["address"]))
+        for sock, end, peer in ((one, first, other), (other, second, one)):
+            _send_or_close(peer, end["unread"].encode("latin-1"))
+            if end["reads_no_more"]:
+                sock.shutdown(socket.SHUT_RD)
+        for sock, end in ((one, first), (other, second)):
+            sockets.reapply(sock, end["options"])
+            if end["wrote_end"]:
+                sock.shutdown(socket.SHUT_WR)
+
+
+def _available(family: int, first: Address, other_family: int, second: Address) -> tuple[Address, Address]:
+    """Return addresses at which two ends can be connected: their own, if possible.
+
+    Else another process has a port, an end of an earlier connection lingers there, or the address was another host's:
+    then the port of the end that nobody listens for is another, or of both, or both addresses are.  They are tried
+    with sockets that are thrown away: one that is bound is bound for good.
+    """
+    changes: list[tuple[Change, Change]] = [
+        (_same, _same),
+        (_same, _any_port),
+        (_any_port, _same),
+        (_any_port, _any_port),
+        (_local, _local),
+    ]
+    for change, other_change in changes:
+        addresses = change(first), other_change(second)
+        with socket.socket(family) as one, socket.socket(other_family) as other:
+            try:
+                _join(one, other, addresses)
+            except OSError as error:
+                reason = error
+                continue
+            finally:
+                for sock in (one, other):
+                    sockets.abort_at_end(sock)
+        return addresses
+    raise reason
+
+
+def _same(address: Address) -> Address:
+    return address
+
+
+def _any_port(address: Address) -> Address:
+    return [address[0], 0, *address[2:]]
+
+
+def _local(address: Address) -> Address:
+    if address[0].startswith(_MAPPED):
+        return [f"{_MAPPED}127.0.0.1", 0]
+    return ["::1" if ":" in address[0] else "127.0.0.1", 0]
+
+
+def _join(one: socket.socket, other: socket.socket, addresses: tuple[Address, Address]) -> None:
+    """Connect two sockets with each other; they have their ``addresses`` then."""
+    for sock, address in zip((one, other), addresses, strict=True):
+        _set_reuse(sock, [1, 1])
+        sock.setblocking(False)
+        sock.bind(tuple(address))
+    level, option = _MINIMUM_TTL[socket.AF_INET if _is_4(one) else socket.AF_INET6]
+    one.setsockopt(level, option, 255)
+    _begin(one, other)
+    one.setsockopt(level, option, 0)
+    _begin(other, one)
+    for sock in (one, other):
+        if not _events(sock, select.POLLOUT, _TIMEOUT) or sockets.tcp_state(sock) != sockets.TCP_ESTABLISHED:
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or errno.ETIMEDOUT
+            raise OSError(code, os.strerror(code))
+
+
+def _is_4(sock: socket.socket) -> bool:
+    return sock.family == socket.AF_INET or sock.getsockname()[0].startswith(_MAPPED)
+
+
+def _begin(sock: socket.socket, other: socket.socket) -> None:
+    """Send a SYN from ``sock`` to ``other``, in the form of address that the former's family has."""
+    host, *rest = other.getsockname()
+    if sock.family != other.family:
+        host, rest = host.removeprefix(_MAPPED) if sock.family == socket.AF_INET else f"{_MAPPED}{host}", rest[:1]
+    code = sock.connect_ex((host, *rest))
+    if code not in (0, errno.EINPROGRESS):
+        raise OSError(code, os.strerror(code))
+
+
+def _send_or_close(sock: socket.socket, data: bytes) -> None:
+    """Send the data through a socket that does not block; close the connection if it does not fit."""
+    deadline, length = time.monotonic() + _TIMEOUT, len(data)
+    while data:
+        if not _events(sock, select.POLLOUT, deadline - time.monotonic()):
+            sock.shutdown(socket.SHUT_RDWR)
+            raise OSError(errno.ENOBUFS, f"{len(data)} of {length} unread bytes did not fit")
+        data = data[sock.send(data) :]
+
+
+@contextlib.contextmanager
+def _keeping_mode(sock: socket.socket) -> Iterator[None]:
+    """Restore whether the socket blocks, which is the process's, too, after the body."""
+    before = os.get_blocking(sock.fileno())
+    try:
+        yield
+    finally:
+        os.set_blocking(sock.fileno(), before)
+
+
+@contextlib.contextmanager
+def _peeking_from_start(sock: socket.socket) -> Iterator[None]:
+    """Let a peek see all that is unread, while the body runs, where the program has set SO_PEEK_OFF."""
+    before = sock.getsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF)
+    if before >= 0:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, -1)
+    try:
+        yield
+    finally:
+        if before >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, before)
+
+
+def _events(sock: socket.socket, wanted: int, seconds: float = 0.0) -> int:
+    poll = select.poll()
+    poll.register(sock, wanted)
+    return next((events & wanted for _, events in poll.poll(max(0.0, seconds) * 1000)), 0)

@@ -1,0 +1,271 @@
+"""TCP connections within a tree of processes come back from two dumps and restores, with what was not read yet."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from round_trip import Subject, image
+
+from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.criu.criu import Criu
+from jupyter_gpu_ckpt.errors import CriuError, LoopbackTcp
+from jupyter_gpu_ckpt.process import connections
+
+#: The subject's child runs code on request, in a space for each kind.
+PRELUDE = """
+import contextlib, os, select, socket, struct, threading, time
+asks, answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+parent_pid = os.getpid()
+def work(name, code, spaces={}):
+    space = spaces.setdefault(name, {**globals(), "child": lambda code: ask(name, code)})
+    space.pop("answer", None)
+    exec(code, space)
+    return space.get("answer")
+def ask(name, code):
+    asks.send(repr((name, code)).encode())
+    return eval(asks.recv(1 << 16))
+if not os.fork():
+    while packet := answers.recv(1 << 16):
+        try:
+            word = work(*eval(packet))
+        except BaseException as error:
+            word = f"{type(error).__name__}: {error}"
+        answers.send(repr(word).encode())
+    os._exit(0)
+def pair(child, listener=None, address="127.0.0.1", family=2):
+    listener = listener or socket.create_server((address, 0), family=family)
+    child(f"c = socket.create_connection({listener.getsockname()[:2]}, 20)")
+    return listener, listener.accept()[0]
+def both(sock, child):
+    got = sock.send(b"ping"), child("answer = c.recv(9)"), child("answer = c.send(b'pong')")
+    return *got, sock.recv(9)
+def names(sock, child):
+    # Without the port of the child's end, which other processes of this machine may get meanwhile.
+    mine, its = (sock.getsockname(), sock.getpeername()), child("answer = c.getpeername(), c.getsockname()")
+    return mine[0], its[0], [a[1] == b[1] and a[0].endswith(b[0]) for a, b in zip(mine, its)]
+"""
+OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.SOL_SOCKET, socket.SO_RCVLOWAT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 77),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000),
+    (socket.IPPROTO_IP, 21, 7),  # IP_MINTTL
+    (socket.IPPROTO_IP, socket.IP_TOS, 8),
+]
+#: For the child, an expression: all that its parent sent.
+READ_ALL = """f'data = b""\\nwhile len(data) < {sent}: data += c.recv(1 << 20)\\nanswer = hash(data)'"""
+#: How each is made; what must be the same after each wake; what it answers at last.
+KINDS: dict[str, tuple[str, str, str]] = {
+    "IPv4": ("s, a = pair(child)", "answer = names(a, child), both(a, child)", ""),
+    "IPv6": ("s, a = pair(child, address='::1', family=10)", "answer = names(a, child), both(a, child)", ""),
+    "IPv4 of a listener of both": (
+        "s = socket.create_server(('', 0), family=10, dualstack_ipv6=True)\n"
+        "child(f'c = socket.create_connection((\"127.0.0.1\", {s.getsockname()[1]}), 20)'); a = s.accept()[0]",
+        "answer = names(a, child), both(a, child)",
+        "",
+    ),
+    "ports that Linux gives to nobody": (
+        "ports = map(int, open('/proc/sys/net/ipv4/ip_local_port_range').read().split())\n"
+        "taken = [f'({next(ports)} - 1 - os.getpid() % 1000)']\n"
+        "s = socket.create_server(('127.0.0.1', 0))\n"
+        "child(f'c = socket.create_connection({s.getsockname()}, 20, (\"127.0.0.1\", {taken[0]}))'); a = s.accept()[0]",
+        "answer = a.getsockname(), a.getpeername(), child('answer = c.getsockname(), c.getpeername()'), both(a, child)",
+        "",
+    ),
+    "another address": ("s, a = pair(child, address='127.0.0.9')", "answer = names(a, child), both(a, child)", ""),
+    "within one process": (
+        "s = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(s.getsockname()); a = s.accept()[0]",
+        "answer = c.getsockname() == a.getpeername(), a.getsockname(), a.send(b'ping'), c.recv(9)",
+        "",
+    ),
+    "many of one listener without SO_REUSEADDR": (
+        "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); ends = []\n"
+        "for n in range(20):\n    child('held = [*globals().get(\"held\", []), c]' if n else '')\n"
+        "    ends.append(pair(child, s)[1])",
+        "answer = [(end.getsockopt(1, 2), end.getsockopt(1, 15), end.send(b'x')) for end in ends]\n"
+        "answer += [s.getsockopt(1, 2), s.getsockopt(1, 15), child('answer = [sock.recv(1) for sock in [*held, c]]')]",
+        "",
+    ),
+    "of a listener that was closed": ("s, a = pair(child); s.close()", "answer = names(a, child), both(a, child)", ""),
+    "unread in both directions": (
+        "s, a = pair(child); a.send(b'for the child'); child('c.send(b\"for the parent\")')",
+        "answer = a.recv(99, socket.MSG_PEEK), child('answer = c.recv(99, socket.MSG_PEEK)')",
+        "answer = a.recv(99), child('answer = c.recv(99)'), both(a, child)",
+    ),
+    "more unread than its reader has room for": (
+        "s, a = pair(child); text = os.urandom(100) * 20_000; a.setblocking(False); sent = a.send(text)",
+        "answer = sent > 1_000_000, a.getblocking()",
+        f"answer = child({READ_ALL}) == hash(text[:sent])",
+    ),
+    "written to the end": (
+        "s, a = pair(child); a.send(b'last words'); a.shutdown(socket.SHUT_WR)",
+        "answer = child('c.send(b\"x\"); answer = c.recv(99, socket.MSG_PEEK)'), a.recv(9)",
+        "answer = child('answer = c.recv(99), c.recv(99)')",
+    ),
+    "read no more": (
+        "s, a = pair(child); a.shutdown(socket.SHUT_RD)",
+        "answer = a.recv(9), a.send(b'x'), child('answer = c.recv(9)')",
+        "",
+    ),
+    "options": (
+        f"s, a = pair(child); options = {OPTIONS!r}\nfor option in options: a.setsockopt(*option)\n"
+        "a.settimeout(3); os.set_inheritable(a.fileno(), True); a.setsockopt(1, 42, 2)",
+        "answer = [a.getsockopt(level, number) for level, number, _ in options], a.getblocking(), a.getsockopt(1, 42)\n"
+        "answer += os.get_blocking(a.fileno()), os.get_inheritable(a.fileno())\n"
+        "a.setsockopt(1, 18, 1); answer += both(a, child); a.setsockopt(1, 18, 3); a.setsockopt(1, 42, 2)",
+        "",
+    ),
+    "watched by epoll": (
+        "s, a = pair(child); level, edge = select.epoll(), select.epoll(); level.register(a, 1)\n"
+        "edge.register(a, 1 | 1 << 31)",
+        "child('c.send(b\"x\")'); answer = level.poll(5), edge.poll(5), a.recv(9), level.poll(0)",
+        "",
+    ),
+    "waited for": (
+        "s, a = pair(child); got = []\n"
+        "child('c.settimeout(None)')\n"
+        "child('threading.Thread(target=lambda: [c.send(c.recv(9).upper()) for _ in range(9)], daemon=True).start()')",
+        "a.send(b'word'); answer = a.recv(9)",
+        "",
+    ),
+    "shared with the child": (
+        "ours, theirs = socket.socketpair(); s, a = pair(child)\nchild('d = c.dup()')",
+        "answer = child('answer = d.getsockname() == c.getsockname(), d.send(b\"x\")'), a.recv(1)",
+        "",
+    ),
+}
+
+
+class TwoTrips:
+    """What the kinds of connections were before, and after each of two dumps and restores."""
+
+    def __init__(self, criu: Criu) -> None:
+        self.seen: list[dict[str, str]] = []
+        self.last: dict[str, str] = {}
+        home = Path(tempfile.mkdtemp(prefix="gc-"))
+        capsule = Capsule.create(home)
+        try:
+            subject = Subject(capsule)
+            assert subject.tell(PRELUDE) == "None"
+            for name, (make, _, _) in KINDS.items():
+                assert self._run(subject, name, make) == "None", name
+            self.seen.append({name: self._run(subject, name, state) for name, (_, state, _) in KINDS.items()})
+            for _ in range(2):
+                inner, pipes = capsule.inner_pid, capsule.pipes
+                assert capsule.inspect()["refusals"] == []
+                criu.dump(capsule, image(home), timeout=60)
+                notes = capsule.inspect()["notes"]
+                connections.abort_at_end(capsule.processes())
+                capsule.close()
+                capsule = Capsule.create(home)
+                restored = criu.restore(capsule, image(home), pid=inner, pipes=pipes, timeout=60, notes=notes)
+                assert restored.changed == []
+                shutil.rmtree(image(home))
+                self.seen.append({name: self._run(subject, name, state) for name, (_, state, _) in KINDS.items()})
+            self.last = {name: self._run(subject, name, last) for name, (_, _, last) in KINDS.items()}
+        finally:
+            capsule.close()
+            shutil.rmtree(home)
+
+    @staticmethod
+    def _run(subject: Subject, name: str, code: str) -> str:
+        return subject.tell(f"answer = work({name!r}, {code!r})")
+
+
+@pytest.fixture(scope="module")
+def trips(criu_binary):
+    return TwoTrips(Criu(criu_binary.argv))
+
+
+LAST = {
+    "unread in both directions": (b"for the parent", b"for the child", (4, b"ping", 4, b"pong")),
+    "more unread than its reader has room for": True,
+    "written to the end": (b"last words", b""),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_connection_comes_back(trips, name):
+    before, *after = [seen[name] for seen in trips.seen]
+    assert "Error" not in before
+    assert after == [before, before]
+    assert trips.last[name] == repr(LAST.get(name))
+
+
+def asked(subject: Subject, code: str) -> str:
+    return subject.tell(f"answer = work('one', {code!r})")
+
+
+@pytest.mark.parametrize("how", ["fails", "is taken back"])
+def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, criu):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    asked(subject, "s, a = pair(child); text = os.urandom(100) * 10_000; a.setblocking(False); sent = a.send(text)")
+    asked(subject, "child('c.send(b\"back\")')")
+    if how == "fails":
+        with pytest.raises(CriuError):
+            Criu([shutil.which("false")]).dump(capsule, home / "image", timeout=60)
+    else:
+        criu.dump(capsule, home / "image", timeout=60)
+        capsule.resume_processes()
+    assert asked(subject, "answer = a.getblocking(), a.recv(9)") == repr((False, b"back"))
+    assert asked(subject, f"answer = child({READ_ALL}) == hash(text[:sent])") == "True"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        ("a.send(b'x', socket.MSG_OOB)", "out-of-band data that is not read yet"),
+        ("a.setblocking(False); a.send(bytes(3 << 20))", "unread bytes; 2097152 can be saved"),
+        ("a.setblocking(False); a.send(bytes(1 << 20)); a.shutdown(1)", "was closed for writing"),
+    ],
+)
+def test_a_connection_that_cannot_be_saved_is_refused_and_lives_on(make, why, home, capsule, criu):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    asked(subject, f"s, a = pair(child); {make}")
+    with pytest.raises(LoopbackTcp, match=why):
+        criu.dump(capsule, home / "image", timeout=60)
+    assert asked(subject, "child('c.send(b\"still here\")'); answer = a.recv(99)") == repr(b"still here")
+
+
+def test_a_connection_whose_addresses_are_taken_gets_others(home, criu):
+    with Capsule.create(home) as capsule:
+        subject = Subject(capsule)
+        subject.tell(PRELUDE)
+        port = int(asked(subject, "s, a = pair(child); s.close(); answer = a.getpeername()[1]"))
+        assert asked(subject, "answer = both(a, child)") == repr((4, b"ping", 4, b"pong"))
+        inner, pipes = capsule.inner_pid, capsule.pipes
+        criu.dump(capsule, home / "image", timeout=60)
+        notes = capsule.inspect()["notes"]
+        connections.abort_at_end(capsule.processes())
+    with socket.create_server(("127.0.0.1", port)), Capsule.create(home) as capsule:
+        criu.restore(capsule, home / "image", pid=inner, pipes=pipes, timeout=60, notes=notes)
+        assert asked(subject, f"answer = both(a, child), a.getpeername()[1] == {port}") == repr(
+            ((4, b"ping", 4, b"pong"), False)
+        )
+
+
+def test_a_connection_that_cannot_be_made_again_is_closed_and_named(home, criu):
+    with Capsule.create(home) as capsule:
+        subject = Subject(capsule)
+        subject.tell(PRELUDE)
+        asked(subject, "s, a = pair(child)")
+        inner, pipes = capsule.inner_pid, capsule.pipes
+        criu.dump(capsule, home / "image", timeout=60)
+        notes = capsule.inspect()["notes"]
+    path = home / "image" / connections.FILE
+    saved = json.loads(path.read_text())
+    saved["connections"][0][0]["place"][1] = 999
+    path.write_text(json.dumps(saved))
+    with Capsule.create(home) as capsule:
+        restored = criu.restore(capsule, home / "image", pid=inner, pipes=pipes, timeout=60, notes=notes)
+        assert "a TCP connection of process" in restored.changed[0]
+        assert asked(subject, "answer = a.recv(9)") == repr(b"")

@@ -30,8 +30,10 @@ _WHOLE = {"browser", "clients", "faults", "gpu", "guide", "hub", "nodes", "scale
 _LONGEST = ["hub", "nodes", "guide", "browser", "test_rootless.py", "faults", "zoo", "test_leaks.py"]
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Tests stop programs by SIGINT, too; a shell has its background jobs ignore that."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sweeps.set_seed()
@@ -39,6 +41,21 @@ def pytest_configure():
 
 def pytest_report_header():
     return f"sweeps: their parts are drawn by {sweeps.SEED}={os.environ[sweeps.SEED]}"
+
+
+class FailuresAtOnce:
+    """Writes why a test has failed when it does, not only at the end: a run may be ended before that."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            reporter = self.config.pluginmanager.getplugin("terminalreporter")
+            reporter.ensure_newline()
+            reporter.write_line(f"{report.nodeid} ({report.when}, after {report.duration:.0f} s)", red=True)
+            reporter.write_line(str(report.longrepr)[-1500:])
 
 
 def pytest_collection_modifyitems(items):

@@ -166,7 +166,7 @@ def test_the_faults_of_criu_as_an_ordinary_user(place, criu, chosen):
 @pytest.mark.parametrize("chosen", ["not torture", pytest.param("torture", marks=pytest.mark.torture)])
 def test_the_faults_of_children_as_an_ordinary_user(place, criu, chosen):
     nobody = Nobody(place, criu)
-    tests = pytest_of("tests/faults/test_children.py", "tests/faults/test_steps.py", "-k", "family", "-m", chosen)
+    tests = pytest_of("tests/faults/test_families.py", "tests/faults/test_steps.py", "-k", "family", "-m", chosen)
     nobody.run(tests, timeout=2 * HANGS)
     assert nobody.seen == {(UID,) * 4}
 

@@ -94,3 +94,9 @@ def test_tests_lie_in_folders_as_modules_do():
     folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
     assert {name for name in folders - whole if not (PACKAGE / name).is_dir()} == set()
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - folders == {"testing"}
+
+
+def test_each_file_of_tests_has_a_name_of_its_own():
+    """Pytest imports them by their names alone: of two it runs the first, and says so only at the end."""
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

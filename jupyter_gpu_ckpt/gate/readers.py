@@ -6,7 +6,9 @@ not their bytes, and does not tell how many wait for a subscriber.  Linux does: 
 TCP connection was idle, less those that its peer has acknowledged, are how far it is behind.
 
 A reader that is behind and does not read is disconnected; an honest one connects again.  While a reader is far behind,
-the kernel's outputs are not read: they wait in the kernel, which drops some as it would without a gate.
+outputs wait here, up to `MOST_HELD`; more are dropped, as the kernel's own socket drops what is more than 1,000.  (They
+cannot be left in the kernel: libzmq stops reading for good where ``ZMQ_RCVHWM`` of a connected socket was 0 and is not
+any more, as its reader has not told how much it has read.)
 
 Readers on unix sockets are not measured: those lie in directories of the user's own.
 """
@@ -21,6 +23,7 @@ import socket
 import struct
 import termios
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +31,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..units import size
+from . import wire
 
 #: Bytes that a reader may be behind before its progress is checked, and beyond which the others wait for it.
 BEHIND = 64 << 20
 FAR_BEHIND = 192 << 20
+#: Bytes of outputs that wait then.
+MOST_HELD = 64 << 20
 
 #: Seconds in which a reader that is behind must read so many bytes.  (Without a gate a kernel drops for it what is more
 #: than 1,000 messages.)
@@ -74,8 +80,10 @@ class Readers:
         self._port = publisher.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._readers: dict[int, _Reader] = {}
         self._sent = self._measured = 0
-        #: Whether a reader is so far behind that nothing more is to be sent for now.
+        #: Whether a reader is so far behind that nothing more is to be sent for now; and what waits.
         self.full = False
+        self._held: deque[list[bytes]] = deque()
+        self._held_bytes = self._dropped = 0
         #: Whether a reader is to be measured again soon, whatever is sent.
         self.late = False
 
@@ -104,19 +112,40 @@ class Readers:
                 return
             self._readers[number] = _Reader(connection, self._sent, _acked(connection))
 
-    def sent(self, frames: list[bytes]) -> bool:
-        """Note a message that was sent; whether `full` has become true."""
-        self._sent += sum(map(len, frames)) + _FRAMING * len(frames)
-        return self._sent - self._measured >= _MEASURE_BYTES and self.measure(time.monotonic()) and self.full
+    def send(self, frames: list[bytes], *, needed: bool = False) -> None:
+        """Send a message to all, now or once nobody is far behind.  It may be dropped then, unless it is ``needed``."""
+        if not self.full and not self._held:
+            self._send(frames)
+        elif needed or self._held_bytes < MOST_HELD:
+            self._held.append(frames)
+            self._held_bytes += _bytes(frames)
+        else:
+            self._dropped += 1
+
+    def send_held(self) -> None:
+        """Send what waits, as far as nobody is far behind."""
+        while self._held and not self.full:
+            frames = self._held.popleft()
+            self._held_bytes -= _bytes(frames)
+            self._send(frames)
+        if self._dropped and not self._held:
+            self._log.warning("gate: dropped %d outputs: a client is far behind with its reading", self._dropped)
+            self._dropped = 0
+
+    def _send(self, frames: list[bytes]) -> None:
+        wire.send(self._publisher, frames)
+        self._sent += _bytes(frames)
+        if self._sent - self._measured >= _MEASURE_BYTES:
+            self.measure(time.monotonic())
 
     def next_time(self) -> float | None:
         """When to `measure` again, monotonic seconds."""
         return time.monotonic() + _MEASURE_EVERY if self.late else None
 
-    def measure(self, now: float) -> bool:
-        """Measure how far each reader is behind, disconnect those that do not read; whether `full` has changed."""
-        before, self._measured = self.full, self._sent
-        limit = FAR_BEHIND // 2 if before else FAR_BEHIND
+    def measure(self, now: float) -> None:
+        """Measure how far each reader is behind, and disconnect those that do not read."""
+        self._measured = self._sent
+        limit = FAR_BEHIND // 2 if self.full else FAR_BEHIND
         self.full = self.late = False
         for reader in self._readers.values():
             try:
@@ -125,7 +154,6 @@ class Readers:
                 reader.behind, reader.since = 0, None
             self.full = self.full or reader.behind > limit
             self.late = self.late or reader.since is not None
-        return self.full is not before
 
     def _measure(self, reader: _Reader, now: float) -> None:
         acked = _acked(reader.connection)
@@ -144,6 +172,11 @@ class Readers:
             behind, reader.behind, reader.since = reader.behind, 0, None
             self._log.warning("gate: disconnected a client that does not read outputs and is %s behind", size(behind))
             reader.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bytes(frames: list[bytes]) -> int:
+    """Bytes of a message on its way."""
+    return sum(map(len, frames)) + _FRAMING * len(frames)
 
 
 def _acked(connection: socket.socket) -> int:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import zmq
-
 from ..errors import GpuCkptError, KernelSilent, StateError
 from . import wire
 from .drain import Drain
@@ -118,7 +116,7 @@ class Router:
         self._drain = Drain(self.pending, self._send_internal, self._dropped)
         self._waiting_for_idle: list[Future[None]] = []
         self._wake_requested = False  # on_wake was called for this sleep
-        self._dead = self._closing = False
+        self._dead = False
         self._prompt: _Prompt | None = None
         self._nudge_at: float | None = None
         self._unread = _UNREAD
@@ -160,8 +158,7 @@ class Router:
         if self._back:
             for channel in ("control", "shell", "stdin"):
                 handlers[self._back[channel]] = (f"kernel {channel}", functools.partial(self._on_reply, channel))
-            if not self.readers.full:
-                handlers[self._back["iopub"]] = ("kernel iopub", self._on_output)
+            handlers[self._back["iopub"]] = ("kernel iopub", self._on_output)
             handlers[self._back["hb"]] = ("kernel hb", self._on_returned_beat)
         handlers[self.readers.monitor] = ("connections", self.readers.on_connection)
         handlers[self._front["iopub"]] = ("client iopub", self._on_subscription)
@@ -170,9 +167,6 @@ class Router:
                 handlers[self._front[channel]] = (f"client {channel}", functools.partial(self._on_request, channel))
         handlers[self._front["hb"]] = ("client hb", self._on_beat)
         self._loop.read(handlers)
-        if self._back:
-            # Outputs that are not read while a reader is far behind wait in the kernel, and not here in ZMQ's memory.
-            self._back["iopub"].setsockopt(zmq.RCVHWM, wire.PAUSED_HIGH_WATER if self.readers.full else 0)
 
     def _next_time(self) -> float | None:
         prompt = self._prompt.deadline if self._prompt else None
@@ -187,8 +181,9 @@ class Router:
             self.cancel_prompt()
         if self._nudge_at is not None and now >= self._nudge_at:
             self._nudge(now)
-        if self.readers.late and self.readers.measure(now):
-            self._rewire()
+        if self.readers.late:
+            self.readers.measure(now)
+        self.readers.send_held()
         if self._loop.reads(self._front["shell"]) != (len(self.pending) < _MAX_PENDING):
             self._rewire()
 
@@ -292,12 +287,8 @@ class Router:
 
         libzmq closes the connections some milliseconds later, and so does the kernel.
         """
-        # What the kernel printed last is passed on, however far behind a reader of it is.
-        self._closing, self.readers.full = True, False
-        self._rewire()
         for socket in self._back.values():
             self._loop.pump(socket)
-        self._closing = False
         if self.pending:
             self._log.warning("gate: closed with %d requests under way; they are forgotten", len(self.pending))
         self._disconnect("the gate was closed")
@@ -431,10 +422,11 @@ class Router:
             self._internal.drop(request)
             request.failed(reason)
 
-    def _to_clients(self, channel: str, frames: list[bytes]) -> None:
-        wire.send(self._front[channel], frames)
-        if channel == "iopub" and self.readers.sent(frames) and not self._closing:
-            self._rewire()
+    def _to_clients(self, channel: str, frames: list[bytes], *, needed: bool = True) -> None:
+        if channel == "iopub":
+            self.readers.send(frames, needed=needed)
+        else:
+            wire.send(self._front[channel], frames)
 
     # -- from clients
 
@@ -576,7 +568,7 @@ class Router:
         elif b'"' + AGENT_REQUEST.encode() + b'"' in header and self._handle_agent_request(rest):
             pass
         else:
-            self._to_clients("iopub", frames)
+            self._to_clients("iopub", frames, needed=False)
 
     def _on_status(self, frames: list[bytes], rest: list[bytes]) -> None:
         own = self._internal.owns(rest[PARENT])

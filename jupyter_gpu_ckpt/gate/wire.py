@@ -41,9 +41,6 @@ _REQUESTS_HIGH_WATER = 50
 # Echoed heartbeats that a client has not read: beyond that they are dropped.
 _BEATS_HIGH_WATER = 64
 
-#: Messages of the kernel that wait in this process while its outputs are not read.
-PAUSED_HIGH_WATER = 100
-
 #: Bytes of a heartbeat that is echoed; clients send one word and their identity.
 LONGEST_BEAT = 1024
 

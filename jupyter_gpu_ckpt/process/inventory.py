@@ -577,6 +577,10 @@ class _Process:
                     notes["groups"] = groups
             if sock.family == sockets.AF_UNIX and (path := sockets.bound_path(sock)):
                 where = path if path.startswith("/") else os.path.join(os.readlink(f"{self.root}/cwd"), path)
+                if where.startswith("/proc/"):  # of a descriptor, which need not be open when CRIU binds it again
+                    what = f"a unix socket bound to {where} (descriptor {number})"
+                    self.found.refuse(what, "socket", "Bind it to the path itself, without /proc, and try again.")
+                    return
                 try:
                     facts = self.facts_of(where)
                     notes["path"] = {"path": where, "inode": facts.inode, "mtime": facts.mtime_ns}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from gate_world import DEADLINE, World, reply
+from gate_world import DEADLINE, World, outputs, reply
 from waiting import until
 
 from jupyter_gpu_ckpt.gate import readers, wire
@@ -22,15 +23,20 @@ pytestmark = pytest.mark.slow  # sends hundreds of megabytes
 
 MIB = 1 << 20
 
-#: A subscriber in a process of its own, without a key.  It reads nothing (``stuck``), or everything and counts.
+#: Bytes that a reader may be behind the cell: of more, small ones, the kernel itself would drop some on a busy machine.
+UNREAD = 40 * MIB
+
+#: A subscriber in a process of its own, without a key.  It reads nothing (``stuck``), or everything and counts, as
+#: the file says.
 SUBSCRIBER = """
-import sys, zmq
-address, how = sys.argv[1:]
+import os, sys, zmq
+address, how, path = sys.argv[1:]
 socket = zmq.Context().socket(zmq.SUB)
 socket.rcvhwm = 1 if how == "stuck" else 0
 socket.subscribe(b"")
 socket.connect(address)
 socket.recv_multipart()  # the welcome, or something else
+file = os.open(path, os.O_WRONLY | os.O_CREAT)
 print("there", flush=True)
 if how == "stuck":
     sys.stdin.read()
@@ -38,27 +44,29 @@ count = 0
 while True:
     frames = socket.recv_multipart()
     count += any(b'"display_data"' in frame[:500] for frame in frames)
+    os.pwrite(file, b"%9d" % count, 0)
     if any(b"the last one" in frame for frame in frames):
         break
 print(count, flush=True)
 """
 
 
-def cell(count: int, size: int, *, until: Path | None = None) -> str:
-    """Code that displays ``count`` outputs of ``size`` bytes as fast as it can, half of them after a file appears."""
+def cell(count: int, size: int, *, read: Path | None = None) -> str:
+    """Code that displays ``count`` outputs of ``size`` bytes as fast as it, or the writer of ``read``, can."""
+    wait = f"    while number - int(open({str(read)!r}).read() or 0) > {UNREAD // size}: time.sleep(0.001)\n"
     return (
-        f"import os, time\nfrom IPython.display import display\ntext = 'x' * {size}\n"
+        f"import time\nfrom IPython.display import display\ntext = 'x' * {size}\n"
         f"for number in range({count}):\n"
-        f"    while number == {count} // 2 and not os.path.exists({str(until or '/')!r}): time.sleep(0.01)\n"
+        f"{wait if read else ''}"
         "    display({'text/plain': text}, raw=True)\n"
         "print('the last ' + 'one')"
     )
 
 
 @contextlib.contextmanager
-def subscriber(world: World, how: str) -> Iterator[subprocess.Popen[bytes]]:
+def subscriber(world: World, how: str, path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SUBSCRIBER, wire.address(world.front, "iopub"), how],
+        [sys.executable, "-c", SUBSCRIBER, wire.address(world.front, "iopub"), how, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -105,19 +113,16 @@ def _high_water() -> int:
 def test_a_reader_that_does_not_read_is_dropped_and_the_others_miss_nothing(
     own_world, tmp_path, caplog, count, size
 ) -> None:
-    """Half of the outputs at a time: of more than `FAR_BEHIND` small ones at once the kernel itself would drop some."""
-    world, go = own_world, tmp_path / "go"
+    world, read = own_world, tmp_path / "read"
     world.up()
     client = world.client(hb=False)
     client.iopub_channel.stop()  # the outputs are for the others
-    with subscriber(world, "stuck") as stuck, subscriber(world, "counts") as good:
+    with subscriber(world, "stuck", tmp_path / "stuck") as stuck, subscriber(world, "counts", read) as good:
         there(world, stuck)
         there(world, good)
         with peak() as grown:
-            reply_id = client.execute(cell(count, size, until=go))
+            reply_id = client.execute(cell(count, size, read=read))
             until(lambda: "disconnected a client that does not read" in caplog.text, "it was dropped")
-            until(lambda: behind(world) < MIB, "the other one has read all")
-            go.touch()
             assert good.stdout is not None
             counted = good.stdout.readline()
         assert client.get_shell_msg(timeout=120)["parent_header"]["msg_id"] == reply_id
@@ -132,23 +137,43 @@ def test_a_reader_that_is_only_slow_to_begin_misses_nothing(own_world, tmp_path,
     world.up()
     client = world.client(hb=False)
     client.iopub_channel.stop()
-    with subscriber(world, "counts") as good:
+    with subscriber(world, "counts", tmp_path / "read") as good:
         there(world, good)
-        good.send_signal(19)  # SIGSTOP
+        good.send_signal(signal.SIGSTOP)
         client.execute(cell(200, MIB))
         until(lambda: behind(world) > readers.BEHIND, "it is far behind")
-        good.send_signal(18)
+        good.send_signal(signal.SIGCONT)
         assert good.stdout is not None
         assert int(good.stdout.readline()) == 200
     assert "disconnected a client" not in caplog.text
 
 
-def test_a_subscriber_of_few_topics_is_not_dropped_as_a_slow_reader(own_world, caplog) -> None:
+def test_outputs_go_on_after_a_reader_was_far_behind(own_world, tmp_path, caplog, monkeypatch) -> None:
+    """What is too much is dropped, and said; the cell's end is not."""
+    for name, value in {"BEHIND": 4 * MIB, "FAR_BEHIND": 8 * MIB, "MOST_HELD": 4 * MIB, "PATIENCE": 60}.items():
+        monkeypatch.setattr(readers, name, value)
+    world = own_world
+    world.up()
+    client = world.client(hb=False)
+    with subscriber(world, "counts", tmp_path / "read") as good:
+        there(world, good)
+        good.send_signal(signal.SIGSTOP)
+        msg_id = client.execute(cell(100, MIB))
+        reply(client, msg_id)
+        good.send_signal(signal.SIGCONT)
+        outputs(client, msg_id)  # with the idle at the end
+        until(lambda: behind(world) == 0 and "gate: dropped" in caplog.text, "it has read all that is left")
+        client.execute("print('the last ' + 'one')")
+        assert good.stdout is not None
+        assert 8 <= int(good.stdout.readline()) < 100
+
+
+def test_a_subscriber_of_few_topics_is_not_dropped_as_a_slow_reader(own_world, tmp_path, caplog) -> None:
     world = own_world
     world.up()
     client = world.client(hb=False)
     client.iopub_channel.stop()
-    with wire.context().socket(zmq.SUB) as picky, subscriber(world, "counts") as good:
+    with wire.context().socket(zmq.SUB) as picky, subscriber(world, "counts", tmp_path / "read") as good:
         picky.subscribe(b"nobody")
         picky.connect(wire.address(world.front, "iopub"))
         there(world, good)

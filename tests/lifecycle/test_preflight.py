@@ -241,13 +241,16 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
 def test_connections_within_the_kernel_are_not_announced(listening):
     address, family = listening
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((address, 0), family=family))
+        listener = stack.enter_context(
+            socket.create_server((address, 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        )
         line = f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}; echo connected; read"
         child = stack.enter_context(
             subprocess.Popen(["bash", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         )
         stack.callback(child.kill)
         assert child.stdout.readline() == b"connected\n"
+        listener.settimeout(60)
         its_end, _ = listener.accept()
         stack.enter_context(its_end)
         inside = preflight.inside_connections([os.getpid(), child.pid])

@@ -35,7 +35,8 @@ class Stub:
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
         self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, queries=0)
         self.agent_requests = AgentRequests(None)
-        self.lifecycle = self.capsule = self
+        self.lifecycle = self.kernel = self.capsule = self
+        self.require_capsule = lambda: self
         self.host_pid, self.processes, self.other_processes = 1, lambda: [1], list
         self.engine = SimpleNamespace(cuda=SimpleNamespace(state=lambda pid: CudaState.NONE))
         self.home = SimpleNamespace(kernel_name="python3", runtime_dir=Path("/nowhere"), known_as=None, sockets=None)

@@ -54,9 +54,9 @@ class TestCloser:
         pid = os.getpid()
         process = driver.processes[driver.start({A: GIB}, pid=pid)]
         process.state = process.state if cuda_state is None else cuda_state
-        capsule = SimpleNamespace(host_pid=pid, processes=lambda: [pid])
-        engine = SimpleNamespace(cuda=FakeCuda(driver))
-        lifecycle = SimpleNamespace(capsule=capsule, engine=engine, resident=lambda: 2 << 20)
+        capsule = SimpleNamespace(host_pid=pid, processes=lambda: [pid], other_processes=list)
+        kernel = SimpleNamespace(engine=SimpleNamespace(cuda=FakeCuda(driver)), require_capsule=lambda: capsule)
+        lifecycle = SimpleNamespace(capsule=capsule, engine=kernel.engine, kernel=kernel, resident=lambda: 2 << 20)
         gate = SimpleNamespace(working=working)
         return inspect(KernelSnapshot("k", "python3", state, 0.0), lifecycle, gate)
 

@@ -264,6 +264,24 @@ def unix_deleted():
     ), listener.close
 
 
+@kind(
+    "a unix socket that listens, and a connection to it, whose directory was deleted",
+    user=refused("SOCKET_UNSUPPORTED", "socket"),
+    advice="Close it.",
+)
+def unix_directory_deleted():
+    directory = place("gone")
+    name = os.path.join(directory, "listener")
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen(3)
+    client.connect(name)
+    served, _ = listener.accept()
+    os.unlink(name)
+    os.rmdir(directory)
+    return lambda: swapped(client, served), lambda: (client.close(), served.close(), listener.close())
+
+
 @kind("a unix datagram socket with unread messages")
 def unix_messages():
     name = f"m{os.getpid()}.sock"

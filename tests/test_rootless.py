@@ -182,6 +182,14 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
+    """Without the right to repair a connection, and to open a file by its handle."""
+    nobody = Nobody(place, criu)
+    nobody.run(pytest_of("tests/process/test_connections.py", "tests/capsule/test_watched_files.py"), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_the_limit_of_a_users_pipes(place, criu):
     nobody = Nobody(place, criu)
     said = nobody.run(pytest_of("tests/faults/test_pipes.py", "-k", "other_programs"), timeout=120)

@@ -250,7 +250,7 @@ def unix_abstract():
     return show
 
 
-@kind("a unix socket whose name was deleted", refused("SOCKET_UNSUPPORTED", "deleted"), advice="Close it.")
+@kind("a unix socket whose name was deleted", user=refused("SOCKET_UNSUPPORTED", "deleted"), advice="Close it.")
 def unix_deleted():
     name = f"d{os.getpid()}.sock"
     listener = socket.socket(socket.AF_UNIX)

@@ -254,8 +254,8 @@ ROWS = (
         "@ray.remote\ndef f(x): return x + 1\nkept = f.remote(41)\nray.get(kept, timeout=60)",
         "seen = [ray.get(kept, timeout=60), ray.get(f.remote(1), timeout=60)]",
         "ray",
-        "`ray.shutdown()` before a checkpoint: its processes talk over TCP, with one another and with others' machines. "
-        "Results that are needed are fetched with `ray.get` first.",
+        "`ray.shutdown()` before a checkpoint of an ordinary user's kernel; results that are needed are fetched with "
+        "`ray.get` first. Also before a kernel is moved: Ray listens at this host's own address.",
     ),
     Row(
         "pytest",

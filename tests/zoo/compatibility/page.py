@@ -38,6 +38,8 @@ def _cell(row: Row, record: Mapping[str, Any] | None) -> str:
         raise NotForThePage(f"{row.key}: {bad}")
     if all(record[step] == "yes" for step in STEPS):
         return "all"
+    if record["wake"] == "yes":
+        return f"not on a host with other addresses (`{record['moved']}`)"
     code = record["suspend"] if record["suspend"] != "yes" else record["checkpoint"]
     if not row.instead:
         raise NotForThePage(f"{row.key} is refused with {code}, and has no word on what to do instead")

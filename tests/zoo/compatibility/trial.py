@@ -113,8 +113,11 @@ async def refusal(move: Any) -> dict[str, str] | None:
     return None
 
 
-async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) -> None:
-    """Push the image of a kernel whose server ends, pull it elsewhere, and wake it there.  Raises `Lost`."""
+async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) -> dict[str, str]:
+    """Push the image of a kernel whose server ends, pull it elsewhere, and wake it there.  Raises `Lost`.
+
+    Return what is found: "yes", or the code with which another host refuses an image that it cannot restore there.
+    """
     image = kernel.lifecycle.image
     identity = kernel.provisioner.kernel_id
     kernel.client.stop_channels()
@@ -126,6 +129,9 @@ async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) 
         depot.pull(image.id, Store(place / "far" / "images"))
         for command in (["start", identity, "tcp"], ["restore"]):
             answer = host.ask(*command)
+            if answer.get("error") == "PORT_TAKEN":  # an address that the other host does not have
+                Store(place / "far" / "images").get(image.id)  # it is kept
+                return {"moved": answer["error"], "text": answer["message"]}
             if "error" in answer:
                 raise Lost(
                     f"{command[0]} elsewhere: {answer['error']}: {answer['message']} {host.log.read_text()[-2000:]}"
@@ -134,6 +140,7 @@ async def moved(kernel: Notebook, row: Row, before: str, place: Path, who: str) 
         now = str(ast.literal_eval(host.hear(CELL)["value"]))
     if now != before:
         raise Lost(f"moved: was {before}, is {now}")
+    return {"moved": "yes"}
 
 
 async def tried(row: Row, place: Path, who: str) -> dict[str, Any]:
@@ -164,8 +171,7 @@ async def tried(row: Row, place: Path, who: str) -> dict[str, Any]:
             if no := await refusal(kernel.provisioner.checkpoint):
                 await same(kernel, row, before, f"after the refusal {no['code']}")
                 raise Lost(f"the second checkpoint was refused: {no}")
-            await moved(kernel, row, before, place, who)
-            found["moved"] = "yes"
+            found |= await moved(kernel, row, before, place, who)
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return found

@@ -387,15 +387,18 @@ class _Process:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
 
         It makes a session for its leader, whose children inherit it.  A process group whose leader has ended it makes
-        with a process of its own in its place.
+        with a process of its own in its place; in the foreground of a terminal it did not always come back as that.
         """
-        parent = procfs.stat(self.pid).parent
-        if self.pid == self.tree.kernel or parent not in self.tree.pids:
+        stat, group = procfs.stat(self.pid), os.getpgid(self.pid)
+        if self.pid == self.tree.kernel or stat.parent not in self.tree.pids:
             return
         if self.user != tuple(procfs.status(self.tree.kernel).get(name) for name in ("Uid", "Gid")):
             self.found.refuse("a process of another user", hint="End that process.")
-        if os.getsid(self.pid) not in (self.pid, os.getsid(parent)):
+        if os.getsid(self.pid) not in (self.pid, os.getsid(stat.parent)):
             self.found.refuse("a process in a session that is not its parent's", hint="End that process.")
+        if group == stat.foreground and group not in self.tree.pids:
+            what = "a process in the foreground of a terminal, in a group whose leader has ended"
+            self.found.refuse(what, hint="Wait until the command has ended, or end it.")
 
     # -- descriptors
 

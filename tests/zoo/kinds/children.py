@@ -109,7 +109,11 @@ def group():
     return lambda: (os.getpgid(other), os.getpgid(other) not in (other, process.pid, os.getpgrp())), undo
 
 
-@kind("a pipeline in the foreground of a terminal, whose first command has ended")
+@kind(
+    "a pipeline in the foreground of a terminal, whose first command has ended",
+    refused("UNPROVEN_STATE", "leader"),
+    advice="End it.",
+)
 def pipeline():
     shell = Shell()
     os.write(shell.master, b"true | sleep 1253\n")

@@ -50,6 +50,7 @@ def run_plain(served: Server, kernel_id: str, code: str) -> str:
 
     Its ports were chosen before it started, and another process may take one until then.  jupyter_client starts it
     again, on others, which a client that has connected does not learn.
+    A client that had connected before may have a request answered before it has subscribed anew to the outputs.
     """
 
     def answers() -> bool:
@@ -66,7 +67,7 @@ def run_plain(served: Server, kernel_id: str, code: str) -> str:
 
 def test_a_kernel_that_ends_at_once_is_started_plainly_and_says_why(served):
     kernel_id = start(served, "picky")
-    assert served.run(kernel_id, "print(6 * 7)") == "42"
+    assert run_plain(served, kernel_id, "print(6 * 7)") == "42"
     document = served.get(f"gpu-ckpt/kernels/{kernel_id}")
     assert (document["state"], document["checkpointable"]) == ("running", False)
     assert "ended with exit status 1 before it had answered" in document["reason"]
@@ -79,7 +80,7 @@ def test_a_kernel_that_ends_at_once_is_started_plainly_and_says_why(served):
 
 
 def test_others_of_its_kernelspec_are_started_plainly_at_once(served):
-    served.run(start(served, "picky"), "pass")
+    run_plain(served, start(served, "picky"), "pass")
     said = served.log.count("Invalid argument")
     second = start(served, "picky")
     assert run_plain(served, second, "print(1)") == "1"
@@ -92,7 +93,7 @@ def test_others_of_its_kernelspec_are_started_plainly_at_once(served):
 
 
 def test_other_kernelspecs_are_not_meant(served):
-    served.run(start(served, "picky"), "pass")
+    run_plain(served, start(served, "picky"), "pass")
     kernel_id = start(served, "python3")
     assert served.run(kernel_id, "print(1)") == "1"
     assert served.get(f"gpu-ckpt/kernels/{kernel_id}")["checkpointable"]

@@ -32,6 +32,7 @@ from typing import Any
 
 from .. import procfs
 from ..capsule.capsule import Capsule
+from ..capsule.namespaces import HOST_MEMORY
 from ..errors import CapsuleError, CapsuleGone, CudaError, GpuCkptError, GpuFull, ProtocolVersion, UnsupportedCuda
 from ..files.atomic import write_atomically
 from ..paths import data_directory
@@ -328,8 +329,9 @@ class FastPath:
 
     def _continue(self) -> None:
         """Let the threads of a kernel run whose memory is on the device."""
-        with contextlib.suppress(CapsuleError, OSError), self._host_memory() as memory:
-            os.unlink(FROZEN, dir_fd=memory)
+        if (self._capsule.directory / HOST_MEMORY).exists():  # else it would be mounted now, which the kernel sees
+            with contextlib.suppress(CapsuleError, OSError), self._host_memory() as memory:
+                os.unlink(FROZEN, dir_fd=memory)
         self._capsule.unfreeze_threads()
 
     def swap_in(self, *, lock_s: float, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness import alive, notebook, until
 
 from jupyter_gpu_ckpt.errors import StateError
-from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle import plans, resume
 
 
 async def test_an_execute_wakes_a_checkpointed_kernel_and_everything_is_there(kernel):
@@ -256,3 +256,11 @@ async def test_the_kernel_ignores_no_signal_that_python_would_not(kernel):
     bits = int(await kernel.run(ignored), 16)
     names = {number for number in range(1, 32) if bits >> (number - 1) & 1}
     assert names <= {13, 25}, names  # SIGPIPE and SIGXFSZ, which Python ignores itself
+
+
+async def test_an_owner_that_adopts_a_kernel_changes_nothing_that_it_sees(kernel):
+    """It has nothing to repair in one that runs."""
+    mounts = "print(open('/proc/self/mountinfo').read())"
+    before = await kernel.run(mounts)
+    assert resume.repair(kernel.lifecycle.kernel, kernel.lifecycle.capsule) is plans.State.RUNNING
+    assert await kernel.run(mounts) == before

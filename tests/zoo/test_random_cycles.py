@@ -49,7 +49,10 @@ LOSS = {"KERNEL_LOST", "CAPSULE_GONE", "KernelEnded"}
 
 
 def kept(who: str) -> list[str]:
-    """The kinds that share a kernel and that this user keeps, as the table says; none that brings much memory."""
+    """The kinds that share a kernel and that this user keeps, as the table says; none that brings much memory.
+
+    Nor one that is told when a child stops: where CRIU is killed in the middle of a dump, it may be (docs/usage.md).
+    """
     column = {"root": 1, "user": 2}[who]
     good = {row[0] for row in rows(DOCUMENT.read_text()) if row[column] == "kept"}
     shared, _ = packs([kind for kind in all_kinds().values() if not kind.lacking() and kind.name in good], who)
@@ -57,7 +60,7 @@ def kept(who: str) -> list[str]:
         key
         for pack in shared
         for key in pack
-        if "torch" not in all_kinds()[key].needs and not key.endswith("random_bytes")
+        if "torch" not in all_kinds()[key].needs and not key.endswith(("random_bytes", "children.told"))
     ]
 
 

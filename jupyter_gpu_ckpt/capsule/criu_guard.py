@@ -117,7 +117,7 @@ def _unless_ended(pid: int, root: int) -> Iterator[None]:
 def resume(pid: int, leader: Tracee | None = None) -> None:
     """End the stop of a process, which does not notice it.  ``leader``: as for `Injection.into`.
 
-    Its own handler of SIGCONT is not called, and it is not told that its children stopped: `_drop_stop_notice`.
+    Its own handler of SIGCONT is not called, and it gets no SIGCHLD that its children stopped: `_drop_stop_notice`.
     """
     if _signals(pid, pid, "ShdPnd") & _CHLD:
         with contextlib.suppress(OSError), Injection.into(pid, leader) as injection:

@@ -8,7 +8,7 @@ TCP connection was idle, less those that its peer has acknowledged, are how far 
 A reader that is behind and does not read is disconnected; an honest one connects again.  While a reader is far behind,
 outputs wait here, up to `MOST_HELD`; more are dropped, as the kernel's own socket drops what is more than 1,000.  (They
 cannot be left in the kernel: libzmq stops reading for good where ``ZMQ_RCVHWM`` of a connected socket was 0 and is not
-any more, as its reader has not told how much it has read.)
+any more, as its reader has not reported how much it has read.)
 
 Readers on unix sockets are not measured: those lie in directories of the user's own.
 """

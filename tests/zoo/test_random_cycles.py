@@ -51,7 +51,7 @@ LOSS = {"KERNEL_LOST", "CAPSULE_GONE", "KernelEnded"}
 def kept(who: str) -> list[str]:
     """The kinds that share a kernel and that this user keeps, as the table says; none that brings much memory.
 
-    Nor one that is told when a child stops: where CRIU is killed in the middle of a dump, it may be (docs/usage.md).
+    Nor one that reads SIGCHLD when a child stops: a CRIU that is killed in the middle of a dump may cause one.
     """
     column = {"root": 1, "user": 2}[who]
     good = {row[0] for row in rows(DOCUMENT.read_text()) if row[column] == "kept"}
@@ -60,7 +60,7 @@ def kept(who: str) -> list[str]:
         key
         for pack in shared
         for key in pack
-        if "torch" not in all_kinds()[key].needs and not key.endswith(("random_bytes", "children.told"))
+        if "torch" not in all_kinds()[key].needs and not key.endswith(("random_bytes", "children.sigchld_of_stops"))
     ]
 
 

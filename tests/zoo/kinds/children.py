@@ -124,8 +124,8 @@ def pipeline():
     return lambda: (shell.foreground() == job, members, [waits(pid) for pid in members]), shell.end
 
 
-@kind("a program that is told when its child stops (script, signalfd)")
-def told():
+@kind("a program that reads SIGCHLD when its child stops (script, signalfd)")
+def sigchld_of_stops():
     code = (
         "import os, signal, sys\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])\n"

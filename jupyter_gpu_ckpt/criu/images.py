@@ -29,6 +29,7 @@ FILES_MAGIC = 0x56303138
 FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
 _TTY_INFO_MAGIC = 0x59453036
+_FILE_LOCKS_MAGIC = 0x54323616
 MM_MAGIC = 0x57492820
 _FILES = "files.img"
 _TTY_INFO = "tty-info.img"
@@ -45,8 +46,10 @@ _REG_ID, _REG_FLAGS, _REG_NAME, _REG_SIZE, _REG_MODE = 1, 2, 6, 8, 10
 # message tty_info_entry, and its type of pseudo-terminals
 _TTY_TYPE, _TTY_UID, _TTY_GID = 2, 14, 15
 _PTY = 1
-# messages fdinfo_entry and remap_file_path_entry
-_FDINFO_ID, _REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 1, 2, 3
+# messages fdinfo_entry, file_lock_entry and remap_file_path_entry
+_FDINFO_ID, _FDINFO_FD = 1, 4
+_LOCK_FD = 4
+_REMAP_ID, _REMAP_TO, _REMAP_TYPE = 1, 2, 3
 _REMAP_LINKED, _REMAP_GHOST = 0, 1
 # messages mm_entry and vma_entry; for a file's mapping shmid is the file's id, status says what kind of mapping it is
 _MM_VMAS = 14
@@ -67,7 +70,7 @@ class RegularFile:
     ``size`` in bytes, None where a restore does not compare it: of directories, and of files that are only appended
     to.  ``mode`` as in ``stat(2)``.  ``open``: it has a descriptor; else it is mapped, or is the root or working
     directory.  ``writes``: the kernel may write to it; ``code``: it is mapped as program code.  ``made``: the dump has
-    given it this name, as its own had been deleted; a restore removes it.
+    given it this name, as its own had been deleted; a restore removes it.  ``locked``: the kernel may have locked it.
     """
 
     path: str
@@ -77,6 +80,7 @@ class RegularFile:
     writes: bool = False
     code: bool = False
     made: bool = False
+    locked: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ def regular_files(directory: Path) -> list[RegularFile]:
         deleted.add(number_of(remap, _REMAP_ID))
         made.add(number_of(remap, _REMAP_TO) if _is_link(remap) else None)
     writes, code = _mapped(directory)
+    locked = _locked(directory)
     found = set()
     for fields in _regular(directory):
         id, path, mode = number_of(fields, _REG_ID), _name(fields), number_of(fields, _REG_MODE)
@@ -108,8 +113,9 @@ def regular_files(directory: Path) -> list[RegularFile]:
         written = (number_of(fields, _REG_FLAGS) or 0) & os.O_ACCMODE != os.O_RDONLY or id in writes
         linked = id in made and is_made_name(path)
         size = number_of(fields, _REG_SIZE)
-        found.add(RegularFile(path, size, mode, id in opened, writes=written, code=id in code, made=linked))
-    return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code))
+        uses = {"writes": written, "code": id in code, "made": linked, "locked": id in locked}
+        found.add(RegularFile(path, size, mode, id in opened, **uses))
+    return sorted(found, key=lambda file: (file.path, file.open, file.writes, file.code, file.locked))
 
 
 def made_names(directory: Path) -> list[str]:
@@ -174,10 +180,24 @@ def _regular(directory: Path) -> Iterator[list[Field]]:
 
 def _opened(directory: Path) -> set[int | None]:
     """Return the ids of files that have descriptors."""
+    return {number_of(fields, _FDINFO_ID) for fields in _descriptors(directory)}
+
+
+def _descriptors(directory: Path) -> Iterator[list[Field]]:
+    for path in directory.glob("fdinfo-*.img"):
+        yield from map(fields_of, records(path, FDINFO_MAGIC))
+
+
+def _locked(directory: Path) -> set[int | None]:
+    """Return the ids of files with a lock; also of one whose descriptor has the number of another's with a lock."""
+    path = directory / "filelocks.img"
+    if not path.exists():
+        return set()
+    descriptors = {number_of(fields_of(lock), _LOCK_FD) for lock in records(path, _FILE_LOCKS_MAGIC)}
     return {
         number_of(fields, _FDINFO_ID)
-        for path in directory.glob("fdinfo-*.img")
-        for fields in map(fields_of, records(path, FDINFO_MAGIC))
+        for fields in _descriptors(directory)
+        if number_of(fields, _FDINFO_FD) in descriptors
     }
 
 

@@ -180,6 +180,13 @@ def build_id(path: str) -> str:
     return ""
 
 
+def is_sqlite(path: str) -> bool:
+    """Whether it is a database of SQLite (its "Database File Format", 1.3)."""
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        return file.read(16) == b"SQLite format 3\0"
+    return False
+
+
 def _build_id_note(notes: bytes) -> str:
     at = 0
     while at + 12 <= len(notes):

@@ -39,12 +39,12 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Take the fingerprint of this node at a checkpoint, when the dump has been written.
 
-    ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code`` and
-    ``made`` of each file; ``family``, ``type``, ``address`` and ``number`` of each port.  ``criu``: the version that
-    made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime`` (ns).  ``hashes``: None: no hash is
-    noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``, ``total``, ``driver`` and ``cuda``.
-    ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory by UUID.  ``memory``: host memory
-    that the restored kernel takes.
+    ``files`` and ``ports`` are those of the dump: ``path``, ``size``, ``mode``, ``open``, ``writes``, ``code``,
+    ``made`` and ``locked`` of each file; ``family``, ``type``, ``address`` and ``number`` of each port.  ``criu``: the
+    version that made it.  ``sockets``: files of unix sockets, ``path``, ``inode`` and ``mtime`` (ns).  ``hashes``:
+    None: no hash is noted.  ``gpus``: all of the node in the driver's order, ``uuid``, ``name``, ``total``, ``driver``
+    and ``cuda``.  ``cuda``, ``device_bytes``: whether the kernel used CUDA, and its device memory by UUID.  ``memory``:
+    host memory that the restored kernel takes.
     """
     points = node.mounts()
     mount_of_directory = functools.cache(lambda directory: node.mount_of(directory or "/", points))
@@ -122,8 +122,8 @@ def _self(criu: str) -> dict[str, Any]:
 def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -> dict[str, dict[str, Any]]:
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
-    Its uses are ``open``, ``mapped``, ``writes`` and ``code`` (as program code); ``made``: by the dump, for a restore
-    to remove.
+    Its uses are ``open``, ``mapped``, ``writes``, ``code`` (as program code) and ``locked``; ``made``: by the dump, for
+    a restore to remove.  ``database``: of SQLite.
     """
     noted: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -131,8 +131,9 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
         if (entry := noted.get(path)) is None:
             entry = noted[path] = _noted_file(path, file, file_system_of(path))
         entry["open" if file["open"] else "mapped"] = True
-        for use in ("writes", "code", "made"):
+        for use in ("writes", "code", "made", "locked"):
             entry[use] = entry[use] or bool(file.get(use))
+        entry["database"] = entry["database"] or (file["open"] and node.is_sqlite(path))
         entry["checked"] = entry["checked"] or entry["made"]
         if file["size"] is not None:  # CRIU compares with the size in the dump
             entry |= {"size": file["size"], "checked": True}
@@ -144,7 +145,7 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
 def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
     facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
     entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
-    entry |= {"writes": False, "code": False, "made": False}
+    entry |= {"writes": False, "code": False, "made": False, "locked": False, "database": False}
     directory = stat.S_ISDIR(facts["mode"] or 0)
     if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
         for name in ("device", "inode", "mtime", "ctime"):

@@ -284,10 +284,10 @@ def _other_content(path: str, was: Facts, now: Facts, accept: bool, here: bool) 
         before, after = "the file there was", "another one"
     else:
         before, after = "as it was", "written to since"
-    yield Mismatch("file_changed", path, before, after, *_judged(was, False, accept), path)
+    yield Mismatch("file_changed", path, before, after, *_judged(was, now, False, accept), path)
 
 
-def _judged(was: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
+def _judged(was: Facts, now: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
     """Return the advice about a changed file, and whether it is hard.  ``mapped``: memory depends on its size."""
     if was.get("made"):
         return _DELETED, True
@@ -295,6 +295,9 @@ def _judged(was: Facts, mapped: bool, accept: bool) -> tuple[str, bool]:
         return "The kernel has this program code mapped; put it back as it was.", True
     if mapped:
         return "The kernel has it mapped into its memory; put it back as it was.", True
+    if was.get("database") and not was["locked"] and was.get("inode") == now["inode"]:
+        # Without a lock a connection takes nothing for granted: each transaction begins with the change counter.
+        return "SQLite notices what others wrote into its database.", False
     if accept:
         return "The kernel continues with it as it is now.", False
     return "Put it back. " + _ACCEPT, True
@@ -310,7 +313,7 @@ def _changed(path: str, was: Facts, now: Facts, accept: bool) -> Iterator[Mismat
         return  # the size of a directory is of no importance
     # Beyond the end of a mapped file there is no memory: an access ends the process (SIGBUS).
     mapped = bool(was["build_id"] or (was["mapped"] and now["size"] < was["size"]))
-    advice, hard = _judged(was, mapped, accept)
+    advice, hard = _judged(was, now, mapped, accept)
     if not was["checked"]:
         advice, hard = "The kernel only appends to it, and continues at its end.", False
     yield Mismatch("file_changed", path, f"{was['size']} bytes", f"{now['size']} bytes", advice, hard, path)

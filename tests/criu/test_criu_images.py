@@ -13,7 +13,7 @@ from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.criu.images import Port, RegularFile
 from jupyter_gpu_ckpt.errors import ImageFormat
 
-FILES, FDINFO, REMAP = 0x56303138, 0x56213732, 0x59133954
+FILES, FDINFO, REMAP, FILE_LOCKS = 0x56303138, 0x56213732, 0x59133954, 0x54323616
 
 
 def varint(value: int) -> bytes:
@@ -81,6 +81,13 @@ def test_the_files_a_restore_needs(dump):
         RegularFile("/data/a.csv", 300, 0o100644, True, writes=True),
         RegularFile("/lib/libc.so", 1 << 40, 0o100644, False, writes=True),
     ]
+
+
+def test_a_file_with_a_lock(dump):
+    write(dump / "fdinfo-2.img", FDINFO, message((1, 1), (4, 7)), message((1, 3), (4, 8)))
+    assert [file.locked for file in images.regular_files(dump)] == [False, False, False]
+    write(dump / "filelocks.img", FILE_LOCKS, message((1, 1), (2, 0), (3, 20), (4, 7)))
+    assert [file.path for file in images.regular_files(dump) if file.locked] == ["/data/a.csv"]
 
 
 def test_the_ports_a_restore_binds(dump):

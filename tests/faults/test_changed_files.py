@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
+import sqlite3
 
 import pytest
 from harness import CellFailed
@@ -135,3 +138,83 @@ async def test_a_log_that_is_appended_to_needs_no_word(subject):
     await subject.wakes()
     await subject.run("_ = log.write('three'); log.close()")
     assert (subject.directory / "a.log").read_text() == "one two three"
+
+
+DATABASE = """
+import sqlite3
+db = sqlite3.connect("study.db", isolation_level=None)
+db.execute("create table if not exists trial (value integer)")
+db.execute("insert into trial values (1)")
+total = lambda: db.execute("select count(*), sum(value) from trial").fetchone()
+total()
+"""
+
+
+def write(path, values: int) -> None:
+    """Write to a database as another program does."""
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.executemany("insert into trial values (?)", [(1,)] * values)
+
+
+@pytest.mark.parametrize("values", [1, 9999], ids=["of the same size", "that grew"])
+async def test_sqlite_notices_what_others_wrote_into_its_database(subject, values):
+    await subject.run(DATABASE)
+    image = await subject.provisioner.checkpoint()
+    size = (subject.directory / "study.db").stat().st_size
+    write(subject.directory / "study.db", values)
+    assert ((subject.directory / "study.db").stat().st_size == size) == (values == 1)
+    assert main(["match", image.id, "--image-dir", str(subject.images)]) == 0
+    await subject.wakes()
+    assert await subject.run("print(total())") == str((values + 1, values + 1))
+    await subject.run("db.execute('insert into trial values (5)')")
+    write(subject.directory / "study.db", 1)
+    assert await subject.run("print(total(), db.execute('pragma integrity_check').fetchone())") == (
+        f"{(values + 3, values + 7)} ('ok',)"
+    )
+
+
+@pytest.mark.parametrize(
+    "transaction",
+    [
+        "db.execute('begin immediate'); db.execute('insert into trial values (2)')",
+        "rows = db.execute(SLOW); next(rows)",
+    ],
+    ids=["that writes", "that reads"],
+)
+async def test_a_database_that_was_written_to_in_the_middle_of_a_transaction_is_refused(subject, transaction):
+    await subject.run(DATABASE)
+    await subject.run(
+        "db.execute('begin'); db.executemany('insert into trial values (?)', [(1,)] * 9999); db.execute('commit')\n"
+        "SLOW = 'select * from trial'"
+    )
+    await subject.run(transaction)
+    await subject.provisioner.checkpoint()
+    write(subject.directory / "study.db", 1)
+    await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
+
+
+async def test_another_database_in_the_place_of_one_is_refused(subject):
+    await subject.run(DATABASE)
+    await subject.provisioner.checkpoint()
+    shutil.copy(subject.directory / "study.db", subject.directory / "other.db")
+    write(subject.directory / "other.db", 9999)
+    os.replace(subject.directory / "other.db", subject.directory / "study.db")
+    await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
+
+
+async def test_a_forked_child_does_not_bind_the_history_that_all_notebooks_share(subject):
+    """The child has the database open by inheritance; this kernel, too, writes to it as soon as it is awake."""
+    await subject.run(
+        "import os, time, multiprocessing\n"
+        "worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(999,), daemon=True)\n"
+        "worker.start(); history = get_ipython().history_manager.hist_file\n"
+        "fds = f'/proc/{worker.pid}/fd/'\n"
+        "assert str(history) in [os.readlink(fds + number) for number in os.listdir(fds)]"
+    )
+    history = await subject.run("print(history)")
+    await subject.provisioner.checkpoint()
+    with contextlib.closing(sqlite3.connect(history)) as other, other:
+        other.executemany("insert into sessions (start) values (?)", [("x" * 100,)] * 999)
+    await subject.wakes()
+    assert await subject.run("print(worker.is_alive())") == "True"
+    await subject.leaves_and_wakes()

@@ -214,6 +214,21 @@ def test_a_file_that_is_only_appended_to_may_change(data):
     assert (mismatch.field, mismatch.hard) == ("file_changed", False)
 
 
+@pytest.mark.parametrize(
+    ("uses", "replaced", "hard"),
+    [({}, False, False), ({"locked": True}, False, True), ({}, True, True), ({"open": False}, False, True)],
+    ids=["open", "in a transaction", "another database", "not open"],
+)
+def test_a_database_of_sqlite_may_have_been_written_to(tmp_path, uses, replaced, hard):
+    path = tmp_path / "study.db"
+    path.write_bytes(b"SQLite format 3\0" + bytes(4080))
+    wanted = held(path, **uses)
+    if replaced:
+        path.rename(tmp_path / "old.db")
+    path.write_bytes(b"SQLite format 3\0" + bytes(8176))
+    assert compared(wanted) == [("file_changed", hard)]
+
+
 @pytest.mark.parametrize(("now", "hard"), [("a,b\n1,2\n", False), ("a", True)], ids=["grew", "shrank"])
 def test_a_mapped_file_may_have_grown_but_not_shrunk(data, now, hard):
     """Memory beyond the end of a file is none: a touch of it ends the process."""

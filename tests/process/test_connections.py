@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -9,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import waiting
 from round_trip import Subject, image
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
@@ -236,6 +238,12 @@ def test_a_connection_that_cannot_be_saved_is_refused_and_lives_on(make, why, ho
     assert asked(subject, "child('c.send(b\"still here\")'); answer = a.recv(99)") == repr(b"still here")
 
 
+def listening(port: int) -> socket.socket | None:
+    with contextlib.suppress(OSError):
+        return socket.create_server(("127.0.0.1", port))
+    return None
+
+
 def test_a_connection_whose_addresses_are_taken_gets_others(home, criu):
     with Capsule.create(home) as capsule:
         subject = Subject(capsule)
@@ -246,7 +254,9 @@ def test_a_connection_whose_addresses_are_taken_gets_others(home, criu):
         criu.dump(capsule, home / "image", timeout=60)
         notes = capsule.inspect()["notes"]
         connections.abort_at_end(capsule.processes())
-    with socket.create_server(("127.0.0.1", port)), Capsule.create(home) as capsule:
+    # Linux ends the killed processes' sockets in its own time, and any process here may be given a port for a moment.
+    other = waiting.until(lambda: listening(port), f"port {port} is free", 60)
+    with other, Capsule.create(home) as capsule:
         criu.restore(capsule, home / "image", pid=inner, pipes=pipes, timeout=60, notes=notes)
         assert asked(subject, f"answer = both(a, child), a.getpeername()[1] == {port}") == repr(
             ((4, b"ping", 4, b"pong"), False)

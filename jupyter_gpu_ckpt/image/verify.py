@@ -46,8 +46,9 @@ Progress = Callable[[int], object]
 #: Bytes of a block that is read, and the blocks read at a time, each by a thread.
 BLOCK = 4 << 20
 DEPTH = 8
-#: Bytes of a file that is read at once: most files of an image are that small.
-_SMALL = 1 << 20
+#: Bytes of a file that is read at once: most files of an image are that small.  Larger buffers are mapped: memory of an
+#: allocator would stay with each thread that has ever sealed an image.
+_SMALL = 1 << 16
 
 #: Bytes of the smallest hole that is made.
 HOLE = 64 << 10

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from .context import Attempt, KernelState, PartlyDone, Saved
 from .plans import State
 from .preflight import PreflightFinding
 
+#: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
+_LOOKS, _PAUSE = 3, 0.1
 #: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
 _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
@@ -53,12 +56,27 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         without_agent = companions if kernel.home.has_agent else [capsule.host_pid, *companions]
         found += preflight.judge_connections(without_agent, preflight.inside_connections(capsule.processes()))
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
-        state = capsule.inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)
-        found += preflight.judge_state(state["refusals"])
+        found += preflight.judge_state(_lasting_refusals(kernel))
     own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}
     if own and (why := kernel.fast_path().why_slow(sum(own.values()))):
         found.append(PreflightFinding("DRIVERS_RATE", f"Device memory moves at the driver's own rate: {why}."))
     return found
+
+
+def _lasting_refusals(kernel: KernelState) -> list[dict[str, str]]:
+    """Return the refusals of `inventory.inspect` that are there each time it looks at the running kernel.
+
+    Other state passes by itself: a connection that is about to be accepted, a child that is about to run its program.
+    """
+    lasting: list[dict[str, str]] = []
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_PAUSE)
+        found = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)["refusals"]
+        lasting = [each for each in found if not look or each in lasting]
+        if not lasting:
+            break
+    return lasting
 
 
 def _refused_by_driver(kernel: KernelState, used: Mapping[str, int]) -> list[errors.UnsupportedCuda]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import stat
@@ -79,7 +80,8 @@ class Hashes:
             with open_regular(path) as file:
                 if identity(os.fstat(file.fileno())) != _identity(facts):
                     return ""
-                block = bytearray(_BLOCK)
+                # Mapped: memory of an allocator would stay with each thread that has ever hashed.
+                block = mmap.mmap(-1, _BLOCK)
                 while count := file.readinto(block):
                     hasher.update(memoryview(block)[:count])
                     if cancelled():

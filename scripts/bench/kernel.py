@@ -70,7 +70,8 @@ async def sleepers(root: Path) -> float:
         for number in range(KERNELS + 1):
             place = root / f"sleeper{number}"
             place.mkdir()
-            kernel = await stack.enter_async_context(notebook(place, root / "run"))
+            opened = notebook(place, root / "run", image_dir=str(root / "images"))
+            kernel = await stack.enter_async_context(opened)
             await kernel.provisioner.checkpoint()
             kernel.client.stop_channels()
             gc.collect()

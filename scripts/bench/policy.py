@@ -43,7 +43,8 @@ async def main() -> int:
             kernels = {}
             for name in range(KERNELS + 1):
                 (root / str(name)).mkdir()
-                kernels[str(name)] = await stack.enter_async_context(notebook(root / str(name), root / "run"))
+                place = notebook(root / str(name), root / "run", image_dir=str(root / "images"))
+                kernels[str(name)] = await stack.enter_async_context(place)
             (_, worker), *idle = kernels.items()
             for _ in range(20):
                 await round_trip(worker)

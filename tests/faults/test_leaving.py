@@ -397,3 +397,20 @@ async def test_an_image_directory_that_others_can_enter(subject):
     assert subject.images.stat().st_mode & 0o777 == 0o755
     subject.images.chmod(0o700)
     await subject.leaves_and_wakes()
+
+
+async def test_a_connection_that_is_about_to_be_accepted_is_no_reason_to_refuse(subject):
+    await subject.run("""
+import select, socket, threading, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("listener")
+listener.listen()
+def serve():
+    select.select([listener], [], [])
+    time.sleep(0.15)
+    listener.accept()[0].close()
+threading.Thread(target=serve).start()""")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(subject.directory / "listener"))
+        await subject.provisioner.checkpoint()
+    await subject.wakes()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
+from ..process.file_facts import birth_ns
 
 #: CPU features that programs choose their code by.  The others in /proc/cpuinfo are Linux's own business.
 _USED_BY_PROGRAMS = re.compile(
@@ -180,11 +181,12 @@ def build_id(path: str) -> str:
     return ""
 
 
-def is_sqlite(path: str) -> bool:
-    """Whether it is a database of SQLite (its "Database File Format", 1.3)."""
+def database_born(path: str) -> int:
+    """Return when a database of SQLite (its "Database File Format", 1.3) was made, in ns; 0 of another file."""
     with contextlib.suppress(OSError), open_regular(path) as file:
-        return file.read(16) == b"SQLite format 3\0"
-    return False
+        if file.read(16) == b"SQLite format 3\0":
+            return birth_ns(path)
+    return 0
 
 
 def _build_id_note(notes: bytes) -> str:

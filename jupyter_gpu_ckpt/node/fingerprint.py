@@ -123,7 +123,7 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
     """By path: ``size``, ``mode``, ``build_id``, identity, and ``checked``: whether a restore insists on the size.
 
     Its uses are ``open``, ``mapped``, ``writes``, ``code`` (as program code) and ``locked``; ``made``: by the dump, for
-    a restore to remove.  ``database``: of SQLite.
+    a restore to remove.  ``database_born``: when a database of SQLite that is open was made; else 0.
     """
     noted: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -133,7 +133,8 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
         entry["open" if file["open"] else "mapped"] = True
         for use in ("writes", "code", "made", "locked"):
             entry[use] = entry[use] or bool(file.get(use))
-        entry["database"] = entry["database"] or (file["open"] and node.is_sqlite(path))
+        if file["open"]:
+            entry["database_born"] = node.database_born(path)
         entry["checked"] = entry["checked"] or entry["made"]
         if file["size"] is not None:  # CRIU compares with the size in the dump
             entry |= {"size": file["size"], "checked": True}
@@ -145,7 +146,7 @@ def _noted_files(files: Iterable[Facts], file_system_of: Callable[[str], str]) -
 def _noted_file(path: str, file: Facts, kind: str) -> dict[str, Any]:
     facts = node.file_facts(path) or {"size": 0, "mode": file["mode"]}
     entry = {**facts, "build_id": "", "open": False, "mapped": False, "checked": False}
-    entry |= {"writes": False, "code": False, "made": False, "locked": False, "database": False}
+    entry |= {"writes": False, "code": False, "made": False, "locked": False, "database_born": 0}
     directory = stat.S_ISDIR(facts["mode"] or 0)
     if not (node.keeps_inodes(kind) if directory else node.keeps_content(kind)):
         for name in ("device", "inode", "mtime", "ctime"):
@@ -163,6 +164,7 @@ def _present(path: str, was: Facts, hashes: Hashes | None, cancelled: Callable[[
     if node.same_file(was, now):
         return {**now, "same": True}
     now |= {"same": False, "build_id": "", "blake3": ""}
+    now["database_born"] = node.database_born(path) if was.get("database_born") else 0
     if stat.S_ISREG(now["mode"]):
         now["build_id"] = node.build_id(path) if was["build_id"] else ""
         if hashes is not None and was.get("blake3") and now["size"] == was["size"]:

@@ -295,7 +295,8 @@ def _judged(was: Facts, now: Facts, mapped: bool, accept: bool) -> tuple[str, bo
         return "The kernel has this program code mapped; put it back as it was.", True
     if mapped:
         return "The kernel has it mapped into its memory; put it back as it was.", True
-    if was.get("database") and not was["locked"] and was.get("inode") == now["inode"]:
+    born = was.get("database_born")
+    if born and not was["locked"] and (was.get("inode"), born) == (now["inode"], now["database_born"]):
         # Without a lock a connection takes nothing for granted: each transaction begins with the change counter.
         return "SQLite notices what others wrote into its database.", False
     if accept:

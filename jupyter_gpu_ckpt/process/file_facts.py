@@ -21,9 +21,10 @@ from jupyter_gpu_ckpt.process import syscalls
 TIMEOUT = 2.0
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = -100, 0x1000, 0x4000
-_STATX_TYPE, _STATX_MODE, _STATX_MTIME, _STATX_INO = 0x1, 0x2, 0x40, 0x100
-#: ``struct statx``, and where the mode, the inode, the time of the last change and the device of a device file are.
-_STATX_BYTES, _AT_MODE, _AT_MTIME, _AT_DEVICE = 256, 28, 112, 128
+_STATX_TYPE, _STATX_MODE, _STATX_MTIME, _STATX_INO, _STATX_BTIME = 0x1, 0x2, 0x40, 0x100, 0x800
+#: ``struct statx``, and where the mode, the inode, the times of birth and of the last change and the device of a device
+#: file are.
+_STATX_BYTES, _AT_MODE, _AT_BTIME, _AT_MTIME, _AT_DEVICE = 256, 28, 80, 112, 128
 _RESOLVE_CACHED = 0x20
 
 
@@ -41,14 +42,29 @@ def of(path: str, directory: int = _AT_FDCWD, flags: int = 0) -> FileFacts:
 
     The path is walked as always, which may wait; not so for ``/proc/PID/fd/N``.
     """
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    wanted = _STATX_TYPE | _STATX_MODE | _STATX_MTIME | _STATX_INO
-    statx = syscalls.libc.statx
-    syscalls.check(statx(directory, os.fsencode(path), _AT_STATX_DONT_SYNC | flags, wanted, buffer), f"statx {path}")
+    buffer = _statx(path, directory, flags, _STATX_TYPE | _STATX_MODE | _STATX_MTIME | _STATX_INO)
     mode, inode = struct.unpack_from("=H2xQ", buffer, _AT_MODE)
     seconds, nanoseconds = struct.unpack_from("=qI", buffer, _AT_MTIME)
     major, minor = struct.unpack_from("=II", buffer, _AT_DEVICE)
     return FileFacts(mode, (major, minor), inode, seconds * 10**9 + nanoseconds)
+
+
+def birth_ns(path: str) -> int:
+    """Return the time at which a file was made, in ns; 0 on a file system that does not keep it.  Raises `OSError`.
+
+    An inode number alone does not tell a file from a later one: ext4 gives that of a removed file to the next.
+    """
+    buffer = _statx(path, _AT_FDCWD, 0, _STATX_BTIME)
+    (known,) = struct.unpack_from("=I", buffer)
+    seconds, nanoseconds = struct.unpack_from("=qI", buffer, _AT_BTIME)
+    return seconds * 10**9 + nanoseconds if known & _STATX_BTIME else 0
+
+
+def _statx(path: str, directory: int, flags: int, wanted: int) -> ctypes.Array[ctypes.c_char]:
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    statx = syscalls.libc.statx
+    syscalls.check(statx(directory, os.fsencode(path), _AT_STATX_DONT_SYNC | flags, wanted, buffer), f"statx {path}")
+    return buffer
 
 
 def cached(path: str, directory: int = _AT_FDCWD) -> FileFacts:

@@ -202,6 +202,17 @@ async def test_another_database_in_the_place_of_one_is_refused(subject):
     await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
 
 
+async def test_a_database_that_was_made_anew_is_refused(subject):
+    """By the same steps: it may have the inode, the size and the change counter of the first, and other rows."""
+    await subject.run(DATABASE)
+    await subject.provisioner.checkpoint()
+    (subject.directory / "study.db").unlink()
+    with contextlib.closing(sqlite3.connect(subject.directory / "study.db", isolation_level=None)) as other:
+        other.execute("create table trial (value integer)")
+        other.execute("insert into trial values (7)")
+    await subject.stays_away(await subject.fails(subject.provisioner.restore, "FILE_CHANGED"))
+
+
 async def test_a_forked_child_does_not_bind_the_history_that_all_notebooks_share(subject):
     """The child has the database open by inheritance; this kernel, too, writes to it as soon as it is awake."""
     await subject.run("""

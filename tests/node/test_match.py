@@ -216,15 +216,24 @@ def test_a_file_that_is_only_appended_to_may_change(data):
 
 @pytest.mark.parametrize(
     ("uses", "replaced", "hard"),
-    [({}, False, False), ({"locked": True}, False, True), ({}, True, True), ({"open": False}, False, True)],
-    ids=["open", "in a transaction", "another database", "not open"],
+    [
+        ({}, "", False),
+        ({"locked": True}, "", True),
+        ({}, "renamed", True),
+        ({}, "removed", True),
+        ({"open": False}, "", True),
+    ],
+    ids=["open", "in a transaction", "another database", "a new database", "not open"],
 )
 def test_a_database_of_sqlite_may_have_been_written_to(tmp_path, uses, replaced, hard):
+    """Not replaced: a new file may get the inode of a removed one, and the same script gives it the same counter."""
     path = tmp_path / "study.db"
     path.write_bytes(b"SQLite format 3\0" + bytes(4080))
     wanted = held(path, **uses)
-    if replaced:
+    if replaced == "renamed":
         path.rename(tmp_path / "old.db")
+    elif replaced:
+        path.unlink()
     path.write_bytes(b"SQLite format 3\0" + bytes(8176))
     assert compared(wanted) == [("file_changed", hard)]
 

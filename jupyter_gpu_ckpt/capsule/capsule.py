@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -408,6 +408,18 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         ``child``: as for `freeze_threads`.
         """
         self._request({"verb": "freeze_threads_in_driver", **self._named(child)})
+
+    def note_inherited_files(self, inherited: Mapping[int, Iterable[str]]) -> None:
+        """Have the next dump take these device files from children that have inherited them (`process.device_files`).
+
+        ``inherited``: the files' paths by the children's host pids.  Raises `CapsuleError`, also if the init is of an
+        older release.
+        """
+        noted = {}
+        for child, paths in inherited.items():
+            with contextlib.suppress(CapsuleError):  # it has ended
+                noted[str(self._named(child)["pid"])] = [*paths]
+        self._request({"verb": "note_inherited_files", "paths": noted})
 
     def _named(self, child: int | None) -> dict[str, Any]:
         """Return the argument that names a child by its pid inside; none for the kernel."""

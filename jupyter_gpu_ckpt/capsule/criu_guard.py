@@ -356,6 +356,11 @@ class CriuGuard:
             with _unless_ended(pid, self._root):
                 stop(pid, deadline)
 
+    def mapped_anew(self, pid: int) -> None:
+        """Take a process's present mappings for those to be put back."""
+        present = procfs.maps(pid)
+        self._processes = [each._replace(mappings=present) if each.pid == pid else each for each in self._processes]
+
     def were_stopped(self) -> list[int]:
         """Return the processes that somebody else had stopped before."""
         return [pid for pid in self.pids if pid not in self._ran]

@@ -31,7 +31,7 @@ from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
-from jupyter_gpu_ckpt.process import inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process import device_files, inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.connections import Unsavable
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
@@ -101,6 +101,8 @@ class Init:
         self.stopped: CriuGuard | None = None
         #: What those processes have otherwise for the dump.
         self.preparation: Preparation | None = None
+        #: Paths of device files that processes (by pid) have inherited, and are to lose at the next dump.
+        self.inherited_files: dict[int, frozenset[str]] = {}
         self.watched_files = WatchedFiles()
         #: Restored processes that were stopped before their dump by somebody else.
         self.stay_stopped: set[int] = set()
@@ -264,6 +266,17 @@ class Init:
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)
 
+    def take_inherited_files(self, guard: CriuGuard) -> None:
+        """Take the noted device files from stopped processes."""
+        for pid in guard.pids:
+            if pid in self.inherited_files:
+                with contextlib.suppress(*procfs.GONE):  # it was killed
+                    device_files.replace(pid, self.inherited_files[pid])
+                    guard.mapped_anew(pid)
+        if self.inherited_files:
+            guard.settle(time.monotonic() + STOP_TIMEOUT)
+        self.inherited_files = {}
+
     def load_shared_memory(self, source: str) -> None:
         """Copy the named files of an image back, before its processes are restored."""
         with self.mounting():
@@ -370,6 +383,7 @@ class Init:
         guard = CriuGuard(self.kernel, time.monotonic() + STOP_TIMEOUT, self.frozen) if on_kernel else None
         try:
             if guard is not None and terminals:
+                self.take_inherited_files(guard)
                 if self.rootless:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
@@ -427,6 +441,11 @@ class Init:
         if pid not in self.frozen:
             self.frozen[pid] = FrozenThreads(pid)
         return self.frozen[pid]
+
+    def note_inherited_files(self, paths: dict[str, list[str]]) -> dict[str, Any]:
+        """Note device files that processes (by pid) have inherited: the next dump takes them away."""
+        self.inherited_files = {int(pid): frozenset(of_process) for pid, of_process in paths.items()}
+        return {}
 
     def freeze_threads(self, timeout: float, insist: bool, pid: int = 0) -> dict[str, Any]:
         """Freeze the threads of a process, by default the kernel, but the CUDA driver's."""
@@ -506,6 +525,7 @@ class Init:
         "status": status,
         "end": end,
         "outlive": outlive,
+        "note_inherited_files": note_inherited_files,
         "freeze_threads": freeze_threads,
         "freeze_threads_in_driver": freeze_threads_in_driver,
         "unfreeze_threads": unfreeze_threads,

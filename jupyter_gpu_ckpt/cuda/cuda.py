@@ -11,11 +11,12 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import procfs
 from ..errors import CudaError, CudaTimeout, DriverTooOld, StateError, UnsupportedCuda
+from ..process import syscalls
 from .checkpoint_api import DriverRefused
 from .helper_client import Facade
 
@@ -26,6 +27,9 @@ ILLEGAL_STATE, NOT_FOUND, NOT_READY, NOT_SUPPORTED, UNKNOWN = 401, 500, 600, 801
 # A full H200 takes about a minute each way; a machine whose host memory grows on first use several times that.
 TRANSFER_TIMEOUT_S = 600.0
 QUICK_TIMEOUT_S = 30.0
+
+#: How the paths of the driver's device files begin.
+DEVICE_FILES = "/dev/nvidia"
 
 _UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -108,12 +112,24 @@ class Cuda(Facade):
         """Return the ``/dev/nvidia*`` that the process has open or mapped, sorted; none may be left before a dump."""
         if self._is_hidden(pid):
             return []
-        files = set(re.findall(r"/dev/nvidia\S+", self._read(pid, "maps")))
+        files = set(re.findall(rf"{DEVICE_FILES}\S+", self._read(pid, "maps")))
         try:
-            files.update(target for _, target in procfs.links(pid) if target.startswith("/dev/nvidia"))
+            files.update(target for _, target in procfs.links(pid) if target.startswith(DEVICE_FILES))
         except OSError as error:
             raise _unreadable(pid, error) from error
         return sorted(files)
+
+    def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:
+        """Return whether each device file that the process has open is one of ``owners``' own, under the same number.
+
+        Then it was forked from one of them.  Reads /proc and compares by kcmp(2) only.
+        """
+        owners = [*owners]
+        try:
+            opened = [number for number, target in procfs.links(pid) if target.startswith(DEVICE_FILES)]
+        except OSError as error:
+            raise _unreadable(pid, error) from error
+        return all(any(_is_same_file(pid, owner, number) for owner in owners) for number in opened)
 
     def state(self, pid: int) -> CudaState:
         """Return the process's CUDA state.  A process that never loaded the driver costs no call of it."""
@@ -204,6 +220,14 @@ class Cuda(Facade):
             return procfs.read(f"/proc/{pid}/{name}")
         except OSError as error:
             raise _unreadable(pid, error) from error
+
+
+def _is_same_file(pid: int, other: int, number: int) -> bool:
+    """Whether two processes have the same open file under one number."""
+    try:
+        return syscalls.call("kcmp", pid, other, syscalls.KCMP_FILE, number, number) == 0
+    except OSError:  # it has none, or one of them has ended
+        return False
 
 
 def check_pid(pid: int) -> None:

@@ -195,6 +195,8 @@ class KernelState:
     kept_image: Image | None = None
     exit_status: int | None = None
     saved: Saved = field(default_factory=Saved)
+    #: Device files that forked children have of processes with CUDA state, by host pid; known from the last suspend.
+    inherited: dict[int, list[str]] = field(default_factory=dict)
     #: Chunks of device memory that are on the disk already, for the next image.
     chunks: ChunkCache | None = None
     #: Directory on the disk with the allocations that host memory is too small for.

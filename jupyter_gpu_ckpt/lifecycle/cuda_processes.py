@@ -7,7 +7,7 @@ children, the functions here move by the driver alone.  A child may end at any m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TypeVar
@@ -43,6 +43,17 @@ def states(kernel: KernelState, cuda: Cuda | None = None) -> dict[int, CudaState
     """
     found = {pid: _unless_ended(kernel, pid, (cuda or kernel.engine.cuda).state) for pid in _all(kernel)}
     return {pid: state for pid, state in found.items() if state not in (None, CudaState.NONE)}  # type: ignore[misc]
+
+
+def inherited_files(kernel: KernelState, using: Collection[int]) -> dict[int, list[str]]:
+    """Return the device files that processes forked from those ``using`` CUDA have, by host pid; raises `CudaError`."""
+    cuda = kernel.engine.cuda
+
+    def of(pid: int) -> list[str]:
+        held = cuda.device_files(pid) if pid not in using else []
+        return held if held and cuda.has_inherited_all(pid, using) else []
+
+    return {pid: held for pid in _all(kernel) if (held := _unless_ended(kernel, pid, of))}
 
 
 def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:

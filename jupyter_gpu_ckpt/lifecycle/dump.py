@@ -47,6 +47,7 @@ def disconnect(attempt: Attempt) -> None:
     if kernel.refusal is not None and not attempt.unwinding:
         raise copy.copy(kernel.refusal)
     if not attempt.unwinding:  # a kernel that was suspended before had a preflight for a suspend only
+        _note_inherited_files(kernel)
         _require_fit(kernel)
     if (error := without_sockets(kernel)) is not None:
         raise error
@@ -62,8 +63,20 @@ def disconnect(attempt: Attempt) -> None:
         time.sleep(0.002)
 
 
+def _note_inherited_files(kernel: KernelState) -> None:
+    """Have the dump take from children the device files that they have inherited of processes with CUDA state."""
+    if kernel.inherited:
+        try:
+            kernel.require_capsule().note_inherited_files(kernel.inherited)
+        except errors.CapsuleError:  # its init is of an older release: such children are refused
+            kernel.inherited = {}
+
+
 def _require_fit(kernel: KernelState) -> None:
-    """Raise the error for what only matters to a dump: other processes, and what the agent found when it quiesced."""
+    """Raise the error for what only matters to a dump: other processes, and what the agent found when it quiesced.
+
+    Device files that children have inherited do not: the capsule's init takes them away.
+    """
     others, why = kernel.require_capsule().other_processes(), why_not(kernel, writes=True, suspended=True)
     preflight.require(preflight.judge_suspended(others, why, kernel.saved.report))
 

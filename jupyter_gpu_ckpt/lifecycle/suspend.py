@@ -96,17 +96,22 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
     that a dump has stopped could not answer it.
 
     A forked child inherits open and mapped device files, but no CUDA state: the driver says NOT_INITIALIZED of it, and
-    frees all device memory of its parent nevertheless (driver 580.159, H200).  CRIU cannot save these files.
+    frees all device memory of its parent nevertheless (driver 580.159, H200).  CRIU cannot save these files, so a dump
+    takes them from the child; that others are the child's own cannot be excluded once its parent has closed them.
     """
     cuda = kernel.engine.cuda
     tree = set(kernel.require_capsule().processes())
+    using: list[int] = []
 
     def reason(pid: int) -> str:
         try:
-            if suspended:
-                return "it has open device files of the GPU" if cuda.device_files(pid) else left_tree(pid)
-            if cuda.state(pid) is CudaState.NONE and writes and cuda.device_files(pid):
-                return "it has inherited open device files of the GPU"
+            if (suspended or (cuda.state(pid) is CudaState.NONE and writes)) and (held := cuda.device_files(pid)):
+                known = set(held) <= set(kernel.inherited.get(pid, ()))
+                if not known and not suspended:
+                    using[:] = using or cuda_processes.states(kernel)
+                    known = cuda.has_inherited_all(pid, using)
+                if not known:
+                    return "it has open device files of the GPU"
         except errors.CudaError as error:
             if preflight.read_process(pid) is not None:  # else it has ended
                 return error.message.rstrip(".")
@@ -206,7 +211,7 @@ def cuda_suspend(attempt: Attempt) -> None:
         return
     saved.device_bytes = gpus.used_by(*using)
     saved.node_gpus = [gpu.uuid for gpu in gpus.list()]
-    saved.cuda = True
+    saved.cuda, kernel.inherited = True, cuda_processes.inherited_files(kernel, using)
     try:
         unlockable = None
         try:

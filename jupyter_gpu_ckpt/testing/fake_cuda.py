@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class FakeProcess:
     """One process.  ``memory``: bytes by GPU (empty and ``cuda`` false: it has not used CUDA).
 
     ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.  ``nccl``: it
-    communicates by NCCL.
+    communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own.
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
     save, which the driver says only once (``refused_before``).  ``ruined``: its restore failed, after which the driver
@@ -58,6 +58,8 @@ class FakeProcess:
     mps: bool = False
     profiled: bool = False
     nccl: bool = False
+    device_files: set[str] = field(default_factory=set)
+    inherited: bool = False
     ruined: bool = False
     refused_before: bool = False
     computing: int = 0
@@ -96,7 +98,7 @@ class FakeDriver:
     # -- processes --
 
     def start(
-        self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, computing: int = 0, **traits: bool
+        self, memory: Mapping[str, int] | None = None, *, pid: int | None = None, computing: int = 0, **traits: Any
     ) -> int:
         """Start a process with this much memory on these GPUs (none: one without CUDA); return its id."""
         process = FakeProcess(dict(memory or {}), cuda=memory is not None, computing=computing, **traits)
@@ -258,8 +260,12 @@ class FakeCuda(Cuda):
     def device_files(self, pid: int) -> list[str]:
         self._read(pid, "status")
         process = self.driver.processes[pid]
-        files = {"/dev/nvidiactl", "/dev/nvidia0"} if process.nvml or process.on_gpu else set()
+        files = {"/dev/nvidiactl", "/dev/nvidia0"} if process.nvml or process.on_gpu else process.device_files
         return sorted(files | ({"/dev/nvidia-uvm"} if process.on_gpu else set()))
+
+    def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:
+        process = self.driver.processes[pid]
+        return process.inherited and any(self.driver.processes[owner].on_gpu for owner in owners)
 
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -25,7 +26,8 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
-from jupyter_gpu_ckpt.lifecycle import cuda_processes
+from jupyter_gpu_ckpt.errors import CriuError
+from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeProcess
@@ -197,6 +199,123 @@ def test_a_child_that_begins_to_use_cuda_after_the_suspend_keeps_the_kernel_from
     family.sleeps(State.SUSPENDED)
     family.lifecycle.resume()
     family.runs_on()
+
+
+@pytest.mark.parametrize("first", ["checkpoint", "suspend", "suspend by an owner that is gone"])
+@pytest.mark.parametrize("inherited", [True, False])
+def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first, inherited):
+    """Those that are its own keep the kernel from the disk, and so do those of which that is not known any more."""
+    fake = family.fakes[COMMANDS[2]]
+    fake.device_files, fake.inherited = {"/dev/nvidiactl", "/dev/nvidia0"}, inherited
+    expected = set() if inherited else {"CHILD_PROCESSES"}
+    assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
+    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    if first != "checkpoint":
+        family.lifecycle.suspend()
+        assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
+    if first == "suspend by an owner that is gone":
+        family.lifecycle.kernel.inherited = {}
+    if not inherited or "gone" in first:
+        error = family.fails("checkpoint", "CHILD_PROCESSES")
+        assert "sleep 1003" in error.message
+        assert "it has open device files of the GPU" in error.message
+        if first != "checkpoint":
+            family.sleeps(State.SUSPENDED)
+            family.lifecycle.resume()
+        family.runs_on()
+        if not inherited:
+            return
+    family.lifecycle.checkpoint()
+    fake.device_files = set()
+    family.lifecycle.wake()
+    family.runs_on()
+    family.cycle()
+
+
+#: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on.
+FORKS = """
+import mmap, os, sys, time
+place, count = sys.argv[1:]
+with open(place, "wb") as file: file.truncate(8192)
+fd = os.open(place, os.O_RDWR)
+memory = mmap.mmap(fd, 8192)
+if os.fork():
+    memory.close()
+    while True: time.sleep(1000)
+n = 0
+while True:
+    n += 1
+    with open(count, "w") as file: file.write(str(n))
+    time.sleep(0.01)
+"""
+
+
+class Forking(Rig):
+    """A kernel on GPU A whose forked child has inherited what stands for a device file."""
+
+    def __init__(self, criu_binary, directory: Path, base: Path) -> None:
+        self.place, self.count = str(directory / "nvidia0"), directory / "count"
+        super().__init__(criu_binary, directory, base, [sys.executable, "-c", FORKS, self.place, str(self.count)])
+        until(lambda: self.counted() > 0, "the child counts")
+        self.child = FakeProcess(cuda=False, device_files={self.place}, inherited=True)
+        self.driver.add(self.child, self.child_pid)
+
+    @property
+    def child_pid(self) -> int:
+        (pid,) = self.lifecycle.capsule.other_processes()
+        return pid
+
+    def counted(self) -> int:
+        return int(self.count.read_text() or 0) if self.count.exists() else 0
+
+    def has(self) -> set[str]:
+        names = {name for _, name in procfs.links(self.child_pid)}
+        return names | {mapping.name for mapping in procfs.maps(self.child_pid)}
+
+    def _follow(self, event: StepEvent) -> None:
+        super()._follow(event)
+        if (event.kind, event.step) == ("completed", "criu_restore"):
+            self.child.device_files = set()
+            self.driver.add(self.child, self.child_pid)
+
+    def counts_on(self) -> None:
+        before = self.counted()
+        until(lambda: self.counted() > before, "the child counts on")
+        assert "t" not in states(self.child_pid) | states(self.pid)
+        assert "T" not in states(self.child_pid) | states(self.pid)
+
+
+@pytest.fixture
+def forking(criu_binary, tmp_path):
+    base = Path(tempfile.mkdtemp(prefix="gc-"))
+    rig = Forking(criu_binary, tmp_path, base)
+    yield rig
+    rig.lifecycle.terminate()
+    shutil.rmtree(base)
+
+
+def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
+    assert forking.place in forking.has()
+    forking.lifecycle.suspend()
+    assert forking.place in forking.has(), "a suspend does not touch it"
+    for _ in range(2):
+        forking.lifecycle.checkpoint()
+        forking.lifecycle.wake()
+        assert forking.place not in forking.has()
+        forking.counts_on()
+
+
+def test_a_dump_that_fails_leaves_a_forked_child_running(forking, monkeypatch):
+    def fails(*_: object) -> None:
+        raise CriuError("Not proven.")
+
+    monkeypatch.setattr(dump, "_require_proven", fails)
+    forking.fails("checkpoint", "CRIU_FAILED")
+    forking.runs_on()
+    forking.counts_on()
+    monkeypatch.undo()
+    forking.cycle()
+    forking.counts_on()
 
 
 @pytest.mark.parametrize("op", ["cuda.state", "cuda.lock", "cuda.checkpoint", "cuda.restore", "cuda.unlock"])

@@ -166,12 +166,12 @@ def states(pid: int) -> set[str]:
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
-def test_a_child_with_inherited_device_files_does_not_matter_to_a_suspend(parent):
+def test_a_child_with_device_files_does_not_matter_to_a_suspend(parent):
     (child,) = parent.lifecycle.capsule.other_processes()
     parent.driver.processes[child].nvml = True
     assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["CHILD_PROCESSES"]
     assert [each.code for each in parent.lifecycle.findings(writes=False) if each.blocks] == []
-    assert "inherited open device files" in parent.fails("checkpoint", "CHILD_PROCESSES").message
+    assert "it has open device files of the GPU" in parent.fails("checkpoint", "CHILD_PROCESSES").message
     parent.runs_on()
     parent.lifecycle.suspend()
     parent.sleeps(State.SUSPENDED)

@@ -33,6 +33,11 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it
     device_bytes, companions = host_memory.device_bytes(kernel), capsule.other_processes()
+    if device_bytes:
+        try:
+            kernel.engine.cuda.available()
+        except errors.CudaUnavailable as error:  # a driver that is too old, among others; it cannot be asked for more
+            return [preflight.blocking(error)]
     found = preflight.inspect(
         kernel_pid=capsule.host_pid,
         companions=companions,

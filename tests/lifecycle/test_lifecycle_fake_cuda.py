@@ -26,6 +26,7 @@ from jupyter_gpu_ckpt.errors import (
     AgentError,
     CudaError,
     CudaTimeout,
+    DriverTooOld,
     GpuCkptError,
     GpuFull,
     HelperGone,
@@ -413,6 +414,27 @@ def test_a_refusal_of_the_driver_has_its_reason(rig):
     assert error.details["cuda_name"] == "CUDA_ERROR_NOT_SUPPORTED"
     assert codes() == {"PROFILER_USED"}, "it is as long as the process lives"
     rig.runs_on()
+
+
+@pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
+def test_a_driver_that_is_too_old_is_found_before_the_kernel_is_disturbed(parent, monkeypatch, verb):
+    call, asked = parent.driver.call, []
+
+    def too_old(op: str, **args):
+        asked.append(op)
+        if op.startswith("cuda."):
+            raise DriverTooOld("The NVIDIA driver has no cuCheckpointProcessLock.", reason="driver-too-old")
+        return call(op, **args)
+
+    monkeypatch.setattr(parent.driver, "call", too_old)
+    (child,) = parent.lifecycle.capsule.other_processes()
+    parent.driver.processes[child].cuda = True
+    assert [each.code for each in parent.lifecycle.findings() if each.blocks] == ["DRIVER_TOO_OLD"]
+    asked.clear()
+    assert parent.fails(verb, "DRIVER_TOO_OLD").left == "the kernel runs on"
+    assert {op for op in asked if op.startswith("cuda.")} == {"cuda.open"}
+    monkeypatch.undo()
+    parent.runs_on()
 
 
 @pytest.mark.parametrize("op", ["cuda.lock", "cuda.checkpoint"])

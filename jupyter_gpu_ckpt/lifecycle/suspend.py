@@ -36,8 +36,8 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
     if device_bytes:
         try:
             kernel.engine.cuda.available()
-        except errors.CudaUnavailable as error:  # a driver that is too old, among others; it cannot be asked for more
-            return [preflight.blocking(error)]
+        except errors.CudaUnavailable as unavailable:  # too old, among others: it cannot be asked for more
+            return [preflight.blocking(unavailable)]
     found = preflight.inspect(
         kernel_pid=capsule.host_pid,
         companions=companions,

@@ -20,6 +20,7 @@ from limits import MISSED
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "kernel.py",
+    "children.py",
     "criu.py",
     "image.py",
     "gate.py",

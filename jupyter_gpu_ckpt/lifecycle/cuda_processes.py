@@ -199,12 +199,13 @@ def _unless_ended(kernel: KernelState, pid: int, call: Callable[[int], _T]) -> _
     try:
         return call(pid)
     except GpuCkptError:
-        if pid == kernel.require_capsule().host_pid or _lives(pid):
+        if pid == kernel.require_capsule().host_pid or lives(pid):
             raise
         return None
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Return whether a process has not ended; one that has, and was not waited for, has."""
     process = read_process(pid)
     return process is not None and process.state not in "ZX"
 
@@ -216,7 +217,7 @@ def _each(kernel: KernelState, pids: Iterable[int], call: Callable[[int], object
         try:
             call(pid)
         except GpuCkptError as error:
-            return True, error if pid == kernel.require_capsule().host_pid or _lives(pid) else None
+            return True, error if pid == kernel.require_capsule().host_pid or lives(pid) else None
         return False, None
 
     pids = [*pids]

@@ -118,7 +118,7 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
                 if not known:
                     return "it has open device files of the GPU"
         except errors.CudaError as error:
-            if preflight.read_process(pid) is not None:  # else it has ended
+            if cuda_processes.lives(pid):
                 return error.message.rstrip(".")
         return left_tree(pid)
 

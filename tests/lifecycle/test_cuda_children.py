@@ -30,7 +30,7 @@ from jupyter_gpu_ckpt.errors import CriuError
 from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
-from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, RUNNING, FakeCuda, FakeProcess
+from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, OPERATING_SYSTEM, RUNNING, FakeCuda, FakeProcess
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.trace import StepEvent, Trace
 
@@ -342,6 +342,24 @@ def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
     assert set(family.pids()) == set(COMMANDS[1:])
     family.runs_on()
     family.cycle()
+
+
+def test_a_child_that_ends_during_preflight_and_is_not_waited_for_prevents_nothing(family, monkeypatch):
+    call, child = family.driver.call, family.pids()[COMMANDS[0]]
+
+    def kills(asked: str, *, lane: int | None = None, **args):
+        if asked == "cuda.state" and lane == child:
+            os.kill(child, signal.SIGKILL)
+            until(lambda: procfs.stat(child).state == "Z", "it is a zombie")
+            raise DriverRefused(OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM")
+        return call(asked, lane=lane, **args)
+
+    os.kill(family.pid, signal.SIGSTOP)  # else it would be waited for
+    monkeypatch.setattr(family.driver, "call", kills)
+    try:
+        assert [finding.code for finding in family.lifecycle.findings() if finding.blocks] == []
+    finally:
+        os.kill(family.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("suspended", [False, True])

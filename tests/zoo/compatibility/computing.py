@@ -173,6 +173,17 @@ ROWS = (
         "seen = [t.global_step, t.current_epoch, float(m.l.weight.sum())]",
         "lightning torch",
     ),
+    Row(
+        "launcher",
+        "accelerate: notebook_launcher, two processes that have ended, and once more",
+        "import socket, accelerate, torch\n"
+        "def train():\n    a = accelerate.Accelerator(cpu=True)\n    total = a.reduce(torch.ones(1) * (a.process_index + 1))\n"
+        "    if a.is_main_process: open('total', 'w').write(str(total.item()))\n"
+        "def launch():\n    with socket.socket() as free:\n        free.bind(('127.0.0.1', 0))\n        port = free.getsockname()[1]\n"
+        "    accelerate.notebook_launcher(train, num_processes=2, use_port=str(port))\nlaunch()",
+        "launch()\nseen = [open('total').read()]",
+        "accelerate torch",
+    ),
     Row("jax", "JAX, on the CPU", "import os\nos.environ['JAX_PLATFORMS'] = 'cpu'\n" + _JAX, _JAX_SEEN, "jax"),
     Row(
         "numba",
@@ -222,7 +233,7 @@ ROWS = (
     Row(
         "gpu-loader",
         "DataLoader: workers and pinned memory",
-        _LOADER.format(options="num_workers=2, pin_memory=True") + "\nw = torch.ones(4, device='cuda')",
+        "import torch\nw = torch.ones(4, device='cuda')\n" + _LOADER.format(options="num_workers=2, pin_memory=True"),
         _NEXT,
         "torch",
         _NO_WORKERS,
@@ -330,6 +341,57 @@ ROWS = (
         "seen = [float(x.sum())]",
         "cupy-cuda13x",
         "Use CuPy's ordinary pool: `cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)`.",
+        True,
+    ),
+    Row(
+        "gpu-watched",
+        "nvidia-smi and pynvml, looked at in between",
+        "import subprocess, pynvml, torch\npynvml.nvmlInit()\ng = pynvml.nvmlDeviceGetHandleByIndex(0)\n"
+        "x = torch.ones(1 << 20, device='cuda')",
+        "smi = subprocess.run(['nvidia-smi', '-L'], capture_output=True, text=True).stdout.startswith('GPU 0')\n"
+        "seen = [smi, pynvml.nvmlDeviceGetMemoryInfo(g).used > 0, float(x.sum())]",
+        "nvidia-ml-py torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-persistent",
+        "DataLoader: persistent workers (fork) beside CUDA, in the middle of an epoch",
+        "import torch\nw = torch.ones(4, device='cuda')\n"
+        + _LOADER.format(options="num_workers=2, persistent_workers=True"),
+        _NEXT + " + [float(w.sum())]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-joblib",
+        "joblib workers (loky) and a background command beside CUDA",
+        "import subprocess, torch\nfrom joblib import Parallel, delayed\nx = torch.ones(1 << 20, device='cuda')\n"
+        "r = Parallel(2)(delayed(abs)(-n) for n in range(4))\n"
+        "p = subprocess.Popen(['sed', '-u', 's/a/b/'], stdin=subprocess.PIPE, stdout=subprocess.PIPE)",
+        "p.stdin.write(b'a\\n')\np.stdin.flush()\n"
+        "seen = [Parallel(2)(delayed(abs)(-n) for n in range(4)), p.stdout.readline().decode(), float(x.sum())]",
+        "joblib torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-pool",
+        "multiprocessing: a pool (fork), started beside CUDA",
+        "import multiprocessing, torch\nx = torch.ones(1 << 20, device='cuda')\n"
+        "pool = multiprocessing.get_context('fork').Pool(2)\npool.map(abs, [-1])",
+        "seen = [pool.map_async(abs, [-1, -2, -3]).get(60), float(x.sum())]",
+        "torch",
+        gpu=True,
+    ),
+    Row(
+        "gpu-nccl",
+        "NCCL in one process (torch.distributed, one rank)",
+        "import os, socket, torch, torch.distributed as dist\nwith socket.socket() as free:\n    free.bind(('127.0.0.1', 0))\n"
+        "    port = free.getsockname()[1]\n"
+        "dist.init_process_group('nccl', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)\n"
+        "x = torch.ones(1 << 20, device='cuda')\ndist.all_reduce(x)\ntorch.cuda.synchronize()",
+        "dist.all_reduce(x)\ntorch.cuda.synchronize()\nseen = [float(x.sum())]",
+        "torch",
+        "Destroy the process group before a checkpoint (`dist.destroy_process_group()`); a suspend does not mind it.",
         True,
     ),
     Row("gpu-jax", "JAX, with memory as needed", _JAX_AS_NEEDED + _JAX, _JAX_SEEN, "jax", gpu=True),

@@ -48,12 +48,12 @@ class Stat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is a zombie, or dead."""
+        """Return whether the process is a zombie, or dead."""
         return self.state in "ZX"
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has ended or is ending: even its own user cannot read its memory and descriptors any more."""
+        """Return whether the process has ended or is ending: even its user cannot read its memory and descriptors."""
         return self.has_ended or bool(self.flags & _PF_EXITING)
 
 
@@ -71,7 +71,7 @@ class MemoryMapping(NamedTuple):
     offset: int = 0
 
     def contains(self, address: int) -> bool:
-        """Whether ``address`` lies in the mapping."""
+        """Return whether ``address`` lies in the mapping."""
         return self.start <= address < self.end
 
 
@@ -131,7 +131,7 @@ def stat(pid: Pid, tid: int | None = None) -> Stat:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether the process is ending, or gone."""
+    """Return whether the process is ending, or gone."""
     with contextlib.suppress(*GONE):
         return stat(pid).is_ending
     return True

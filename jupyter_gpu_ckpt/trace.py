@@ -1,4 +1,4 @@
-"""One stream of ``started`` / ``completed`` / ``failed`` events for every step of every verb.
+"""The stream of ``started`` / ``completed`` / ``failed`` events for every step of every verb.
 
 The log, the server's events, progress bars and the figures in a manifest all read this stream.  A sink is a callable
 that takes one `StepEvent`.  An error of a sink is logged and not raised: a listener must not stop a kernel half-way.

@@ -37,7 +37,7 @@ def trim() -> int:
 
 
 def nvml_initialized() -> bool:
-    """Whether pynvml is initialised: it has device files open that cannot be saved."""
+    """Return whether pynvml is initialised: it has device files open that cannot be saved."""
     pynvml = sys.modules.get("pynvml")
     return bool(getattr(pynvml, "_nvmlLib_refcount", 0))
 

@@ -101,7 +101,7 @@ class IOPub:
 
 
 def _listener(pid: str, port: int) -> bool:
-    """Whether a process has a listening socket on ``port`` (proc_pid_net(5): state 0A is LISTEN)."""
+    """Return whether a process has a listening socket on ``port`` (proc_pid_net(5): state 0A is LISTEN)."""
     try:
         with open(f"/proc/{pid}/net/tcp", encoding="ascii") as table:
             rows = [row.split() for row in table.readlines()[1:]]

@@ -72,7 +72,7 @@ class Mapping(NamedTuple):
         return self.end - self.start
 
     def overlaps(self, other: Mapping) -> bool:
-        """Whether both map a common part of the same file."""
+        """Return whether both map a common part of the same file."""
         overlap = self.offset < other.offset + other.size and other.offset < self.offset + self.size
         return overlap and self.file == other.file
 

@@ -64,7 +64,7 @@ def _version(module: str) -> str:
 
 
 def debugger_in_use(kernel: Any) -> bool:
-    """Whether ipykernel's debugger was started, or a client is connected to debugpy."""
+    """Return whether ipykernel's debugger was started, or a client is connected to debugpy."""
     if getattr(getattr(kernel, "debugger", None), "is_started", False):
         return True
     # The public function of debugpy imports its server, and with it pydevd, on first use: not called before that.
@@ -73,7 +73,7 @@ def debugger_in_use(kernel: Any) -> bool:
 
 
 def jax_preallocates() -> bool:
-    """Whether JAX is loaded and allocates most of each GPU at once (its documentation, "GPU memory allocation").
+    """Return whether JAX is loaded and allocates most of each GPU at once (its documentation, "GPU memory allocation").
 
     The NVIDIA driver 580.159 does not restore these on two GPUs (CUDA_ERROR_INVALID_VALUE; seen with JAX 0.11.2).
     """

@@ -139,7 +139,7 @@ def _kind(kind: type) -> str:
 
 
 def _is(value: Any, module: str, name: str) -> bool:
-    """Whether ``value`` is of a class of a library, without importing that."""
+    """Return whether ``value`` is of a class of a library, without importing that."""
     loaded = getattr(sys.modules.get(module), name, None)
     try:
         # Not isinstance: that asks the value's own __class__, which proxies compute.

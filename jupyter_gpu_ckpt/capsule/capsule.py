@@ -62,7 +62,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a program inside ended: exit status (negative: the signal), and why the kernel is ``unrepaired``, if so.
+    """The end of a program inside: exit status (negative: the signal), and why the kernel is ``unrepaired``, if so.
 
     ``ended``: pids, in the capsule, of the kernel's descendants that were killed meanwhile.
     """
@@ -267,7 +267,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         self.close()
 
     def is_cleaning_up(self) -> bool:
-        """Whether the kernel has ended, and its resource trackers still remove its files in shared memory."""
+        """Return whether the kernel has ended, and its resource trackers still remove its files in shared memory."""
         with contextlib.suppress(CapsuleError, CapsuleGone):
             return bool(self._request({"verb": "status"}, CLEANUP_TIMEOUT)[0]["cleaning_up"])
         return False

@@ -292,7 +292,7 @@ def _repair(process: _SavedProcess) -> None:
 
 
 def _is_displaced(process: _SavedProcess, leader: Tracee, parasite: list[MemoryMapping]) -> bool:
-    """Whether the main thread is where CRIU put it, or where it was; else it has continued by itself."""
+    """Return whether the main thread is where CRIU put it, or where it was; else it has continued by itself."""
     if leader.regset(NT_PRSTATUS) == process.threads[process.pid].regsets[NT_PRSTATUS]:
         return True
     at = leader.words()[MACHINE.pc]

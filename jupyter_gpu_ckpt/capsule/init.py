@@ -147,7 +147,7 @@ class Init:
         return time.monotonic() < self.kernel_ended + CLEANUP_TIMEOUT
 
     def is_cleaning_up(self) -> bool:
-        """Whether resource trackers clean up behind the kernel: they begin when all their users have ended."""
+        """Return whether resource trackers clean up behind the kernel: they begin when all their users have ended."""
         if self.kernel_status is None:
             return False
         trackers, others = self.other_processes()

@@ -263,7 +263,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _is_full(directory: Path) -> bool:
-    """Whether the file system of ``directory`` has no free blocks or inodes; False where it does not report them."""
+    """Return whether the file system of ``directory`` has no free blocks or inodes; False where it reports none."""
     try:
         facts = os.statvfs(directory)
     except OSError:

@@ -198,7 +198,7 @@ def candidate(policy: str) -> str | None:
 
 
 def at_least(version: str, floor: tuple[int, ...]) -> bool:
-    """Whether a Debian version is that upstream release or newer, by dpkg's own rules."""
+    """Return whether a Debian version is that upstream release or newer, by dpkg's own rules."""
     return run(["dpkg", "--compare-versions", version, "ge", ".".join(map(str, floor))], timeout_s=10).status == 0
 
 

@@ -143,7 +143,7 @@ def ghost_names(directory: Path) -> list[str]:
 
 
 def is_made_name(path: str) -> bool:
-    """Whether ``path`` has the form of a name that a dump makes."""
+    """Return whether ``path`` has the form of a name that a dump makes."""
     return path.startswith("/") and bool(_LINK_NAME.fullmatch(os.path.basename(path)))
 
 
@@ -168,7 +168,7 @@ def unrestorable(directory: Path) -> list[str]:
 
 
 def below_proc(path: str) -> bool:
-    """Whether ``path`` lies in /proc, of which every capsule mounts its own."""
+    """Return whether ``path`` lies in /proc, of which every capsule mounts its own."""
     return path == "/proc" or path.startswith("/proc/")
 
 

@@ -82,7 +82,7 @@ def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def has_external_peer(directory: Path) -> bool:
-    """Whether a unix socket is connected to one outside; CRIU refuses only connections that are accepted."""
+    """Return whether a unix socket's peer is outside the kernel; CRIU refuses only connections that are accepted."""
     sockets = [
         fields
         for record in records(directory / "files.img", FILES_MAGIC)

@@ -276,7 +276,7 @@ class FastPath:
         return amounts, directory
 
     def swap_out_frozen(self, *, timeout_s: float, choose_directory: Callable[[int], Path | None]) -> int:
-        """As `swap_out`, of a kernel that the driver does not lock: ``RUNNING`` before and after.
+        """Swap out, as `swap_out` does, a kernel that the driver does not lock: ``RUNNING`` before and after.
 
         Frozen, its threads keep their memory from being used while it is swapped out, also when the owner goes.  The
         library tries its calls before anything is moved: a frozen thread may hold a lock of the driver.  With 0 nothing

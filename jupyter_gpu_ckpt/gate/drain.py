@@ -42,7 +42,7 @@ class Drain:
 
     @property
     def active(self) -> bool:
-        """Whether a drain is under way."""
+        """Return whether a drain is under way."""
         return self._future is not None
 
     def begin(self, future: Future[None], seconds: float) -> None:
@@ -53,7 +53,7 @@ class Drain:
         self._queries_until = self._progress + min(_QUERY_PATIENCE, seconds / 2)
 
     def note_progress(self) -> None:
-        """A request was forwarded, or an answer came."""
+        """Note that a request was forwarded, or that an answer came."""
         self._progress = time.monotonic()
 
     def settle(self) -> bool:
@@ -70,7 +70,7 @@ class Drain:
             self._end().set_exception(GateError(f"The drain was cancelled: {reason}."))
 
     def next_time(self) -> float | None:
-        """When `tick` has something to do next, monotonic seconds."""
+        """Return the time at which `tick` has something to do next, in monotonic seconds; None: never."""
         if self._future is None:
             return None
         times = [self._deadline, self._queries_until]

@@ -197,7 +197,7 @@ class Gate:
 
     @property
     def last_activity(self) -> float:
-        """When a client last had something run (or that ended), `time.monotonic` seconds; queries do not count."""
+        """The time of the last start or end of a client's request, `time.monotonic` seconds; queries do not count."""
         return self._router.last_activity
 
     @property
@@ -217,7 +217,7 @@ class Gate:
 
     @property
     def working(self) -> bool:
-        """Whether the kernel runs what a client asked for; queries do not count."""
+        """Return whether the kernel runs a client's request; queries do not count."""
         return self._call(lambda router: router.pending.working())
 
     @property
@@ -230,7 +230,7 @@ class Gate:
 
     @property
     def under_way(self) -> UnderWay:
-        """What the kernel has not finished of that which clients requested."""
+        """Clients' requests that the kernel has not finished."""
         return self._call(lambda router: UnderWay(router.pending.cells(), router.pending.other_types()))
 
     # -- the thread

@@ -54,7 +54,7 @@ class InternalRequests:
         self._by_id: dict[str, InternalRequest] = {}
 
     def owns(self, frame: bytes) -> bool:
-        """Whether ``frame``, a parent header, is that of a request of the gate, pending or dropped."""
+        """Return whether ``frame``, a parent header, is that of a request of the gate, pending or dropped."""
         return self._tag in frame
 
     def __iter__(self) -> Iterator[InternalRequest]:
@@ -100,7 +100,7 @@ class InternalRequests:
         return [request for request in self if request.resend_at is not None and now >= request.resend_at]
 
     def next_time(self) -> float | None:
-        """When `expire` has something to do next, monotonic seconds."""
+        """Return the time at which `expire` has something to do next, in monotonic seconds; None: never."""
         if not self._by_id:
             return None
         times = [request.deadline for request in self]

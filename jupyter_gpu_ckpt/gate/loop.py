@@ -80,7 +80,7 @@ class Loop:
             _fail(future, error)
 
     def reads(self, socket: Socket) -> bool:
-        """Whether ``socket`` is read."""
+        """Return whether ``socket`` is read."""
         return socket in self._readers
 
     def read(self, readers: dict[Socket, Handler]) -> None:

@@ -52,13 +52,13 @@ class PendingRequest:
 
     @property
     def is_cell(self) -> bool:
-        """Whether it runs a user's code with visible output."""
+        """Return whether the request runs a user's code with visible output."""
         request = self.request
         return request.msg_type == "execute_request" and not request.content.get("silent", False)
 
     @property
     def is_query(self) -> bool:
-        """Whether nothing is lost if it is never answered: on the control channel nothing runs that a user started.
+        """Return whether no answer to the request is needed: on the control channel no code of a user runs.
 
         Some kernels answer nothing there (IRkernel 1.3), and jupyter_server sends each a ``kernel_info_request`` there.
         """
@@ -67,7 +67,7 @@ class PendingRequest:
 
     @property
     def straggles(self) -> bool:
-        """Whether possibly nothing more comes.
+        """Return whether the kernel has possibly sent all that it will send for the request.
 
         A handler that raises sends an idle and no reply.  ipykernel 7 handles a comm message that arrives while a cell
         awaits concurrently, without busy and without idle.  Only a request behind it in the same lane, the fence, tells
@@ -94,7 +94,7 @@ class PendingRequests:
         return [entry.request.msg_type for entry in self._by_id.values()]
 
     def working(self) -> bool:
-        """Whether the kernel works on something that a user requested, as far as messages tell."""
+        """Return whether the kernel works on something that a user requested, as far as messages tell."""
         return any(wakes(entry.request) and not entry.straggles for entry in self._by_id.values())
 
     def cells(self) -> int:
@@ -109,7 +109,7 @@ class PendingRequests:
         return tuple(entry.request.msg_type for entry in self._by_id.values() if not entry.is_cell)
 
     def waits_unread(self) -> bool:
-        """Whether there are requests on the shell channel and none of them has begun."""
+        """Return whether there are requests on the shell channel and none of them has begun."""
         entries = [entry for entry in self._by_id.values() if entry.request.channel == "shell"]
         return bool(entries) and not any(entry.begun for entry in entries)
 

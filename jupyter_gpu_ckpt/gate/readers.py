@@ -139,7 +139,7 @@ class Readers:
             self.measure(time.monotonic())
 
     def next_time(self) -> float | None:
-        """When to `measure` again, monotonic seconds."""
+        """Return the time at which to `measure` again, in monotonic seconds."""
         return time.monotonic() + _MEASURE_EVERY if self.late else None
 
     def measure(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What runs on the gate's thread: messages move between clients and the kernel, and wait while the kernel is away.
+"""The gate's thread: forward messages between clients and the kernel, and queue them while the kernel is away.
 
 Everything here runs on one thread and is touched by no other; `gate.Gate` runs the verbs here for other threads.
 """
@@ -50,7 +50,7 @@ _DONE_WITHOUT_KERNEL = frozenset({"shutdown_request", "interrupt_request"})
 
 
 class GateState(str, Enum):
-    """What the gate does with a client's request."""
+    """State of a gate: the treatment of a client's request."""
 
     CLOSED = "closed"  # queues it: no kernel yet, or no kernel any more
     OPEN = "open"  # forwards it
@@ -63,7 +63,7 @@ class GateState(str, Enum):
 
 @dataclass(frozen=True)
 class UnderWay:
-    """What a kernel does for clients: how many cells run or wait in it, and the types of its other requests."""
+    """Work of a kernel for clients: the number of cells that run or wait in it, and the types of other requests."""
 
     cells: int
     others: tuple[str, ...]
@@ -188,7 +188,7 @@ class Router:
             self._rewire()
 
     def _expect_reading(self) -> None:
-        """A request is on its way to the kernel, or another one is done: it has to begin soon."""
+        """Expect the kernel to begin soon: a request is on its way to it, or another request is done."""
         if self._nudge_at is None:
             self._nudge_at = time.monotonic() + self._unread
 
@@ -296,7 +296,7 @@ class Router:
             self.state = GateState.DRAINED
 
     def sleep(self) -> None:
-        """The kernel is suspended or checkpointed: have it woken by the next request that wakes, or a queued one."""
+        """Have a suspended or checkpointed kernel woken by the next request that wakes, or by a queued one."""
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; drain it first.")
         self.state, self._wake_requested = GateState.ASLEEP, False
@@ -305,7 +305,7 @@ class Router:
             self._wake(waiting.msg_type)
 
     def fail(self, error: GpuCkptError) -> None:
-        """A wake failed: answer each queued execution by ``error``.  Other requests stay, and so does the sleep."""
+        """Answer each queued execution by the ``error`` of a wake.  Other requests stay, and so does the sleep."""
         if self.state in (GateState.OPEN, GateState.DRAINING):
             raise StateError(f"The gate is {self.state}; there is no wake that could fail.")
         if self.state is GateState.DRAINED:
@@ -387,7 +387,7 @@ class Router:
         self.notices.append(notice)
 
     def kernel_died(self) -> None:
-        """The kernel's process is gone: drop pending and queued requests, disconnect, echo no heartbeat.
+        """Drop pending and queued requests of a process that is gone, disconnect, echo no heartbeat.
 
         Requests that come later are queued for the next kernel.
         """
@@ -398,7 +398,7 @@ class Router:
         self.state, self._wake_requested = GateState.CLOSED, False
 
     def rebind_kernel(self, back: Mapping[str, Any]) -> None:
-        """The kernel is another process, at ``back``: drop pending requests and what is known of the old one."""
+        """Serve another process, at ``back``: drop pending requests and the replies known of the old one."""
         self._disconnect("the kernel was restarted")
         self._back_info = dict(back)
         self.replies.forget()

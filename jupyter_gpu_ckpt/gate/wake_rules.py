@@ -1,4 +1,4 @@
-"""Which messages wake a sleeping kernel.
+"""The messages that wake a sleeping kernel.
 
 A browser that opens or reloads a notebook sends ``kernel_info_request``, ``comm_info_request``, ``history_request`` and
 ``debug_request`` by itself; a kernel that woke for those would wake whenever its notebook is opened.  So there is an
@@ -25,7 +25,7 @@ _PAGE_METHODS = frozenset({"request_state", "request_states"})
 
 
 def wakes(request: Request) -> bool:
-    """Whether ``request`` wakes a kernel that sleeps."""
+    """Return whether ``request`` wakes a kernel that sleeps."""
     content = request.content
     if request.msg_type == "comm_open":
         return content.get("target_name") not in _PAGE_TARGETS

@@ -201,7 +201,7 @@ class Request:
 
     @property
     def stops(self) -> bool:
-        """Whether its failure aborts the executions queued behind it, as in ipykernel."""
+        """Return whether a failure of the request aborts the executions queued behind it, as in ipykernel."""
         stops = self.content.get("stop_on_error", True) and not self.content.get("silent", False)
         return self.msg_type == "execute_request" and bool(stops)
 
@@ -273,7 +273,7 @@ def _bind(made: zmq.Socket[Any], endpoint: str) -> None:
 
 
 def _is_listening(endpoint: str) -> bool:
-    """Whether a process listens on a unix socket.  libzmq does not check: it unlinks the path and binds it anew."""
+    """Return whether a process listens on a unix socket.  libzmq does not check: it unlinks the path and binds anew."""
     if not endpoint.startswith("ipc://"):
         return False
     with stdlib_socket.socket(stdlib_socket.AF_UNIX) as probe:

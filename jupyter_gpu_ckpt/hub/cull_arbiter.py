@@ -29,7 +29,7 @@ _CLOCK_DIFFERENCE = 2.0
 
 @dataclass
 class _OwnRequests:
-    """When we sent requests to a server, in seconds since the epoch: the proxy counts them as its user's activity."""
+    """Times of our own requests to a server, seconds since the epoch: the proxy counts them as its user's activity."""
 
     began: float
     ended: float

@@ -205,7 +205,7 @@ class Vault:
 
     @property
     def encrypts(self) -> bool:
-        """Whether new images are encrypted."""
+        """Return whether new images are encrypted."""
         return bool(self.source)
 
     def free(self) -> int:

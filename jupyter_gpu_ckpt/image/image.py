@@ -41,7 +41,7 @@ class Image:
 
     @property
     def retired(self) -> bool:
-        """Whether `retire` was called."""
+        """Return whether `retire` was called."""
         return layout.mark(self.path, layout.RETIRED).exists()
 
     def accept_changed_files(self) -> None:
@@ -50,12 +50,12 @@ class Image:
 
     @property
     def accepts_changed_files(self) -> bool:
-        """Whether `accept_changed_files` was called."""
+        """Return whether `accept_changed_files` was called."""
         return layout.mark(self.path, layout.ACCEPTS).exists()
 
     @property
     def archived(self) -> bool:
-        """Whether its content lies in the cold tier (`transfer.archive`)."""
+        """Return whether the image's content lies in the cold tier (`transfer.archive`)."""
         return layout.mark(self.path, layout.ARCHIVED).exists()
 
     def mark_archived(self, archived: bool) -> None:

@@ -1,4 +1,4 @@
-"""What belongs to one kernel id on this host: its directory, which is locked, its gate and its lifecycle.
+"""One kernel id on this host: its directory, which is locked, its gate and its lifecycle.
 
 The provisioner says what is to be started (`Launch`).  Here a kernel is launched into a capsule, or the one that an
 earlier owner left is attached, and what clients request through the gate is passed to the lifecycle.
@@ -45,7 +45,7 @@ UNFIT: dict[tuple[str, ...], KernelUnfit] = {}
 
 @dataclass(frozen=True)
 class Launch:
-    """What the kernel manager wants started.
+    """The kernel to start, as the kernel manager describes it.
 
     ``front`` is the connection info for clients, ``connection_file`` the path of it in ``cmd``, ``root`` the root
     directory of the server, if there is one, ``base`` the directory of the kernels' sockets.  ``fast_path``: whether
@@ -69,12 +69,12 @@ class Launch:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the kernels of one kernelspec have in common: name, and command without the path of the connection."""
+        """The common properties of one kernelspec's kernels: name, and command without the path of the connection."""
         return (self.kernel_name, *(word.replace(self.connection_file, "{connection_file}") for word in self.cmd))
 
 
 class KernelOwner(Protocol):
-    """What a `KernelHost` calls in its owner, the provisioner.  No method may call the gate or wait for the worker."""
+    """The methods that a `KernelHost` calls in its owner, the provisioner.  None may call the gate or block."""
 
     faults: list[Sink]
 
@@ -109,7 +109,7 @@ def _early_exit(status: int) -> KernelUnfit:
 
 @contextlib.contextmanager
 def _watch_exit(process: subprocess.Popen[bytes], on_exit: Callable[[], None]) -> Iterator[None]:
-    """If ``process`` ends during the body, call ``on_exit`` on another thread until the body ends."""
+    """Call ``on_exit`` on another thread, until the body ends, once ``process`` has ended."""
     over = threading.Event()
 
     def watch() -> None:
@@ -128,7 +128,7 @@ def _watch_exit(process: subprocess.Popen[bytes], on_exit: Callable[[], None]) -
 
 
 class KernelHost:
-    """All that belongs to one kernel id, with or without a kernel; after a restart, another kernel."""
+    """Directory, gate and lifecycle of one kernel id, with or without a kernel; after a restart, another kernel."""
 
     def __init__(self, kernel_id: str, owner: KernelOwner, log: logging.Logger | logging.LoggerAdapter[Any]) -> None:
         self.kernel_id = kernel_id
@@ -151,12 +151,12 @@ class KernelHost:
 
     @property
     def reachable(self) -> bool:
-        """Whether messages reach the kernel: a wake opens the gate before the last of its steps is done."""
+        """Return whether messages reach the kernel: a wake opens the gate before the last of its steps is done."""
         return self.gate is not None and self.gate.state in (GateState.OPEN, GateState.DRAINING)
 
     @property
     def awaits_first_answer(self) -> bool:
-        """Whether the kernel has not answered since its launch: if it ends now, another may take its place."""
+        """Return whether the kernel has not answered since its launch: if it ends now, another may take its place."""
         return self._unanswered is not None and self._unanswered is self.lifecycle
 
     # -- start
@@ -418,7 +418,7 @@ class KernelHost:
     # -- end
 
     def clear(self) -> None:
-        """The kernel has ended; `last` is kept until its image is kept or discarded."""
+        """Forget a kernel that has ended; `last` is kept until its image is kept or discarded."""
         self.last, self.lifecycle = self.lifecycle, None
 
     def close(self) -> None:

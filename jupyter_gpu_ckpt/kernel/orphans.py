@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Session:
-    """What a later server needs to serve a kernel.
+    """The session of a kernel: the facts that a later server needs to serve it.
 
     ``front``: the connection info for clients; ``identity``: `Gate.identity`; ``notebook``: the file of its document;
     ``path``: the working directory it was started in; ``root``: the root directory of the server that started it;

@@ -243,7 +243,7 @@ def _is_owned(directory: Path) -> bool:
 
 
 def _is_alive(directory: Path) -> bool:
-    """Whether a capsule without an owner answers."""
+    """Return whether a capsule without an owner answers."""
     try:
         Capsule.attach(directory).detach()
     except ProtocolVersion:  # for its own release to attach

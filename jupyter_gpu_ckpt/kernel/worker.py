@@ -1,4 +1,4 @@
-"""One thread for the verbs of a kernel: they run one after the other, and the caller's event loop stays free."""
+"""The thread on which a kernel's verbs run one after the other, so that the caller's event loop stays free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an image fits this node: the facts of both, for `node.match`."""
+"""Facts of an image and of this node, for `node.match` to compare."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Home:
 
     @property
     def own_sockets(self) -> tuple[str, ...]:
-        """What the path of a unix socket of the kernel's own begins with, inside the capsule."""
+        """The beginnings of the paths of the kernel's own unix sockets, inside the capsule."""
         return (f"{self.inner_dir}/", *([f"{self.sockets}-"] if self.sockets else []))
 
 

@@ -1,4 +1,4 @@
-"""Where device memory of a kernel goes when it is swapped out: host memory, or the disk where that is too small."""
+"""Space for a kernel's swapped-out device memory: host memory, or the disk where that is too small."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int
 
 
 def may_spill(kernel: KernelState, bytes: int) -> bool:
-    """Whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
+    """Return whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
     store = kernel.engine.store
     return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
 

@@ -432,7 +432,7 @@ class Lifecycle:
         return tuple(failed)
 
     def _may_succeed_again(self, failed_at: Step | None, failure: Exception | None) -> bool:
-        """Whether a wake that failed is tried once more, at once, in a fresh capsule: see `_BY_CHANCE`."""
+        """Return whether a wake that failed is tried once more, at once, in a fresh capsule: see `_BY_CHANCE`."""
         wanted = self.state is State.CHECKPOINTED and self.kernel.cancellation.reason is Reason.NONE
         return wanted and failed_at in _CHANCY and type(failure) in _BY_CHANCE
 

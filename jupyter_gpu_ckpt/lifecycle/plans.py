@@ -16,7 +16,7 @@ from ..errors import StateError
 
 
 class State(enum.Enum):
-    """What a kernel is, or is becoming."""
+    """State of a kernel: a resting state, or the name of the move under way."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -68,7 +68,7 @@ class Move(enum.Enum):
 
 
 class ProcessEvent(enum.Enum):
-    """What became of the kernel's process."""
+    """A start or an end of the kernel's process."""
 
     LAUNCHED = "launched"
     #: The process ended by itself, or was killed.
@@ -86,7 +86,7 @@ class Attached:
 
 @dataclass(frozen=True)
 class StepDone:
-    """The last step was done."""
+    """End of a step that was done."""
 
     step: Step
 
@@ -102,7 +102,7 @@ class StepFailed:
 
 @dataclass(frozen=True)
 class Unwound:
-    """The undo steps were run; ``failed`` are those that failed."""
+    """End of the undo steps; ``failed``: those that failed."""
 
     failed: tuple[Step, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Whether a kernel can be checkpointed now, and if not, why, in a notebook user's words.
+"""Preflight: find the reasons why a kernel cannot be checkpointed now, in a notebook user's words.
 
 `inspect` looks at the kernel from outside, without disturbing it; `judge_report` the agent's report from inside.  A
 `PreflightFinding` that blocks has the error that is raised for it; the others are warnings for the user.
@@ -48,7 +48,7 @@ class PreflightFinding:
 
     @property
     def blocks(self) -> bool:
-        """Whether a checkpoint is refused."""
+        """Return whether a checkpoint is refused."""
         return self.error is not None
 
     def as_dict(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def judge_state(refusals: Iterable[Mapping[str, str]]) -> list[PreflightFinding]
 
 
 def _is_used(adapter: Process) -> bool:
-    """Whether a client is connected to a debugger's adapter, at the port that its command line names."""
+    """Return whether a client is connected to a debugger's adapter, at the port that its command line names."""
     if (found := re.search(r" --port (\d+)( |$)", adapter.command)) is None:
         return True
     port, connected = f":{int(found[1]):04X}", "01"
@@ -318,7 +318,7 @@ def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[
 
 
 def _sigpipe_ends(pid: int) -> bool:
-    """Whether a process neither ignores nor handles SIGPIPE."""
+    """Return whether a process neither ignores nor handles SIGPIPE."""
     try:
         status = procfs.status(pid)
         return not (int(status["SigIgn"], 16) | int(status["SigCgt"], 16)) >> (signal.SIGPIPE - 1) & 1

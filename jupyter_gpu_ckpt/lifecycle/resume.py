@@ -43,7 +43,7 @@ def _reservation(attempt: Attempt) -> AbstractContextManager[None]:
 
 
 def _is_on_gpu(kernel: KernelState) -> bool:
-    """Whether the device memory is back already: an earlier try ended between the driver's restore and unlock."""
+    """Return whether the device memory is back: an earlier try may have ended between restore and unlock."""
     if kernel.capsule is None:
         return False
     on_gpu = all(state in _ON_GPU for state in cuda_processes.states(kernel).values())

@@ -28,7 +28,7 @@ _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
 
 def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFinding]:
-    """Return the findings of preflight from outside; the kernel is not disturbed.  A suspend ``writes`` no image."""
+    """Return the findings of preflight; the kernel is not disturbed.  A suspend ``writes`` no image."""
     capsule = kernel.require_capsule()
     if writes and (hidden := preflight.undumpable(capsule.host_pid)) is not None:
         return [hidden]  # nothing more can be found out about it

@@ -97,7 +97,7 @@ def identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
 
 
 def same_file(was: Facts, now: Facts) -> bool:
-    """Whether ``now`` is the file of ``was``, unchanged, going by their identities alone.
+    """Return whether ``now`` is the file of ``was``, unchanged, going by their identities alone.
 
     A device may have another number when it is mounted again (Btrfs, NFS, overlay, after a boot).  That is ignored if
     Linux stamped the file: ctime has a fraction of a second then.  In an image of a file system (squashfs) the times
@@ -109,12 +109,12 @@ def same_file(was: Facts, now: Facts) -> bool:
 
 
 def keeps_content(kind: str) -> bool:
-    """Whether files on a file system of this type have a content and times of their own."""
+    """Return whether files on a file system of this type have a content and times of their own."""
     return kind not in _PSEUDO
 
 
 def keeps_inodes(kind: str) -> bool:
-    """Whether directories on a file system of this type keep their inode numbers for good."""
+    """Return whether directories on a file system of this type keep their inode numbers for good."""
     return keeps_content(kind) and not kind.startswith(_RENUMBERED)
 
 
@@ -139,7 +139,7 @@ def taken(path: str, inode: int, mtime: int) -> str:
 
 
 def _is_bound(path: str) -> bool:
-    """Whether a process has the unix socket at ``path``, or may have it.  Does not connect to a server."""
+    """Return whether a process has the unix socket at ``path``, or may have it.  Does not connect to a server."""
     # Linux looks for the socket before it compares the types, so a server of streams does not see this.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
@@ -249,7 +249,7 @@ _CLOSING = frozenset({"04", "05", "06", "07", "09", "0B"})
 
 
 def _lingers(number: int) -> bool:
-    """Whether a TCP port of this host has only closed connections."""
+    """Return whether a TCP port of this host has only closed connections."""
     rows = [*procfs.sockets("tcp"), *procfs.sockets("tcp6")]
     states = {row[3] for row in rows if int(row[1].rpartition(":")[2], 16) == number}
     return bool(states) and states <= _CLOSING

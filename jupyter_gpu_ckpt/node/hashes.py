@@ -196,7 +196,7 @@ def _parsed(path: Path) -> dict[str, str]:
 
 
 def _lasts(key: str) -> bool:
-    """Whether the file's ctime is no whole number of seconds."""
+    """Return whether the file's ctime is no whole number of seconds."""
     return int(key.rpartition(":")[2]) % _SECOND != 0
 
 

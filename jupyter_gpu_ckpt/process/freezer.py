@@ -216,7 +216,7 @@ class FrozenThreads:
         return call.number in MACHINE.waits and not reads_file
 
     def _in_driver(self, tid: int, shared: _Shared) -> bool:
-        """Whether the thread waits in a system call that the driver's code made, itself or through the C library.
+        """Return whether the thread waits in a system call of the driver's code, made directly or by the C library.
 
         The first code address on the stack that is not the C library's is the return address of the function that
         called the C library, or a function that one of the two had in a register: so a thread that the driver created
@@ -240,7 +240,7 @@ class FrozenThreads:
         return False
 
     def _created_by_driver(self, tid: int, shared: _Shared) -> bool:
-        """Whether the function that the thread began with is the driver's.
+        """Return whether the function that the thread began with is the driver's.
 
         glibc keeps it in the thread's descriptor, behind the head of the list of robust futexes, which Linux tells
         (get_robust_list(2)).  False with another C library.
@@ -258,7 +258,7 @@ class FrozenThreads:
         return any(word in shared.driver for (word,) in words)
 
     def _is_file(self, descriptor: int) -> bool:
-        """Whether a descriptor is a file: a thread that reads one may hold a lock, as the linker does."""
+        """Return whether a descriptor is a file: a thread that reads a file may hold a lock, as the linker does."""
         try:
             return stat.S_ISREG(os.stat(f"/proc/{self._pid}/fd/{descriptor}").st_mode)
         except OSError:

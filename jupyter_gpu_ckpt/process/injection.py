@@ -106,7 +106,7 @@ class Injection(NamedTuple):
         return found
 
     def _locks_future(self) -> bool:
-        """Whether memory is locked as it is mapped (``mlockall(MCL_FUTURE)``), which only a new mapping shows."""
+        """Return whether new memory is locked (``mlockall(MCL_FUTURE)``), which only a new mapping shows."""
         before = self._locked()
         address = self.call("mmap", 0, mmap.PAGESIZE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         if address < 0:
@@ -119,7 +119,7 @@ class Injection(NamedTuple):
         return int(procfs.status(self.pid).get("VmLck", "0").split()[0])
 
     def _has_tiles(self) -> bool:
-        """Whether the process was permitted to use AMX."""
+        """Return whether the process was permitted to use AMX."""
         with self.on_stack(bytes(8)) as address:
             if self.call("arch_prctl", ARCH_GET_XCOMP_PERM, address) != 0:
                 return False
@@ -160,7 +160,7 @@ class Injection(NamedTuple):
         return int(status << 8 if code == os.CLD_EXITED else status | (0x80 if code == os.CLD_DUMPED else 0))
 
     def confined(self, tids: Sequence[int], user: int, group: int) -> bool:
-        """Whether one of the threads, all of that user and group, is in a Landlock domain that the caller is not in.
+        """Return whether a thread, all of that user and group, is in a Landlock domain that the caller is not in.
 
         A thread in a domain may not inspect a process outside of it: kcmp(2) with such a process, of the same user
         and without capabilities, gives EPERM.  The thread with itself may; where it may not, a filter forbids the call.

@@ -441,7 +441,7 @@ class _Process:
             self.notes.setdefault("semaphores", []).append({"descriptors": numbers, "epolls": epolls})
 
     def descriptor(self, number: int, seen: set[str]) -> None:
-        """One descriptor: refuse an unproven kind, and note what CRIU forgets of it.
+        """Inspect one descriptor: refuse an unproven kind, and note what CRIU forgets of it.
 
         Nothing here may wait for the server of a file, which may never answer (`file_facts`).
         """

@@ -1,4 +1,4 @@
-"""What stopped processes have otherwise for the time of a dump, as CRIU cannot save it: `Preparation`."""
+"""Changes to stopped processes for the time of a dump, of state that CRIU cannot save: `Preparation`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Preparation:
             raise
 
     def notes(self) -> dict[int, dict[str, Any]]:
-        """What `reapply` needs of each process."""
+        """Return the notes that `reapply` needs, by process."""
         found: dict[int, dict[str, Any]] = {}
         for name, processes in (("controlling_terminal", self._reopened), ("watches", self._watches)):
             for pid, noted in processes.items():

@@ -179,7 +179,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
         return self._wait_status() & 0xFF
 
     def _wait_status(self) -> int:
-        """That signal, and above it the number of a ptrace event."""
+        """Wait for the next stop.  Return its signal, with the number of a ptrace event in the bits above it."""
         deadline = time.monotonic() + STOP_TIMEOUT
         options = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL
         tries = 0

@@ -54,7 +54,7 @@ def reapply(notes: dict[str, Notes]) -> tuple[list[str], list[str]]:
 
 
 def readable_policy(text: str) -> bool:
-    """Whether a policy that ``/proc/PID/numa_maps`` shows as ``text`` can be reapplied."""
+    """Return whether a policy that ``/proc/PID/numa_maps`` shows as ``text`` can be reapplied."""
     return _policy(text) is not None
 
 
@@ -116,7 +116,7 @@ class _Restorer(NamedTuple):
                 syscalls.set_timer(descriptor, timer["flags"], value, interval, timer["ticks"])
 
     def needs_injection(self) -> bool:
-        """Whether some note can only be reapplied by a system call of the process itself."""
+        """Return whether some note can only be reapplied by a system call of the process itself."""
         own = {"personality", "speculation", "numa", "death_signal"}
         threads = any(own & notes.keys() for notes in self.notes.get("threads", {}).values())
         return threads or bool(self.notes.keys() & {"settings", "semaphores", "sealed", "locked_on_fault", "numa"})

@@ -155,7 +155,7 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def _is_deleted(name: str) -> bool:
-    """Whether Linux shows the name of a deleted file; an existing one may end the same."""
+    """Return whether Linux shows the name of a deleted file; an existing one may end the same."""
     known = not name.startswith(_NOT_FILES) and (name.startswith(_SHARED_MEMORY) or not name.startswith("/dev/"))
     return name.startswith("/") and name.endswith(_DELETED) and known and not os.path.lexists(name)
 
@@ -216,7 +216,7 @@ def _check(file: _File) -> None:
 
 
 def _is_opened_once(uses: list[_Opened]) -> bool:
-    """Whether all descriptors of a file have one position, and have it still when they are made anew.
+    """Return whether all descriptors of a file have one position, and have it still when they are made anew.
 
     They are one process's, which opened the file once: `_reopen` duplicates one new descriptor if it is for writing,
     too.  Those of mmap.mmap are duplicates of the program's own.

@@ -172,12 +172,12 @@ def _listens(sock: socket.socket) -> bool:
 
 
 def _waiting(sock: socket.socket) -> bool:
-    """Whether data or a connection waits to be received or accepted; removes nothing."""
+    """Return whether data or a connection waits to be received or accepted; removes nothing."""
     return bool(_events(sock) & select.POLLIN)
 
 
 def _has_data(sock: socket.socket) -> bool:
-    """Whether there are bytes to be received; assumed where SO_PEEK_OFF is set, as a peek would move its offset."""
+    """Return whether there are bytes to be received; assumed where SO_PEEK_OFF is set: a peek would move its offset."""
     with contextlib.suppress(OSError):
         peeks_move = sock.getsockopt(socket.SOL_SOCKET, _SOCKET["SO_PEEK_OFF"]) >= 0
         return peeks_move or bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -185,7 +185,7 @@ def _has_data(sock: socket.socket) -> bool:
 
 
 def _has_empty_message(sock: socket.socket) -> bool:
-    """Whether an empty message is queued in a unix socket of messages: CRIU takes it for the end of the queue.
+    """Return whether an empty message is queued in a unix socket of messages: CRIU takes it for the end of the queue.
 
     With ``SO_PEEK_OFF`` Linux shows one message after the other, but an empty one to the first peek only
     (``net/core/datagram.c: __skb_try_recv_from_queue``), not to CRIU's: such sockets are remembered until the queue is
@@ -214,7 +214,7 @@ def _has_empty_message(sock: socket.socket) -> bool:
 
 
 def _peeks_empty(sock: socket.socket, *, ends: bool) -> bool:
-    """Whether a peek finds an empty message.  ``ends``: peeks beyond the last message find the connection's end."""
+    """Return whether a peek finds an empty message.  ``ends``: peeks beyond the last message find the end."""
     empty = False
     while True:
         try:
@@ -251,7 +251,7 @@ def abort_at_end(sock: socket.socket) -> None:
 
 
 def is_found_by_path(sock: socket.socket) -> bool:
-    """Whether others reach the unix socket by the path that it is bound to, and not an accepted connection of it."""
+    """Return whether others reach the unix socket by its path; an accepted connection has that of its listener."""
     return sock.type == socket.SOCK_DGRAM or _listens(sock)
 
 

@@ -1,4 +1,4 @@
-"""What inotify instances of stopped processes watch: taken off for a dump, and watched again after it.
+"""Watches of inotify instances of stopped processes: removed for a dump, and added again after it.
 
 Linux shows a watched file by its inode only.  CRIU opens it by its handle, which an ordinary user may not do, forgets
 some flags of a watch, and cannot restore a process whose watched file is gone meanwhile.  So the watches are noted with

@@ -290,5 +290,5 @@ def defaults(serverapp: ServerApp) -> Config:
 
 
 def _is_set(config: Config, owner: type[Any], trait: str) -> bool:
-    """Whether the configuration names a value, in the section of the class or of one it derives from."""
+    """Return whether the configuration names a value, in the section of the class or of one it derives from."""
     return any(name in config and trait in config[name] for name in owner.section_names())

@@ -37,7 +37,7 @@ class Usage:
     kernels: Mapping[str, Mapping[str, int]]
 
     def differs(self, other: Usage) -> bool:
-        """Whether the difference is worth an event."""
+        """Return whether the difference is worth an event."""
         before = {gpu.uuid: gpu.used for gpu in other.gpus}
         moved = any(abs(gpu.used - before.get(gpu.uuid, 0)) >= MIN_CHANGE for gpu in self.gpus)
         return moved or len(self.gpus) != len(before) or self.kernels != other.kernels

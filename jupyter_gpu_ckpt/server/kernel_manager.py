@@ -77,7 +77,7 @@ class CheckpointKernelManagerMixin(_Base):
         return sum(self._state(kernel_id) is not State.CHECKPOINTED for kernel_id in self.list_kernel_ids())
 
     def __bool__(self) -> bool:
-        """Whether there is any kernel.  A stopping server tests this to see whether kernels are to be shut down."""
+        """Return whether there is any kernel.  Called from a stopping server, to learn whether there are any to end."""
         return bool(self.list_kernel_ids())
 
     def list_kernels(self) -> Any:
@@ -119,7 +119,7 @@ class CheckpointKernelManagerMixin(_Base):
     # -- culling
 
     def track_message_type(self, message_type: Any) -> bool:
-        """Whether such a message, or the reply to it, is a use of the kernel.  Called from jupyter_server."""
+        """Return whether a message of this type, or its reply, is a use of the kernel.  Called from jupyter_server."""
         return message_type != IDLE_TYPE and bool(super().track_message_type(message_type))
 
     def initialize_culler(self) -> None:

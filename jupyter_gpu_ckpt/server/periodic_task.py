@@ -19,7 +19,7 @@ class PeriodicTask:
 
     @property
     def started(self) -> bool:
-        """Whether `start` was called, and `stop` not since."""
+        """Return whether `start` was called, and `stop` not since."""
         return self._task is not None
 
     def start(self) -> None:

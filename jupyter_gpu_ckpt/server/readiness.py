@@ -20,7 +20,7 @@ _TIMEOUT = 60.0
 
 
 class Readiness:
-    """Whether all kernels of a server are there; set by the extension."""
+    """Readiness of a server: whether all its kernels are attached; set by the extension."""
 
     #: Attaches an earlier server's kernels; None before that.
     attaching: asyncio.Task[None] | None = None
@@ -28,7 +28,7 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a kernel that is missing now does not exist."""
+        """Return whether a kernel that is missing now does not exist."""
         return not self.stopping and (self.attaching is None or self.attaching.done())
 
     async def wait(self) -> None:

@@ -152,7 +152,7 @@ class FakeDriver:
         return self
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to end."""
 
     # -- the driver --
 

@@ -54,7 +54,7 @@ class FakeHelper(Helper):
         return FakeHelper(self._driver)
 
     def close(self) -> None:
-        """As `Helper.close`."""
+        """Close the helper, as `Helper.close` does."""
         super().close()
         self._listener.close()
         self._directory.cleanup()

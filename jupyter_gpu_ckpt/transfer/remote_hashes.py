@@ -32,7 +32,7 @@ class RemoteHashes:
         self._known: dict[str, str] = {}
 
     def trusts_writes(self) -> bool:
-        """Whether a disk of this machine has the directory, so that a flush is as good as for the image itself."""
+        """Return whether the directory is on this machine's disk: a flush is then as good as for the image itself."""
         # Every other file system has no device (stat(2): major number 0), and a network or a program in between.
         return self._local and os.major(Path(self._directory).stat().st_dev) != 0
 

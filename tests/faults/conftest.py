@@ -15,7 +15,7 @@ from harness import alive, descendants, notebook, until
 
 
 def has_family(request) -> bool:
-    """Whether the test asks for children: see `family.alone_and_with_family`."""
+    """Return whether the test asks for children: see `family.alone_and_with_family`."""
     return getattr(request, "param", False)
 
 

@@ -175,7 +175,7 @@ class Subject:
 
 
 def under_way(directory: Path, enough: int) -> bool:
-    """Whether an image below ``directory`` has grown to ``enough`` bytes."""
+    """Return whether an image below ``directory`` has grown to ``enough`` bytes."""
     total = 0
     for path in directory.rglob("*.img"):
         with contextlib.suppress(OSError):

@@ -215,7 +215,7 @@ async def test_a_kernel_can_be_ended_that_waits_for_a_named_pipe_created_after_t
         return restore(*args, **kwargs)
 
     def waits() -> bool:
-        """Whether CRIU has opened the pipe, and waits for somebody who writes to it (fs/pipe.c)."""
+        """Return whether CRIU has opened the pipe, and waits for somebody who writes to it (fs/pipe.c)."""
         attempt = lifecycle.kernel.attempt
         capsule = attempt.restoring if attempt is not None else None
         return capsule is not None and any(wchan(pid) == "wait_for_partner" for pid in capsule.other_processes())

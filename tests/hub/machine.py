@@ -216,6 +216,6 @@ def _cable(first: Machine, port: str, to: str, name: str) -> None:
 
 
 def _has(prefix: str) -> bool:
-    """Whether this machine has an address in that network."""
+    """Return whether this machine has an address in that network."""
     done = subprocess.run(["ip", "-o", "address"], check=True, capture_output=True, text=True, timeout=60)
     return f" {prefix}." in done.stdout

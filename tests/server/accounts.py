@@ -55,7 +55,7 @@ class Execution:
 
     @property
     def complete(self) -> bool:
-        """Whether its reply and its idle came."""
+        """Return whether its reply and its idle came."""
         return bool(self.replies) and "idle" in self.statuses
 
     @property
@@ -145,11 +145,11 @@ class Kernel:
         self.executions[self.client.execute(CELL.format(tag=tag, pause=pause))] = Execution(tag, sent)
 
     def ended_during(self, began: float, ended: float) -> bool:
-        """Whether a restart or shutdown overlaps the time."""
+        """Return whether a restart or shutdown overlaps the time."""
         return any(mark.began <= ended and mark.ended >= began for mark in self.endings)
 
     def worked_during(self, began: float, ended: float) -> bool:
-        """Whether a cell was under way, or waited for its turn, at some time then."""
+        """Return whether a cell was under way, or waited for its turn, at some time then."""
         return any(
             execution.sent <= ended and (not execution.complete or execution.answered >= began)
             for execution in self.executions.values()

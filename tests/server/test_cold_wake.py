@@ -70,7 +70,7 @@ class Asleep:
         until(look, 60)
 
     def is_archived(self) -> bool:
-        """Whether the cold tier has the whole content."""
+        """Return whether the cold tier has the whole content."""
         try:
             self.remote.manifest(self.image.id)
         except ImageNotFound:

@@ -306,7 +306,7 @@ class Tab:
         return found
 
     def is_within_sight(self, selector: str) -> bool:
-        """Whether the whole element lies in the window, and nothing lies over its middle."""
+        """Return whether the whole element lies in the window, and nothing lies over its middle."""
         return self.page.locator(selector).first.evaluate(
             """element => {
               const { left, right, top, bottom } = element.getBoundingClientRect();
@@ -330,7 +330,7 @@ class Tab:
         self.page.keyboard.press("Control+Enter")
 
     def taken(self, index: int) -> bool:
-        """Whether the cell has been sent (or has run): its prompt is not empty any more."""
+        """Return whether the cell has been sent (or has run): its prompt is not empty any more."""
         cell = self.page.locator(f"{NOTEBOOK} .jp-CodeCell").nth(index)
         return cell.locator(".jp-InputPrompt").first.inner_text().strip() not in ("", "[ ]:")
 

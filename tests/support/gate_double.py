@@ -58,6 +58,6 @@ class GateDouble:
 
     @property
     def serves(self) -> bool:
-        """Whether clients reach the kernel now: the last word was `release`."""
+        """Return whether clients reach the kernel now: the last word was `release`."""
         words = [call for call in self.calls if call in ("release", "drain", "sleep", "fail", "close")]
         return not words or words[-1] == "release"

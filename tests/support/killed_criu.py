@@ -21,7 +21,7 @@ libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_
 
 
 def enters_ptrace(pid: int) -> bool:
-    """Whether ``pid``, at a syscall stop, is about to call ptrace."""
+    """Return whether ``pid``, at a syscall stop, is about to call ptrace."""
     info = (ctypes.c_uint64 * 12)()  # struct ptrace_syscall_info: op and arch, instruction and stack pointer, nr ...
     libc.ptrace(PTRACE_GET_SYSCALL_INFO, pid, ctypes.sizeof(info), ctypes.addressof(info))
     return info[0] & 0xFF == PTRACE_SYSCALL_INFO_ENTRY and info[3] == SYS_PTRACE

@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was lost and the kernel can be used for others."""
+        """Return whether nothing was lost and the kernel can be used for others."""
         return self.what in ("kept", "changed", "impossible")
 
 

@@ -195,13 +195,13 @@ class Wandering:
         return found
 
     def is_kernel(self, pid: int, inits: list[int]) -> bool:
-        """Whether a process is the kernel itself: a child that is killed is missed by the kernel, as it should be."""
+        """Return whether a process is the kernel itself; of a killed child the kernel rightly misses the state."""
         with contextlib.suppress(OSError):
             return procfs.stat(pid).parent in inits
         return False
 
     def is_restored(self, pid: int) -> bool:
-        """Whether a process of CRIU's is one of the kernel's that is being made: its end would be the program's own."""
+        """Return whether a process of CRIU's is one of the kernel's in the making: its end would be the program's own."""
         with contextlib.suppress(OSError):
             return procfs.stat(procfs.stat(pid).parent).name.startswith("criu")
         return True

@@ -124,7 +124,7 @@ def _connections(pids: Iterable[int], own: tuple[str, ...]) -> frozenset[str]:
 
 
 def _was_accepted(row: list[str], ports: set[str]) -> bool:
-    """Whether a row of /proc/net/tcp is a connection to one of these ports, or the remains of one."""
+    """Return whether a row of /proc/net/tcp is a connection to one of these ports, or the remains of one."""
     (here, port), (there, their_port) = (row[column].rsplit(":", 1) for column in (1, 2))
     if port in ports:
         return row[3] != _LISTEN

@@ -104,7 +104,7 @@ class FailedAttempt:
 
 @dataclass
 class _KernelRecord:
-    """What the policy remembers of a kernel from one round to the next."""
+    """The policy's memory of a kernel from one round to the next."""
 
     snapshot: KernelSnapshot
     resumed_at: float
@@ -217,7 +217,7 @@ class Policy:
         return not (works or snapshot.protected > 0 or waits or snapshot.kernel_id in self._under_way)
 
     def _may_suspend_instead(self, snapshot: KernelSnapshot) -> bool:
-        """Whether a checkpoint was refused that was tried without a suspend before it: the GPU can be freed still."""
+        """Return whether a checkpoint was refused without a suspend before it: a suspend can still free the GPU."""
         failure = self._known[snapshot.kernel_id].failure
         refused = failure is not None and failure.refused and failure.verb is Verb.CHECKPOINT
         rule = self.settings.rules.get(snapshot.kernel_name, self.settings.rule)

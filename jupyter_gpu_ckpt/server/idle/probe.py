@@ -70,7 +70,7 @@ class KernelProbe:
         self._activity.forget(kernel_id)
 
     def _worked(self, snapshot: KernelSnapshot, lifecycle: Lifecycle, gate: Gate) -> bool:
-        """Whether the kernel's processes worked since the last snapshot, with a cell or without."""
+        """Return whether the kernel's processes worked since the last snapshot, with a cell or without."""
         capsule, home = lifecycle.capsule, lifecycle.home
         if snapshot.state is not self._states.get(snapshot.kernel_id):
             self.forget(snapshot.kernel_id)

@@ -125,7 +125,7 @@ class Kernel:
 
 
 def parked(kernel: Kernel) -> bool:
-    """Whether all threads of the program are, but for the library's and the driver's own (proc_pid_stat(5): ``t``)."""
+    """Return whether all threads but the library's and the driver's own are stopped (proc_pid_stat(5): ``t``)."""
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():
         name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")

@@ -121,7 +121,7 @@ def readable(*fds: int, within: float = 5.0) -> list[int]:
 
 
 def eventually(true: Callable[[], Any], within: float = 20.0) -> bool:
-    """Whether ``true()`` becomes so in time; seconds."""
+    """Return whether ``true()`` becomes so in time; seconds."""
     deadline = time.monotonic() + within
     while not true():
         if time.monotonic() > deadline:
@@ -131,7 +131,7 @@ def eventually(true: Callable[[], Any], within: float = 20.0) -> bool:
 
 
 def moves(number: Callable[[], Any], within: float = 20.0) -> bool:
-    """Whether something that counts still does."""
+    """Return whether something that counts still does."""
     before = number()
     return eventually(lambda: number() != before, within)
 

@@ -35,7 +35,7 @@ def ended(process: subprocess.Popen) -> None:
 
 
 def waits(pid: int) -> bool:
-    """Whether a process lives and waits for something: as a restore must leave it."""
+    """Return whether a process lives and waits for something: as a restore must leave it."""
     return procfs.stat(pid).state in "ST"
 
 

@@ -37,7 +37,7 @@ def left(fd: int) -> tuple[float, float]:
 
 
 def near(seconds: float, what: float = HOUR) -> bool:
-    """Whether ``seconds`` is a little less than ``what``."""
+    """Return whether ``seconds`` is a little less than ``what``."""
     return what - 600 < seconds < what + 1
 
 

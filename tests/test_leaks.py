@@ -69,12 +69,12 @@ def facts(directories: list[Path]) -> dict[str, object]:
 
 async def at_rest(directories: list[Path]) -> dict[str, object]:
     """The facts, once they stay: what a step has left behind may end a moment after it (a closed socket, a thread)."""
-    told = [facts(directories)]
-    while len(told) < 5 or any(one != told[-1] for one in told[-5:]):
-        assert len(told) < 200, f"never comes to rest: {told[-5:]}"
+    measured = [facts(directories)]
+    while len(measured) < 5 or any(one != measured[-1] for one in measured[-5:]):
+        assert len(measured) < 200, f"never comes to rest: {measured[-5:]}"
         await asyncio.sleep(0.05)
-        told.append(facts(directories))
-    return told[-1]
+        measured.append(facts(directories))
+    return measured[-1]
 
 
 async def comes_back_to(before: dict[str, object], directories: list[Path]) -> None:
@@ -86,11 +86,11 @@ async def comes_back_to(before: dict[str, object], directories: list[Path]) -> N
 
 async def settled_facts(kernel: Notebook) -> dict[str, object]:
     """The kernel's own facts, once they stay: while ipykernel works, a thread or a descriptor may live for a moment."""
-    told = [await kernel.run(KERNEL)]
-    while len(told) < 3 or len(set(told[-3:])) > 1:
-        assert len(told) < 50, f"never comes to rest: {told[-5:]}"
-        told.append(await kernel.run(KERNEL))
-    return json.loads(told[-1])
+    measured = [await kernel.run(KERNEL)]
+    while len(measured) < 3 or len(set(measured[-3:])) > 1:
+        assert len(measured) < 50, f"never comes to rest: {measured[-5:]}"
+        measured.append(await kernel.run(KERNEL))
+    return json.loads(measured[-1])
 
 
 def rss() -> int:

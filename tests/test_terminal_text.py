@@ -49,8 +49,8 @@ async def test_a_changed_file_of_a_hostile_name(kernel, tmp_path, capsys):
     where = ["--image-dir", str(tmp_path / "images")]
     for command in (["match", image.id], ["inspect", image.id], ["list"], ["verify", image.id]):
         main([*command, *where])
-        told = capsys.readouterr()
-        for line in (told.out + told.err).splitlines():
+        printed = capsys.readouterr()
+        for line in (printed.out + printed.err).splitlines():
             assert line.isprintable(), command
         main([*command, *where, "--json"])
         json.loads(capsys.readouterr().out)

@@ -28,7 +28,7 @@ function running(): KernelModel {
   return model;
 }
 
-test('a kernel nobody has told of is plain', () => {
+test('a kernel without an event is plain', () => {
   expect(new KernelModel('k').phase).toBe('plain');
 });
 
@@ -99,7 +99,7 @@ test('a wake ends with nothing away', () => {
   expect([model.phase, model.swappedOut]).toEqual(['running', 0]);
 });
 
-test('a failure is told by its own event, not by the way back', () => {
+test('a failure comes from its own event, not from the undo', () => {
   const model = running();
   model.take(state('suspending', 'running'), 1);
   expect(model.take(state('running', 'suspending'), 2)).toBeNull();

@@ -138,7 +138,7 @@ test('kernels that are no more are forgotten', async () => {
   expect(kernels.find('b')).toBeUndefined();
 });
 
-test('a verb shows at once, and its end is told', async () => {
+test('a verb shows at once, and its end is reported', async () => {
   kernels.get('a');
   await pass();
   const begun = kernels.begin('a', 'checkpoint');
@@ -159,7 +159,7 @@ test('a verb that the server refuses is taken back', async () => {
   expect(kernels.get('a').phase).toBe('running');
 });
 
-test('a job that failed without an event is told', async () => {
+test('a job that failed without an event is reported', async () => {
   kernels.get('a');
   await pass();
   const error = { code: 'WRONG_STATE', message: 'no', hint: 'h', left: 'l' };

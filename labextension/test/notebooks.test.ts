@@ -47,7 +47,7 @@ test('all that is shown of a document shares its kernel, which ends with the doc
   expect(notebook.isDisposed).toBe(true);
 });
 
-test('what only a kernel that is awake says is told', () => {
+test('what only a kernel that is awake says is shown', () => {
   const { kernels, prints } = world();
   prints('status'); // the server says this for a sleeping kernel, too
   prints('comm_msg');

@@ -159,8 +159,8 @@ def main() -> int:
                     times[client].append(round_trip(client, ask(client)))
             without, bare_ms, with_gate = (statistics.median(each) * 1e3 for each in times.values())
             added, allowed = with_gate - without, max(ALLOWED_MS, bare_ms - without + BESIDE_LIBZMQ_MS)
-            told = f"adds {added:.2f} <= {allowed:.2f} ms (libzmq's own proxy adds {bare_ms - without:.2f})"
-            rows.append((what, f"{without:.2f} ms", f"{with_gate:.2f} ms", told, added <= allowed))
+            note = f"adds {added:.2f} <= {allowed:.2f} ms (libzmq's own proxy adds {bare_ms - without:.2f})"
+            rows.append((what, f"{without:.2f} ms", f"{with_gate:.2f} ms", note, added <= allowed))
 
         without, with_gate = burst(direct, kernel.info), burst(through, world.front)
         rows.append(("outputs", f"{without:,.0f} /s", f"{with_gate:,.0f} /s", ">= 5,000 /s", with_gate >= 5000))

@@ -1,6 +1,6 @@
 """Rates of push and pull, beside the plain copy tool of each protocol: a directory, SFTP, S3, all on loopback.
 
-Run ``python scripts/bench/remote.py [MIB]``; the image has 512 MiB of random bytes unless told.  ``cp`` and a flush for
+Run ``python scripts/bench/remote.py [MIB]``; the image has 512 MiB of random bytes by default.  ``cp`` and a flush for
 a directory, OpenSSH's ``sftp`` for SFTP, boto3's managed transfer (what ``aws s3 cp`` is made of) for S3; in turns with
 ours, so that both meet what else the machine does; the medians are compared.  What is copied is not in the page cache.
 A push compares hashes of what arrived on top of that, except on a disk of this machine, where everything is flushed; a

@@ -31,7 +31,7 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     results = study.headline(options.workers)
-    told = {name: study.figures(runs) for name, runs in results.items()}
+    figures = {name: study.figures(runs) for name, runs in results.items()}
     sweeps = study.sensitivity(options.workers)
     images = ROOT / "docs" / "images"
     plots.gpu_time(results, images / "scale-gpu-time.svg")
@@ -42,11 +42,11 @@ def main() -> int:
         "versions": versions(time.monotonic() - began),
         "activity": activity(),
         "costs": costs(),
-        "summary": summary(told),
-        "results": results_table(told),
-        "moves": moves_table(told),
+        "summary": summary(figures),
+        "results": results_table(figures),
+        "moves": moves_table(figures),
         "sensitivity": "\n".join(sweep_table(what, sweeps[what]) for what in sweeps),
-        "sizing": sizing(results, told),
+        "sizing": sizing(results, figures),
     }
     page = ROOT / "docs" / "scale.md"
     text = page.read_text()
@@ -103,10 +103,10 @@ def costs() -> str:
     return "\n".join(rows) + "\n"
 
 
-def summary(told: dict[str, Figures]) -> str:
+def summary(figures: dict[str, Figures]) -> str:
     """In words."""
-    kept, culled, away = told[study.KEPT], told[study.CULLED], told[study.AWAY]
-    hosts_culled, hosts_away = told[study.HOSTS_CULLED], told[study.HOSTS_AWAY]
+    kept, culled, away = figures[study.KEPT], figures[study.CULLED], figures[study.AWAY]
+    hosts_culled, hosts_away = figures[study.HOSTS_CULLED], figures[study.HOSTS_AWAY]
     lines = [
         f"- Without culling, GPUs that are reserved for servers are held idle for {kept.idle:,.0f} of "
         f"{study.WEEK_HOURS:,.0f} GPU-hours a week, and {kept.turned_away:.0%} of the sittings get none.",
@@ -124,14 +124,14 @@ def summary(told: dict[str, Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def results_table(told: dict[str, Figures]) -> str:
+def results_table(figures: dict[str, Figures]) -> str:
     """A row for each arrangement."""
     head = (
         "| | computing done, GPU-h (of demanded) | held idle, GPU-h | off the GPU, GPU-h | sittings turned away | "
         "wait for a start or wake, p50 / p99 | kernels lost, GPU-h in them |"
     )
     rows = [head, "|---|---|---|---|---|---|---|"]
-    for name, each in told.items():
+    for name, each in figures.items():
         rows.append(
             f"| {name} | {each.computed:,.0f} ({each.computed / each.demanded:.0%}) | {each.idle:,.0f} | "
             f"{each.given_back:,.0f} | {each.turned_away:.1%} | {seconds(each.wait_p50)} / {seconds(each.wait_p99)} | "
@@ -140,7 +140,7 @@ def results_table(told: dict[str, Figures]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def moves_table(told: dict[str, Figures]) -> str:
+def moves_table(figures: dict[str, Figures]) -> str:
     """Disk and network, of the arrangements that need them."""
     head = (
         "| | starts and wakes a week | cells that start at once | waits > 10 s for a GPU | written / read a day | "
@@ -148,7 +148,7 @@ def moves_table(told: dict[str, Figures]) -> str:
         "computing GPU time |"
     )
     rows = [head, "|---|---|---|---|---|---|---|---|---|"]
-    for name, each in told.items():
+    for name, each in figures.items():
         if each.written_a_day:
             rows.append(
                 f"| {name} | {each.wakes:,.0f} | {each.cells_at_once:.0%} | {each.over_room:.1%} | "
@@ -186,22 +186,22 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
     return "\n".join(rows) + "\n"
 
 
-def sizing(results: dict[str, list[Result]], told: dict[str, Figures]) -> str:
+def sizing(results: dict[str, list[Result]], figures: dict[str, Figures]) -> str:
     """What the two arrangements need for each GPU."""
     rows = ["| for each GPU | a GPU for each server | shared hosts |", "|---|---|---|"]
     names = (study.AWAY, study.HOSTS_AWAY)
     runs = [results[name] for name in names]
     memory = [sorted(level[1] / run[0].plan.gpus_per_node / GIB for one in run for level in one.levels) for run in runs]
-    most = [told[name].memory_peak / run[0].plan.gpus_per_node / GIB for name, run in zip(names, runs, strict=True)]
+    most = [figures[name].memory_peak / run[0].plan.gpus_per_node / GIB for name, run in zip(names, runs, strict=True)]
     cells = [f"{study.percentile(each, 0.99):.0f} GiB; {peak:.0f} GiB" for each, peak in zip(memory, most, strict=True)]
     rows.append(f"| host memory for what has left the GPUs, fullest node: p99; most | {' | '.join(cells)} |")
-    stored = [told[name].stored_peak / run[0].plan.gpus / GIB for name, run in zip(names, runs, strict=True)]
+    stored = [figures[name].stored_peak / run[0].plan.gpus / GIB for name, run in zip(names, runs, strict=True)]
     rows.append(f"| images, most | {' | '.join(f'{each:.0f} GiB' for each in stored)} |")
-    users = [told[name].stored_peak / run[0].plan.users / GIB for name, run in zip(names, runs, strict=True)]
+    users = [figures[name].stored_peak / run[0].plan.users / GIB for name, run in zip(names, runs, strict=True)]
     rows.append(f"| images for each user, most | {' | '.join(f'{each:.1f} GiB' for each in users)} |")
-    rates = [told[name].peak_cluster_rate / run[0].plan.gpus / 1e6 for name, run in zip(names, runs, strict=True)]
+    rates = [figures[name].peak_cluster_rate / run[0].plan.gpus / 1e6 for name, run in zip(names, runs, strict=True)]
     rows.append(f"| shared storage, busiest minute | {' | '.join(f'{each:.0f} MB/s' for each in rates)} |")
-    written = [told[name].written_a_day / run[0].plan.gpus / 1e9 for name, run in zip(names, runs, strict=True)]
+    written = [figures[name].written_a_day / run[0].plan.gpus / 1e9 for name, run in zip(names, runs, strict=True)]
     rows.append(f"| written in a day | {' | '.join(f'{each:.0f} GB' for each in written)} |")
     return "\n".join(rows) + "\n"
 

@@ -257,8 +257,8 @@ class Cluster:
         while not kernel.ended:
             for action in policy.decide([self._snapshot(kernel)], self.env.now):
                 yield from self._obey(policy, action, kernel)
-            told = policy.outlook(str(kernel.person.number), self.env.now)
-            due = told["next_in_s"] if told is not None else None
+            outlook = policy.outlook(str(kernel.person.number), self.env.now)
+            due = outlook["next_in_s"] if outlook is not None else None
             if due is None:
                 self.resting[kernel] = self.env.event()
                 yield self.resting[kernel]

@@ -120,7 +120,7 @@ def test_a_database_that_cannot_be_read_is_left_alone(start: Callable[..., Any],
     assert problem.startswith("history stays in memory: DatabaseError")
     assert kernel.run("%history -n 1") and database.read_bytes().startswith(b"no database")
     assert [entry for entry in os.listdir(database.parent) if "corrupt" in entry] == []
-    assert kernel.report("quiesce")["probe_errors"] == []  # nothing to park now
+    assert kernel.report("quiesce")["probe_errors"] == []  # nothing to stop now
     assert kernel.report("thaw")["probe_errors"] == []
 
 

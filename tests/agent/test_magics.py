@@ -47,8 +47,8 @@ def done(kernel: Any) -> list[str]:
 
 
 async def test_the_kernel_is_checkpointed_after_the_cell_and_woken_by_the_next(kernel):
-    told = await kernel.run("x = 41\n%gpu_checkpoint\nx += 1")
-    assert told.startswith("Checkpoint after this cell: about ")
+    printed = await kernel.run("x = 41\n%gpu_checkpoint\nx += 1")
+    assert printed.startswith("Checkpoint after this cell: about ")
     await kernel.settled("checkpointed")
     assert await kernel.run("print(x)") == "42"
     assert await kernel.run("import sys; print('jupyter_gpu_ckpt' in sys.modules)") == "False"
@@ -112,7 +112,7 @@ async def test_a_failure_after_the_cell_is_reported_once_in_the_next_cell(kernel
     await kernel.settled("running")
     await until(lambda: kernel.provisioner.gate.state == "open")
     printed, complained, reply = "", "", {}
-    deadline = time.monotonic() + 60  # the kernel is told after it serves its clients again
+    deadline = time.monotonic() + 60  # the kernel is notified after it serves its clients again
     while not complained and time.monotonic() < deadline:
         printed, complained, reply = await said(kernel, "print(x)")
     assert (printed, reply["status"]) == ("1\n", "ok")
@@ -124,8 +124,8 @@ async def test_a_failure_after_the_cell_is_reported_once_in_the_next_cell(kernel
 
 async def test_dropped_variables_are_released_and_the_rest_is_saved(kernel):
     await kernel.run(ARRAY + "weights, scratch, other = Array(1), Array(2), 7")
-    told = await kernel.run("%gpu_checkpoint --drop scratch")
-    assert told.splitlines()[0].startswith(
+    printed = await kernel.run("%gpu_checkpoint --drop scratch")
+    assert printed.splitlines()[0].startswith(
         "Released, not saved: scratch, a __main__.Array <f4 [1048576] on cuda (4.0 MiB)"
     )
     await kernel.settled("checkpointed")
@@ -139,8 +139,8 @@ async def test_dropped_variables_are_released_and_the_rest_is_saved(kernel):
 
 async def test_keep_releases_all_other_device_variables_and_only_those(kernel):
     await kernel.run(ARRAY + "a, b, c, n = Array(1), [Array(2)], Array(3), 7\nwith_a = {'a': a}")
-    told = await kernel.run("%gpu_checkpoint --suspend --keep a,c")
-    assert told.startswith("Released, not saved: b, a ") and told.count("Released, not saved") == 1
+    printed = await kernel.run("%gpu_checkpoint --suspend --keep a,c")
+    assert printed.startswith("Released, not saved: b, a ") and printed.count("Released, not saved") == 1
     await kernel.settled("suspended")
     assert await kernel.run("print(a.address, c.address, n, with_a['a'] is a)") == "1 3 7 True"
     assert "released at" in await kernel.run("print(repr(b))")
@@ -257,10 +257,10 @@ def test_times(text: str, seconds: int) -> None:
 def test_a_kernel_without_a_server_of_ours_says_so_before_it_waits_for_ever(start: Callable[..., Any]) -> None:
     kernel = start()
     kernel.run("import sys; sys.modules['_jupyter_gpu_ckpt_agent.server_channel'].DEADLINE = 0.2")
-    told = kernel.run(
+    printed = kernel.run(
         "try:\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nexcept Exception as e:\n    print(e.code)"
     )
-    assert told == "KERNEL_SILENT"
+    assert printed == "KERNEL_SILENT"
     assert kernel.run("%gpu_memory") == "No variable has device memory."
 
 

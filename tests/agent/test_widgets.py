@@ -19,7 +19,7 @@ class Browser:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.models: dict[str, dict[str, Any]] = {}
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.received: list[tuple[str, dict[str, Any]]] = []
         self.names: dict[str, str] = {}
 
     def take(self, message: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ class Browser:
         elif message["msg_type"] == "comm_msg" and content["data"].get("method") == "update":
             state = content["data"]["state"]
             self.models.setdefault(content["comm_id"], {}).update(state)
-            self.told.append((content["comm_id"], state))
+            self.received.append((content["comm_id"], state))
 
     async def run(self, code: str) -> str:
         """What a cell printed.  Unlike jupyter_client's own ways, this hears what answers no request of ours."""
@@ -89,7 +89,7 @@ async def test_checkpoint_and_wake_by_its_buttons_with_progress_in_between(brows
     browser.press("checkpoint")
     await browser.listen(lambda: "checkpointed" in (browser.shown("state") or ""))
     assert kernel.state == "checkpointed"
-    progress = [state for model, state in browser.told if model == browser.names["progress"]]
+    progress = [state for model, state in browser.received if model == browser.names["progress"]]
     values = [state["value"] for state in progress if state.get("value")]
     assert values == sorted(values) and values[-1] == 1.0 and len(values) > 3
     assert "dump" in [state.get("description") for state in progress]
@@ -147,7 +147,7 @@ async def test_a_restarted_kernel_has_no_panel(browser):
 def test_a_kernel_without_an_agent_shows_the_reason(start):
     kernel = start()
     kernel.run("%unload_ext _jupyter_gpu_ckpt_agent")
-    told = kernel.run(
+    received = kernel.run(
         "try:\n    from jupyter_gpu_ckpt import CheckpointPanel; CheckpointPanel()\nexcept Exception as e: print(e)"
     )
-    assert told.startswith("[HOST_UNFIT] This kernel has no agent")
+    assert received.startswith("[HOST_UNFIT] This kernel has no agent")

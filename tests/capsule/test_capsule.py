@@ -363,16 +363,16 @@ def test_closing_while_another_thread_waits_for_an_answer(directory):
 
 def test_a_watcher_is_notified_of_the_kernels_end_and_of_nothing_else(capsule):
     sleeper(capsule)
-    told = threading.Event()
-    with capsule.watch_exit(told.set):
+    notified = threading.Event()
+    with capsule.watch_exit(notified.set):
         pass
-    assert not told.is_set()
-    with capsule.watch_exit(told.set):
+    assert not notified.is_set()
+    with capsule.watch_exit(notified.set):
         os.kill(capsule.host_pid, signal.SIGKILL)
-        assert told.wait(60)
-    told.clear()
-    with capsule.watch_exit(told.set):
-        assert told.wait(60), "also of an end that came before"
+        assert notified.wait(60)
+    notified.clear()
+    with capsule.watch_exit(notified.set):
+        assert notified.wait(60), "also of an end that came before"
 
 
 # -- what cannot be made

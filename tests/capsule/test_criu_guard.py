@@ -99,12 +99,12 @@ def signals(name):
 
 ours, same = random.Random(1), random.Random(1)
 #MORE
-told, said = home + "/told", home + "/said"
+request, reply = home + "/request", home + "/reply"
 while True:
-    if not os.path.exists(told):
+    if not os.path.exists(request):
         time.sleep(0.002)
         continue
-    os.unlink(told)
+    os.unlink(request)
     report = {
         "goes on": everybody_goes_on(),
         "wrong": wrong,
@@ -114,9 +114,9 @@ while True:
         "trap ignored": signals("SigIgn"),
         "trap caught": signals("SigCgt"),
     }
-    with open(said + ".part", "w") as file:
+    with open(reply + ".part", "w") as file:
         json.dump(report, file)
-    os.rename(said + ".part", said)
+    os.rename(reply + ".part", reply)
 """
 
 
@@ -129,12 +129,12 @@ class Subject:
         capsule.spawn([sys.executable, "-I", "-S", "-c", SUBJECT.replace("#MORE", more), str(home)], ENV, "/")
 
     def report(self) -> dict:
-        said = self.home / "said"
-        said.unlink(missing_ok=True)
-        (self.home / "told").touch()
-        until(lambda: said.exists() or self.capsule.poll() is not None, "an answer")
+        reply = self.home / "reply"
+        reply.unlink(missing_ok=True)
+        (self.home / "request").touch()
+        until(lambda: reply.exists() or self.capsule.poll() is not None, "an answer")
         assert self.capsule.poll() is None, "the process died"
-        return json.loads(said.read_text())
+        return json.loads(reply.read_text())
 
 
 @pytest.fixture

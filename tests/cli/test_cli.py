@@ -138,17 +138,19 @@ def test_the_installed_script_is_a_jupyter_subcommand(site: Site):
 
 
 def test_doctor_says_whether_and_why_in_json_and_by_its_exit_status(site: Site):
-    told = site.json("doctor")
-    assert set(told) == {"fit", "reason", "findings"}
-    assert told["fit"]["cpu"] is True
-    assert told["reason"]["cpu"] in (None, "")
-    for finding in told["findings"]:
+    report = site.json("doctor")
+    assert set(report) == {"fit", "reason", "findings"}
+    assert report["fit"]["cpu"] is True
+    assert report["reason"]["cpu"] in (None, "")
+    for finding in report["findings"]:
         assert set(finding) == {"check", "ok", "message", "fix", "level", "needed_for"}
     done = site.command("doctor", "--json", env={**site.env, "JUPYTER_GPU_CKPT_CRIU": "/nowhere/criu"})
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert done.returncode == 69
-    assert told["fit"]["cpu"] is False
-    assert any(finding["check"] == "criu" and finding["ok"] is False and finding["fix"] for finding in told["findings"])
+    assert report["fit"]["cpu"] is False
+    assert any(
+        finding["check"] == "criu" and finding["ok"] is False and finding["fix"] for finding in report["findings"]
+    )
 
 
 def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site):
@@ -168,8 +170,8 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
 
     owner.ask("run x = 41")
     id = owner.ask("checkpoint")["image"]
-    told = site.json("list")
-    (kernel,), (image,) = told["kernels"], told["images"]
+    report = site.json("list")
+    (kernel,), (image,) = report["kernels"], report["images"]
     assert (kernel["state"], kernel["pid"], kernel["image"]) == ("checkpointed", None, id)
     assert set(image) == {
         "id",
@@ -194,8 +196,8 @@ def test_list_and_inspect_of_a_kernel_that_runs_sleeps_and_runs_again(site: Site
 
     assert owner.ask("run x += 1; print(x)")["printed"] == "42"
     owner.ask("run 0")
-    told = site.json("list")
-    assert ([k["state"] for k in told["kernels"]], told["images"]) == (["running"], [])
+    report = site.json("list")
+    assert ([k["state"] for k in report["kernels"]], report["images"]) == (["running"], [])
 
     owner.end()
     assert site.json("list") == {"kernels": [], "images": [], "damaged": []}
@@ -260,9 +262,9 @@ async def test_nothing_survives_the_death_of_the_owner_and_the_next_start_tidies
         owner.kill()
 
     await until(lambda: alive(started) == [], timeout=60)
-    told = site.json("list")
-    assert told["kernels"] == [], "a kernel without a process and without an owner is none"
-    assert [kept["id"] for kept in told["images"]] == [image], "what was saved is still there"
+    report = site.json("list")
+    assert report["kernels"] == [], "a kernel without a process and without an owner is none"
+    assert [kept["id"] for kept in report["images"]] == [image], "what was saved is still there"
 
     left = [Path(owner.facts["directory"]) for owner in (awake, asleep)]
     assert all(directory.is_dir() for directory in left)

@@ -45,30 +45,30 @@ def without_torch(directory: Path) -> dict[str, str]:
 
 def intact(done: subprocess.CompletedProcess[str], directory: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["intact"] is True
-    assert told["failed"] == []
-    before, after = told["fingerprints"]
+    report = json.loads(done.stdout)
+    assert report["intact"] is True
+    assert report["failed"] == []
+    before, after = report["fingerprints"]
     assert before == after != ""
-    steps = {way: [row["step"] for row in told[way]] for way in ("checkpoint", "restore")}
+    steps = {way: [row["step"] for row in report[way]] for way in ("checkpoint", "restore")}
     assert {"quiesce", "dump", "publish", "end_process"} <= set(steps["checkpoint"])
     assert {"match", "criu_restore", "thaw"} <= set(steps["restore"])
-    assert all(row["seconds"] >= 0 for way in steps for row in told[way])
-    assert told["image_bytes"] > 1_000_000
+    assert all(row["seconds"] >= 0 for way in steps for row in report[way])
+    assert report["image_bytes"] > 1_000_000
     left = [path.name for path in (directory / "images").iterdir()] if (directory / "images").exists() else []
     assert [name for name in left if not name.startswith(".")] == [], "the image is gone once the kernel answered"
-    return told
+    return report
 
 
 def test_the_quickstart_without_torch(tmp_path: Path):
-    told = intact(demo(tmp_path, "--json", env=without_torch(tmp_path)), tmp_path)
-    assert "tensors    None" in told["fingerprints"][0]
+    report = intact(demo(tmp_path, "--json", env=without_torch(tmp_path)), tmp_path)
+    assert "tensors    None" in report["fingerprints"][0]
 
 
 def test_the_quickstart_with_torch(tmp_path: Path):
     pytest.importorskip("torch", reason="torch is missing: make test installs it")
-    told = intact(demo(tmp_path, "--json"), tmp_path)
-    assert "tensors    None" not in told["fingerprints"][0]
+    report = intact(demo(tmp_path, "--json"), tmp_path)
+    assert "tensors    None" not in report["fingerprints"][0]
 
 
 def test_for_people_it_prints_both_halves_both_tables_and_the_verdict(tmp_path: Path):
@@ -90,9 +90,9 @@ def test_a_value_that_differs_is_noticed(tmp_path: Path):
     notebook = written(tmp_path, (FINGERPRINT, tick), (CHECKPOINT, "pass"), (FINGERPRINT, tick))
     done = demo(tmp_path, notebook, "--json")
     assert done.returncode == 1
-    told = json.loads(done.stdout)
-    assert told["intact"] is False
-    assert len(set(told["fingerprints"])) == 2
+    report = json.loads(done.stdout)
+    assert report["intact"] is False
+    assert len(set(report["fingerprints"])) == 2
     assert "NOT INTACT" in demo(tmp_path, notebook).stdout
 
 
@@ -144,10 +144,10 @@ def test_a_cell_that_does_not_end_is_an_error_and_no_traceback(tmp_path: Path):
     )
     done = demo(tmp_path, notebook, "--json", "--timeout", "2")
     assert done.returncode == 70
-    told = json.loads(done.stdout)["error"]
-    assert told["code"] == "KERNEL_SILENT"
-    assert "within 2 s: import time" in told["message"]
-    assert "--timeout" in told["hint"]
+    report = json.loads(done.stdout)["error"]
+    assert report["code"] == "KERNEL_SILENT"
+    assert "within 2 s: import time" in report["message"]
+    assert "--timeout" in report["hint"]
     assert "Traceback" not in done.stderr
 
 

@@ -96,7 +96,7 @@ class Run:
         return await self.client.async_execute(env=self.environment)
 
 
-def told(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
+def outputs_of(notebook: nbformat.NotebookNode) -> list[dict[str, Any]]:
     """What the run put into each cell.  When it ran is left out: that differs between any two runs."""
     return [
         {
@@ -115,7 +115,7 @@ async def test_outputs_are_those_of_an_uninterrupted_run(kernelspecs: Path):
     expected, seen = await plain.execute(), await ours.execute()
 
     assert len(set(ours.images)) == len(CELLS), "each cell woke it, and each checkpoint was a new one"
-    assert told(seen) == told(expected)
+    assert outputs_of(seen) == outputs_of(expected)
     assert seen.metadata.widgets == expected.metadata.widgets
     assert seen.metadata.language_info == expected.metadata.language_info
 

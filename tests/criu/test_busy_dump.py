@@ -12,7 +12,7 @@ from waiting import until
 from jupyter_gpu_ckpt.criu import criu as module
 from jupyter_gpu_ckpt.errors import KernelBusy
 
-#: In a system call that says nothing of what its caller holds, and is about memory: no way to park it.
+#: In a system call that says nothing of what its caller holds, and is about memory: no way to freeze it.
 SUBJECT = """
 import mmap, os, sys, time
 place = mmap.mmap(-1, 1 << 27)

@@ -25,38 +25,38 @@ FAILED = Ran(1, False, 0.1)
 
 def count_up(capsule: Capsule, more: str = "") -> Path:
     """Start a process that appends lines of a file to a list and writes the list; return that file."""
-    told, said = capsule.directory / "told", capsule.directory / "said"
+    request, reply = capsule.directory / "request", capsule.directory / "reply"
     code = f"""
 import os, time
 {more}
 memory = []
 while True:
     try:
-        word = open({str(told)!r}).read()
+        word = open({str(request)!r}).read()
     except FileNotFoundError:
         time.sleep(0.002); continue
     memory.append(word)
-    os.unlink({str(told)!r})
-    open({str(said)!r} + '.part', 'w').write(' '.join(memory))
-    os.rename({str(said)!r} + '.part', {str(said)!r})
+    os.unlink({str(request)!r})
+    open({str(reply)!r} + '.part', 'w').write(' '.join(memory))
+    os.rename({str(reply)!r} + '.part', {str(reply)!r})
 """
     capsule.spawn([sys.executable, "-I", "-S", "-c", code], ENV, "/")
-    return told
+    return request
 
 
-def hear(told: Path, word: str) -> str:
+def hear(request: Path, word: str) -> str:
     """Tell the process a word; what it has heard so far."""
-    said = told.with_name("said")
-    said.unlink(missing_ok=True)
-    told.with_name("part").write_text(word)
-    told.with_name("part").rename(told)
-    until(said.exists, "an answer")
-    return said.read_text()
+    reply = request.with_name("reply")
+    reply.unlink(missing_ok=True)
+    request.with_name("part").write_text(word)
+    request.with_name("part").rename(request)
+    until(reply.exists, "an answer")
+    return reply.read_text()
 
 
 def test_a_process_is_dumped_and_restored_with_its_pid_and_memory(criu, capsule, home):
-    told = count_up(capsule)
-    assert hear(told, "one") == "one"
+    request = count_up(capsule)
+    assert hear(request, "one") == "one"
     inner, pipes = capsule.inner_pid, capsule.pipes
     assert criu.dump(capsule, home / "image", timeout=60) > 0
     capsule.close()
@@ -64,41 +64,41 @@ def test_a_process_is_dumped_and_restored_with_its_pid_and_memory(criu, capsule,
     with Capsule.create(home) as again:
         assert criu.restore(again, home / "image", pid=inner, pipes=pipes, timeout=60).seconds > 0
         assert again.inner_pid == inner
-        assert hear(told, "two") == "one two"
+        assert hear(request, "two") == "one two"
     assert sorted(path.name for path in (home / "image").iterdir()) == before, "a restore writes nothing into the image"
 
 
 def test_a_dump_leaves_the_processes_stopped_and_they_can_continue(criu, capsule, home):
-    told = count_up(capsule)
-    assert hear(told, "one") == "one"
+    request = count_up(capsule)
+    assert hear(request, "one") == "one"
     criu.dump(capsule, home / "image", timeout=60)
     process = read_process(capsule.host_pid)
     assert process is not None
     assert process.state == "T"
     capsule.resume_processes()
-    assert hear(told, "two") == "one two"
+    assert hear(request, "two") == "one two"
 
 
 def test_a_failed_dump_leaves_the_process_running(criu, capsule, home):
-    told = count_up(capsule)
+    request = count_up(capsule)
     shutil.rmtree(home / "image")
     with pytest.raises(CriuError) as caught:
         criu.dump(capsule, home / "image", timeout=60)
     assert caught.value.hint
-    assert hear(told, "one") == "one"
+    assert hear(request, "one") == "one"
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.3])
 def test_a_deadline_that_cannot_be_met(criu, capsule, home, seconds):
     """A gigabyte within a short time limit: CRIU gives up and undoes its changes to the process."""
-    told = count_up(capsule, "ballast = bytearray(b'x') * 1_000_000_000")
-    assert hear(told, "one") == "one"
+    request = count_up(capsule, "ballast = bytearray(b'x') * 1_000_000_000")
+    assert hear(request, "one") == "one"
     with pytest.raises(CriuTimeout) as caught:
         criu.dump(capsule, home / "image", timeout=seconds)
     assert caught.value.details["seconds"] < 5
     assert caught.value.details["status"] > 0, "it ended by itself"
     assert read_process(capsule.host_pid).state != "T"
-    assert hear(told, "two") == "one two"
+    assert hear(request, "two") == "one two"
     assert [pid for pid in capsule.other_processes() if alive([pid])] == []
 
 

@@ -77,8 +77,8 @@ def test_a_host_without_a_gpu_has_kernels_without_it(built, monkeypatch, tmp_pat
 def test_what_was_preloaded_before_still_is(built, monkeypatch, tmp_path):
     monkeypatch.setattr(fastpath, "has_driver", lambda: True)
     monkeypatch.setattr(fastpath, "preload", lambda: fastpath.Preload(Path("/ours.so")))
-    told = fastpath.environment(tmp_path, {"LD_PRELOAD": "/theirs.so"})
-    assert told == {"LD_PRELOAD": "/ours.so:/theirs.so", fastpath.VARIABLE: str(tmp_path / fastpath.SOCKET)}
+    variables = fastpath.environment(tmp_path, {"LD_PRELOAD": "/theirs.so"})
+    assert variables == {"LD_PRELOAD": "/ours.so:/theirs.so", fastpath.VARIABLE: str(tmp_path / fastpath.SOCKET)}
     assert fastpath.environment(tmp_path / ("x" * 100), {}) == {}, "a socket's name has 107 bytes"
 
 

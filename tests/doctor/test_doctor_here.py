@@ -31,7 +31,7 @@ def criu(tmp_path_factory):
         return str(install.install(tmp_path_factory.mktemp("criu"), force_unpack=True).argv[-1])
 
 
-def told(done) -> dict[str, dict]:
+def findings_of(done) -> dict[str, dict]:
     """The findings of a doctor that was run as a program."""
     assert done.out, done.err
     return {finding["check"]: finding for finding in json.loads(done.out)["findings"]}
@@ -65,7 +65,7 @@ def test_this_host_is_fit_for_an_ordinary_user(criu):
             named = Path(shutil.copytree(tree, user.home / "criu"))
         env = {install.VARIABLE: str(named)}
         done = user.run([user.python, "-m", "jupyter_gpu_ckpt", "doctor", "--json"], timeout_s=120, env=env)
-    found = told(done)
+    found = findings_of(done)
     assert done.status == 0, found
     assert all(found[check]["ok"] for check in (*HINDRANCES, "user-namespaces")), found
     assert found["root-capabilities"]["ok"] is None
@@ -106,7 +106,7 @@ os.execv(sys.executable, [sys.executable, "-m", "jupyter_gpu_ckpt", "doctor", "-
 
 def spoiled(fault: str, *arguments: str) -> dict[str, dict]:
     environment = dict(os.environ) | {"PYTHONPATH": str(Path(checks.__file__).parents[2])}
-    return told(run([sys.executable, "-c", SPOILER, fault, *arguments], timeout_s=120, env=environment))
+    return findings_of(run([sys.executable, "-c", SPOILER, fault, *arguments], timeout_s=120, env=environment))
 
 
 def test_real_user_namespaces_switched_off():

@@ -32,9 +32,9 @@ async def test_every_changed_file_is_named_and_nothing_is_started(subject):
     table = subject.directory / "table.csv"
     table.write_text("")
     error = await subject.fails(subject.provisioner.restore, "FILE_CHANGED")
-    told = "\n".join(error.details["mismatches"])
-    assert f"{log}: wanted 8 bytes, found 17 bytes" in told
-    assert f"{table}: wanted 4 bytes, found 0 bytes" in told
+    report = "\n".join(error.details["mismatches"])
+    assert f"{log}: wanted 8 bytes, found 17 bytes" in report
+    assert f"{table}: wanted 4 bytes, found 0 bytes" in report
     assert "criu_restore" not in [event.step for event in subject.kernel.steps.events]
     await subject.stays_away(error)
     with pytest.raises(CellFailed, match="--accept-changed-files"):
@@ -98,9 +98,9 @@ async def test_the_command_line_accepts_for_the_next_wake(subject, capsys):
     assert main(["match", image.id, *where]) == 66
     assert f"refused  {log}: wanted 8 bytes, found 16 bytes" in capsys.readouterr().out
     assert main(["match", image.id, "--json", "--accept-changed-files", *where]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] is True
-    assert [(one["field"], one["hard"], one["path"]) for one in told["mismatches"]] == [
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is True
+    assert [(one["field"], one["hard"], one["path"]) for one in report["mismatches"]] == [
         ("file_changed", False, str(log))
     ]
     await subject.wakes()

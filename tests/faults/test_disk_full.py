@@ -149,16 +149,16 @@ def test_every_call_of_a_publish_fails_once(tmp_path, strace):
             [strace, "-f", "-o", str(evidence), "-e", rule, "-p", str(process.pid)], stderr=subprocess.PIPE, text=True
         )
         assert "attached" in tracer.stderr.readline()
-        told = process.communicate("\n", timeout=60)[0].split()[-1:]
+        outcome = process.communicate("\n", timeout=60)[0].split()[-1:]
         tracer.communicate(timeout=60)
         if "INJECTED" not in evidence.read_text():
             break
-        codes += told or ["crashed"]
+        codes += outcome or ["crashed"]
         store = Store(place / "images", Keyring(place / "keys"))
         store.sweep()
         assert not [path for path in store.root.iterdir() if path.name.startswith(".draft")]
         published = [path for path in store.root.iterdir() if not path.name.startswith(".")]
-        assert bool(published) == (told == ["published"]), (number, told)
+        assert bool(published) == (outcome == ["published"]), (number, outcome)
         for path in published:
             store.check(store.get(path.name))
     else:

@@ -1,7 +1,7 @@
 """SIGKILL before and after every traced step: of the server, the CUDA helper, the kernel.  (CRIU: test_leaving.py.)
 
 Afterwards exactly one is true: the kernel lives, or an image of it restores.  A kernel that is itself killed has an
-image from the moment on in which the image was published, and before that is lost, which is told.
+image from the moment on in which the image was published, and before that is lost, and an error says so.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ async def test_open_files_of_the_kernel_in_proc_come_back(subject):
     )
     for _ in range(2):
         await subject.leaves_and_wakes()
-        told = "print(f'{files[0].seek(0)} {files[0].read().count(chr(10)) > 20} {len(os.listdir(place)) > 5}')"
-        assert await subject.run(told) == "0 True True"
+        code = "print(f'{files[0].seek(0)} {files[0].read().count(chr(10)) > 20} {len(os.listdir(place)) > 5}')"
+        assert await subject.run(code) == "0 True True"
         assert await subject.run("_ = sys_file.seek(0); print(sys_file.read().strip())") == "1"
 
 

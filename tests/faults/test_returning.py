@@ -202,10 +202,10 @@ async def test_a_client_that_shuts_the_kernel_down_in_the_middle_of_a_restore(su
 async def test_an_interrupt_in_the_middle_of_a_wake_ends_the_cell_and_the_kernel_comes_back(subject, how):
     """The cell that waits is answered as an interrupted one; it never runs, and the next one finds everything."""
     await subject.provisioner.checkpoint()
-    go_on = threading.Event()
+    proceed = threading.Event()
 
     def stop(event) -> None:
-        assert (event.kind, event.step) != ("started", "criu_restore") or go_on.wait(60)
+        assert (event.kind, event.step) != ("started", "criu_restore") or proceed.wait(60)
 
     subject.provisioner.faults.append(stop)
     subject.send()  # wakes it
@@ -218,7 +218,7 @@ async def test_an_interrupt_in_the_middle_of_a_wake_ends_the_cell_and_the_kernel
     reply = await subject.reply()
     assert (reply["status"], reply["ename"]) == ("error", "KeyboardInterrupt")
     assert subject.kernel.state == "restoring", "answered at once, not when the kernel is back"
-    go_on.set()
+    proceed.set()
     await subject.kernel.settled("running")
     assert await subject.run("print(x, ran)") == "41 []"
 
@@ -242,10 +242,10 @@ async def test_restores_to_different_gpus_are_not_one(subject):
     """A second request joins the first only if it asks for the same; a mapping is never dropped in silence."""
     await subject.provisioner.checkpoint()
     verb = subject.provisioner.restore
-    go_on = threading.Event()
+    proceed = threading.Event()
 
     def stop(event) -> None:
-        assert event.step != "match" or go_on.wait(60)
+        assert event.step != "match" or proceed.wait(60)
 
     subject.provisioner.faults.append(stop)
     first = asyncio.create_task(verb())
@@ -253,7 +253,7 @@ async def test_restores_to_different_gpus_are_not_one(subject):
     error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")
     assert "not the same" in error.message
     second = asyncio.create_task(verb({}))
-    go_on.set()
+    proceed.set()
     await asyncio.gather(first, second)
     subject.provisioner.faults.remove(stop)
     error = await subject.fails(lambda: verb({"GPU-a": "GPU-b"}), "WRONG_STATE")

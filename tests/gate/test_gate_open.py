@@ -68,8 +68,8 @@ def test_comms_go_both_ways(up: World) -> None:
     code = "get_ipython().kernel.comm_manager.register_target('echo', lambda c, m: c.on_msg(lambda m: c.send('heard')))"
     reply(client, client.execute(code))
     send(client, "comm_open", {"comm_id": "c1", "target_name": "echo", "data": {}})
-    told = send(client, "comm_msg", {"comm_id": "c1", "data": {}})
-    heard = outputs(client, told)
+    sent = send(client, "comm_msg", {"comm_id": "c1", "data": {}})
+    heard = outputs(client, sent)
     assert kinds(heard) == ["busy", "comm_msg", "idle"]
     assert heard[1]["content"]["data"] == "heard"
 
@@ -171,9 +171,9 @@ def test_one_msg_is_executed_once_though_it_was_sent_twice(up: World) -> None:
     for _ in range(2):
         client.shell_channel.socket.send_multipart(frames)
     reply(client, message["header"]["msg_id"])
-    told = client.execute("print(count)")
-    reply(client, told)
-    assert [m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"] == ["1\n"]
+    sent = client.execute("print(count)")
+    reply(client, sent)
+    assert [m["content"]["text"] for m in outputs(client, sent) if m["msg_type"] == "stream"] == ["1\n"]
 
 
 def test_clients_do_not_see_the_gates_own_request_and_a_missing_answer_is_an_error(up: World) -> None:
@@ -182,9 +182,9 @@ def test_clients_do_not_see_the_gates_own_request_and_a_missing_answer_is_an_err
     with pytest.raises(GateError) as failure:
         up.gate.request("gpu_ckpt_nonsense_request", {}, DEADLINE)
     assert failure.value.code == "KERNEL_SILENT"
-    told = client.execute("1")
+    sent = client.execute("1")
     assert kinds([client.get_iopub_msg(timeout=DEADLINE)]) == ["busy"]  # the client's own is the first it sees
-    reply(client, told)
+    reply(client, sent)
 
 
 def test_the_kernels_request_comes_after_the_cell_and_clients_never_see_it(up: World, tmp_path: Path) -> None:
@@ -271,10 +271,10 @@ def test_a_callback_that_calls_the_gate_is_logged_and_does_no_harm(
     world.up()
     world.to_sleep()
     client = world.client()
-    told = client.execute("1")
+    sent = client.execute("1")
     until(lambda: any("callback failed" in r.message for r in caplog.records), "the line in the log")
     world.wake()
-    assert reply(client, told)["content"]["status"] == "ok"
+    assert reply(client, sent)["content"]["status"] == "ok"
 
 
 def test_a_thread_that_fails_is_no_secret(up: World, monkeypatch: pytest.MonkeyPatch) -> None:

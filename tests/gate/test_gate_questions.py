@@ -69,9 +69,9 @@ def test_a_cell_is_waited_for_whatever_else_is_under_way(mute, tmp_path: Path) -
     send(client, "kernel_info_request", {}, "control")
     cell = client.execute(f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
     until(lambda: mute.gate.under_way.cells == 1, "the cell is under way")
-    with pytest.raises(KernelBusy) as told:
+    with pytest.raises(KernelBusy) as raised:
         mute.gate.drain(2.0)
-    assert told.value.details["pending"] == ["execute_request"]
+    assert raised.value.details["pending"] == ["execute_request"]
     mute.gate.release()
     (tmp_path / "go").touch()
     reply(client, cell)

@@ -57,7 +57,7 @@ def test_a_kernel_that_sends_no_welcome_has_none_sent_for_it(heard: Heard) -> No
     heard.replies.forget()
     heard.learn("5.3")
     heard.replies.kernel_welcomed()
-    assert heard.welcomes() == [], "who subscribed to the one before was told by its own"
+    assert heard.welcomes() == [], "subscribers of the gate before had its welcome"
 
 
 @pytest.mark.parametrize("protocol", [None, "5.4"])

@@ -218,14 +218,14 @@ def test_a_message_kept_before_the_sleep_wakes_at_once(up: World) -> None:
 
 
 def test_a_client_can_connect_to_a_sleeping_kernel(up: World) -> None:
-    told = up.client().session.session
+    former = up.client().session.session
     up.to_sleep()
     client = up.client()  # waits until ready
     for channel in ("shell", "control"):
         asked = send(client, "kernel_info_request", {}, channel)
         answer = reply(client, asked, channel)
         assert answer["content"]["implementation"] == "ipython"
-        assert answer["header"]["session"] not in (told, client.session.session)
+        assert answer["header"]["session"] not in (former, client.session.session)
         assert kinds(outputs(client, asked)) == ["busy", "idle"]
     assert up.woken == []
 
@@ -365,9 +365,9 @@ def test_two_hundred_cells_around_a_sleep_are_each_run_once_and_in_order(up: Wor
     collect(200)
     assert answered == sent
     nothing(client)
-    told = client.execute("print(seen == list(range(200)))")
-    reply(client, told)
-    assert [m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"] == ["True\n"]
+    last = client.execute("print(seen == list(range(200)))")
+    reply(client, last)
+    assert [m["content"]["text"] for m in outputs(client, last) if m["msg_type"] == "stream"] == ["True\n"]
 
 
 def test_a_sleep_does_not_touch_the_users_random_numbers(up: World) -> None:
@@ -375,9 +375,9 @@ def test_a_sleep_does_not_touch_the_users_random_numbers(up: World) -> None:
     client = up.client()
 
     def numbers() -> str:
-        told = client.execute("import random; print(hash(random.getstate()))")
-        reply(client, told)
-        return str([m["content"]["text"] for m in outputs(client, told) if m["msg_type"] == "stream"])
+        last = client.execute("import random; print(hash(random.getstate()))")
+        reply(client, last)
+        return str([m["content"]["text"] for m in outputs(client, last) if m["msg_type"] == "stream"])
 
     before = numbers()
     up.to_sleep()
@@ -449,9 +449,9 @@ def test_a_failed_wake_is_shown_as_an_error_of_the_cell(up: World) -> None:
     up.gate.fail(GpuFull("No room on the GPU.", left="the image is kept"))
     failed = reply(client, cells[0])["content"]
     assert (failed["status"], failed["ename"], failed["evalue"]) == ("error", "GPU_FULL", "No room on the GPU.")
-    told = outputs(client, cells[0])
-    assert kinds(told) == ["busy", "error", "idle"]
-    assert "the image is kept" in "\n".join(told[1]["content"]["traceback"])
+    heard = outputs(client, cells[0])
+    assert kinds(heard) == ["busy", "error", "idle"]
+    assert "the image is kept" in "\n".join(heard[1]["content"]["traceback"])
     assert reply(client, cells[1])["content"] == {"status": "aborted"}
     assert reply(other, others)["content"]["ename"] == "GPU_FULL"
     assert (up.gate.state, up.gate.queued, up.woken) == ("asleep", 1, ["execute_request"])

@@ -37,8 +37,8 @@ async def test_dropped_tensors_leave_the_gpu_and_are_in_no_image(kernel, record)
     whole_bytes = whole.manifest.bytes
     await kernel.run("torch.cuda.memory_allocated()")
     await kernel.settled("running")
-    told = await kernel.run("%gpu_checkpoint --drop scratch")
-    assert "Released, not saved: scratch, a torch.Tensor float32 [67108864] on cuda:0 (256.0 MiB)" in told
+    printed = await kernel.run("%gpu_checkpoint --drop scratch")
+    assert "Released, not saved: scratch, a torch.Tensor float32 [67108864] on cuda:0 (256.0 MiB)" in printed
     await kernel.settled("checkpointed", timeout=120)
     dropped_bytes = kernel.lifecycle.image.manifest.bytes
     assert whole_bytes - dropped_bytes > 200 * MIB, "256, but images are compressed where that pays"
@@ -52,8 +52,8 @@ async def test_dropped_tensors_leave_the_gpu_and_are_in_no_image(kernel, record)
 
 async def test_keep_saves_a_model_and_nothing_else(kernel):
     await kernel.run(SETUP)
-    told = await kernel.run("%gpu_checkpoint --suspend --keep model")
-    names = {line.split(": ")[1].split(",")[0] for line in told.splitlines() if line.startswith("Released")}
+    printed = await kernel.run("%gpu_checkpoint --suspend --keep model")
+    names = {line.split(": ")[1].split(",")[0] for line in printed.splitlines() if line.startswith("Released")}
     assert names == {"weights", "scratch", "view", "optimizer"}
     await kernel.settled("suspended", timeout=120)
     assert (

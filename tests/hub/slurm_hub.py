@@ -71,13 +71,13 @@ class Hub:
                 if line.startswith(b"data:"):
                     event = json.loads(line[5:])
                     messages.append(event["message"])
-                    assert not event.get("failed"), self.told(event)
+                    assert not event.get("failed"), self.report(event)
                     if event.get("ready"):
                         break
         until(lambda: self.model().get("ready"), "the server is ready", timeout=PATIENCE, longest=LOOK)
         return messages
 
-    def told(self, what: Any) -> str:
+    def report(self, what: Any) -> str:
         """A failure, with what the machines wrote down."""
         logs = [*self.user.home.glob("jupyterhub_slurmspawner_*.log"), self.log]
         return "\n".join([str(what), *(f"== {log.name}\n{log.read_text()[-3000:]}" for log in logs)])
@@ -100,14 +100,14 @@ class Hub:
     def get(self, path: str) -> Any:
         """A document of the user's server."""
         reply = self.ask("GET", f"/user/{self.user.name}/{path}")
-        assert reply.status_code == 200, self.told(reply.text)
+        assert reply.status_code == 200, self.report(reply.text)
         return reply.json()
 
     def open(self, notebook: str) -> str:
         """Open a notebook as JupyterLab does: a session; its kernel's id."""
         body = {"path": notebook, "name": notebook, "type": "notebook", "kernel": {"name": "python3"}}
         reply = self.ask("POST", f"/user/{self.user.name}/api/sessions", json=body)
-        assert reply.status_code == 201, self.told(reply.text)
+        assert reply.status_code == 201, self.report(reply.text)
         return str(reply.json()["kernel"]["id"])
 
     def serves(self, kernel_id: str) -> bool:
@@ -124,7 +124,7 @@ class Hub:
         try:
             socket = create_connection(address, timeout=PATIENCE, header=header, suppress_origin=True)
         except WebSocketBadStatusException as error:
-            raise AssertionError(self.told(error.status_code)) from error
+            raise AssertionError(self.report(error.status_code)) from error
         try:
             return Tab(socket, secrets.token_hex(8)).run(code)
         finally:
@@ -167,7 +167,7 @@ def hub(cluster: Cluster, user: User, place: Path, criu: str, *, placement: bool
     cluster.head.start(BIN / "jupyterhub", "--config", CONFIG, user=ACCOUNT, env=environment, cwd=own)
 
     def ready() -> bool:
-        assert not cluster.head.dead(), made.told("the hub has ended")
+        assert not cluster.head.dead(), made.report("the hub has ended")
         return made.up()
 
     until(ready, "the hub answers", timeout=PATIENCE, longest=LOOK)

@@ -58,7 +58,7 @@ def slurm(name: str = "ada", kind=None, **traits):
     return made
 
 
-async def told(spawner) -> list[str]:
+async def messages(spawner) -> list[str]:
     """What a page that is opened now shows of ours."""
     page = spawner.progress()
     try:
@@ -79,7 +79,7 @@ async def test_features_and_gpus_are_requested_of_slurm(published):
     assert spawner.req_gres == "gpu:h200:2,tmp:10G"
     assert spawner.req_options == "--exclusive '--constraint=glibc-2.36&driver-580.1&linux-6.18'"
     assert spawner.environment[VARIABLE] == f"{published}/ada"
-    assert await told(spawner) == [
+    assert await messages(spawner) == [
         "Your sleeping kernel needs 2 x NVIDIA H200, driver 580.1, Linux 6.1 or newer, glibc 2.36, x86_64: n1 will do."
     ]
 
@@ -124,7 +124,7 @@ async def test_without_a_matching_node_any_is_used_and_a_message_says_so(publish
     spawner = slurm(req_gres="gpu:1")
     await hook(published, sinfo=sinfo(nodes))(spawner)
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
-    (message,) = await told(spawner)
+    (message,) = await messages(spawner)
     assert "No node like that is in service: you get any. They stay saved, nothing is lost" in message
 
 
@@ -134,7 +134,7 @@ async def test_a_node_of_another_partition_is_none(published):
     spawner = slurm(req_partition="small")
     await hook(published)(spawner)
     assert (spawner.req_gres, spawner.req_options) == ("", "")
-    assert "you get any" in (await told(spawner))[0]
+    assert "you get any" in (await messages(spawner))[0]
 
 
 async def test_kernels_that_need_different_nodes(published):
@@ -142,7 +142,7 @@ async def test_kernels_that_need_different_nodes(published):
     spawner = slurm()
     await hook(published)(spawner)
     assert spawner.req_gres == "gpu:h200:2"
-    (message,) = await told(spawner)
+    (message,) = await messages(spawner)
     assert message.endswith("Another kind of node is needed by 1 more (1 x NVIDIA B200), which stay saved.")
 
 
@@ -154,7 +154,7 @@ async def test_a_scheduler_that_does_not_answer_keeps_no_server_from_starting(pu
     spawner = slurm(req_gres="gpu:1")
     await hook(published, sinfo=command, timeout=1.0)(spawner)
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
-    (message,) = await told(spawner)
+    (message,) = await messages(spawner)
     assert "you get any. They stay saved" in message
 
 
@@ -163,7 +163,7 @@ async def test_what_is_published_and_no_publication_keeps_no_server_from_startin
     spawner = slurm(req_gres="gpu:1")
     await hook(published)(spawner)
     assert (spawner.req_gres, spawner.req_options) == ("gpu:1", "")
-    (message,) = await told(spawner)
+    (message,) = await messages(spawner)
     assert "IMAGE_FORMAT" in message and "SBATCH" not in message
 
 

@@ -109,10 +109,10 @@ def test_a_kernel_comes_back_on_the_node_that_is_like_the_one_it_left(at_home):
     assert not cluster.machines["n1"].processes(user), "nothing of the user's is left on the node"
     cluster.drain("n1")
 
-    told = site.start()
-    assert site.node() == "n2", site.told(told)  # Slurm by itself would have taken n3
-    assert any("n2 will do" in message for message in told), told
-    assert any(message.startswith("1 of your kernels sleep") for message in told), told
+    messages = site.start()
+    assert site.node() == "n2", site.messages(messages)  # Slurm by itself would have taken n3
+    assert any("n2 will do" in message for message in messages), messages
+    assert any(message.startswith("1 of your kernels sleep") for message in messages), messages
     assert site.run(kernel, ASK) == before
     assert [one["id"] for one in site.get("api/kernels")] == [kernel]
     assert [one["path"] for one in site.get("api/sessions")] == ["work.ipynb"]
@@ -143,14 +143,14 @@ def test_without_a_matching_node_a_kernel_sleeps_on_and_its_user_sees_why(at_hom
     site.stop()
     for name in ("n1", "n2"):
         cluster.drain(name)
-    told = site.start()
+    messages = site.start()
     assert site.node() == "n3"
-    assert any("No node like that is in service: you get any." in message for message in told), told
+    assert any("No node like that is in service: you get any." in message for message in messages), messages
     until(lambda: site.serves(kernel), "it is there to be seen, and sleeps", timeout=PATIENCE, longest=LOOK)
     site.stop()
     cluster.resume("n2")
-    told = site.start()
-    assert site.node() == "n2", site.told(told)
+    messages = site.start()
+    assert site.node() == "n2", site.messages(messages)
     assert site.run(kernel, ASK) == before
 
 
@@ -160,16 +160,16 @@ def test_kernels_that_were_on_a_gpu_get_gpus_of_their_model(at_home):
     gpus = (GpuModel("NVIDIA A100-SXM4-80GB", 80 << 30),)
     published = site.place / "placement" / site.user.name / FILE
     published.write_text(to_json([Requirements(gpus=gpus)]))
-    told = site.start()
+    messages = site.start()
     assert site.node() == "n3"
     assert "TresPerNode=gres:gpu:a100:1" in site.job()
-    assert any("1 x NVIDIA A100-SXM4-80GB: n3 will do" in message for message in told), told
+    assert any("1 x NVIDIA A100-SXM4-80GB: n3 will do" in message for message in messages), messages
 
 
 def test_a_user_with_nothing_on_a_gpu_gets_a_node_without(at_home):
     """The hub is configured to request a GPU (see slurm_hub_config.py); an option that requests one gives it."""
     site = at_home
     (site.place / "placement" / site.user.name / FILE).write_text(to_json([]))
-    told = site.start()
+    messages = site.start()
     assert "gpu" not in site.job().lower().replace("jupyter_gpu_ckpt", ""), site.job()
-    assert any("Nothing of yours is on a GPU" in message for message in told), told
+    assert any("Nothing of yours is on a GPU" in message for message in messages), messages

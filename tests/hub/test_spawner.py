@@ -205,7 +205,7 @@ async def test_what_a_user_is_to_read_is_kept_for_the_next_start(ann, double, tr
     assert (await anext(page))["message"] == note
     await page.aclose()
     again.clear_state()
-    assert "gpu_ckpt_notes" not in again.get_state(), "told once"
+    assert "gpu_ckpt_notes" not in again.get_state(), "shown once"
 
 
 async def test_a_page_that_is_open_before_the_start_shows_it_too(ann, double):
@@ -217,7 +217,7 @@ async def test_a_page_that_is_open_before_the_start_shows_it_too(ann, double):
     await page.aclose()
 
 
-# -- what the server is told
+# -- the environment that the server gets
 
 
 def test_the_server_gets_the_cold_tier_and_the_image_directory(ann, monkeypatch):

@@ -123,8 +123,8 @@ def test_a_stop_by_the_user_drains_and_the_spawn_page_says_so(hub, ann):
     reply = hub.ask("POST", f"users/{ann.account.name}/server", token=ann.token)
     assert reply.status_code in (201, 202)
     stream = hub.ask("GET", f"users/{ann.account.name}/server/progress", token=ann.token).text
-    told = [json.loads(line[6:])["message"] for line in stream.splitlines() if line.startswith("data: ")]
-    assert any("of your kernels sleep" in message for message in told), told
+    messages = [json.loads(line[6:])["message"] for line in stream.splitlines() if line.startswith("data: ")]
+    assert any("of your kernels sleep" in message for message in messages), messages
     waiting.until(ann.ready, timeout=60, longest=LOOK)
     assert ann.run(kernel_id, "print(x)") == "41"
 

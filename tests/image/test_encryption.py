@@ -52,8 +52,8 @@ def test_an_encrypted_image_holds_nothing_plain_and_comes_back(store, vault):
     assert plain_files(vault) == []
     store.check(image)
     Store(store.root, store.keys).check(image)  # needs no key
-    told = image.manifest.encryption
-    assert told["algorithm"] == "aes-256-gcm"
+    parameters = image.manifest.encryption
+    assert parameters["algorithm"] == "aes-256-gcm"
     assert KEY not in image.manifest.to_json()
     with store.readable(store.get(image.id)) as readable:
         directory = readable.criu_directory
@@ -80,10 +80,10 @@ def test_without_the_key_or_with_another(store, vault, monkeypatch):
     with pytest.raises(KeyUnusable, match="another key"), store.readable(image):
         pass
     for unknown in ({"algorithm": "rot13"}, {"chunk": 1}):
-        told = {**image.manifest.encryption, **unknown}
+        parameters = {**image.manifest.encryption, **unknown}
         with (
             pytest.raises(KeyUnusable, match="does not know"),
-            store.readable(replace(image, manifest=replace(image.manifest, encryption=told))),
+            store.readable(replace(image, manifest=replace(image.manifest, encryption=parameters))),
         ):
             pass
     assert plain_files(vault) == []

@@ -91,8 +91,8 @@ def test_a_hostile_manifest_is_refused_though_it_is_sealed(store, damage):
     """Forty and more: what a parser must not believe even from somebody who holds the key."""
     image = publish(store)
     if isinstance(damage, dict):
-        told = {**json.loads(FACTS.to_json()), "id": image.id, **damage}
-        damage = json.dumps({name: value for name, value in told.items() if value is not ...})
+        document = {**json.loads(FACTS.to_json()), "id": image.id, **damage}
+        damage = json.dumps({name: value for name, value in document.items() if value is not ...})
     (image.path / "manifest.json").write_text(damage)
     verify.seal(image.path, store.keys.current())
     with pytest.raises(ImageFormat):
@@ -104,11 +104,11 @@ def test_a_hostile_manifest_is_refused_though_it_is_sealed(store, damage):
 
 
 def test_more_files_than_any_image_has(monkeypatch):
-    told = json.loads(FACTS.to_json())
+    document = json.loads(FACTS.to_json())
     monkeypatch.setattr(manifest_module, "MOST_FILES", 10)
-    told["files"] = {str(number): {"bytes": 1, "blake3": HASH} for number in range(11)}
+    document["files"] = {str(number): {"bytes": 1, "blake3": HASH} for number in range(11)}
     with pytest.raises(ImageFormat, match="too many"):
-        Manifest.from_json(json.dumps(told))
+        Manifest.from_json(json.dumps(document))
 
 
 def test_a_manifest_larger_than_any(store, monkeypatch):

@@ -58,8 +58,8 @@ from jupyter_gpu_ckpt.image import user_directory as directory
 uid, named = int(sys.argv[1]), Path(sys.argv[2])
 doctor.diagnose(named)
 os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0)
-told = next(each for each in doctor.diagnose(named) if each.check == "image-directory")
-print(told.ok, told.message, "|", told.fix)
+shown = next(each for each in doctor.diagnose(named) if each.check == "image-directory")
+print(shown.ok, shown.message, "|", shown.fix)
 try:
     directory.prepare(named)
     print(directory.of_user(named))
@@ -96,8 +96,8 @@ def reachable():
 @AS_ROOT
 def test_two_users_share_roots_directory(reachable):
     for uid in (ADA, BOB):
-        told, own = of(uid, reachable)
-        assert told.startswith("True")
+        shown, own = of(uid, reachable)
+        assert shown.startswith("True")
         assert own == f"{reachable}/{uid}"
     for uid in (ADA, BOB):
         facts = (reachable / str(uid)).stat()
@@ -119,10 +119,10 @@ def test_two_users_share_roots_directory(reachable):
 def test_a_fault_of_a_shared_directory_is_reported_and_not_changed(reachable, change, advice):
     change(reachable)
     before = reachable.stat().st_mode, sorted(reachable.iterdir())
-    told, refused = of(ADA, reachable)
-    assert told.startswith("False")
+    shown, refused = of(ADA, reachable)
+    assert shown.startswith("False")
     assert refused.startswith("STORE_SHARED")
-    assert advice in told
+    assert advice in shown
     assert advice in refused
     assert (reachable.stat().st_mode, sorted(reachable.iterdir())) == before
 

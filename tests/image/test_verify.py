@@ -113,8 +113,8 @@ SEALS = {
 def test_a_seal_that_is_none(store, image, damage):
     path = image.path / SEAL
     if isinstance(damage, dict):
-        told = {**json.loads(path.read_bytes()), **damage}
-        path.write_text(json.dumps({name: value for name, value in told.items() if value is not ...}))
+        document = {**json.loads(path.read_bytes()), **damage}
+        path.write_text(json.dumps({name: value for name, value in document.items() if value is not ...}))
     elif isinstance(damage, bytes):
         path.write_bytes(damage)
     elif damage is None:
@@ -215,9 +215,9 @@ def test_two_that_write_one_record_lose_nothing(store):
     records = [Generations(store.generations.directory) for _ in range(8)]
     images = [replace(FACTS, kernel_id="k", generation=number + 1) for number in range(40)]
     with ThreadPoolExecutor(8) as pool:
-        told = [pool.submit(records[at % 8].record_published, image) for at, image in enumerate(images)]
-        told += [pool.submit(records[at % 8].record_restored, "k", at + 1) for at in range(30)]
-    assert [one.exception() for one in told] == [None] * 70
+        calls = [pool.submit(records[at % 8].record_published, image) for at, image in enumerate(images)]
+        calls += [pool.submit(records[at % 8].record_restored, "k", at + 1) for at in range(30)]
+    assert [one.exception() for one in calls] == [None] * 70
     assert json.loads((store.generations.directory / "k.json").read_text()) == {"published": 40, "spent": 30}
 
 

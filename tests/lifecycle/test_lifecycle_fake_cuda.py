@@ -226,7 +226,7 @@ def test_too_full_to_restore_keeps_the_image_and_never_calls_the_driver(rig, hog
     other = hog()
     error = rig.fails("wake", "GPU_FULL")
     assert error.left == f"the image is kept as {rig.lifecycle.image.id}"
-    assert rig.gate.told == [error]
+    assert rig.gate.errors_seen == [error]
     assert all(op != "cuda.restore" for op, _ in rig.driver.calls)
     rig.sleeps(State.CHECKPOINTED)
     rig.driver.remove(other)
@@ -320,7 +320,7 @@ def test_a_step_of_a_wake_that_fails_by_chance_is_tried_once_more(rig, step, tim
         assert error.left == f"the image is kept as {image.id}"
         assert error.hint.startswith("It was tried twice")
         assert f"match {image.id}" in error.hint
-        assert rig.gate.told == [error], "once, after the second try"
+        assert rig.gate.errors_seen == [error], "once, after the second try"
         rig.sleeps(State.CHECKPOINTED)
         rig.lifecycle.wake()
     assert len(set(pids)) == times

@@ -345,9 +345,11 @@ def test_another_machine_has_other_numbers_and_goes_by_size_and_hash(data, tmp_p
 @pytest.mark.parametrize(("root", "id", "lasts"), [("ext4", "a", True), ("overlay", "a", False), ("ext4", "", False)])
 def test_a_machine_is_known_again_after_a_boot_where_nothing_else_has_its_id(monkeypatch, root, id, lasts):
     read = Path.read_text
-    told = {"/etc/machine-id": id}
+    contents = {"/etc/machine-id": id}
     monkeypatch.setattr(node, "mounts", lambda: {"/": root})
-    monkeypatch.setattr(Path, "read_text", lambda path, *args, **more: told.get(str(path)) or read(path, *args, **more))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args, **more: contents.get(str(path)) or read(path, *args, **more)
+    )
     if not id:
         monkeypatch.setattr(node, "_MACHINE_ID", Path("/nowhere"))
     machines = set()

@@ -77,7 +77,7 @@ class Server:
             return {"value": client.evaluate(expression, code)}
 
     def do_stall(self, step: str) -> None:
-        """The next restore stops at the beginning of ``step``, in a thread of its own, until `do_go_on`."""
+        """The next restore stops at the beginning of ``step``, in a thread of its own, until `do_proceed`."""
 
         def sink(event: Any) -> None:
             if (event.kind, event.step) == ("started", step):
@@ -98,7 +98,7 @@ class Server:
         self.restoring.start()
         assert self.stalled.wait(60)
 
-    def do_go_on(self) -> dict[str, Any]:
+    def do_proceed(self) -> dict[str, Any]:
         self.stall.set()
         self.restoring.join(90)
         return {"outcome": self.outcome}

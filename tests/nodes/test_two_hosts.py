@@ -125,7 +125,7 @@ def test_a_host_that_was_cut_off_in_the_middle_of_a_restore_gives_its_copy_up(ho
     began(far, "tcp")
     assert far.ask("restore")["state"] == "running"
     near.heal()
-    assert near.ask("go_on")["outcome"][0] in ("IMAGE_BUSY", "IMAGE_NOT_FOUND")
+    assert near.ask("proceed")["outcome"][0] in ("IMAGE_BUSY", "IMAGE_NOT_FOUND")
     assert near.ask("state")["pid"] is None, "what it had restored has ended"
     assert far.ask("state")["state"] == "running"
 

@@ -428,8 +428,8 @@ def test_threads_that_wait_inside_the_driver_are_stopped_and_no_others(tmp_path)
             names |= {"called-back", "waits-outside", "sleeps", "cuda-EvtHandlr"}
             until(lambda: all(subject.states_by_name().get(name) == "S" for name in names), "all wait")
             frozen.freeze_waiting_in_driver()
-            parked = {name for name, state in subject.states_by_name().items() if state == "t"}
-            assert parked == {"waits-inside", "polls-inside", "its-own"}
+            stopped = {name for name, state in subject.states_by_name().items() if state == "t"}
+            assert stopped == {"waits-inside", "polls-inside", "its-own"}
             # A later stop of everybody, and of what is stopped already, leaves nobody out.
             frozen.freeze_all(time.monotonic() + 30)
             assert subject.states_by_name()["cuda-EvtHandlr"] == "S"

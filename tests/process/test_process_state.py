@@ -31,7 +31,7 @@ from jupyter_gpu_ckpt.process import sockets, syscalls
 
 ROOT = os.geteuid() == 0
 
-#: For all code that the subject is told.
+#: For all code that the subject runs.
 PRELUDE = """
 import array, ctypes, errno, fcntl, mmap, os, re, resource, select, signal, socket, struct, threading, time
 libc = ctypes.CDLL(None, use_errno=True)

@@ -15,7 +15,7 @@ from waiting import until
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.errors import CriuError
 
-#: Each thread makes one system call through the C library; none of them may return before it is told to.
+#: Each thread makes one system call through the C library; none of them may return before it is request to.
 SUBJECT = """
 import ctypes, json, os, signal, sys, threading, time
 
@@ -66,18 +66,18 @@ for name in WAITS:
 
 
 def say(**facts):
-    with open(home + "/said.part", "w") as file:
+    with open(home + "/reply.part", "w") as file:
         json.dump(facts, file)
-    os.rename(home + "/said.part", home + "/said")
+    os.rename(home + "/reply.part", home + "/reply")
 
 
 while True:
     time.sleep(0.002)
-    if os.path.exists(home + "/told"):
-        with open(home + "/told") as file:
-            told = file.read()
-        os.unlink(home + "/told")
-        if told == "go":
+    if os.path.exists(home + "/request"):
+        with open(home + "/request") as file:
+            request = file.read()
+        os.unlink(home + "/request")
+        if request == "go":
             os.write(writing, b"x")
             libc.sem_post(semaphore), libc.sem_post(semaphore)
             while len(returned) < len(WAITS) - 2:  # who sleeps sleeps on
@@ -107,12 +107,12 @@ class Waiting:
         return found
 
     def tell(self, word: str) -> dict:
-        said = self.home / "said"
-        said.unlink(missing_ok=True)
-        (self.home / "told.part").write_text(word)
-        (self.home / "told.part").rename(self.home / "told")
-        until(said.exists, "an answer")
-        return json.loads(said.read_text())
+        reply = self.home / "reply"
+        reply.unlink(missing_ok=True)
+        (self.home / "request.part").write_text(word)
+        (self.home / "request.part").rename(self.home / "request")
+        until(reply.exists, "an answer")
+        return json.loads(reply.read_text())
 
 
 WOKEN = {"poll": [1, 0], "poll-timeout": [1, 0], "epoll": [1, 0], "epoll-timeout": [1, 0]} | {

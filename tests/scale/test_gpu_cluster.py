@@ -121,7 +121,7 @@ class Alone(Cluster):
 
     def __init__(self, plan: Plan, *sessions: Session, device: int = 8 * GIB) -> None:
         super().__init__(replace(plan, users=0, warm_up=0.0, weeks=1))
-        self.told: list[tuple[float, str]] = []
+        self.history: list[tuple[float, str]] = []
         self.env.process(self._life(Person(0, device, sessions)))
 
     def follow(self) -> list[tuple[float, State]]:

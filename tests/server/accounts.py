@@ -170,8 +170,8 @@ class Kernel:
         for execution in self.executions.values():
             violent = self.ended_during(execution.sent, execution.answered)
             self._audit_one(execution, violent)
-            if execution.fate == "ok" and (told := execution.text.split())[:1] == [execution.tag]:
-                life, count = told[1], int(told[2])
+            if execution.fate == "ok" and (words := execution.text.split())[:1] == [execution.tag]:
+                life, count = words[1], int(words[2])
                 if lives[-1:] != [life]:
                     lives.append(life)
                 counts.setdefault(life, []).append(count)

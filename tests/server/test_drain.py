@@ -36,12 +36,12 @@ def test_every_kernel_sleeps_in_a_proved_image_and_comes_back(live, two):
     assert need["bytes"] > 50 << 20
     job = drain(live)
     assert (job["status"], job["verb"], job["kernel_id"]) == ("done", "drain", "")
-    told = {kernel["kernel_id"]: kernel for kernel in job["result"]["kernels"]}
-    assert job["result"]["drained"] and set(told) == set(two)
+    drained = {kernel["kernel_id"]: kernel for kernel in job["result"]["kernels"]}
+    assert job["result"]["drained"] and set(drained) == set(two)
     store = Store(live.home / "images")
     for id in two:
-        image = store.get(told[id]["image"])
-        assert (image.manifest.kernel_id, image.manifest.bytes) == (id, told[id]["bytes"])
+        image = store.get(drained[id]["image"])
+        assert (image.manifest.kernel_id, image.manifest.bytes) == (id, drained[id]["bytes"])
     need = live.get("gpu-ckpt/drain")
     assert (need["kernels"], need["bytes"]) == (0, 0)
     assert 10 < need["seconds"] < 20, "the images are still to be proved"
@@ -63,11 +63,11 @@ def test_a_busy_kernel_stays_with_a_reason_and_the_other_is_checkpointed(live, t
     busy, idle = two
     with live.busy(busy):
         result = drain(live)["result"]
-    told = {kernel["kernel_id"]: kernel for kernel in result["kernels"]}
+    drained = {kernel["kernel_id"]: kernel for kernel in result["kernels"]}
     assert not result["drained"]
-    assert (told[busy]["code"], told[busy]["image"]) == ("KERNEL_BUSY", None)
-    assert told[busy]["hint"]
-    assert told[idle]["image"] and told[idle]["code"] is None
+    assert (drained[busy]["code"], drained[busy]["image"]) == ("KERNEL_BUSY", None)
+    assert drained[busy]["hint"]
+    assert drained[idle]["image"] and drained[idle]["code"] is None
     assert [live.run(id, "print(x)") for id in two] == ["0", "1"]
 
 
@@ -78,8 +78,8 @@ def test_a_damaged_image_does_not_count_as_drained(live, two):
     kept = pages.read_bytes()
     pages.chmod(0o600)
     pages.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    told = {one["kernel_id"]: one["code"] for one in drain(live)["result"]["kernels"]}
-    assert told == {two[0]: "IMAGE_DAMAGED", two[1]: None}
+    drained = {one["kernel_id"]: one["code"] for one in drain(live)["result"]["kernels"]}
+    assert drained == {two[0]: "IMAGE_DAMAGED", two[1]: None}
     pages.write_bytes(kept)
     assert drain(live)["result"]["drained"]
 

@@ -43,7 +43,7 @@ def gather(next_event, *, until_state: str, limit: int = 200) -> list[dict]:
 
 
 def test_a_protection_is_an_event_for_each_way_to_set_it(live, kernel_id):
-    def told(next_event) -> dict:
+    def protection(next_event) -> dict:
         while (event := next_event())["schema_id"] != PROTECTION:
             pass
         assert event["kernel_id"] == kernel_id
@@ -51,9 +51,9 @@ def test_a_protection_is_an_event_for_each_way_to_set_it(live, kernel_id):
 
     with live.events() as next_event:
         live.run(kernel_id, "%gpu_checkpoint --protect 2h")
-        assert told(next_event)["protected_until"] == pytest.approx(time.time() + 7200, abs=60)
+        assert protection(next_event)["protected_until"] == pytest.approx(time.time() + 7200, abs=60)
         live.ask("POST", f"gpu-ckpt/kernels/{kernel_id}/protect", json={"seconds": 0})
-        assert told(next_event)["protected_until"] is None
+        assert protection(next_event)["protected_until"] is None
 
 
 def test_each_step_of_a_checkpoint_is_an_event(live, kernel_id):
@@ -190,7 +190,7 @@ def test_schemas_may_be_registered_twice():
 
 
 def test_a_listener_that_fails_does_not_silence_the_others(caplog):
-    told = []
+    received = []
 
     class Broken:
         def changed(self, change):
@@ -198,12 +198,12 @@ def test_a_listener_that_fails_does_not_silence_the_others(caplog):
 
     class Sound:
         def changed(self, change):
-            told.append(change)
+            received.append(change)
 
     monitor = KernelMonitor(None, logging.getLogger("watch"))
     monitor.listeners += [Broken(), Sound()]
     monitor.notify(lambda listener: listener.changed("news"))
-    assert told == ["news"]
+    assert received == ["news"]
     assert "broken" in caplog.text
 
 
@@ -245,25 +245,25 @@ def test_inside_a_step_the_fraction_moves_by_bytes_or_seconds_and_never_claims_t
 
 async def test_a_running_step_has_events_until_it_ends_and_is_not_measured_afterwards(monkeypatch):
     monkeypatch.setattr(monitor_module, "POLL_INTERVAL", 0.01)
-    told: list[Stepped] = []
+    received: list[Stepped] = []
     monitor = KernelMonitor(IOLoop.current(), logging.getLogger("watch"))
-    monitor.listeners.append(SimpleNamespace(stepped=told.append, changed=lambda _: None, failed=lambda _: None))
+    monitor.listeners.append(SimpleNamespace(stepped=received.append, changed=lambda _: None, failed=lambda _: None))
     watched = monitor.add("k", SimpleNamespace(lifecycle=None, sinks=[], on_state=[], on_protected=[]))
     watched._process_state(State.CHECKPOINTED, 0.0, Sizes(), None, None)
     watched._process_state(State.RESTORING, 0.0, Sizes(image=GIB), None, None)
     start = StepEvent("started", "criu_restore", "k", time.time())
     watched._process_step(start)
-    await until(lambda: len(told) > 3)
-    assert {(step.event.kind, step.event.step, step.verb) for step in told[1:]} == {
+    await until(lambda: len(received) > 3)
+    assert {(step.event.kind, step.event.step, step.verb) for step in received[1:]} == {
         ("running", "criu_restore", "restore")
     }
-    fractions = [step.fraction for step in told]
+    fractions = [step.fraction for step in received]
     assert fractions == sorted(set(fractions)) and fractions[-1] < 1
     assert watched.progress.fraction >= fractions[-1], "what REST says"
     watched._process_step(StepEvent("failed", "criu_restore", "k", time.time(), 1.0, code="CRIU_FAILED"))
     watched._process_step(StepEvent("started", "unlease", "k", time.time()))  # an undo
     await until(lambda: not monitor._polling)
-    assert [step.event.kind for step in told[-2:]] == ["failed", "started"]
+    assert [step.event.kind for step in received[-2:]] == ["failed", "started"]
 
 
 def test_expected_bytes_follow_what_a_step_moves():

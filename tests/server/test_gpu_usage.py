@@ -36,9 +36,9 @@ class World:
         lifecycle = SimpleNamespace(device_bytes=lambda: engine.gpus.used_by(self.pid))
         provisioners = {"k": SimpleNamespace(lifecycle=lifecycle), "plain": SimpleNamespace(lifecycle=None)}
         monkeypatch.setattr(gpu_usage, "shared_engine", lambda image_dir: engine)
-        self.told: list[dict] = []
+        self.received: list[dict] = []
         monitor = KernelMonitor(IOLoop.current(), None)
-        self.usage = GpuUsage(lambda: provisioners, monitor, directory, self.told.append, interval=0.5)
+        self.usage = GpuUsage(lambda: provisioners, monitor, directory, self.received.append, interval=0.5)
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ async def test_the_document_has_the_device_memory_of_each_kernel(world):
 async def test_only_a_change_is_an_event_and_follows_the_schema(world):
     await world.usage.measure()
     await world.usage.measure()
-    assert len(world.told) == 1
+    assert len(world.received) == 1
     world.driver.remove(world.pid)
     await world.usage.measure()
-    assert len(world.told) == 2
-    assert [gpu["kernels"] for gpu in world.told[-1]["gpus"]] == [{}, {}]
-    for document in world.told:
+    assert len(world.received) == 2
+    assert [gpu["kernels"] for gpu in world.received[-1]["gpus"]] == [{}, {}]
+    for document in world.received:
         SCHEMA.validate(document)
 
 
@@ -90,10 +90,10 @@ async def test_usage_is_read_from_the_first_kernel_on_and_at_once_when_it_moves(
     await asyncio.sleep(0)
     assert world.driver.calls == []
     world.usage.changed(None)
-    await until_async(lambda: len(world.told) == 1)
+    await until_async(lambda: len(world.received) == 1)
     world.driver.remove(world.pid)
     world.usage.changed(None)
-    await until_async(lambda: len(world.told) == 2)
+    await until_async(lambda: len(world.received) == 2)
 
 
 def is_looking() -> bool:
@@ -107,7 +107,7 @@ async def test_without_a_gpu_it_stops_looking(world):
     assert is_looking()
     world.usage.changed(None)
     await until_async(lambda: not is_looking())
-    assert world.told == []
+    assert world.received == []
     assert (await world.usage.document())["gpus"] == []
 
 
@@ -132,7 +132,7 @@ async def test_it_continues_after_a_fault_at_first(world, monkeypatch):
     world.usage.changed(None)
     await asyncio.sleep(0.05)
     monkeypatch.setattr(world.usage, "_provisioners", well)
-    await until_async(lambda: len(world.told) == 1)
+    await until_async(lambda: len(world.received) == 1)
 
 
 async def test_the_document_is_no_older_than_the_interval(world):

@@ -13,19 +13,19 @@ class Work:
     """Runs until it is cancelled, and then needs a turn of the loop to clean up."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
         self.cancelled, self.may_end, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.may_end.set()
 
     async def run(self) -> None:
-        self.told.append("begun")
+        self.events.append("begun")
         try:
             await asyncio.Event().wait()
         finally:
-            self.told.append("cancelled")
+            self.events.append("cancelled")
             self.cancelled.set()
             await self.may_end.wait()
-            self.told.append("ended")
+            self.events.append("ended")
             self.ended.set()
 
 
@@ -40,12 +40,12 @@ async def test_it_is_begun_once_and_a_stop_waits_for_its_end():
     assert background.started
     await background.stop()
     assert not background.started
-    assert work.told == ["begun", "cancelled", "ended"]
+    assert work.events == ["begun", "cancelled", "ended"]
     await background.stop()
     background.start()
     await asyncio.sleep(0)
     await background.stop()
-    assert work.told == ["begun", "cancelled", "ended"] * 2
+    assert work.events == ["begun", "cancelled", "ended"] * 2
 
 
 async def test_a_stop_that_is_cancelled_itself_says_so():

@@ -13,7 +13,7 @@ class GateDouble:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails: dict[str, GpuCkptError] = {}
-        self.told: list[GpuCkptError] = []
+        self.errors_seen: list[GpuCkptError] = []
 
     def _do(self, name: str) -> None:
         self.calls.append(name)
@@ -49,7 +49,7 @@ class GateDouble:
         self._do("cancel_prompt")
 
     def fail(self, error: GpuCkptError) -> None:
-        self.told.append(error)
+        self.errors_seen.append(error)
         self._do("fail")
 
     def request(self, msg_type: str, content: dict[str, Any], timeout: float) -> dict[str, Any]:

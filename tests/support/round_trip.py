@@ -12,23 +12,23 @@ from jupyter_gpu_ckpt.capsule.capsule import Capsule
 
 _SUBJECT = """
 import os, sys, time
-told, said, space = sys.argv[1], sys.argv[2], {}
+request, reply, space = sys.argv[1], sys.argv[2], {}
 while True:
     try:
-        with open(told) as file:
+        with open(request) as file:
             code = file.read()
     except FileNotFoundError:
         time.sleep(0.002)
         continue
-    os.unlink(told)
+    os.unlink(request)
     try:
         exec(code, space)
         word = repr(space.pop("answer", None))
     except BaseException as error:
         word = f"{type(error).__name__}: {error}"
-    with open(said + ".part", "w") as file:
+    with open(reply + ".part", "w") as file:
         file.write(word)
-    os.rename(said + ".part", said)
+    os.rename(reply + ".part", reply)
 """
 
 
@@ -36,20 +36,20 @@ class Subject:
     """A Python in a capsule that runs the test's code and answers with the `repr` of the name ``answer``."""
 
     def __init__(self, capsule: Capsule) -> None:
-        self._told, self._said = capsule.directory / "told", capsule.directory / "said"
+        self._request, self._reply = capsule.directory / "request", capsule.directory / "reply"
         environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}
-        argv = [sys.executable, "-I", "-S", "-c", _SUBJECT, str(self._told), str(self._said)]
+        argv = [sys.executable, "-I", "-S", "-c", _SUBJECT, str(self._request), str(self._reply)]
         capsule.spawn(argv, environment, str(capsule.directory))
         assert self.tell("answer = 1") == "1"
 
     def tell(self, code: str, timeout: float = 30) -> str:
         """Have ``code`` run; the answer, or the error in words."""
-        self._said.unlink(missing_ok=True)
-        part = self._told.with_name("told.part")
+        self._reply.unlink(missing_ok=True)
+        part = self._request.with_name("request.part")
         part.write_text(code)
-        part.rename(self._told)
-        until(self._said.exists, f"an answer to {code[:200]!r}", timeout)
-        return self._said.read_text()
+        part.rename(self._request)
+        until(self._reply.exists, f"an answer to {code[:200]!r}", timeout)
+        return self._reply.read_text()
 
 
 def image(home: Path) -> Path:

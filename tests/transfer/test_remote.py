@@ -107,17 +107,17 @@ def content(image: Image) -> dict[str, bytes]:
 
 def test_there_and_back_again(place, near, far):
     image = publish(near)
-    before, told = content(image), []
+    before, sizes = content(image), []
     remote = place.remote()
     assert remote.images() == []
-    remote.push(image, remove_from=near, progress=told.append)
-    assert sum(told) == image.manifest.bytes
+    remote.push(image, remove_from=near, progress=sizes.append)
+    assert sum(sizes) == image.manifest.bytes
     assert near.images() == [], "an image is in one place"
     assert remote.images() == [image.manifest]
 
-    told.clear()
-    arrived = place.remote().pull(image.id, far, progress=told.append)
-    assert sum(told) == image.manifest.bytes
+    sizes.clear()
+    arrived = place.remote().pull(image.id, far, progress=sizes.append)
+    assert sum(sizes) == image.manifest.bytes
     assert content(arrived) == before
     far.check(arrived)
     assert {oct(path.stat().st_mode & 0o077) for path in [arrived.path, *arrived.path.rglob("*")]} == {"0o0"}

@@ -138,11 +138,11 @@ class Zoo:
     async def differences(self, before: dict[str, str], when: str) -> list[Outcome]:
         """What shows otherwise than before."""
         after = await self.ask("show", list(before))
-        told = {key: answer.get("value") or answer["error"] for key, answer in after.items()}
+        seen = {key: answer.get("value") or answer["error"] for key, answer in after.items()}
         return [
-            Outcome(key, "changed", text=f"{when}: was {before[key]}, is {told[key]}")
+            Outcome(key, "changed", text=f"{when}: was {before[key]}, is {seen[key]}")
             for key in before
-            if told[key] != before[key]
+            if seen[key] != before[key]
         ]
 
     async def announced(self) -> str:

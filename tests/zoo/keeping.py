@@ -159,22 +159,22 @@ def what_does_not_come_back() -> str:
 def why_not(kind: Kind, who: str, outcome: Outcome) -> str:
     """Why an outcome is not the declared one; empty where it is."""
     expected = kind.expected(who)
-    told = f"{outcome.what} {outcome.code}: {outcome.text}"
+    shown = f"{outcome.what} {outcome.code}: {outcome.text}"
     if expected.what == "announced":
         if outcome.what == "kept":
             return ""  # kept after all is no loss
         good = outcome.what == "changed" and expected.word in outcome.announcement.lower()
-        return "" if good else f"{told}\nbeforehand it was said: {outcome.announcement}"
+        return "" if good else f"{shown}\nbeforehand it was said: {outcome.announcement}"
     if expected.what == "documented":
         if outcome.what == "kept":
             return ""
-        return "" if outcome.what == "changed" and expected.word in what_does_not_come_back() else told
+        return "" if outcome.what == "changed" and expected.word in what_does_not_come_back() else shown
     if outcome.what != expected.what:
-        return f"declared {expected}, but {told}"
+        return f"declared {expected}, but {shown}"
     if expected.what == "refused" and (
         outcome.code != expected.code
         or expected.word.lower() not in outcome.text.lower()
         or "runs on" not in outcome.text
     ):
-        return f"not refused as {expected.code} with the word {expected.word!r}, but {told}"
+        return f"not refused as {expected.code} with the word {expected.word!r}, but {shown}"
     return ""

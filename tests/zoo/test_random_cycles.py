@@ -1,9 +1,9 @@
 """Random kinds of state, random kill -9 at random moments: then the kernel runs, or its image restores, never both.
 
 What is killed: CRIU, the capsule's init, the owner (a server), the kernel itself.  A kernel that is killed while it is
-the only copy of itself is lost, by whoever killed it, and that is told; nothing else is ever lost.  ``ZOO_CYCLES`` is
-the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one;
-``ZOO_VERBS`` and ``ZOO_VICTIMS`` narrow the choice.
+the only copy of itself is lost, by whoever killed it, and an error says so; nothing else is ever lost.  ``ZOO_CYCLES``
+is the number of cycles, 1,000 by default; each prints its seed, and ``ZOO_SEED`` begins with that one; ``ZOO_VERBS``
+and ``ZOO_VICTIMS`` narrow the choice.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Wandering:
         return False
 
     def is_restored(self, pid: int) -> bool:
-        """Return whether a process of CRIU's is one of the kernel's in the making: its end would be the program's own."""
+        """Return whether a process of CRIU's is to become one of the kernel's: its end would be the program's own."""
         with contextlib.suppress(OSError):
             return procfs.stat(procfs.stat(pid).parent).name.startswith("criu")
         return True

@@ -58,7 +58,7 @@ void double_fail(const char *function, long nth, bool lasting, CUresult result);
 long double_calls(const char *function);         /* since the last double_fail */
 const char *double_called(size_t index);         /* names, until NULL */
 CUresult double_primary_context(CUcontext *);
-/* Calls that wait while the driver is locked, by the file whose name it is told (beside it, "-is-locked" says that). */
+/* Calls that wait while the driver is locked, by the file of the given name (beside it, "-is-locked" says that). */
 void double_lock_file(const char *file);
 void double_read(void);
 void double_write(void);

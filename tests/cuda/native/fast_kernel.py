@@ -1,7 +1,7 @@
 """The lifecycle of a kernel whose device memory is moved by the library.
 
 The kernel's process, its library and its capsule, CRIU and the images are real; both drivers are doubles, and the one
-that suspends is told what the library moves.
+that suspends is given the library's numbers.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class Kernel:
         self.path.swap_in(lock_s=5, timeout_s=60)
 
 
-def parked(kernel: Kernel) -> bool:
+def frozen(kernel: Kernel) -> bool:
     """Return whether all threads but the library's and the driver's own are stopped (proc_pid_stat(5): ``t``)."""
     states = {}
     for task in Path(f"/proc/{kernel.pid}/task").iterdir():

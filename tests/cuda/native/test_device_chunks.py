@@ -38,11 +38,11 @@ def written(monkeypatch):
     found = []
     write = direct_io.write
 
-    def told(path, *arguments, **options):
+    def recorded(path, *arguments, **options):
         found.append(path.name)
         write(path, *arguments, **options)
 
-    monkeypatch.setattr(direct_io, "write", told)
+    monkeypatch.setattr(direct_io, "write", recorded)
     return found
 
 

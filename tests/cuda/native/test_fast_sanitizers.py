@@ -1,6 +1,6 @@
 """The library under gcc's sanitizers, in a program whose threads allocate all the time and are really stopped.
 
-Under ThreadSanitizer the threads rest at a place of their own: it has threads that must not be parked, and it wants to
+Under ThreadSanitizer the threads rest at a place of their own: it has threads that must not be frozen, and it wants to
 see why nobody runs.
 """
 
@@ -48,7 +48,7 @@ def with_tsan(tmp_path_factory, doubles):
 
 
 @contextlib.contextmanager
-def parked(subject: Subject) -> Iterator[None]:
+def frozen(subject: Subject) -> Iterator[None]:
     frozen = FrozenThreads(subject.pid)
     frozen.freeze_all(time.monotonic() + 60)
     try:
@@ -96,14 +96,14 @@ def gives_up(control: Control) -> None:
 
 
 def test_threads_are_frozen(programs, doubles):
-    one_arena = {"MALLOC_ARENA_MAX": "1"}  # who was parked in malloc would stop all that follows
+    one_arena = {"MALLOC_ARENA_MAX": "1"}  # a thread frozen in malloc would stop all that follows
     with running(programs, doubles, environment=one_arena) as subject:
-        hammer(subject, 3, 25, parked)
+        hammer(subject, 3, 25, frozen)
 
 
 def test_threads_are_stopped_under_asan(with_asan, doubles):
     with running(with_asan, doubles, environment=OPTIONS) as subject:
-        hammer(subject, 3, 12, parked)
+        hammer(subject, 3, 12, frozen)
 
 
 def test_threads_rest_under_tsan(with_tsan, doubles):
@@ -131,7 +131,7 @@ def test_children_under_tsan(with_tsan, doubles):
 def test_threads_are_stopped_for_long(programs, with_asan, doubles):
     for built, rounds in ((programs, 1000), (with_asan, 300)):
         with running(built, doubles, environment=OPTIONS) as subject:
-            hammer(subject, 6, rounds, parked)
+            hammer(subject, 6, rounds, frozen)
 
 
 @pytest.mark.torture

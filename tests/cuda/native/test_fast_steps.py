@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fast_program import MIB, SIZES, A, parked
+from fast_program import MIB, SIZES, A, frozen
 
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -62,8 +62,8 @@ def test_preflight_reports_it(fast_kernel):
     kernel = fast_kernel()
     assert "DRIVERS_RATE" not in [finding.code for finding in kernel.lifecycle.findings()]
     kernel.fake.memory = {A: 50 << 30}
-    (told,) = [finding for finding in kernel.lifecycle.findings() if finding.code == "DRIVERS_RATE"]
-    assert not told.blocks
+    (warning,) = [finding for finding in kernel.lifecycle.findings() if finding.code == "DRIVERS_RATE"]
+    assert not warning.blocks
     kernel.held()
 
 
@@ -97,7 +97,7 @@ def test_a_program_that_renames_the_librarys_thread_hides_nothing(kernel):
     )
     threads = "os.listdir('/proc/self/task')"
     inside = kernel.ask(f"[t for t in {threads} if 'ckpt-fast' in open(f'/proc/self/task/{{t}}/comm').read()][0]")
-    for name in ("python", "gpu-ckpt-fast"):  # by the latter it is known when all other threads are parked
+    for name in ("python", "gpu-ckpt-fast"):  # by the latter it is known when all other threads are frozen
         kernel.ask(f"open('/proc/self/task/{inside}/comm', 'w').write({name!r})")
         assert (library / "comm").read_text() == f"{name}\n"
         assert kernel.path.swapped_out()
@@ -123,7 +123,7 @@ def test_a_transfer_that_takes_too_long_is_given_up(kernel):
         kernel.swap_out(timeout_s=0.05)
     assert kernel.state == RUNNING
     assert not kernel.path.swapped_out()
-    assert not parked(kernel)
+    assert not frozen(kernel)
     kernel.ask("slow(0)")
     kernel.swap_in()
     kernel.runs_on()
@@ -142,7 +142,7 @@ def test_a_return_that_takes_too_long_goes_on_and_so_does_the_next_one(kernel):
     with pytest.raises(CudaError):
         kernel.path.swap_in(lock_s=5, timeout_s=0.05)
     assert kernel.state == RUNNING
-    assert parked(kernel), "a thread that goes on could touch what is away"
+    assert frozen(kernel), "a thread that goes on could touch what is away"
     assert total == kernel.path.amounts().bytes
     kernel.swap_in()
     kernel.ask("slow(0)")
@@ -159,7 +159,7 @@ def test_swapped_out_bytes_are_known_without_the_library(kernel):
     with pytest.raises(CudaError, match="cannot be reached"):
         kernel.swap_in()
     assert kernel.path.swapped_out()
-    assert parked(kernel)
+    assert frozen(kernel)
     aside.rename(socket)
     kernel.swap_in()
     kernel.runs_on()
@@ -204,7 +204,7 @@ def test_a_driver_that_does_not_lock_again(kernel):
         kernel.swap_out()
     assert kernel.state == RUNNING
     assert kernel.path.amounts().swapped_out > 0
-    assert parked(kernel), "a thread that goes on could touch what is away"
+    assert frozen(kernel), "a thread that goes on could touch what is away"
     del kernel.driver.refuse["cuda.lock"], kernel.driver._cuda_unlock
     kernel.swap_in()
     kernel.runs_on()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from fast_kernel import CONTEXT, A
-from fast_program import MIB, parked
+from fast_program import MIB, frozen
 from waiting import until
 
 from jupyter_gpu_ckpt import errors
@@ -47,7 +47,7 @@ def is_frozen(kernel) -> None:
     assert (kernel.fake.state, kernel.held()) == (RUNNING, CONTEXT)
     assert kernel.path().amounts().swapped_out == kernel.blocks
     assert kernel.path().is_frozen()
-    assert parked(kernel)
+    assert frozen(kernel)
     assert not kernel.gate.serves
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fast_program import parked
+from fast_program import frozen
 from waiting import until
 
 from jupyter_gpu_ckpt.cuda import fastpath
@@ -64,7 +64,7 @@ def test_callers_that_wait_at_the_lock(kernel, driver_lock, readers, writers):
     for _ in range(5):
         kernel.lock()
         assert kernel.swap_out() == total
-        assert not parked(kernel), "the driver's lock is enough"
+        assert not frozen(kernel), "the driver's lock is enough"
         kernel.cuda.checkpoint(kernel.pid)
         kernel.cuda.restore(kernel.pid)
         kernel.swap_in()
@@ -104,7 +104,7 @@ def test_a_transfer_that_takes_too_long_among_callers(kernel, driver_lock):
     with pytest.raises(CudaError):
         kernel.swap_out(timeout_s=0.4)
     assert kernel.state == RUNNING
-    assert kernel.path._state() is not fastpath._State.READERS_DROPPED or parked(kernel)
+    assert kernel.path._state() is not fastpath._State.READERS_DROPPED or frozen(kernel)
     kernel.swap_in()
     kernel.ask("slow(0)")
     continues(kernel)

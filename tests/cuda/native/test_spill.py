@@ -263,8 +263,8 @@ def test_another_hosts_is_not_swept(kernel):
     (place,) = {path.parent for path in spilled(kernel)}
     kernel.lifecycle.terminate()
     place.mkdir()
-    told = {"boot": "00000000-0000-0000-0000-000000000000", "machine": "another", "hostname": "another"}
-    (place / ".host").write_text(json.dumps(told))
+    record = {"boot": "00000000-0000-0000-0000-000000000000", "machine": "another", "hostname": "another"}
+    (place / ".host").write_text(json.dumps(record))
     assert Store(kernel.store.named).sweep() == 0
     lease.write_host(place / ".host")
     assert Store(kernel.store.named).sweep() == 1

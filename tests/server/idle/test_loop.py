@@ -32,7 +32,7 @@ class Stub:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.state, self.error, self.tries = State.RUNNING, error, 0
-        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+        self.begun, self.proceed = asyncio.Event(), asyncio.Event()
         self.gate = SimpleNamespace(last_activity=time.monotonic(), working=False, queries=0)
         self.agent_requests = AgentRequests(None)
         self.lifecycle = self.kernel = self.capsule = self
@@ -44,7 +44,7 @@ class Stub:
     async def checkpoint(self) -> None:
         self.tries += 1
         self.begun.set()
-        await self.go_on.wait()
+        await self.proceed.wait()
         if self.error:
             raise self.error
         self.state = State.CHECKPOINTED
@@ -80,7 +80,7 @@ class TestTurns:
             for kernel in kernels.values():
                 if kernel.begun.is_set():
                     kernel.begun.clear()
-                    kernel.go_on.set()
+                    kernel.proceed.set()
         await until(lambda: all(kernel.state is State.CHECKPOINTED for kernel in kernels.values()))
         assert {kernel.tries for kernel in kernels.values()} == {1}
 
@@ -99,7 +99,7 @@ class TestTurns:
             policy = IdlePolicy(lambda kernels=kernels: kernels, **times, **ALL)
             policy.start()
             await kernels["0"].begun.wait()
-            kernels["0"].go_on.set()
+            kernels["0"].proceed.set()
             await until(lambda kernels=kernels: kernels["0"].state is State.CHECKPOINTED)
             await asyncio.wait_for(policy.stop(), 60)
 
@@ -156,16 +156,16 @@ class TestTrouble:
     async def test_it_is_kept_for_users_reported_once_and_tried_again(self, started, caplog, error, refused, level):
         caplog.set_level("INFO")
         kernels = stubs(1, error=error)
-        kernels["0"].go_on.set()
+        kernels["0"].proceed.set()
         policy = started(kernels, retry_after=0.05, longest_retry=0.05)
         await until(lambda: kernels["0"].tries >= 4)
         trouble = policy.outlook("0")["last_failure"]
         assert trouble["refused"] is refused
         assert trouble["times"] >= 3
         assert trouble["code"] == (error.code if isinstance(error, GpuCkptError) else "INTERNAL")
-        told = [record for record in caplog.records if "stays" in record.message]
-        assert [record.levelname for record in told] == [level]
-        assert told[0].message.endswith(f": {trouble['code']}"), "no text: it may name what is the user's own"
+        logged = [record for record in caplog.records if "stays" in record.message]
+        assert [record.levelname for record in logged] == [level]
+        assert logged[0].message.endswith(f": {trouble['code']}"), "no text: it may name what is the user's own"
 
 
 class TestTraits:
@@ -229,7 +229,7 @@ class TestRealKernels:
 
     async def test_a_thread_that_computes_keeps_its_kernel(self, kernel, started):
         await kernel.run(
-            "import threading\ngo_on = True\ndef work():\n  while go_on: pass\nthreading.Thread(target=work).start()"
+            "import threading\nbusy = True\ndef work():\n  while busy: pass\nthreading.Thread(target=work).start()"
         )
         policy = started({"k": kernel.provisioner}, checkpoint_after=1.5, interval=0.2)
         await until(lambda: policy.outlook("k") is not None)
@@ -238,7 +238,7 @@ class TestRealKernels:
             assert kernel.state == "running"
             await asyncio.sleep(0.1)
         assert policy.outlook("k")["idle_s"] < 1.5
-        await kernel.run("go_on = False")
+        await kernel.run("busy = False")
         await kernel.settled("checkpointed")
 
     async def test_a_suspended_kernel_that_computes_keeps_its_process(self, kernel, started):

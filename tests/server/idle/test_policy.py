@@ -371,8 +371,8 @@ class TestOutlook:
         server = Server()
         server.kernel(working=True)
         server.decide(1000)
-        told = self.look(server)
-        assert (told["idle_s"], told["next"], told["next_in_s"]) == (0.0, "checkpoint", 1800.0)
+        answer = self.look(server)
+        assert (answer["idle_s"], answer["next"], answer["next_in_s"]) == (0.0, "checkpoint", 1800.0)
 
     def test_of_one_that_leaves(self):
         server = Server()
@@ -392,15 +392,15 @@ class TestOutlook:
         server.kernel()
         server.fail(BUSY, refused=True, after=1800)
         server.decide(30)
-        told = self.look(server)
-        assert told["next_in_s"] == 70.0
-        assert told["last_failure"] == {**BUSY, "refused": True, "times": 1, "retry_in_s": 70.0}
+        answer = self.look(server)
+        assert answer["next_in_s"] == 70.0
+        assert answer["last_failure"] == {**BUSY, "refused": True, "times": 1, "retry_in_s": 70.0}
 
     def test_of_one_that_never_leaves(self):
         server = Server(rule=Rule(0, 0))
         server.kernel(on_gpu=True)
-        told = self.look(server)
-        assert (told["next"], told["next_in_s"]) == (None, None)
+        answer = self.look(server)
+        assert (answer["next"], answer["next_in_s"]) == (None, None)
 
     def test_of_an_unknown_one(self):
         assert Policy().outlook("k", 0.0) is None

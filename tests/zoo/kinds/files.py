@@ -496,7 +496,7 @@ def chroot():
     for name in ("proc", "dev", "usr", "lib", "lib64", "tmp"):
         (directory / name).mkdir()
     code = os.fork()
-    if code == 0:  # tried in a child: who may not is told so without harm
+    if code == 0:  # tried in a child: a refusal there does no harm
         os._exit(0 if error_of(lambda: os.chroot(directory)) == "none" else 1)
     if os.waitpid(code, 0)[1]:
         raise PermissionError("chroot")

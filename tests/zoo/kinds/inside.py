@@ -25,7 +25,7 @@ def _each(keys: Iterable[str], act: Callable[[str], Any]) -> None:
     """Print what ``act`` returns for each key, or the traceback of what it raised."""
     answers: dict[str, Any] = {}
     for key in keys:
-        # What waits for something that was lost waits for ever: it is interrupted, and that is told.
+        # A wait for something that was lost lasts for ever: it is interrupted, and that is reported.
         alarm = threading.Timer(PATIENCE, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
         alarm.start()
         try:

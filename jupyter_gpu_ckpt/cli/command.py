@@ -199,7 +199,7 @@ class GpuCkptCommand(JupyterApp):
             if self.config_file:
                 self._load(found, "jupyter_config")
                 path = Path(self.config_file).absolute()
-                if not path.is_file():
+                if not (path.is_file() or self.generate_config):
                     raise BadRequest(f"There is no configuration file {path}.", hint="Correct --config.")
                 self._load(found, path.stem, [str(path.parent)], [path.suffix])
             else:

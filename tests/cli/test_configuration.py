@@ -207,6 +207,14 @@ def test_a_file_with_all_defaults_is_written_and_can_be_read(run, configuration,
     assert "# c.PruneCommand.max_age = " in path.read_text()
 
 
+def test_a_file_with_all_defaults_is_written_to_a_new_path_that_is_named(run, tmp_path):
+    path = tmp_path / "own_config.py"
+    done = run("list", "--generate-config", "--config", str(path))
+    assert (done.status, str(path) in done.out) == (0, True), done.err
+    assert "# c.GpuCkptProvisioner.image_dir = " in path.read_text()
+    assert run("list", "--config", str(tmp_path / "missing.py")).status == 64
+
+
 def test_the_traits_that_commands_read_are_the_provisioners():
     theirs = GpuCkptProvisioner.class_own_traits(config=True)
     for name, trait in Configured.class_own_traits(config=True).items():

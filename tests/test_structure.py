@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+from jupyter_gpu_ckpt.gate.gate import Gate
+from jupyter_gpu_ckpt.gate.router import Router
+from jupyter_gpu_ckpt.lifecycle.context import GateProtocol
+from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "jupyter_gpu_ckpt"
@@ -34,6 +41,62 @@ def _imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = (alias.name.split(".") for alias in node.names)
             yield from (".".join(name[1:]) for name in names if name[0] == "jupyter_gpu_ckpt")
+
+
+def _definitions(path: Path) -> Iterator[tuple[str, ast.AST, str | None]]:
+    """Module, classes and functions of a file: where each is, its node and its docstring."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}", node, ast.get_docstring(node)
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
+    """None begins with a relative clause without a head, or with a pronoun."""
+    clauses = "who|what|it|that|whether|which|whose|how|where|when|everything|everybody|nobody|nothing|as|if|\\w+ever"
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for where, _, text in _definitions(path):
+            if text and re.match(rf"({clauses})\b", text, re.IGNORECASE):
+                found[where] = text.splitlines()[0]
+    assert found == {}
+
+
+def test_each_folder_says_its_duty_in_two_sentences():
+    for path in PACKAGE.rglob("__init__.py"):
+        ((_, _, text), *_) = _definitions(path)
+        assert text is not None, path
+        assert len(re.findall(r"\.(?:\s|$)", text)) == 2, path
+
+
+def test_nothing_is_called_by_a_name_that_is_put_together():
+    """Requests of other processes are looked up in literal tables, which are allow-lists."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                assert not isinstance(node.args[1], ast.BinOp | ast.JoinedStr), f"{path}:{node.lineno}"
+
+
+def test_the_lifecycle_is_one_class_without_mixins_and_steps_are_functions_of_an_attempt():
+    for path in (PACKAGE / "lifecycle").glob("*.py"):
+        for where, node, _ in _definitions(path):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base) for base in node.bases}
+                assert bases <= {"Protocol", "NamedTuple", "Exception", "enum.Enum", "enum.IntEnum"}, where
+    for function in STEPS.values():
+        assert list(inspect.signature(function).parameters) == ["attempt"]
+
+
+def test_a_verb_of_the_gate_is_defined_once_and_declared_once_more():
+    """By `Router`, and without a signature by `Gate`; the lifecycle, which does not import it, has a protocol."""
+    verbs = {name for name, value in vars(Gate).items() if getattr(value, "__wrapped__", None) is not None}
+    assert verbs >= {"open", "drain", "release", "sleep", "fail", "request"}
+    for name in verbs:
+        assert vars(Gate)[name].__wrapped__ is vars(Router)[name]
+    protocol = {name for name, value in vars(GateProtocol).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert protocol <= verbs
+    for name in protocol:
+        declared = inspect.signature(vars(GateProtocol)[name]).parameters
+        assert list(declared) == list(inspect.signature(vars(Router)[name]).parameters)[: len(declared)], name
 
 
 def test_the_ground_imports_nothing_above_it():

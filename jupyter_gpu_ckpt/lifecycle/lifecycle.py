@@ -1,4 +1,4 @@
-"""The verbs of one kernel, each run step by named step in the order of its plan (`plans`).
+"""The verbs of one kernel, each run step by named step (`steps`) in the order of its plan (`plans`).
 
 Everything here is plain synchronous code on the thread that calls a verb; one lock makes the verbs of one kernel take
 turns.  What was done before a step that failed is undone by the plan's undo steps.
@@ -7,67 +7,24 @@ turns.  What was done before a step that failed is undone by the plan's undo ste
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import signal
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import errors
 from ..capsule.capsule import ANSWER, Capsule
 from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ImageNotFound, KernelLost, StateError
 from ..image.store import Image
-from ..trace import Trace, notify
-from . import dump, host_memory, plans, restore, resume, suspend
-from .context import Attempt, Engine, GateProtocol, Home, KernelState, PartlyDone, Reason, Saved
-from .plans import Move, State, Step
+from ..trace import Trace
+from . import dump, failures, host_memory, plans, restore, resume, suspend
+from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
+from .plans import Move, State
 from .preflight import PreflightFinding
 from .settings import LifecycleSettings
+from .steps import Steps, advance, drive
 
 _log = logging.getLogger(__name__)
-
-#: The function of each step; one that differs as an undo step looks at `Attempt.unwinding`.
-STEPS: Mapping[Step, Callable[[Attempt], None]] = {
-    Step.PREFLIGHT: suspend.check,
-    Step.DRAIN: suspend.drain,
-    Step.QUIESCE: suspend.quiesce,
-    Step.CUDA_SUSPEND: suspend.cuda_suspend,
-    Step.SLEEP: suspend.sleep,
-    Step.DISCONNECT: dump.disconnect,
-    Step.DUMP: dump.dump,
-    Step.PUBLISH: dump.publish,
-    Step.END_PROCESS: dump.end_process,
-    Step.CONTINUE: dump.continue_,
-    Step.MATCH: restore.match,
-    Step.CRIU_RESTORE: restore.criu_restore,
-    Step.DISCARD_IMAGE: restore.discard_image,
-    Step.UNLEASE: lambda attempt: attempt.resources.close(),
-    Step.RESERVE: resume.reserve,
-    Step.CUDA_RESUME: resume.cuda_resume,
-    Step.UNRESERVE: lambda attempt: attempt.reservation.close(),
-    Step.CONNECT: resume.connect,
-    Step.THAW: resume.thaw,
-    Step.RELEASE: resume.release,
-}
-
-Steps = tuple[Step, ...]
-
-#: The steps of a wake from an image in which a process can be killed, or not answer, by chance.
-_CHANCY = frozenset({Step.CRIU_RESTORE, Step.CUDA_RESUME, Step.CONNECT, Step.THAW})
-#: The classes, without subclasses, of the errors of such a step.  Other errors are the same however often it is tried:
-#: files, ports, space on the GPU, in memory and on the disk, the image, a cancellation.  A deadline would pass again.
-_BY_CHANCE = frozenset[type[Exception]](
-    {errors.AgentError, errors.GateError, errors.KernelSilent, errors.CudaError, errors.HelperGone}
-    | {errors.CapsuleError, errors.CapsuleGone, errors.CriuError, errors.CriuKilled}
-    | {errors.PidTaken, errors.PipesExhausted}
-)
-_TRIED_TWICE = (
-    "It was tried twice, each time in a fresh process; nothing is lost. Run a cell to try again. If it fails again, "
-    "`jupyter gpu-ckpt match {image}` says what has changed here since; after a restart of the host, or on another "
-    "node (`jupyter gpu-ckpt push`), it may come back. A restart of the kernel begins anew without its variables."
-)
 
 
 class Lifecycle:
@@ -82,8 +39,7 @@ class Lifecycle:
     ) -> None:
         self.home, self.engine, self.gate, self.trace = home, engine, gate, trace
         self.kernel = KernelState(home, engine, gate, settings, trace)
-        #: Called with each new state; their errors are logged (`trace.notify`).
-        self.on_state: list[Callable[[State], None]] = []
+        self.on_state = self.kernel.on_state
         self._lock = threading.RLock()
 
     @property
@@ -150,7 +106,7 @@ class Lifecycle:
             self.kernel.capsule, self.kernel.exit_status = capsule, None
             self.kernel.saved, self.kernel.restored_on_gpu = Saved(), False
             self.kernel.lasting_refusal = self.kernel.refused_checkpoint = None
-            self._advance(plans.ProcessEvent.LAUNCHED)
+            advance(self.kernel, plans.ProcessEvent.LAUNCHED)
 
     def attach(self, *, capsule: Capsule | None = None, image: Image | None = None) -> None:
         """Become the owner of a kernel in ``capsule``, or of a checkpointed one with ``image``; its last owner is gone.
@@ -167,7 +123,7 @@ class Lifecycle:
             kernel.restored_on_gpu = capsule is not None  # nobody knows
             if state is State.RUNNING:
                 resume.supersede_images(kernel)
-            self._advance(plans.Attached(state))
+            advance(self.kernel, plans.Attached(state))
             if state is not State.RUNNING:
                 self.gate.sleep()
 
@@ -197,7 +153,7 @@ class Lifecycle:
         with self._lock:
             if gpu_map and self.state is not State.CHECKPOINTED:
                 message = f"The kernel is {self.state.value}; other GPUs can be named for a checkpointed one only."
-                raise StateError(message, left=self._what_is_left())
+                raise StateError(message, left=failures.what_is_left(self.kernel))
             self._perform(Move.RESTORE, State.RUNNING, gpu_map=gpu_map, accept_changed_files=accept_changed_files)
 
     def wake(self) -> None:
@@ -240,7 +196,7 @@ class Lifecycle:
                 kernel.capsule = None
             host_memory.end_spill(kernel)
             if self.state not in (State.DEAD, State.STARTING):
-                self._advance(plans.ProcessEvent.TERMINATED)
+                advance(self.kernel, plans.ProcessEvent.TERMINATED)
             kernel.exit_status = -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
             host_memory.discard_chunks(kernel)
             with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
@@ -327,15 +283,15 @@ class Lifecycle:
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
                 self._notice_death()
             try:
-                steps = self._advance(verb)
+                steps = advance(self.kernel, verb)
             except StateError as error:
-                error.left = self._what_is_left()
+                error.left = failures.what_is_left(self.kernel)
                 raise
             if kernel.chunks is not None and steps:
                 kernel.chunks.stop(outdated=goal is State.RUNNING)
             failure, again = self._attempt(Attempt(kernel, goal, **options), steps, retry=True)
             if again:
-                failure, _ = self._attempt(Attempt(kernel, goal, **options), self._advance(verb))
+                failure, _ = self._attempt(Attempt(kernel, goal, **options), advance(self.kernel, verb))
             if kernel.chunks is not None:
                 kernel.chunks.in_use = False
             if self.state is State.SUSPENDED and steps:
@@ -343,9 +299,9 @@ class Lifecycle:
             elif self.state is not State.SUSPENDED and not kernel.settings.keep_chunks:
                 host_memory.discard_chunks(kernel)
             if failure is not None and self.state is not goal:
-                final = self._final_error(failure)
-                if again and kernel.image is not None and type(failure) in _BY_CHANCE:
-                    final.hint = _TRIED_TWICE.format(image=kernel.image.id)
+                final = failures.final_error(self.kernel, failure)
+                if again and kernel.image is not None and type(failure) in failures.BY_CHANCE:
+                    final.hint = failures.TRIED_TWICE.format(image=kernel.image.id)
                 if goal is State.RUNNING and self.state is not State.DEAD:
                     # The clients that wait for the kernel get this error; the next message tries again.
                     self.gate.fail(final)
@@ -355,8 +311,8 @@ class Lifecycle:
         """Run one attempt; return its first failure and, to ``retry``, whether another attempt may succeed."""
         self.kernel.attempt = attempt
         try:
-            failed_at, failure = self._drive(attempt, steps)
-            if retry and self._may_succeed_again(failed_at, failure):
+            failed_at, failure = drive(attempt, steps)
+            if retry and failures.may_succeed_again(self.kernel, failed_at, failure):
                 step, code = failed_at.value if failed_at else "", getattr(failure, "code", "")
                 _log.warning("Kernel %s: %s failed (%s); it is woken once more", self.home.kernel_id, step, code)
                 return failure, True
@@ -373,69 +329,6 @@ class Lifecycle:
             attempt.resources.close()
             self.kernel.attempt = None
 
-    def _drive(self, attempt: Attempt, steps: Steps) -> tuple[Step | None, Exception | None]:
-        """Run a plan to its end or, after a failure, back; return the first failure and its step."""
-        failed_at: Step | None = None
-        failure: Exception | None = None
-        while steps or self.kernel.machine.unwinding:
-            if self.kernel.machine.unwinding:
-                steps = self._advance(plans.Unwound(self._unwind(attempt, steps)))
-                continue
-            error, done = self._run(attempt, steps[0])
-            if error is None:
-                steps = self._advance(plans.StepDone(steps[0]))
-                continue
-            if failure is None:
-                failed_at, failure = steps[0], error
-            steps = self._advance(plans.StepFailed(steps[0], getattr(error, "code", type(error).__name__), done=done))
-        # No resting state has a reservation; the step that was to end it may have failed before it could.
-        attempt.reservation.close()
-        return failed_at, failure
-
-    def _run(self, attempt: Attempt, step: Step) -> tuple[Exception | None, bool]:
-        """Run a step; return the error it failed with, if any, and whether it did its work, or some of it."""
-        done = False
-        cause: BaseException | None = None
-        try:
-            if attempt.goal is State.RUNNING and not attempt.unwinding:
-                self.kernel.cancellation.check(Reason.END)
-            with self.trace.step(step.value) as attempt.traced:
-                begun = time.monotonic()
-                try:
-                    STEPS[step](attempt)
-                except PartlyDone as partly:
-                    cause = partly.__cause__
-                # From here on only a fault of the trace can make the step fail, and what it did must be undone.
-                done = True
-                if cause is not None:
-                    raise cause
-                seconds = time.monotonic() - begun
-                attempt.seconds[step.value] = attempt.seconds.get(step.value, 0.0) + seconds
-        except Exception as error:
-            if isinstance(error, errors.CudaError):  # the kernel's end, found later, would hide what the driver said
-                _log.warning("Kernel %s: step %s: %s", self.home.kernel_id, step.value, error)
-            return error, done
-        return None, True
-
-    def _unwind(self, attempt: Attempt, steps: Steps) -> Steps:
-        """Run undo steps, each whether the one before failed or not; return those that failed."""
-        attempt.unwinding = True
-        failed: list[Step] = []
-        for step in steps:
-            if Step.CUDA_RESUME in failed:
-                # It stays suspended and quiesced: its messages stay queued, and the next one tries again.
-                if step is Step.THAW:
-                    continue
-                step = Step.SLEEP if step is Step.RELEASE else step
-            if self._run(attempt, step)[0] is not None:
-                failed.append(step)
-        return tuple(failed)
-
-    def _may_succeed_again(self, failed_at: Step | None, failure: Exception | None) -> bool:
-        """Return whether a wake that failed is tried once more, at once, in a fresh capsule: see `_BY_CHANCE`."""
-        wanted = self.state is State.CHECKPOINTED and self.kernel.cancellation.reason is Reason.NONE
-        return wanted and failed_at in _CHANCY and type(failure) in _BY_CHANCE
-
     def _serve(self, goal: State) -> None:
         """Have the gate serve a running kernel, or wake it at the next message, whatever else failed."""
         if self.state in (State.SUSPENDED, State.CHECKPOINTED) and goal is not State.RUNNING:
@@ -449,45 +342,12 @@ class Lifecycle:
                     self.gate.open(self.kernel.settings.connect)
                     self.gate.release()
 
-    def _advance(self, event: plans.Event) -> Steps:
-        before = self.state
-        self.kernel.machine, steps = plans.advance(self.kernel.machine, event)
-        if self.state is not before:
-            # In the middle of a plan: a listener that raises must not stop it there.
-            notify(self.on_state, self.state)
-        return steps
-
-    def _what_is_left(self) -> str:
-        image = self.kernel.image or self.kernel.kept_image
-        kept = f"the image is kept as {image.id}" if image else ""
-        where = "in host memory" if self.kernel.spill_directory is None else "on the disk"
-        suspended = f"the kernel is suspended, its device memory is kept {where}"
-        texts = {State.RUNNING: "the kernel runs on", State.SUSPENDED: suspended, State.CHECKPOINTED: kept}
-        return texts.get(self.state, "; ".join(filter(None, ["the kernel is gone", kept])))
-
-    def _final_error(self, error: Exception) -> GpuCkptError:
-        """Return a copy of a step's error with what is left behind after the undo."""
-        error = copy.copy(GpuCkptError.from_exception(error))
-        cause = {} if isinstance(error, KernelLost) else {"cause": error.code}
-        if self.state is State.DEAD:
-            status = self.kernel.exit_status
-            error = KernelLost(f"The kernel's process ended (status {status}).", status=status, **cause)
-        elif self.kernel.cancellation.reason is Reason.END:
-            # `terminate` closed the capsule during the step: that step's own error would mislead.
-            error = KernelLost("The kernel was ended by its owner (a restart or a shutdown) meanwhile.", **cause)
-        error.left = self._what_is_left()
-        if isinstance(error, KernelLost) and (self.kernel.image or self.kernel.kept_image):
-            error.hint = f"{error.hint} The image is an earlier state of it (`jupyter gpu-ckpt list`)."
-        if isinstance(error, ImageNotFound):
-            error.left = "nothing: the image was removed while the kernel was away"
-        return error
-
     def _notice_death(self, quiet: bool = False) -> None:
         """Record the exit of a process that has ended by itself, and (unless ``quiet``) raise `KernelLost`."""
         if self.kernel.capsule is not None and (status := self.kernel.capsule.poll()) is not None:
             self._record_exit(status)
             if not quiet:
-                raise self._final_error(KernelLost("The kernel's process ended."))
+                raise failures.final_error(self.kernel, KernelLost("The kernel's process ended."))
 
     def _record_exit(self, status: int) -> None:
         kernel = self.kernel
@@ -500,5 +360,5 @@ class Lifecycle:
         host_memory.end_spill(kernel)
         kernel.kept_image = restore.retire_image(kernel) or kernel.kept_image
         host_memory.discard_chunks(kernel)
-        self._advance(plans.ProcessEvent.EXITED)
+        advance(self.kernel, plans.ProcessEvent.EXITED)
         self.gate.kernel_died()

@@ -30,7 +30,7 @@ class State(enum.Enum):
 
 
 class Step(enum.Enum):
-    """The steps plans are made of; `lifecycle.STEPS` has a function for each."""
+    """The steps plans are made of; `steps.STEPS` has a function for each."""
 
     PREFLIGHT = "preflight"
     DRAIN = "drain"

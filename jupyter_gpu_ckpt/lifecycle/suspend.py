@@ -22,7 +22,7 @@ from .plans import State
 from .preflight import PreflightFinding
 
 #: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
-_LOOKS, _PAUSE = 3, 0.1
+_INSPECTIONS, _PAUSE = 3, 0.1
 #: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
 _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
@@ -69,16 +69,16 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
 
 
 def _lasting_refusals(kernel: KernelState) -> list[dict[str, str]]:
-    """Return the refusals of `inventory.inspect` that are there each time it looks at the running kernel.
+    """Return the refusals that each of several inspections of the running kernel finds (`inventory.inspect`).
 
     Other state passes by itself: a connection that is about to be accepted, a child that is about to run its program.
     """
     lasting: list[dict[str, str]] = []
-    for look in range(_LOOKS):
-        if look:
+    for number in range(_INSPECTIONS):
+        if number:
             time.sleep(_PAUSE)
         found = kernel.require_capsule().inspect(allow_unconfined=kernel.settings.allow_unconfined_wake)["refusals"]
-        lasting = [each for each in found if not look or each in lasting]
+        lasting = [each for each in found if not number or each in lasting]
         if not lasting:
             break
     return lasting

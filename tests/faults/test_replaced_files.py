@@ -18,8 +18,8 @@ from harness import until
 from jupyter_gpu_ckpt.criu import images
 from jupyter_gpu_ckpt.errors import CriuKilled, GpuCkptError
 from jupyter_gpu_ckpt.image.layout import RESTORING, mark
-from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
 from jupyter_gpu_ckpt.lifecycle.plans import Step
+from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 from jupyter_gpu_ckpt.node.hashes import FILE, Hashes
 
 SIZE = 65536

@@ -8,8 +8,8 @@ import pytest
 
 from jupyter_gpu_ckpt.errors import CriuError, KernelLost
 from jupyter_gpu_ckpt.lifecycle.context import Cancellation, Reason
-from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
 from jupyter_gpu_ckpt.lifecycle.plans import Step
+from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 
 def test_every_step_has_a_function():

@@ -20,8 +20,8 @@ from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CapsuleGone, GpuCkptError, KernelLost, NoSpace
 from jupyter_gpu_ckpt.lifecycle import dump
 from jupyter_gpu_ckpt.lifecycle.context import Attempt, PartlyDone
-from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS
 from jupyter_gpu_ckpt.lifecycle.plans import Step
+from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 #: Shared memory, a semaphore and a folder such as joblib's, each registered with the resource tracker.
 MAKE = """

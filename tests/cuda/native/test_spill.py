@@ -20,8 +20,9 @@ from jupyter_gpu_ckpt.image.quota import Quota
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.image.verify import verify
 from jupyter_gpu_ckpt.lifecycle import compatibility, context, host_memory, preflight
-from jupyter_gpu_ckpt.lifecycle.lifecycle import STEPS, Lifecycle
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State, Step
+from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 #: Enough for the context and for what else a verb needs, and not for the blocks.
 SMALL = CONTEXT + preflight.MARGIN

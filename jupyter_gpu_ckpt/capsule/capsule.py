@@ -43,7 +43,7 @@ from ..errors import (
     UnsupportedTerminal,
 )
 from .namespaces import UNSHIFTED, Clocks
-from .protocol import PACKET_BYTES, VERSION
+from .protocol import PACKET_BYTES, SOCKET, VERSION
 
 #: Deadline of a request that the init answers at once, in seconds.
 ANSWER = 10.0
@@ -55,6 +55,13 @@ CLEANUP_TIMEOUT = 2.5
 _INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
+#: Fields of a reply that name state that a dump cannot save (`init`): the class of the error, and its sentence.
+_UNSAVABLE: Mapping[str, tuple[type[GpuCkptError], str]] = {
+    "unsupported_terminal": (UnsupportedTerminal, "The kernel's terminals could not come back: {}."),
+    "unsupported_file": (UnsupportedFile, "The kernel has {}."),
+    "unsavable_connection": (LoopbackTcp, "The kernel has {}."),
+    "deleted_mapping": (DeletedMapping, "The kernel's processes share a deleted file: {}."),
+}
 _INIT = Path(__file__).with_name("run_init.py")
 #: struct ucred: process, user, group (unix(7), SO_PEERCRED).
 _CREDENTIALS = struct.Struct("3i")
@@ -126,7 +133,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         """
         capsule = cls(directory)
         try:
-            (directory / "capsule.sock").unlink(missing_ok=True)
+            (directory / SOCKET).unlink(missing_ok=True)
         except OSError as error:
             raise RuntimeDirectory(f"{directory} cannot be written: {error.strerror}.") from error
         report, reported = os.pipe()
@@ -195,7 +202,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.settimeout(ANSWER)
-            connection.connect(f"/proc/self/fd/{directory}/capsule.sock")
+            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
         except OSError as error:
             connection.close()
             raise CapsuleGone(f"The capsule does not answer: {error}") from error
@@ -246,7 +253,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             with self._lock:
                 self._disconnect()
             with contextlib.suppress(OSError):  # gone already, or read-only by now: the next capsule meets it
-                (self.directory / "capsule.sock").unlink()
+                (self.directory / SOCKET).unlink()
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -371,14 +378,9 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             if on_kernel:
                 raise NoSpace("The disk filled up while the image was written.") from error
             raise NoMemory("The kernel's shared memory does not fit into this host's memory.") from error
-        if "unsupported_terminal" in reply:
-            raise UnsupportedTerminal(f"The kernel's terminals could not come back: {reply['unsupported_terminal']}.")
-        if "unsupported_file" in reply:
-            raise UnsupportedFile(f"The kernel has {reply['unsupported_file']}.", culprit=reply["unsupported_file"])
-        if "unsavable_connection" in reply:
-            raise LoopbackTcp(f"The kernel has {reply['unsavable_connection']}.")
-        if "deleted_mapping" in reply:
-            raise DeletedMapping(f"The kernel's processes share a deleted file: {reply['deleted_mapping']}.")
+        for field, (error_class, sentence) in _UNSAVABLE.items():
+            if field in reply:
+                raise error_class(sentence.format(reply[field]), culprit=reply[field])
         ended = reply.get("ended", [])  # the capsule's init may be of an older release
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"], ended)
 

@@ -29,22 +29,29 @@ from typing import Any, ClassVar
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
-from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, VERSION
+from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.process import device_files, inventory, reapply, shared_memory, syscalls
-from jupyter_gpu_ckpt.process.connections import Unsavable
+from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
 from jupyter_gpu_ckpt.process.ptrace import IS_KNOWN, STOP_TIMEOUT, release_late
-from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
-from jupyter_gpu_ckpt.process.terminals import Unsupported
-from jupyter_gpu_ckpt.process.watched_files import Unwatchable, WatchedFiles
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, UnsavableSharedMemory
+from jupyter_gpu_ckpt.process.terminals import UnsavableTerminal
+from jupyter_gpu_ckpt.process.watched_files import UnsavableWatch, WatchedFiles
 
 #: Seconds that a capsule without an owner waits for one.
 OWNER_TIMEOUT = 15.0
 #: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
 CLEANUP_TIMEOUT = 2.0
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
+#: The field of the reply that names state that a dump cannot save, by the class of its error.
+_UNSAVABLE: dict[type[OSError], str] = {
+    UnsavableTerminal: "unsupported_terminal",
+    UnsavableWatch: "unsupported_file",
+    UnsavableConnection: "unsavable_connection",
+    UnsavableSharedMemory: "deleted_mapping",
+}
 
 
 class RunningProgram:
@@ -335,14 +342,8 @@ class Init:
             reply = self.REQUESTS[request.pop("verb")](self, **request)
             if reply is not None:
                 self.answer(reply)
-        except Unsupported as error:
-            self.answer({"unsupported_terminal": error.strerror})
-        except Unwatchable as error:
-            self.answer({"unsupported_file": error.strerror})
-        except Unsavable as error:
-            self.answer({"unsavable_connection": error.strerror})
-        except Unmovable as error:
-            self.answer({"deleted_mapping": error.strerror})
+        except tuple(_UNSAVABLE) as error:
+            self.answer({_UNSAVABLE[type(error)]: error.strerror})
         except Exception as error:
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
 
@@ -639,7 +640,7 @@ def main(argument: str) -> int:
             os.close(reopened)
         # Through the directory's descriptor: the path of a unix socket may have 107 bytes, ours may be longer.
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(f"/proc/self/fd/{directory}/capsule.sock")
+        listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
         listener.listen(4)
         os.close(directory)
         os.chdir("/")

@@ -8,6 +8,8 @@ another version, and answers it with its own; the owner then raises `errors.Prot
 Imported by the init: nothing is imported here.
 """
 
+#: The init's socket in the capsule's directory.
+SOCKET = "capsule.sock"
 #: To be raised with every change that the other side has to know of.
 VERSION = 2
 #: Bytes that are read at once, and the most that an answer may have.

@@ -22,7 +22,7 @@ from jupyter_core.paths import jupyter_path
 from traitlets import Float, Unicode
 
 from ..errors import BadRequest, GpuCkptError, KernelSilent
-from ..kernel.provisioner import GpuCkptProvisioner
+from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
 from ..lifecycle.preflight import read_process
 from ..trace import StepEvent
 from ..units import size
@@ -51,7 +51,7 @@ class DemoCommand(ImageCommand):
         logging.getLogger("traitlets").addHandler(logging.StreamHandler(sys.stderr))
         self.halves = _read(Path(self.extra_args[0]) if self.extra_args else quickstart())
         self.kernel_config = deepcopy(self.config)
-        self.kernel_config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+        self.kernel_config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
         self.kernel_config.GpuCkptProvisioner.image_dir = self.configured.image_dir
         self.fingerprints: list[str] = []
         self.failed: list[str] = []

@@ -17,10 +17,9 @@ from typing import Any
 from ..errors import HostError, ImageBusy, ProtocolVersion
 from ..files.atomic import write_atomically
 from ..image.store import Image, Store
-from .registry import kernels, owned_kernel
+from .registry import SESSION, kernels, owned_kernel
 
-SESSION = "session.json"
-#: Of the file: to be raised when a reader has to know of a change.  Unknown fields are ignored.
+#: Of the session's file: to be raised when a reader has to know of a change.  Unknown fields are ignored.
 VERSION = 1
 
 

@@ -27,6 +27,8 @@ from ..errors import CapsuleError, CapsuleGone, ProtocolVersion, StateError
 from ..files.atomic import write_atomically
 from .directories import make_runtime_dir, require_private, writing
 
+#: The session, which `orphans` reads and writes.
+SESSION = "session.json"
 RECORD = "kernel.json"
 #: Of the record: to be raised when a reader has to know of a change.
 VERSION = 1
@@ -163,7 +165,7 @@ def claim_lost(base: Path, kernel_id: str, notebook: str) -> str:
 
 def _note_lost(base: Path, directory: Path) -> None:
     """Write a note of a kernel that ended, not asleep, together with its server, for `claim_lost`."""
-    record, session = _record(directory) or {}, _json(directory / "session.json")
+    record, session = _record(directory) or {}, _json(directory / SESSION)
     if record.get("state") in (None, "dead", "checkpointed") or not record.get("kernel_id"):
         return
     notes = base / _LOST

@@ -46,18 +46,18 @@ _LISTENS = "0A"
 
 Address = list[Any]
 Change = Callable[[Address], Address]
-#: A process that has a socket open, and its descriptor there.
-Place = tuple[int, int]
+#: The process that has a socket open, and its descriptor there.
+Descriptor = tuple[int, int]
 Saved = dict[str, Any]
 
 
-class Unsavable(OSError):
+class UnsavableConnection(OSError):
     """A connection of stopped processes cannot be saved; ``strerror`` names it and the reason."""
 
 
-def pairs(pids: Iterable[int]) -> list[tuple[Place, Place]]:
+def pairs(pids: Iterable[int]) -> list[tuple[Descriptor, Descriptor]]:
     """Return the connections both of whose ends processes ``pids`` have open; each end by one of its descriptors."""
-    found: dict[sockets.Ends, Place] = {}
+    found: dict[sockets.Ends, Descriptor] = {}
     seen: set[str] = set()
     for pid in pids:
         with contextlib.suppress(*procfs.GONE), syscalls.pidfd_of(pid) as pidfd:
@@ -69,13 +69,13 @@ def pairs(pids: Iterable[int]) -> list[tuple[Place, Place]]:
                 with contextlib.suppress(OSError), syscalls.socket_of(pidfd, number) as sock:
                     if (ends := sockets.connection(sock)) is not None:
                         found[ends] = pid, number
-    return [(place, found[peer, own]) for (own, peer), place in found.items() if own < peer and (peer, own) in found]
+    return [(end, found[peer, own]) for (own, peer), end in found.items() if own < peer and (peer, own) in found]
 
 
 @contextlib.contextmanager
-def _socket(place: Sequence[int]) -> Iterator[socket.socket]:
-    """The socket at a `Place`, for as long as the body lasts: of hundreds, not all may be open at once."""
-    pid, number = place
+def _socket(descriptor: Sequence[int]) -> Iterator[socket.socket]:
+    """The socket at a `Descriptor`, for as long as the body lasts: of hundreds, not all may be open at once."""
+    pid, number = descriptor
     with syscalls.pidfd_of(pid) as pidfd, syscalls.socket_of(pidfd, number) as sock:
         yield sock
 
@@ -86,8 +86,8 @@ def abort_at_end(pids: Iterable[int]) -> None:
     Else one end of each lingers for a minute (TIME_WAIT, tcp(7)), and it cannot be made again meanwhile.
     """
     for pair in pairs(pids):
-        for place in pair:
-            with contextlib.suppress(OSError), _socket(place) as sock:
+        for descriptor in pair:
+            with contextlib.suppress(OSError), _socket(descriptor) as sock:
                 sockets.abort_at_end(sock)
 
 
@@ -97,7 +97,7 @@ def abort_at_end(pids: Iterable[int]) -> None:
 class Drained:
     """Bytes that were read out of a connection, and who had sent them."""
 
-    def __init__(self, sender: Place, data: bytes) -> None:
+    def __init__(self, sender: Descriptor, data: bytes) -> None:
         self.sender, self.data = sender, data
 
 
@@ -105,21 +105,21 @@ def save(pids: Sequence[int], path: str) -> list[Drained]:
     """Write the connections among stopped processes to the file ``path``.  Raises `OSError`.
 
     Return what was read out of them: what has not even reached its reader, whose queue is full, is seen by nobody else.
-    `put_back` undoes that.  Raises `Unsavable` for a connection that could not come back as it is.
+    `put_back` undoes that.  Raises `UnsavableConnection` for a connection that could not come back as it is.
     """
     connected = pairs(pids)
     if not connected:
         return []
-    waiting, deadline = [place for pair in connected for place in pair], time.monotonic() + _ARRIVAL_TIMEOUT
-    while (waiting := [place for place in waiting if _unsent(place)]) and time.monotonic() < deadline:
+    waiting, deadline = [descriptor for pair in connected for descriptor in pair], time.monotonic() + _ARRIVAL_TIMEOUT
+    while (waiting := [descriptor for descriptor in waiting if _unsent(descriptor)]) and time.monotonic() < deadline:
         time.sleep(0.01)
-    drained: dict[Place, Drained] = {}
+    drained: dict[Descriptor, Drained] = {}
     try:
         for pair in connected:
             for reader, sender in (pair, pair[::-1]):
                 if sender in waiting:
                     _drain(reader, sender, drained)
-        ends = [[_save_end(place, drained.get(place)) for place in pair] for pair in connected]
+        ends = [[_save_end(descriptor, drained.get(descriptor)) for descriptor in pair] for pair in connected]
         with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             json.dump({"listeners": _listeners(pids), "connections": ends}, file)
     except BaseException:
@@ -141,33 +141,36 @@ def put_back(drained: Iterable[Drained]) -> str:
     return ", ".join(lost)
 
 
-def _drain(reader: Place, sender: Place, drained: dict[Place, Drained]) -> None:
+def _drain(reader: Descriptor, sender: Descriptor, drained: dict[Descriptor, Drained]) -> None:
     """Read all that is on the way from ``sender`` to ``reader``, and add it to ``drained`` as it comes."""
     with _socket(reader) as sock, _socket(sender) as source, _peeking_from_start(sock):
         if sockets.tcp_state(source) in sockets.TCP_SENT_END:
-            raise Unsavable(errno.EBUSY, f"{_shown(sender)} was closed for writing, and its reader leaves bytes unread")
+            why = "was closed for writing, and its reader leaves bytes unread"
+            raise UnsavableConnection(errno.EBUSY, f"{_shown(sender)} {why}")
         _require_in_band(sock, reader)
         _require_few(syscalls.readable_bytes(sock.fileno()) + _unsent(sender), reader)
         found = drained[reader] = Drained(sender, b"")
         deadline = time.monotonic() + _TIMEOUT
         while _unsent(sender) or syscalls.readable_bytes(sock.fileno()):
             if time.monotonic() > deadline:
-                raise Unsavable(errno.ETIMEDOUT, f"{_shown(sender)} has bytes on their way that do not arrive")
+                raise UnsavableConnection(
+                    errno.ETIMEDOUT, f"{_shown(sender)} has bytes on their way that do not arrive"
+                )
             if _events(sock, select.POLLIN, 0.01):
                 found.data += sock.recv(_MOST_UNREAD, socket.MSG_DONTWAIT)
 
 
-def _unsent(place: Place) -> int:
+def _unsent(descriptor: Descriptor) -> int:
     """Bytes that the other end has not acknowledged.  An end that was sent counts as a byte."""
-    with _socket(place) as sock:
+    with _socket(descriptor) as sock:
         (count,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
         return int(count)
 
 
-def _listeners(pids: Sequence[int]) -> list[Place]:
+def _listeners(pids: Sequence[int]) -> list[Descriptor]:
     """The listening TCP sockets of the processes."""
     inodes = {f"socket:[{row[9]}]" for row in _table() if row[3] == _LISTENS}
-    found: dict[str, Place] = {}
+    found: dict[str, Descriptor] = {}
     for pid in pids:
         with contextlib.suppress(*procfs.GONE):
             found |= {target: (pid, number) for number, target in procfs.links(pid) if target in inodes}
@@ -178,13 +181,13 @@ def _table() -> list[list[str]]:
     return [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind)]
 
 
-def _save_end(place: Place, drained: Drained | None) -> Saved:
+def _save_end(descriptor: Descriptor, drained: Drained | None) -> Saved:
     """Return all that a new socket needs to become this one.  ``unread``: each byte is a character there."""
-    with _socket(place) as sock:
+    with _socket(descriptor) as sock:
         state, no_more = sockets.tcp_state(sock), _events(sock, select.POLLRDHUP)
-        unread = _unread(sock, place) if drained is None else drained.data
+        unread = _unread(sock, descriptor) if drained is None else drained.data
         return {
-            "place": place,
+            "descriptor": descriptor,
             "address": list(sock.getsockname()),
             "unread": unread.decode("latin-1"),
             "wrote_end": state in sockets.TCP_SENT_END,
@@ -195,32 +198,33 @@ def _save_end(place: Place, drained: Drained | None) -> Saved:
         }
 
 
-def _unread(sock: socket.socket, place: Place) -> bytes:
-    _require_in_band(sock, place)
+def _unread(sock: socket.socket, descriptor: Descriptor) -> bytes:
+    _require_in_band(sock, descriptor)
     length = syscalls.readable_bytes(sock.fileno())
-    _require_few(length, place)
+    _require_few(length, descriptor)
     with _peeking_from_start(sock):
         unread = sock.recv(length, socket.MSG_PEEK | socket.MSG_DONTWAIT) if length else b""
     if len(unread) != length:
-        raise Unsavable(errno.EIO, f"{_shown(place)} shows {len(unread)} of {length} unread bytes")
+        raise UnsavableConnection(errno.EIO, f"{_shown(descriptor)} shows {len(unread)} of {length} unread bytes")
     return unread
 
 
-def _require_in_band(sock: socket.socket, place: Place) -> None:
+def _require_in_band(sock: socket.socket, descriptor: Descriptor) -> None:
     found = b""
     with contextlib.suppress(OSError):  # there are none
         found = sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT)
     if found:
-        raise Unsavable(errno.ENOTSUP, f"{_shown(place)} has out-of-band data that is not read yet")
+        raise UnsavableConnection(errno.ENOTSUP, f"{_shown(descriptor)} has out-of-band data that is not read yet")
 
 
-def _require_few(length: int, place: Place) -> None:
+def _require_few(length: int, descriptor: Descriptor) -> None:
     if length > _MOST_UNREAD:
-        raise Unsavable(errno.ENOBUFS, f"{_shown(place)} has {length} unread bytes; {_MOST_UNREAD} can be saved")
+        why = f"has {length} unread bytes; {_MOST_UNREAD} can be saved"
+        raise UnsavableConnection(errno.ENOBUFS, f"{_shown(descriptor)} {why}")
 
 
-def _shown(place: Place) -> str:
-    return f"a TCP connection of process {place[0]} (descriptor {place[1]})"
+def _shown(descriptor: Descriptor) -> str:
+    return f"a TCP connection of process {descriptor[0]} (descriptor {descriptor[1]})"
 
 
 # -- after a restore
@@ -238,8 +242,8 @@ def restore(path: str) -> str:
         return ""
     lost = []
     with contextlib.ExitStack() as stack:
-        for place in saved["listeners"]:
-            stack.enter_context(_sharing_port(place))
+        for descriptor in saved["listeners"]:
+            stack.enter_context(_sharing_port(descriptor))
         listening = {int(row[1].rpartition(":")[2], 16) for row in _table() if row[3] == _LISTENS}
         for pair in saved["connections"]:
             # The first SYN goes to a port on which nobody listens.
@@ -247,23 +251,23 @@ def restore(path: str) -> str:
             try:
                 _restore(first, second)
             except OSError as error:
-                whose = f"process {first['place'][0]} with process {second['place'][0]}"
+                whose = f"process {first['descriptor'][0]} with process {second['descriptor'][0]}"
                 lost.append(f"a TCP connection of {whose} ({error.strerror})")
                 _close(pair)
         for end in (end for pair in saved["connections"] for end in pair):
-            with contextlib.suppress(OSError), _socket(end["place"]) as sock:
+            with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
                 _set_reuse(sock, end["reuse"])
     return ", ".join(lost)
 
 
 def _close(pair: Sequence[Saved]) -> None:
     for end in pair:
-        with contextlib.suppress(OSError), _socket(end["place"]) as sock:
+        with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
             sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
-def _sharing_port(listener: Place) -> Iterator[None]:
+def _sharing_port(listener: Descriptor) -> Iterator[None]:
     """Let connections be bound to the port of a listener, as those are that it accepts, while the body runs."""
     with _socket(listener) as sock:
         before = [sock.getsockopt(socket.SOL_SOCKET, option) for option in sockets.REUSE]
@@ -280,7 +284,12 @@ def _set_reuse(sock: socket.socket, values: Sequence[int]) -> None:
 
 def _restore(first: Saved, second: Saved) -> None:
     """Connect two ends, up to `sockets.REUSE`: connections to the same port that are made later need these set."""
-    with _socket(first["place"]) as one, _socket(second["place"]) as other, _keeping_mode(one), _keeping_mode(other):
+    with (
+        _socket(first["descriptor"]) as one,
+        _socket(second["descriptor"]) as other,
+        _keeping_mode(one),
+        _keeping_mode(other),
+    ):
         for sock in (one, other):  # CRIU has shut it down
             syscalls.check(syscalls.libc.connect(sock.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)), "connect")
         _join(one, other, _available(one.family, first["address"], other.family, second["address"]))

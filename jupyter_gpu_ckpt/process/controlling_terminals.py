@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
 from jupyter_gpu_ckpt.process.injection import Injection
-from jupyter_gpu_ckpt.process.terminals import Unsupported
+from jupyter_gpu_ckpt.process.terminals import UnsavableTerminal
 
 #: The open files of one process, as JSON: descriptors with their flags, and the name to open the file by.
 Files = list[dict[str, Any]]
@@ -46,7 +46,7 @@ class _Registration(NamedTuple):
 def reopen(pids: Iterable[int]) -> dict[int, Files]:
     """Open each file of /dev/tty by the terminal's own name.  Return what `put_back` needs, by process.
 
-    Raises `Unsupported`, `OSError`; *after failure* the processes have the files that they had, or new ones of them.
+    Raises `UnsavableTerminal`, `OSError`; *after failure* the processes have their files, or new ones of the same.
     """
     found = {pid: files for pid in pids if (files := list(_files(pid)))}
     done: dict[int, Files] = {}
@@ -113,7 +113,7 @@ def _open(inside: Injection, files: Files) -> None:
         with inside.on_stack(os.fsencode(file["path"]) + b"\0") as address:
             made = inside.call("openat", _AT_FDCWD, address, flags | os.O_CLOEXEC)
         if made < 0:
-            raise Unsupported(-made, f"{file['path']}, which process {inside.pid} has open: {os.strerror(-made)}")
+            raise UnsavableTerminal(-made, f"{file['path']}, which process {inside.pid} has open: {os.strerror(-made)}")
         try:
             for number, own in file["descriptors"].items():
                 if (done := inside.call("dup3", made, int(number), own & os.O_CLOEXEC)) < 0:

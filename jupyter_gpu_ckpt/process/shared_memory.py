@@ -46,7 +46,7 @@ _CHUNK = 1 << 20
 _LARGE = 256 << 20
 
 
-class Unmovable(OSError):
+class UnsavableSharedMemory(OSError):
     """A deleted file that stopped processes use cannot be given a name; ``strerror`` has it, and the reason."""
 
 
@@ -73,8 +73,8 @@ class _File:
     def pids(self) -> set[int]:
         return {use.pid for use in self.mapped} | {use.pid for use in self.opened}
 
-    def unmovable(self, why: str) -> Unmovable:
-        return Unmovable(errno.ENOTSUP, f"{self.path}: {why}")
+    def unmovable(self, why: str) -> UnsavableSharedMemory:
+        return UnsavableSharedMemory(errno.ENOTSUP, f"{self.path}: {why}")
 
 
 class SharedMemory:
@@ -95,7 +95,7 @@ class SharedMemory:
     def give_names(self, pids: list[int]) -> None:
         """Give a name to each deleted file that stopped processes map as shared memory.
 
-        Raises `Unmovable`, `OSError`; *after failure* the processes use the files that they had.
+        Raises `UnsavableSharedMemory`, `OSError`; *after failure* the processes use the files that they had.
         """
         files = _deleted_files(pids)
         if not files:
@@ -203,7 +203,7 @@ def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
 
 
 def _check(file: _File) -> None:
-    """Raise `Unmovable` for a use that would not be the same in a new file."""
+    """Raise `UnsavableSharedMemory` for a use that would not be the same in a new file."""
     for pid, mapping in file.mapped:
         if unusual := _flags(pid, mapping.start) - _PLAIN:
             raise file.unmovable(f"memory with the flag {min(unusual)!r}")

@@ -144,7 +144,7 @@ class Content:
         return bool(self.lines or self.rest or self.output or self.closed or any(self.exclusive))
 
 
-class Unsupported(OSError):
+class UnsavableTerminal(OSError):
     """A terminal of stopped processes cannot be restored; ``strerror`` names the terminal and the reason."""
 
 
@@ -200,10 +200,10 @@ class Terminals:
             return
         os.close(found)
         if number not in NUMBERS:  # opened since the call of `obstacle`
-            raise Unsupported(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
+            raise UnsavableTerminal(errno.ENOTSUP, f"a pseudo-terminal has the number {number}")
 
     def drain(self) -> None:
-        """Move unread data into ``contents``; after failure it is where it was.  Raises `OSError`, `Unsupported`."""
+        """Move unread data into ``contents``.  After failure it is where it was: `OSError`, `UnsavableTerminal`."""
         try:
             for number in self._masters:
                 content = Content()
@@ -359,8 +359,8 @@ def _literal(data: bytes, ends: list[bytes]) -> bytes:
     return b"".join(_LITERAL + byte if byte in special else byte for byte in (bytes([each]) for each in data))
 
 
-def _too_much(number: int) -> Unsupported:
-    return Unsupported(
+def _too_much(number: int) -> UnsavableTerminal:
+    return UnsavableTerminal(
         errno.ENOBUFS,
         f"pseudo-terminal {number} is stopped, or has more unread data than a new one takes"
         f" ({_MOST_INPUT} bytes to its slave, {_MOST_OUTPUT} to its master)",

@@ -47,7 +47,7 @@ _MASK, _DONT_FOLLOW = 0x84000FFF, 0x02000000
 _MINOR_BITS = 20
 
 
-class Unwatchable(OSError):
+class UnsavableWatch(OSError):
     """An inotify instance cannot be restored; ``strerror`` names it, and the reason."""
 
 
@@ -80,14 +80,14 @@ def watches(text: str) -> list[Watch]:
 def remove(pids: Iterable[int], files: WatchedFiles) -> dict[int, Noted]:
     """Remove the watches of stopped processes.  Return what `put_back` needs, by process.
 
-    Raises `Unwatchable`, `OSError`; *after failure* all is watched as before.
+    Raises `UnsavableWatch`, `OSError`; *after failure* all is watched as before.
     """
     pids, done = list(pids), dict[int, Noted]()
     found = {key: kept for key in _instances(pids) if (kept := watches(_fdinfo(*key)))}
     for pid, number in found:
         with _borrowed(pid, number) as descriptor:
             if syscalls.readable_bytes(descriptor):
-                raise Unwatchable(errno.EBUSY, f"{UNREAD} (descriptor {number})")
+                raise UnsavableWatch(errno.EBUSY, f"{UNREAD} (descriptor {number})")
     paths = files.find(pids, [watch for kept in found.values() for watch in kept])
     try:
         for pid, number in found:
@@ -96,7 +96,9 @@ def remove(pids: Iterable[int], files: WatchedFiles) -> dict[int, Noted]:
                 for watch in watches(_fdinfo(pid, number)):  # none in an instance that was shared with a process before
                     if watch.file not in paths:
                         what = f"an inotify watch on a file that was not found (inode {watch.inode}"
-                        raise Unwatchable(errno.ENOENT, f"{what} of file system {watch.device}, descriptor {number})")
+                        raise UnsavableWatch(
+                            errno.ENOENT, f"{what} of file system {watch.device}, descriptor {number})"
+                        )
                     noted = done.setdefault(pid, {}).setdefault(str(number), [])
                     noted.append((watch.number, watch.mask, paths[watch.file]))
                     syscalls.check(syscalls.libc.inotify_rm_watch(descriptor, watch.number), "inotify_rm_watch")

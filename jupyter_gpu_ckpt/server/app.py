@@ -24,7 +24,7 @@ from ..doctor import checks
 from ..errors import GpuCkptError, StateError
 from ..image.store import Image, Store
 from ..kernel.orphans import Orphan, find_orphan
-from ..kernel.provisioner import GpuCkptProvisioner
+from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
 from ..node.requirements import VARIABLE
 from . import drain, models
 from .cold import ColdTier
@@ -39,8 +39,6 @@ from .monitor import KernelMonitor
 from .persistence import KernelPersistence
 from .placement import Publisher
 from .readiness import CheckpointSessionManager, Readiness
-
-PROVISIONER = "gpu-ckpt-provisioner"
 
 #: Seconds for which a starting server attaches kernels before it answers any request.
 _ATTACH_TIMEOUT = 15.0

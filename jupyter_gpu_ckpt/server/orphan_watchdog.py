@@ -52,10 +52,10 @@ async def _checkpoint(session: Session, base: Path, image_dir: Path) -> None:
     from jupyter_client.provisioning.factory import KernelProvisionerFactory
     from traitlets.config import Config
 
-    from ..kernel.provisioner import GpuCkptProvisioner
+    from ..kernel.provisioner import PROVISIONER, GpuCkptProvisioner
 
     config = Config()
-    config.KernelProvisionerFactory.default_provisioner_name = "gpu-ckpt-provisioner"
+    config.KernelProvisionerFactory.default_provisioner_name = PROVISIONER
     config.GpuCkptProvisioner = Config(runtime_base=str(base), image_dir=str(image_dir))
     KernelProvisionerFactory.clear_instance()
     KernelProvisionerFactory.instance(config=config)

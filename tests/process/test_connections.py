@@ -273,7 +273,7 @@ def test_a_connection_that_cannot_be_made_again_is_closed_and_named(home, criu):
         notes = capsule.inspect()["notes"]
     path = home / "image" / connections.FILE
     saved = json.loads(path.read_text())
-    saved["connections"][0][0]["place"][1] = 999
+    saved["connections"][0][0]["descriptor"][1] = 999
     path.write_text(json.dumps(saved))
     with Capsule.create(home) as capsule:
         restored = criu.restore(capsule, home / "image", pid=inner, pipes=pipes, timeout=60, notes=notes)

@@ -15,7 +15,7 @@ from waiting import until
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import shared_memory, syscalls
-from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, Unmovable
+from jupyter_gpu_ckpt.process.shared_memory import SharedMemory, UnsavableSharedMemory
 
 #: A parent and its forked child, which adds one to the shared number whenever it is asked to, and answers.
 PAIR = """
@@ -129,7 +129,7 @@ def test_what_would_not_be_the_same_in_a_new_file_is_refused_and_nothing_changes
     both.asked()
     before = both.deleted()
     both.signal(signal.SIGSTOP, "T")
-    with pytest.raises(Unmovable, match="in use in more ways than as memory"):
+    with pytest.raises(UnsavableSharedMemory, match="in use in more ways than as memory"):
         files.give_names(both.pids)
     assert before - both.deleted() <= {name for name in before if "/sem." in name}
     both.signal(signal.SIGCONT, "SR")
@@ -154,7 +154,7 @@ def test_memory_that_is_full_is_named_and_all_go_on_sharing(files, pair, monkeyp
         monkeypatch.setattr(shared_memory, "_write", fill)
         both.signal(signal.SIGSTOP, "T")
         if failing <= (left := len(both.deleted())):
-            with pytest.raises(Unmovable, match="too little memory"):
+            with pytest.raises(UnsavableSharedMemory, match="too little memory"):
                 files.give_names(both.pids)
         else:
             files.give_names(both.pids)
@@ -169,7 +169,7 @@ def test_a_file_that_is_too_large_is_refused(files, pair, monkeypatch):
     both = pair("mapped")
     monkeypatch.setattr(shared_memory, "_LARGE", 4000)
     both.signal(signal.SIGSTOP, "T")
-    with pytest.raises(Unmovable, match="too large"):
+    with pytest.raises(UnsavableSharedMemory, match="too large"):
         files.give_names(both.pids)
     both.signal(signal.SIGCONT, "SR")
     assert both.asked().startswith("True 1")

@@ -392,6 +392,8 @@ class PipesExhausted(CriuError, code="PIPES_EXHAUSTED", exit_status=75):
 class PidTaken(CriuError, code="PID_TAKEN"):
     """A process id of the kernel is in use."""
 
+    default_hint = "Try again: each try has a PID namespace of its own. If it repeats, report it with the server's log."
+
 
 class DeletedMapping(CriuError, code="DELETED_MAPPING"):
     """The kernel maps a deleted file, which cannot be saved without root rights."""

@@ -1,1 +1,4 @@
-"""Check whether this host can checkpoint kernels: `checks` has the list, `probes` the trials, `fixes` the commands."""
+"""Checks whether this host can checkpoint kernels, and the commands that repair what is missing.
+
+`checks` has the list, `probes` try the host's features, `fixes` name the commands.
+"""

@@ -168,7 +168,7 @@ def _namespaces(probes: Probes) -> Iterable[Finding]:
         check: str,
         steps: Sequence[str],
         message: str,
-        explain: Callable[[fixes.Trial, fixes.RefusedStep], fixes.Remedy],
+        explain: Callable[[fixes.Trial, fixes.RefusedStep], fixes.Fix],
         needs: str = "it needs the namespaces",
     ) -> Finding:
         if steps[0] not in answers:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import GpuCkptError
 
 #: The problem in a sentence, and the command, or an empty string.
-Remedy = tuple[str, str]
+Fix = tuple[str, str]
 
 NEW_DRIVER = "Install NVIDIA driver 580 or newer, and restart the host."
 
@@ -68,7 +68,7 @@ def set_sysctl(name: str, value: int | str) -> str:
     return f"sudo sysctl -w {name}={value}"
 
 
-def user_namespace(trial: Trial, refused: RefusedStep) -> Remedy:
+def user_namespace(trial: Trial, refused: RefusedStep) -> Fix:
     """Explain a user namespace that was refused, or has no rights."""
     where = " on the container's host" if trial.container else ""
     raise_limit = set_sysctl("user.max_user_namespaces", SOME_NAMESPACES)
@@ -92,7 +92,7 @@ def user_namespace(trial: Trial, refused: RefusedStep) -> Remedy:
     return f"User namespaces are refused: {refused.message}.", ""
 
 
-def namespace(trial: Trial, refused: RefusedStep) -> Remedy:
+def namespace(trial: Trial, refused: RefusedStep) -> Fix:
     """Explain a mount, time or pid namespace that was refused."""
     step = refused.step
     if refused.errno == errno.ENOSPC:
@@ -107,7 +107,7 @@ def namespace(trial: Trial, refused: RefusedStep) -> Remedy:
     return message, container(trial.container, root=trial.root) if trial.root or trial.confined else ""
 
 
-def proc(trial: Trial, refused: RefusedStep, covers: Sequence[str]) -> Remedy:
+def proc(trial: Trial, refused: RefusedStep, covers: Sequence[str]) -> Fix:
     """Explain a fresh ``/proc`` that was refused."""
     if trial.container:
         hidden = f" ({', '.join(covers)})" if covers else ""
@@ -121,7 +121,7 @@ def proc(trial: Trial, refused: RefusedStep, covers: Sequence[str]) -> Remedy:
     return f"A fresh /proc is refused: {refused.message}.", ""
 
 
-def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Remedy:
+def ptrace(trial: Trial, refused: RefusedStep, scope: str | None) -> Fix:
     """Explain why CRIU could not attach to a process."""
     if scope == "3":
         fix = "echo kernel.yama.ptrace_scope=1 | sudo tee /etc/sysctl.d/99-ptrace.conf && sudo reboot"
@@ -142,7 +142,7 @@ def cuda(error: GpuCkptError) -> str:
     }.get(str(error.details.get("reason")), error.hint)
 
 
-def _apparmor(trial: Trial) -> Remedy | None:
+def _apparmor(trial: Trial) -> Fix | None:
     """Explain Ubuntu 24.04, which grants the namespace without capabilities, so that one of the next steps fails."""
     name = "kernel.apparmor_restrict_unprivileged_userns"
     if trial.sysctl(name) != "1":

@@ -1,1 +1,4 @@
-"""Files of any kind: atomic writes with a stated durability, direct I/O.  Imports nothing of images, kernels, GPUs."""
+"""Files of any kind: atomic writes with a stated durability, direct I/O.
+
+Imports nothing of images, kernels or GPUs.
+"""

@@ -5,10 +5,10 @@ what it has not read: the kernel's outputs could fill the server's memory.  ZMQ 
 not their bytes, and does not tell how many wait for a subscriber.  Linux does: the bytes sent to everybody since a
 TCP connection was idle, less those that its peer has acknowledged, are how far it is behind.
 
-A reader that is behind and does not read is disconnected; an honest one connects again.  While a reader is far behind,
-outputs wait here, up to `MOST_HELD`; more are dropped, as the kernel's own socket drops what is more than 1,000.  (They
-cannot be left in the kernel: libzmq stops reading for good where ``ZMQ_RCVHWM`` of a connected socket was 0 and is not
-any more, as its reader has not reported how much it has read.)
+A reader that is behind and does not read is disconnected; a client that was merely slow connects again.  While a reader
+is far behind, outputs wait here, up to `MOST_HELD`; more are dropped, as the kernel's own socket drops more than 1,000.
+(They cannot be left in the kernel: libzmq stops reading for good where ``ZMQ_RCVHWM`` of a connected socket was 0 and
+is not any more, as its reader has not reported how much it has read.)
 
 Readers on unix sockets are not measured: those lie in directories of the user's own.
 """

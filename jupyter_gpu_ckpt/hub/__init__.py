@@ -1,1 +1,4 @@
-"""JupyterHub's side: servers whose kernels sleep in images before they are stopped, and wake on a node that fits."""
+"""JupyterHub's side: kernels are checkpointed before their server is stopped, and wake on a node that fits.
+
+`spawner` and `cull_arbiter` drain servers; `placement`, with `slurm` and `kubernetes`, requests the next node.
+"""

@@ -121,13 +121,13 @@ def short_socket_path() -> Path | None:
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         choices.insert(0, Path(runtime) / "gc")
     for directory in choices:
-        room = SHORT - len(os.fsencode(f"{directory}/-0"))
-        if room < _FEWEST or not directory.is_absolute():
+        left = SHORT - len(os.fsencode(f"{directory}/-0"))
+        if left < _FEWEST or not directory.is_absolute():
             continue
         with contextlib.suppress(OSError, CapsuleError):
             directory.mkdir(mode=0o700, exist_ok=True)
             require_private(directory)
-            return directory / "".join(secrets.choice(_LETTERS) for _ in range(min(room, 8)))
+            return directory / "".join(secrets.choice(_LETTERS) for _ in range(min(left, 8)))
     return None
 
 

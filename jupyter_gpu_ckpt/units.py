@@ -16,6 +16,12 @@ def size(count: float, digits: int = 1) -> str:
     return f"{count:.{digits}f} TiB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a number of things by the ``noun`` for one of them: ``1 process``, ``2 processes``, ``3 descriptors``."""
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def rate(count: float, seconds: float) -> str:
     """Format bytes per second: ``340 MB/s``, ``1.9 GB/s``.  Times below a millisecond count as one."""
     megabytes = count / max(seconds, 1e-3) / 1e6

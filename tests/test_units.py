@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpu_ckpt.agent.tensors import human
-from jupyter_gpu_ckpt.units import duration, rate, size
+from jupyter_gpu_ckpt.units import counted, duration, rate, size
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jupyter_gpu_ckpt"
+
+
+def test_things_are_counted_as_people_say_it():
+    assert [counted(number, "child process") for number in (0, 1, 2)] == [
+        "0 child processes",
+        "1 child process",
+        "2 child processes",
+    ]
+    assert counted(3, "connection") == "3 connections"
 
 
 @pytest.mark.parametrize(

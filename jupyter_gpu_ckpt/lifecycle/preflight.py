@@ -19,7 +19,7 @@ from typing import Any
 from .. import errors, procfs
 from ..errors import GpuCkptError
 from ..process import terminals
-from ..units import size
+from ..units import counted, size
 
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
@@ -180,7 +180,8 @@ def _children(processes: Iterable[Process], why_not: Callable[[int], str]) -> er
         return None
     names = ", ".join(f"{process.shown()} (pid {process.pid}: {reason})" for process, reason in refused[:3])
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-    message = f"The kernel has {len(refused)} child process(es) that prevent it: {names}{more}."
+    verb = "prevents" if len(refused) == 1 else "prevent"
+    message = f"The kernel has {counted(len(refused), 'child process')} that {verb} it: {names}{more}."
     return errors.ChildProcesses(message, pids=[process.pid for process, _ in refused])
 
 
@@ -269,7 +270,7 @@ def judge_report(
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     if outside := [each for each in report.get("sockets") or () if each.get("inode") not in inside]:
-        text = f"{len(outside)} open connection(s) to the outside will come back closed."
+        text = f"{counted(len(outside), 'open connection')} to the outside will come back closed."
         findings.append(PreflightFinding("CONNECTIONS", text))
     return findings
 
@@ -313,7 +314,7 @@ def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[
     ends = {process.pid: process for holders in connected.values() for process in holders if _sigpipe_ends(process.pid)}
     names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in list(ends.values())[:3])
     also = f" A write to one then ends {names} (SIGPIPE)." if ends else ""
-    text = f"{len(connected)} open connection(s) to the outside will come back closed.{also}"
+    text = f"{counted(len(connected), 'open connection')} to the outside will come back closed.{also}"
     return [PreflightFinding("CONNECTIONS", text)]
 
 

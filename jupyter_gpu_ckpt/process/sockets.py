@@ -21,6 +21,7 @@ from typing import Any
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import syscalls
+from jupyter_gpu_ckpt.units import counted
 
 _TCP_INFO = 11
 #: States of TCP sockets (include/net/tcp_states.h).  Sent its end: FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING; received
@@ -125,7 +126,7 @@ def refusal(sock: socket.socket, descriptors: int) -> str:
         if kind == socket.SOCK_STREAM:
             state, waiting = _tcp(sock)
             if state == _TCP_LISTEN and waiting:
-                return f"{waiting} connection(s) to port {sock.getsockname()[1]} that are not accepted yet"
+                return f"{counted(waiting, 'connection')} to port {sock.getsockname()[1]}, not accepted yet"
         elif _waiting(sock):
             return "a datagram in a UDP socket that is not received yet"
         return ""
@@ -153,7 +154,7 @@ def connection(sock: socket.socket) -> Ends | None:
 
 def _unix_refusal(sock: socket.socket, descriptors: int) -> str:
     if descriptors:
-        return f"{descriptors} descriptor(s) sent through a unix socket (SCM_RIGHTS) and not received yet"
+        return f"{counted(descriptors, 'descriptor')} sent through a unix socket (SCM_RIGHTS) and not received yet"
     if _listens(sock):
         return "connections to a unix socket that are not accepted yet" if _waiting(sock) else ""
     if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED) and _waiting(sock) and _has_data(sock):

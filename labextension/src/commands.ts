@@ -42,7 +42,7 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
     }
   };
 
-  const leave = (verb: 'suspend' | 'checkpoint', label: string, caption: string) => ({
+  const sleepCommand = (verb: 'suspend' | 'checkpoint', label: string, caption: string) => ({
     label,
     caption,
     isEnabled: (args: ReadonlyPartialJSONObject) => {
@@ -72,11 +72,11 @@ export function addCommands(context: IContext, notifier: Notifier, current: () =
 
   commands.addCommand(
     IDS.suspend,
-    leave('suspend', trans.__('Suspend kernel'), trans.__('Move GPU memory to host memory; wakes fast'))
+    sleepCommand('suspend', trans.__('Suspend kernel'), trans.__('Move GPU memory to host memory; wakes fast'))
   );
   commands.addCommand(
     IDS.checkpoint,
-    leave('checkpoint', trans.__('Put kernel to sleep'), trans.__('Save everything to disk and end the process'))
+    sleepCommand('checkpoint', trans.__('Put kernel to sleep'), trans.__('Save everything to disk and end the process'))
   );
 
   commands.addCommand(IDS.wake, {

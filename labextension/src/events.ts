@@ -7,7 +7,7 @@ import { parseEvent, type ServerEvent } from './api';
 
 /** Receives the events. */
 export interface IListener {
-  take(event: ServerEvent): void;
+  receive(event: ServerEvent): void;
   /** Events may have been missed. */
   doubt(): void;
 }
@@ -17,7 +17,7 @@ export function follow(services: ServiceManager.IManager, listener: IListener): 
   const hear = (_: Event.IManager, emission: Event.Emission) => {
     const event = parseEvent(emission);
     if (event !== null) {
-      listener.take(event);
+      listener.receive(event);
     }
   };
   const lost = () => listener.doubt();

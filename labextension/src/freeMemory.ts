@@ -14,16 +14,16 @@ import { bytes } from './words';
 export async function freeMemory(context: IContext, notifier: Notifier, gpu: IGpu): Promise<void> {
   const { kernels, preferences, services, trans } = context;
   await kernels.reload();
-  const leaving = Object.keys(gpu.kernels)
+  const idle = Object.keys(gpu.kernels)
     .map(id => kernels.get(id))
     .filter(kernel => isIdle(context, kernel));
-  if (leaving.length === 0) {
+  if (idle.length === 0) {
     Notification.info(trans.__('No kernel on this GPU is idle and unprotected.'), { autoClose: 5000 });
     return;
   }
-  const freed = bytes(leaving.reduce((total, kernel) => total + (gpu.kernels[kernel.id] ?? 0), 0));
+  const freed = bytes(idle.reduce((total, kernel) => total + (gpu.kernels[kernel.id] ?? 0), 0));
   if (preferences.values.confirmFreeMemory) {
-    const names = leaving.map(kernel => nameOf(services, kernel.id)).join(', ');
+    const names = idle.map(kernel => nameOf(services, kernel.id)).join(', ');
     const answer = await showDialog({
       title: trans.__('Free memory on %1?', gpu.name),
       body: trans.__('%1 would be suspended, which frees %2. The next cell brings a kernel back.', names, freed),
@@ -34,7 +34,7 @@ export async function freeMemory(context: IContext, notifier: Notifier, gpu: IGp
     }
   }
   await Promise.all(
-    leaving.map(kernel =>
+    idle.map(kernel =>
       kernels.begin(kernel.id, 'suspend').catch((error: unknown) => notifier.refused(kernel, 'suspend', error))
     )
   );

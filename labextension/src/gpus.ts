@@ -26,7 +26,7 @@ export class Gpus {
     this._changed.emit();
   }
 
-  take(event: ServerEvent): void {
+  receive(event: ServerEvent): void {
     if (event.kind === 'gpus' && this.list !== null) {
       this.list = this.list.map(gpu => moved(gpu, event));
       this.gpuSecondsFreed = event.gpu_seconds_freed;

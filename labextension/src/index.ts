@@ -56,9 +56,9 @@ function activate(
       );
   }
   follow(services, {
-    take: event => {
-      kernels.take(event);
-      gpus.take(event);
+    receive: event => {
+      kernels.receive(event);
+      gpus.receive(event);
     },
     doubt: () => kernels.doubt()
   });

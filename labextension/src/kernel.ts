@@ -114,7 +114,7 @@ export class KernelModel {
   }
 
   /** Move on by an event at `now` (seconds); what ended with it, if something did. */
-  take(event: ServerEvent, now: number): IOutcome | null {
+  receive(event: ServerEvent, now: number): IOutcome | null {
     switch (event.kind) {
       case 'state': {
         const progress = this.progress;

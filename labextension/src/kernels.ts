@@ -221,12 +221,12 @@ export class Kernels {
   }
 
   /** Move on by an event. */
-  take(event: ServerEvent): void {
+  receive(event: ServerEvent): void {
     this._doubtUntil = 0;
     const now = this._now() / 1000;
     if (event.kind === 'gpus') {
       for (const model of this._models.values()) {
-        model.take(event, now);
+        model.receive(event, now);
       }
       this._changed.emit(null);
       return;
@@ -235,7 +235,7 @@ export class Kernels {
     const model = known ?? new KernelModel(event.kernel_id);
     this._models.set(model.id, model);
     this._events.set(model.id, (this._events.get(model.id) ?? 0) + 1);
-    const outcome = model.take(event, now);
+    const outcome = model.receive(event, now);
     this._attend(model);
     this._changed.emit(model);
     if (outcome !== null) {

@@ -31,12 +31,12 @@ export class Preferences {
   /** Follow the settings of `plugin`; without them the defaults stay. */
   async load(registry: ISettingRegistry, plugin: string): Promise<void> {
     const settings = await registry.load(plugin);
-    const take = () => {
+    const update = () => {
       this.values = { ...this.values, ...(settings.composite as unknown as ISettings) };
       this._changed.emit();
     };
-    settings.changed.connect(take);
-    take();
+    settings.changed.connect(update);
+    update();
   }
 
   private readonly _changed = new Signal<this, void>(this);

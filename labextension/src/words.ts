@@ -95,19 +95,18 @@ export function step(name: string, trans: TranslationBundle): string {
 /** Characters of a notification that JupyterLab shows. */
 const SHOWN = 140;
 
-/** A failure in as many characters as are shown: what happened, what to do, and as much of the cause as there is room for. */
+/** A failure in as many characters as are shown: what happened, what to do, and as much of the cause as fits. */
 export function failure(what: string, cause: string, hint: string): string {
-  const room = SHOWN - what.length - hint.length - 2;
-  const said = cut(cause, room);
-  return cut([what, said, hint].filter(Boolean).join(' '), SHOWN);
+  const left = SHOWN - what.length - hint.length - 2;
+  return cut([what, cut(cause, left), hint].filter(Boolean).join(' '), SHOWN);
 }
 
-/** The words of `text` that fit into `room` characters; none if that would be hardly more than the first. */
-export function cut(text: string, room: number): string {
-  if (text.length <= room) {
+/** The words of `text` that fit into `length` characters; none if that would be hardly more than the first. */
+export function cut(text: string, length: number): string {
+  if (text.length <= length) {
     return text;
   }
-  const end = text.lastIndexOf(' ', room - 1);
+  const end = text.lastIndexOf(' ', length - 1);
   return end < 16 ? '' : `${text.slice(0, end)}…`;
 }
 

@@ -15,14 +15,14 @@ const LOADED: IGpus = {
 
 test('events before the first load are nobody’s', () => {
   const gpus = new Gpus({ gpus: () => Promise.resolve(LOADED) });
-  gpus.take({ kind: 'gpus', at: 1, gpus: [], gpu_seconds_freed: 0 });
+  gpus.receive({ kind: 'gpus', at: 1, gpus: [], gpu_seconds_freed: 0 });
   expect(gpus.list).toBeNull();
 });
 
 test('an event moves a GPU on and makes its history longer, level until then', async () => {
   const gpus = new Gpus({ gpus: () => Promise.resolve(LOADED) });
   await gpus.load();
-  gpus.take({
+  gpus.receive({
     kind: 'gpus',
     at: 1100,
     gpus: [{ uuid: 'a', used: 40, kernels: { k: 40 } }],
@@ -41,7 +41,7 @@ test('history is as long as the window', async () => {
   const gpus = new Gpus({ gpus: () => Promise.resolve(LOADED) });
   await gpus.load();
   const at = 1001 + WINDOW;
-  gpus.take({ kind: 'gpus', at, gpus: [{ uuid: 'a', used: 4, kernels: {} }], gpu_seconds_freed: 9 });
+  gpus.receive({ kind: 'gpus', at, gpus: [{ uuid: 'a', used: 4, kernels: {} }], gpu_seconds_freed: 9 });
   expect(gpus.list?.[0]?.history.map(([when]) => when)).toEqual([at, at]);
 });
 

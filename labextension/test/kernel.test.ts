@@ -59,11 +59,11 @@ test('a listing, which does not say what it holds, leaves what is known', () => 
 
 test('a checkpoint: its phases, its progress, and its outcome', () => {
   const model = running();
-  expect(model.take(state('dumping', 'running'), 10)).toBeNull();
+  expect(model.receive(state('dumping', 'running'), 10)).toBeNull();
   expect(model.phase).toBe('checkpointing');
-  model.take(step(0.4), 11);
+  model.receive(step(0.4), 11);
   expect(model.progress).toMatchObject({ fraction: 0.4, step: 'dump', bytes: 10, expected: 400 });
-  const outcome = model.take(state('checkpointed', 'dumping', { image: 'i', device_bytes: 400 }), 12.5);
+  const outcome = model.receive(state('checkpointed', 'dumping', { image: 'i', device_bytes: 400 }), 12.5);
   expect(outcome).toEqual({ verb: 'checkpoint', seconds: 2.5, freed: 400, failure: null });
   expect([model.phase, model.image, model.swappedOut, model.deviceBytes, model.progress]).toEqual([
     'checkpointed',
@@ -76,35 +76,35 @@ test('a checkpoint: its phases, its progress, and its outcome', () => {
 
 test('progress never goes back', () => {
   const model = running();
-  model.take(state('dumping', 'running'), 10);
-  model.take(step(0.6), 11);
-  model.take(step(0.5), 11);
+  model.receive(state('dumping', 'running'), 10);
+  model.receive(step(0.6), 11);
+  model.receive(step(0.5), 11);
   expect(model.progress?.fraction).toBe(0.6);
 });
 
 test('steps that nobody saw begin are nobody’s progress', () => {
   const model = running();
-  model.take(step(0.5), 11);
-  model.take(step(0.5, { verb: '' }), 11);
+  model.receive(step(0.5), 11);
+  model.receive(step(0.5, { verb: '' }), 11);
   expect(model.progress).toBeNull();
 });
 
 test('a wake ends with nothing away', () => {
   const model = running();
-  model.take(state('checkpointed', 'dumping', { device_bytes: 400, image: 'i' }), 1);
-  model.take(state('restoring', 'checkpointed', { device_bytes: 400, image: 'i' }), 2);
+  model.receive(state('checkpointed', 'dumping', { device_bytes: 400, image: 'i' }), 1);
+  model.receive(state('restoring', 'checkpointed', { device_bytes: 400, image: 'i' }), 2);
   expect([model.phase, model.asleep]).toEqual(['waking', true]);
-  const outcome = model.take(state('running', 'restoring', { device_bytes: 400 }), 5);
+  const outcome = model.receive(state('running', 'restoring', { device_bytes: 400 }), 5);
   expect(outcome).toMatchObject({ verb: 'restore', seconds: 3, failure: null });
   expect([model.phase, model.swappedOut]).toEqual(['running', 0]);
 });
 
 test('a failure comes from its own event, not from the undo', () => {
   const model = running();
-  model.take(state('suspending', 'running'), 1);
-  expect(model.take(state('running', 'suspending'), 2)).toBeNull();
+  model.receive(state('suspending', 'running'), 1);
+  expect(model.receive(state('running', 'suspending'), 2)).toBeNull();
   const failure = { verb: 'suspend' as const, step: 'preflight', code: 'BUSY', hint: 'wait', left: 'it runs on' };
-  const outcome = model.take({ kind: 'failure', kernel_id: 'k', ...failure }, 2);
+  const outcome = model.receive({ kind: 'failure', kernel_id: 'k', ...failure }, 2);
   expect(outcome?.failure).toMatchObject(failure);
   expect(model.failure?.code).toBe('BUSY');
 });
@@ -113,7 +113,7 @@ test('a requested verb shows at once, until the server says more', () => {
   const model = running();
   model.requested = 'checkpoint';
   expect(model.phase).toBe('checkpointing');
-  model.take(state('dumping', 'running'), 1);
+  model.receive(state('dumping', 'running'), 1);
   expect(model.requested).toBeNull();
 });
 
@@ -123,7 +123,7 @@ test('what a running kernel holds follows the GPUs', () => {
     { uuid: 'GPU-a', used: 9, kernels: { k: 5, other: 4 } },
     { uuid: 'GPU-b', used: 2, kernels: { k: 2 } }
   ];
-  model.take({ kind: 'gpus', at: 1, gpus, gpu_seconds_freed: 0 }, 1);
+  model.receive({ kind: 'gpus', at: 1, gpus, gpu_seconds_freed: 0 }, 1);
   expect(model.deviceBytes).toBe(7);
 });
 

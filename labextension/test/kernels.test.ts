@@ -75,8 +75,8 @@ test('a kernel is loaded at the first request for it, and once', async () => {
 test('nothing is requested while events flow, however long', async () => {
   kernels.get('a');
   await pass();
-  kernels.take(state('a', 'dumping', 'running'));
-  kernels.take(state('a', 'checkpointed', 'dumping'));
+  kernels.receive(state('a', 'dumping', 'running'));
+  kernels.receive(state('a', 'checkpointed', 'dumping'));
   await pass(3600_000);
   expect(server.requested).toEqual(['a']);
   expect(kernels.get('a').phase).toBe('checkpointed');
@@ -84,12 +84,12 @@ test('nothing is requested while events flow, however long', async () => {
 
 test('a document that is older than an event is not believed', async () => {
   kernels.get('a'); // the answer is under way
-  kernels.take(state('a', 'dumping', 'running'));
+  kernels.receive(state('a', 'dumping', 'running'));
   server.there.set('a', kernelDocument('a', { state: 'dumping' }));
   await pass();
   expect(kernels.get('a').phase).toBe('checkpointing');
   const listed = kernels.reload();
-  kernels.take(state('a', 'checkpointed', 'dumping'));
+  kernels.receive(state('a', 'checkpointed', 'dumping'));
   await listed;
   expect(kernels.get('a').phase).toBe('checkpointed');
 });
@@ -104,7 +104,7 @@ test('in doubt the server is requested again and again, until an event comes', a
   expect(kernels.get('a').phase).toBe('checkpointed');
   const looks = server.requested.length;
   expect(looks).toBeGreaterThan(2);
-  kernels.take(state('a', 'checkpointed', 'dumping'));
+  kernels.receive(state('a', 'checkpointed', 'dumping'));
   await pass(60_000);
   expect(server.requested.length).toBeLessThanOrEqual(looks + 1);
 });
@@ -144,8 +144,8 @@ test('a verb shows at once, and its end is reported', async () => {
   const begun = kernels.begin('a', 'checkpoint');
   expect(kernels.get('a').phase).toBe('checkpointing');
   await begun;
-  kernels.take(state('a', 'dumping', 'running'));
-  kernels.take(state('a', 'checkpointed', 'dumping'));
+  kernels.receive(state('a', 'dumping', 'running'));
+  kernels.receive(state('a', 'checkpointed', 'dumping'));
   expect(ended.map(({ outcome }) => outcome.verb)).toEqual(['checkpoint']);
   await pass(5000);
   expect(server.requested).toEqual(['a', 'checkpoint a']);
@@ -194,7 +194,7 @@ test('an event right after a doubt does not take the place of the look', async (
   await pass();
   server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   kernels.doubt();
-  kernels.take(state('b', 'running', 'starting'));
+  kernels.receive(state('b', 'running', 'starting'));
   await pass(1);
   expect(kernels.get('a').phase).toBe('checkpointed');
 });
@@ -202,7 +202,7 @@ test('an event right after a doubt does not take the place of the look', async (
 test('a verb that is silent for long is requested after', async () => {
   kernels.get('a');
   await pass();
-  kernels.take(state('a', 'dumping', 'running'));
+  kernels.receive(state('a', 'dumping', 'running'));
   server.there.set('a', kernelDocument('a', { state: 'checkpointed' }));
   await pass(9_000);
   expect(kernels.get('a').phase).toBe('checkpointing');
@@ -218,7 +218,7 @@ test('a verb that waits for a cell shows as such, not as under way', async () =>
   expect(server.requested).toEqual(['a', 'checkpoint a when idle']);
   const model = kernels.get('a');
   expect([model.phase, model.waiting?.id]).toEqual(['running', 'j']);
-  kernels.take(state('a', 'dumping', 'running'));
+  kernels.receive(state('a', 'dumping', 'running'));
   expect(model.waiting).toBeNull();
 });
 
@@ -245,9 +245,9 @@ test('a verb that was taken back elsewhere waits no more', async () => {
 test('a protection that was set elsewhere is known by its event', async () => {
   kernels.get('a');
   await pass();
-  kernels.take({ kind: 'protection', kernel_id: 'a', protected_until: Date.now() / 1000 + 60 });
+  kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: Date.now() / 1000 + 60 });
   expect(kernels.get('a').policy?.protected_s).toBeCloseTo(60, 0);
-  kernels.take({ kind: 'protection', kernel_id: 'a', protected_until: null });
+  kernels.receive({ kind: 'protection', kernel_id: 'a', protected_until: null });
   expect(kernels.get('a').policy?.protected_s).toBe(0);
 });
 
@@ -280,7 +280,7 @@ describe('a kernel that prints', () => {
   });
 
   test('is not polled while the events of its wake come', async () => {
-    kernels.take(state('a', 'restoring', 'checkpointed'));
+    kernels.receive(state('a', 'restoring', 'checkpointed'));
     await kernels.heard('a');
     expect(server.requested).toEqual([]);
   });

@@ -260,7 +260,7 @@ def test_refused_it_says_why_and_that_nothing_was_lost(tab):
     toast.get_by_text("Details").click()
     details = tab.page.locator(".jp-Dialog-body")
     details.wait_for()
-    assert "child process(es) that prevent it" in details.inner_text()
+    assert "1 child process that prevents it" in details.inner_text()
     tab.page.locator(".jp-Dialog .jp-mod-accept").click()
     tab.wait_for_phase("running")
 

@@ -68,7 +68,7 @@ def test_children_that_prevent_it_are_named_with_the_reason_and_the_error_has_th
     assert finding.blocks
     assert isinstance(finding.error, ChildProcesses)
     assert finding.error.details["pids"] == pids[1:]
-    assert "5 child process(es) that prevent it" in finding.text
+    assert "5 child processes that prevent it" in finding.text
     assert f"worker-1 (pid {pids[1]}: it has left)" in finding.text
     assert "and 2 more" in finding.text
     with pytest.raises(ChildProcesses):
@@ -231,7 +231,7 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
             (finding,) = preflight.judge_connections(pids)
             assert finding.code == "CONNECTIONS"
             assert not finding.blocks
-            assert finding.text.startswith("2 open connection(s) to the outside will come back closed. A write to one ")
+            assert finding.text.startswith("2 open connections to the outside will come back closed. A write to one ")
             assert f"(pid {pids[0]})" in finding.text
             assert f"(pid {pids[1]})" not in finding.text
     assert preflight.judge_connections(pids) == []

@@ -558,11 +558,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "connection that waits": (
         "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(3); c = socket.create_connection(s.getsockname())",
-        "1 connection(s) to port ",
+        "1 connection to port ",
     ),
     "SCM_RIGHTS": (
         "a, b = socket.socketpair(); a.send(b'x'); socket.send_fds(a, [b'y'], [0])",
-        "1 descriptor(s) sent through a unix socket (SCM_RIGHTS)",
+        "1 descriptor sent through a unix socket (SCM_RIGHTS)",
     ),
     "SCM_CREDENTIALS": (
         "a, b = socket.socketpair(); b.setsockopt(1, 16, 1); a.send(b'x')",

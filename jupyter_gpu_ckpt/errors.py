@@ -120,7 +120,7 @@ class KernelBusy(PreflightError, code="KERNEL_BUSY"):
 class ChildProcesses(PreflightError, code="CHILD_PROCESSES"):
     """The kernel has child processes that cannot be saved with it."""
 
-    default_hint = "End these processes and try again. A suspend, which frees the GPU, may be possible meanwhile."
+    default_hint = "End these child processes and try again; or suspend the kernel."
 
 
 class DebuggerAttached(PreflightError, code="DEBUGGER_ATTACHED"):

@@ -98,7 +98,8 @@ const SHOWN = 140;
 /** A failure in as many characters as are shown: what happened, what to do, and as much of the cause as fits. */
 export function failure(what: string, cause: string, hint: string): string {
   const left = SHOWN - what.length - hint.length - 2;
-  return cut([what, cut(cause, left), hint].filter(Boolean).join(' '), SHOWN);
+  const shown = left < cause.length / 3 ? '' : cut(cause, left); // a few words of it say nothing
+  return cut([what, shown, hint].filter(Boolean).join(' '), SHOWN);
 }
 
 /** The words of `text` that fit into `length` characters; none if that would be hardly more than the first. */

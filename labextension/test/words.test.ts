@@ -13,6 +13,14 @@ test('a failure carries its hint, however long the cause is', () => {
   expect(text).toBe(`${WHAT} ${HINT}`);
 });
 
+test('a failure leaves out a cause of which only the first words fit', () => {
+  const hint = 'End these child processes and try again; or suspend the kernel.';
+  const cause = 'The kernel has 1 child process that prevents it: sleep 600 (pid 7: it has left).';
+  expect(words.failure('refused_it.ipynb was not put to sleep. Nothing was lost.', cause, hint)).toBe(
+    `refused_it.ipynb was not put to sleep. Nothing was lost. ${hint}`
+  );
+});
+
 test('of the cause a failure has as much as there is room for, in whole words', () => {
   const text = words.failure(
     WHAT,

@@ -92,7 +92,7 @@ async def test_what_preflight_refuses_fails_in_the_cell_with_code_and_hint(kerne
     _, _, reply = await said(kernel, "%gpu_checkpoint")
     assert reply["ename"] == "RequestRefused"
     assert reply["traceback"][0].startswith("CHILD_PROCESSES: The kernel has 1 child process")
-    assert reply["traceback"][-1].startswith("Hint: End these processes")
+    assert reply["traceback"][-1].startswith("Hint: End these child processes")
     assert len(reply["traceback"]) == 3, "no stack of ours"
     assert "not now" in await kernel.run("%gpu_checkpoint --status")
     caught = "try:\n    get_ipython().run_line_magic('gpu_checkpoint', '')\nexcept Exception as e:\n    print(e.code)"

@@ -121,7 +121,7 @@ async def test_a_refusal_is_shown_with_its_hint(browser):
     await browser.run(DAEMON)
     browser.press("checkpoint")
     await browser.listen(lambda: "CHILD_PROCESSES" in (browser.shown("message") or ""))
-    assert "Hint: End these processes" in browser.shown("message") and browser.shown("state") == "running"
+    assert "Hint: End these child processes" in browser.shown("message") and browser.shown("state") == "running"
     assert browser.kernel.state == "running"
     await browser.run(f"{END_DAEMON}panel.refresh()")
     assert browser.shown("message") == ""

@@ -186,7 +186,7 @@ def test_a_notification_ends_before_the_next_of_its_kind(tab):
         until(lambda: refused() or tab.page.wait_for_timeout(20))
         toast = tab.toast("was not put to sleep. Nothing was lost.")
     until(lambda: tab.page.locator(TOAST).count() == 1 or tab.page.wait_for_timeout(20))
-    assert "End these processes and try again." in toast.inner_text()
+    assert "End these child processes and try again; or suspend the kernel." in toast.inner_text()
     server.run(tab.kernel_id(), END_DAEMON)
     tab.choose("Put kernel to sleep")
     tab.wait_for_phase("checkpointed")

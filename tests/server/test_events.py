@@ -118,7 +118,7 @@ def test_a_failure_names_code_and_hint_and_what_is_left(live, kernel_id):
         failure = next_event()
     assert failure["schema_id"] == FAILURE
     assert failure["code"] == "CHILD_PROCESSES" and failure["step"] == "preflight" and failure["verb"] == "checkpoint"
-    assert "End these processes" in failure["hint"] and failure["left"] == "the kernel runs on"
+    assert "End these child processes" in failure["hint"] and failure["left"] == "the kernel runs on"
     (broken,) = (event for event in events if event.get("status") == "failed")
     assert broken["code"] == "CHILD_PROCESSES"
 

@@ -223,7 +223,7 @@ class Cuda(Facade):
 
 
 def _is_same_file(pid: int, other: int, number: int) -> bool:
-    """Whether two processes have the same open file under one number."""
+    """Return whether two processes have the same open file under one number."""
     try:
         return syscalls.call("kcmp", pid, other, syscalls.KCMP_FILE, number, number) == 0
     except OSError:  # it has none, or one of them has ended

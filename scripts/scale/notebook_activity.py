@@ -1,6 +1,6 @@
 """Synthetic notebook activity: working hours of users, duration of cells, pauses between them.
 
-Fitted to three figures published of production notebook clusters for interactive training (such clusters are told of by
+Fitted to three figures published of production notebook clusters for interactive training (such as those of
 Carver et al., NotebookOS, ASPLOS 2026, arXiv:2503.20591): half of the cells run less than 2 minutes, the median gap
 between them is 5 minutes, and reserved GPUs are idle more than 80 % of the time.  All else here is an assumption, named
 in `Habits`.  Every user has a random stream of their own: the same seed gives the same activity, whatever is done with

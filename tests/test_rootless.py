@@ -182,6 +182,15 @@ def test_terminals_and_shared_memory_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_forked_workers_as_an_ordinary_user(place, criu):
+    """Who cannot see which page frames processes share."""
+    nobody = Nobody(place, criu)
+    said = nobody.run(pytest_of("tests/lifecycle/test_forked_workers.py"), timeout=HANGS)
+    assert " skipped" not in said
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
     """Without the right to repair a connection, and to open a file by its handle."""
     nobody = Nobody(place, criu)

@@ -17,7 +17,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,8 @@ _REMAP_LINKED, _REMAP_GHOST = 0, 1
 _MM_VMAS = 14
 _VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS = 4, 5, 6, 7
 _VMA_KEYS = tuple(bytes([number << 3]) for number in (_VMA_FILE, _VMA_PROT, _VMA_FLAGS, _VMA_STATUS))
-_VARINTS = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
+#: The words of a message all fields of which are varints: keys and values in turns.
+VARINTS = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
 _VMA_OF_FILE = 1 << 6 | 1 << 7
 #: The name that a dump with ``--link-remap`` gives to an open file whose own name was deleted (files-reg.c).
 _LINK_NAME = re.compile(r"link_remap\.\d+")
@@ -218,7 +219,7 @@ def _mapped(directory: Path) -> tuple[set[int | None], set[int | None]]:
             for number, _, value in fields_of(record):
                 if number == _MM_VMAS and isinstance(value, bytes):
                     # Thousands of them, all fields of which are varints: only different ones are decoded.
-                    words = _VARINTS.findall(value)
+                    words = VARINTS.findall(value)
                     fields = dict(zip(words[::2], words[1::2], strict=False))
                     areas.add(tuple(fields.get(key, b"\0") for key in _VMA_KEYS))
     writes: set[int | None] = set()
@@ -249,15 +250,17 @@ def ports(directory: Path) -> list[Port]:
     return sorted(found, key=lambda port: (port.number, port.type, port.address))
 
 
-def view(directory: Path, target: Path, changed: Container[str]) -> Path:
+def view(directory: Path, target: Path, changed: Collection[str]) -> Path:
     """Make ``target`` a view of the dump in ``directory`` without the sizes and modes of the ``changed`` paths.
 
     Returns ``target``, whose links must be removed when the restore is over.  Raises `ImageFormat`, `OSError`.
     """
     target.mkdir(mode=0o700)
     for path in directory.iterdir():
-        if path.name != _FILES:
+        if path.name != _FILES or not changed:
             (target / path.name).symlink_to(path)
+    if not changed:
+        return target
     rewritten = []
     for record in records(directory / _FILES, FILES_MAGIC):
         fields = submessage(record, _ENTRY_REG)
@@ -397,5 +400,5 @@ def _numbers(fields: list[Field], wanted: int) -> list[int]:
         if isinstance(value, int):
             found.append(value)
         else:
-            found += [varint(word)[0] for word in _VARINTS.findall(value)]
+            found += [varint(word)[0] for word in VARINTS.findall(value)]
     return found

@@ -260,6 +260,8 @@ class Attempt:
     notes: dict[str, Any] = field(default_factory=dict)
     #: Bytes of device memory that were written beside CRIU's files.
     swapped_bytes: int = 0
+    #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
+    dropped_bytes: int = 0
 
     # of a restore
     lease: Lease | None = None

@@ -11,15 +11,17 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .. import errors
+from .. import errors, procfs
 from ..criu import images, tasks
+from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
 from ..errors import GpuCkptError
+from ..files.disk import mapped_errors
 from ..image import chunk_cache, device_memory, layout
 from ..image.background_task import BackgroundTask
 from ..image.chunk_cache import ChunkCache
@@ -37,6 +39,8 @@ _log = logging.getLogger(__name__)
 #: Dumps of this process at once.  Each takes some MiB of pipes, and Linux gives an ordinary user 64 MiB of them for all
 #: processes together (fs.pipe-user-pages-soft, pipe(7)): 20 at once had enough, of 50 a quarter did not.
 _TURNS = threading.BoundedSemaphore(8)
+#: Seconds from one look at how far CRIU is to the next.
+_LOOK = 0.005
 #: Dumps that are tried while a child of the kernel is killed during each.
 _TRIES = 3
 
@@ -155,7 +159,12 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
     needed = bytes + preflight.MARGIN + host_memory.spilled_bytes(kernel)
     attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, needed)  # `Lifecycle.written` counts it
     try:
-        with draft.work_directory() as work, device_memory_written(attempt, draft), _turn_to_dump(kernel):
+        with (
+            draft.work_directory() as work,
+            device_memory_written(attempt, draft),
+            _turn_to_dump(kernel),
+            _shared_pages_dropped(attempt, draft),
+        ):
             deadline, freeze = kernel.deadline(bytes), kernel.saved.cuda
             children = [pid for pid in cuda_processes.states(kernel) if pid != capsule.host_pid] if freeze else []
             draft.note_before_dump(capsule.processes())
@@ -168,13 +177,60 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
             attempt.fingerprint = _fingerprint(attempt, draft.criu_directory)
             attempt.notes = _require_proven(inspection.result(), draft.criu_directory)
         _require_fit(kernel)  # the parent of a process may have been killed meanwhile: then it is not in the image
-        return draft.size()
+        return draft.size() + attempt.dropped_bytes
     except BaseException:
         attempt.draft = None
         draft.discard()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
             capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
         raise
+
+
+@contextlib.contextmanager
+def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
+    """Drop pages that processes share from what CRIU writes in the body, meanwhile; all of them after the body."""
+    kernel, ended = attempt.kernel, threading.Event()
+    attempt.dropped_bytes = 0
+    processes = kernel.require_capsule().processes()
+    if not processes[1:]:
+        yield
+        return
+    pages = SharedPages(draft.criu_directory, _parents(processes))
+
+    def work(check_task: Callable[[], None]) -> None:
+        def check_cancelled() -> None:
+            attempt.dropped_bytes = pages.dropped
+            kernel.cancellation.check()
+            check_task()
+
+        while not ended.wait(_LOOK):
+            check_cancelled()
+            pages.advance(check_cancelled)
+        pages.finish(check_cancelled)
+
+    task = BackgroundTask("gpu-ckpt-pages", work)
+    try:
+        yield
+    except BaseException:
+        task.cancel()
+        ended.set()
+        with contextlib.suppress(Exception):  # the body's own error says more
+            task.wait()
+        raise
+    ended.set()
+    with mapped_errors(kernel.engine.store.root):
+        task.wait()
+    attempt.dropped_bytes = pages.dropped
+
+
+def _parents(pids: Iterable[int]) -> dict[str, str]:
+    """Return the parents of processes with these host pids, by pid, as the processes see both; not of ended ones."""
+    inner, parents = {}, {}
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            inner[pid] = procfs.status(pid)["NSpid"].split()[-1]
+            parents[pid] = procfs.stat(pid).parent
+    return {inner[pid]: inner[parent] for pid, parent in parents.items() if parent in inner}
 
 
 def _require_restorable(directory: Path) -> None:
@@ -330,7 +386,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         gpus=[dataclasses.asdict(gpu) for gpu in engine.gpus.list()] if saved.cuda else [],
         cuda=saved.cuda,
         device_bytes=saved.device_bytes,
-        memory=attempt.swapped_bytes + pages,
+        memory=attempt.swapped_bytes + pages + attempt.dropped_bytes,  # as if a restore shared none of them again
     )
 
 

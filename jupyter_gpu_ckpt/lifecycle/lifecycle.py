@@ -74,9 +74,11 @@ class Lifecycle:
         return host_memory.resident(self.kernel)
 
     def written(self) -> int:
-        """Return the bytes on the disk of the image that is being made; 0 while none is.  From any thread."""
+        """Return the bytes written of the image that is being made; 0 while none is.  From any thread."""
         attempt = self.kernel.attempt
-        return draft.size() if attempt is not None and (draft := attempt.draft) is not None else 0
+        if attempt is None or (draft := attempt.draft) is None:
+            return 0
+        return draft.size() + attempt.dropped_bytes
 
     def findings(self, *, writes: bool = True) -> list[PreflightFinding]:
         """Return what preflight says of a checkpoint now, or of a suspend, which ``writes`` no image.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
-from ..criu import images
+from ..criu import images, shared_pages
 from ..errors import CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
 from ..files.disk import mapped_errors
 from ..image import device_memory, layout, links
@@ -214,12 +214,19 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
 
 @contextlib.contextmanager
 def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or where changed files are accepted a view of them that names those as they are now."""
-    if not attempt.changed_files:
+    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages."""
+    references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
+    if not attempt.changed_files and not references:
         yield directory
         return
-    with tempfile.TemporaryDirectory(prefix="view-", dir=attempt.kernel.home.runtime_dir) as view:
-        yield images.view(directory, Path(view) / layout.CRIU, attempt.changed_files)
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="view-", dir=runtime_dir))
+            view = images.view(directory, Path(temporary) / layout.CRIU, attempt.changed_files)
+            shared_pages.add_parents(directory, view, references)
+        except OSError as error:
+            raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
+        yield view
 
 
 def _require_read(attempt: Attempt) -> None:

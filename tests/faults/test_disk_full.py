@@ -40,11 +40,12 @@ def small(tmp_path):
     subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=60)
 
 
-async def test_a_disk_of_twenty_sizes(small, tmp_path, runtime_base, criu_binary, monkeypatch):
+@pytest.mark.parametrize("family", [False, True], ids=["alone", "family"])
+async def test_a_disk_of_twenty_sizes(small, tmp_path, runtime_base, criu_binary, monkeypatch, family):
     """Preflight would refuse; here it sees free space, as when others fill the disk meanwhile."""
     monkeypatch.setattr(Store, "free", lambda self: 1 << 40)
     async with notebook(tmp_path, runtime_base, drain_timeout=5.0) as kernel:
-        subject = await Subject.of(kernel, tmp_path)
+        subject = await Subject.of(kernel, tmp_path, family=family)
         image = await kernel.provisioner.checkpoint()
         whole = sum(path.stat().st_blocks * 512 for path in image.path.rglob("*"))
         await subject.wakes()

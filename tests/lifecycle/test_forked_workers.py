@@ -1,0 +1,285 @@
+"""Workers that share most of their memory since a fork: their image has it once, and they share it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from harness import Notebook, notebook
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.criu import shared_pages
+from jupyter_gpu_ckpt.criu.shared_pages import SharedPages
+from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace, RuntimeDirectory
+from jupyter_gpu_ckpt.image.store import Store
+from jupyter_gpu_ckpt.transfer import archive
+from jupyter_gpu_ckpt.transfer.remote import Remote
+
+MB = 1_000_000
+#: Each worker has the kernel's memory, and some of its own; `wrong` names those that differ.  A mapping that the advice
+#: keeps from being joined with others is the same one in all processes: CRIU lets them share no other one again.
+WORKERS = """
+import hashlib, mmap, multiprocessing, os, random
+held = mmap.mmap(-1, 40_000_000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+held.madvise(mmap.MADV_DONTDUMP)
+held[:] = random.Random(7).randbytes(40_000_000)
+expected = hashlib.sha256(held).hexdigest()
+
+def serve(number, pipe):
+    own = bytearray(random.Random(number).randbytes(1_000_000))
+    for command in iter(pipe.recv, None):
+        if command == "change":
+            own[::5000] = bytes(byte ^ 1 for byte in own[::5000])
+        pipe.send((hashlib.sha256(held).hexdigest(), hashlib.sha256(own).hexdigest()))
+
+context = multiprocessing.get_context("fork")
+class Worker:
+    def __init__(self, number):
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(number, other), daemon=True)
+        self.process.start()
+        self.own = bytearray(random.Random(number).randbytes(1_000_000))
+    def ask(self, command="show"):
+        self.pipe.send(command)
+        if command == "change":
+            self.own[::5000] = bytes(byte ^ 1 for byte in self.own[::5000])
+        return self.pipe.recv() == (expected, hashlib.sha256(self.own).hexdigest())
+
+workers = [Worker(number) for number in range(4)]
+def wrong(command="show"):
+    return [number for number, one in enumerate(workers) if one.process.is_alive() and not one.ask(command)]
+assert not wrong()
+"""
+
+
+def unique(kernel: Notebook) -> int:
+    """Bytes of the tree's memory, each shared page once (PSS)."""
+    found = 0
+    for pid in kernel.lifecycle.capsule.processes():
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+    return found
+
+
+@asynccontextmanager
+async def forked(tmp_path: Path, runtime_base: Path, code: str = WORKERS, **traits):
+    async with notebook(tmp_path, runtime_base, **traits) as kernel:
+        await kernel.run(code)
+        yield kernel
+
+
+@pytest.fixture
+async def forks(tmp_path, runtime_base, criu_binary):
+    async with forked(tmp_path, runtime_base) as kernel:
+        yield kernel
+
+
+async def wakes(kernel: Notebook, command: str = "show") -> None:
+    assert await kernel.run(f"print(wrong({command!r}))") == "[]"
+    await kernel.settled("running")
+
+
+async def test_an_image_is_as_large_as_what_the_tree_has_of_its_own(forks):
+    """Two cycles: after the first the processes share their memory by what CRIU has made of it."""
+    for command in ("change", "show"):
+        memory = unique(forks)
+        image = await forks.provisioner.checkpoint()
+        assert image.manifest.bytes <= 1.1 * memory
+        assert len(shared_pages.references(image.criu_directory)) == 4
+        needed = image.manifest.fingerprint["memory"]
+        assert needed > 5 * 40 * MB, "as if they did not share it again"
+        await wakes(forks, command)
+    # Not after the first wake: `held` is sometimes not shared then, also from images with each page of each process.
+    assert unique(forks) < needed / 2, "they do"
+
+
+async def test_a_kernel_that_is_alone_has_no_reference(kernel):
+    await kernel.run("import os; held = os.urandom(1_000_000)")
+    image = await kernel.provisioner.checkpoint()
+    assert shared_pages.references(image.criu_directory) == {}
+    assert not list(image.criu_directory.glob("shared-pages*"))
+
+
+async def test_workers_whose_kernel_has_changed_its_memory_since(forks):
+    await forks.run("held = random.Random(8).randbytes(40_000_000)")
+    memory = unique(forks)
+    image = await forks.provisioner.checkpoint()
+    assert image.manifest.bytes <= 1.1 * memory
+    await wakes(forks, "change")
+    await forks.provisioner.checkpoint()
+    await wakes(forks)
+    assert await forks.run("print(held == random.Random(8).randbytes(40_000_000))") == "True"
+
+
+NESTED = (
+    WORKERS
+    + """
+def branch(pipe):
+    global held
+    more = random.Random(9).randbytes(20_000_000)
+    def leaf(pipe):
+        for _ in iter(pipe.recv, None):
+            pipe.send(hashlib.sha256(held[:] + more).hexdigest())
+    pairs = [context.Pipe() for _ in range(3)]
+    leaves = [context.Process(target=leaf, args=(other,), daemon=True) for _, other in pairs]
+    for one in leaves: one.start()
+    for _ in iter(pipe.recv, None):
+        for mine, _ in pairs: mine.send("show")
+        pipe.send({mine.recv() for mine, _ in pairs})
+pipe, other = context.Pipe()
+trunk = context.Process(target=branch, args=(other,))
+trunk.start()
+leaves = hashlib.sha256(held[:] + random.Random(9).randbytes(20_000_000)).hexdigest()
+def nested():
+    pipe.send("show")
+    return pipe.recv() == {leaves}
+assert nested()
+"""
+)
+
+
+async def test_forks_of_forks(tmp_path, runtime_base, criu_binary):
+    async with forked(tmp_path, runtime_base, NESTED) as kernel:
+        for _ in range(2):
+            memory = unique(kernel)
+            image = await kernel.provisioner.checkpoint()
+            assert image.manifest.bytes <= 1.1 * memory
+            assert len(shared_pages.references(image.criu_directory)) == 8
+            assert await kernel.run("print(wrong(), nested())") == "[] True"
+            await kernel.settled("running")
+        await kernel.run("pipe.send(None); trunk.kill()")
+
+
+RESERVE = "reserved = mmap.mmap(-1, 256 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | {flags}, 0)"
+
+
+@pytest.mark.parametrize("by", ["worker", "kernel"])
+async def test_more_addresses_are_reserved_than_there_is_memory(tmp_path, runtime_base, criu_binary, by):
+    """CRIU maps them writable for a moment: of a process with a parent image, and what its parent process has, too.
+
+    Linux refuses that for so much, unless it is mapped with MAP_NORESERVE (mmap names it since Python 3.13).
+    """
+    code = {
+        "worker": WORKERS.replace("    for command", "    " + RESERVE.format(flags=0) + "\n    for command", 1),
+        "kernel": "import mmap\n" + RESERVE.format(flags=0x4000) + WORKERS,
+    }[by]
+    async with forked(tmp_path, runtime_base, code) as kernel:
+        image = await kernel.provisioner.checkpoint()
+        assert len(shared_pages.references(image.criu_directory)) == (4 if by == "kernel" else 0)
+        await wakes(kernel, "change")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "after"])
+async def test_a_worker_that_is_killed(forks, monkeypatch, when):
+    """The first one, which the others have as their reference."""
+    inner = await forks.run("print(workers[0].process.pid)")
+    everybody = forks.lifecycle.capsule.processes()
+    (pid,) = [pid for pid in everybody if procfs.status(pid)["NSpid"].split()[-1] == inner]
+    if when == "before":
+        os.kill(pid, signal.SIGKILL)
+    if when == "meanwhile":
+        finish = SharedPages.finish
+
+        def late(self, check) -> None:
+            if procfs.stat(pid).state != "Z":
+                os.kill(pid, signal.SIGKILL)
+            finish(self, check)
+
+        monkeypatch.setattr(SharedPages, "finish", late)
+    await forks.provisioner.checkpoint()
+    monkeypatch.undo()
+    await wakes(forks, "change")
+    if when == "after":
+        await forks.run("workers[0].process.kill(); workers[0].process.join()")
+    assert await forks.run("print(sum(one.process.is_alive() for one in workers))") == "3"
+    await forks.provisioner.checkpoint()
+    await wakes(forks)
+
+
+async def test_encrypted(tmp_path, runtime_base, criu_binary, monkeypatch):
+    monkeypatch.setenv("KEY_OF_IMAGES", "0f" * 32)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    traits = {"encryption_key": "env:KEY_OF_IMAGES", "memory_dir": str(memory)}
+    async with forked(tmp_path, runtime_base, **traits) as kernel:
+        for command in ("change", "show"):
+            before = unique(kernel)
+            image = await kernel.provisioner.checkpoint()
+            assert image.manifest.encryption is not None
+            assert image.manifest.bytes <= 1.1 * before
+            await wakes(kernel, command)
+    assert [path for path in memory.rglob("*") if path.is_file()] == []
+
+
+async def test_moved_and_back(forks, tmp_path):
+    image = await forks.provisioner.checkpoint()
+    store, depot = forks.lifecycle.engine.store, Remote(f"file://{tmp_path}/depot")
+    assert depot.push(image, remove_from=store) < 100 * MB
+    assert not image.path.exists()
+    depot.pull(image.id, Store(store.root, store.keys))
+    await wakes(forks, "change")
+    await forks.provisioner.checkpoint()
+    await wakes(forks)
+
+
+async def test_from_the_cold_tier(tmp_path, runtime_base, criu_binary):
+    url = f"file://{tmp_path}/cold"
+    async with forked(tmp_path, runtime_base, archive_url=url) as kernel:
+        image = await kernel.provisioner.checkpoint()
+        assert archive.archive(image, kernel.lifecycle.engine.store, Remote(url)) < 100 * MB
+        await wakes(kernel)
+
+
+@pytest.mark.parametrize("name", [shared_pages.FILE, "pagemap-*.img", "pages-1.img"])
+async def test_a_damaged_part_is_noticed(forks, name):
+    image = await forks.provisioner.checkpoint()
+    for path in image.criu_directory.glob(name):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ImageDamaged):
+            await forks.provisioner.restore()
+        path.write_bytes(content)
+    await wakes(forks)
+
+
+async def test_accepted_changes_of_files_go_with_it(forks, tmp_path):
+    """Both want a view of the image."""
+    await forks.run("log = open('data.txt', 'w+'); log.write('one'); log.flush()")
+    await forks.provisioner.checkpoint()
+    (tmp_path / "data.txt").write_text("another one")
+    await forks.provisioner.restore(accept_changed_files=True)
+    await wakes(forks)
+
+
+async def test_a_disk_that_is_full_at_the_end_leaves_the_kernel_running(forks, monkeypatch):
+    def fail(self, check) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SharedPages, "finish", fail)
+    with pytest.raises(NoSpace):
+        await forks.provisioner.checkpoint()
+    monkeypatch.undo()
+    assert forks.state == "running"
+    assert not list((forks.lifecycle.engine.store.root).glob(".draft-*"))
+    await wakes(forks, "change")
+    await forks.provisioner.checkpoint()
+    await wakes(forks)
+
+
+async def test_a_runtime_directory_without_space_for_the_view_keeps_the_image(forks, monkeypatch):
+    image = await forks.provisioner.checkpoint()
+
+    def fail(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_pages, "add_parents", fail)
+        with pytest.raises(RuntimeDirectory, match="No space left"):
+            await forks.provisioner.restore()
+    assert forks.state == "checkpointed"
+    assert image.path.exists()
+    await wakes(forks)
+    assert not list(forks.lifecycle.kernel.home.runtime_dir.glob("view-*"))

@@ -22,6 +22,7 @@ SCRIPTS = (
     "kernel.py",
     "children.py",
     "criu.py",
+    "tree.py",
     "image.py",
     "gate.py",
     "policy.py",

@@ -1,4 +1,4 @@
-"""The parts of the build that setup.cfg cannot describe: the library for device memory, a warning without front end."""
+"""The parts of the build that setup.cfg cannot describe: the programs in C, a warning without front end."""
 
 import sys
 from pathlib import Path
@@ -21,6 +21,15 @@ setup(
             libraries=["pthread", "dl"],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        # A program, although it is built as a library: it needs no other, and begins at `_start`.
+        Extension(
+            "jupyter_gpu_ckpt.capsule.native._root",
+            sources=["jupyter_gpu_ckpt/capsule/native/root.c"],
+            extra_compile_args=["-std=c11", "-O2", "-fno-stack-protector", "-Wall", "-Wextra"],
+            extra_link_args=["-nostdlib", "-Wl,-e,_start", "-Wl,-z,noexecstack"],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
 )

@@ -201,6 +201,15 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_what_has_lost_its_parent_as_an_ordinary_user(place, criu):
+    """The init traces CRIU, which has more rights than the user, and the process that CRIU restores first."""
+    nobody = Nobody(place, criu)
+    tests = ["tests/capsule/test_root_process.py", "tests/faults/test_leaving.py"]
+    nobody.run(pytest_of(*tests, "-k", "root_process or lost_its_parent"), timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_the_limit_of_a_users_pipes(place, criu):
     nobody = Nobody(place, criu)
     said = nobody.run(pytest_of("tests/faults/test_pipes.py", "-k", "other_programs"), timeout=120)

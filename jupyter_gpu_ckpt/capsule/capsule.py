@@ -42,6 +42,7 @@ from ..errors import (
     UnsupportedFile,
     UnsupportedTerminal,
 )
+from . import root_program
 from .namespaces import UNSHIFTED, Clocks
 from .protocol import PACKET_BYTES, SOCKET, VERSION
 
@@ -323,6 +324,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
     def spawn(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
         """Start the kernel as an ordinary process (no capabilities), leader of its own session, fds 0-2 only."""
         request = {"verb": "spawn", "argv": list(argv), "env": dict(env), "cwd": cwd, "first_pid": first_pid()}
+        request["root_program"] = str(root_program.install() or "")
         self._set_kernel(*self._request(request))
 
     def attach_kernel(self, pid: int, *, frozen: bool = False) -> None:
@@ -351,6 +353,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         grace: float = 0.0,
         on_kernel: bool = False,
         terminals: Path | None = None,
+        root: int = 0,
+        adopted: Sequence[int] = (),
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
@@ -359,7 +363,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         dump; the kernel is stopped meanwhile, frozen threads where they are frozen, and stays stopped if the program
         succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
-        program (a restore) has succeeded it is put into the terminals.
+        program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
+        `subreaper.Subreaper`.
 
         Raises, before the program runs, `UnsupportedTerminal` if the terminals have too much unread data,
         `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a connection among the processes
@@ -371,7 +376,9 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         limits = {"timeout": timeout, "grace": grace}
         kernel = {"inherit_pipes": inherit_pipes, "on_kernel": on_kernel, "terminals": str(terminals or "")}
         try:
-            reply, _ = self._request({"verb": "run", **program, **limits, **kernel}, timeout + grace + ANSWER)
+            adopts = {"root": root, "adopted": list(adopted)} if adopted else {}
+            request = {"verb": "run", **program, **limits, **kernel, **adopts}
+            reply, _ = self._request(request, timeout + grace + ANSWER)
         except CapsuleError as error:
             if error.details.get("errno") not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -534,13 +541,32 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
                 os.kill(self.host_pid, number)
 
     def processes(self) -> list[int]:
-        """Host pids of the kernel and all its descendants."""
-        return _with_descendants([self.host_pid] if self.host_pid else [])
+        """Host pids of the kernel, its descendants, and those of its descendants' that have lost their parents.
+
+        The latter are children of its root process, which is not in the list.
+        """
+        if not self.host_pid:
+            return []
+        root = self.root()
+        return [self.host_pid, *(pid for pid in _with_descendants([root]) if pid not in (root, self.host_pid))]
 
     def other_processes(self) -> list[int]:
-        """Host pids of all processes in the capsule but the kernel: its descendants, and daemons that left its tree."""
-        top = procfs.children(self._init_pid) if self._init_fd >= 0 else []  # daemons become children of PID 1
-        return [pid for pid in _with_descendants(top) if pid != self.host_pid]
+        """Host pids of all processes in the capsule but the kernel and its root process."""
+        top = procfs.children(self._init_pid) if self._init_fd >= 0 else []
+        root = self.root() if self.host_pid else 0
+        return [pid for pid in _with_descendants(top) if pid not in (root, self.host_pid)]
+
+    def tree(self) -> int:
+        """The pid, inside, of the process whose tree is to be dumped: the root process, or without one the kernel."""
+        return _inner_pid(self.root()) or self.inner_pid
+
+    def root(self) -> int:
+        """The host pid of that process.  Without a root process the kernel's parent is the init (`root_process`)."""
+        try:
+            parent = procfs.stat(self.host_pid).parent
+        except procfs.GONE:
+            return self.host_pid
+        return parent if _inner_pid(parent) > 1 else self.host_pid
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:
@@ -556,6 +582,14 @@ def _end(outer: subprocess.Popen[bytes]) -> None:
     for stream in (outer.stdout, outer.stderr):
         if stream is not None:
             stream.close()
+
+
+def _inner_pid(pid: int) -> int:
+    """Return the pid that a process of the host has in its own namespace; 0 for one that has ended."""
+    try:
+        return int(procfs.status(pid)["NSpid"].split()[-1])
+    except (*procfs.GONE, KeyError, IndexError):
+        return 0
 
 
 def _with_descendants(pids: list[int]) -> list[int]:

@@ -105,12 +105,12 @@ def _lives(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _unless_ended(pid: int, root: int) -> Iterator[None]:
-    """Pass over a failure of the body at a child that was killed meanwhile: only ``root`` must live."""
+def _unless_ended(pid: int, vital: Container[int]) -> Iterator[None]:
+    """Pass over a failure of the body at a process that was killed meanwhile, if it is not one of the ``vital``."""
     try:
         yield
     except OSError:
-        if pid == root or _lives(pid):
+        if pid in vital or _lives(pid):
             raise
 
 
@@ -168,24 +168,29 @@ def _signals(pid: int, tid: int, *fields: str) -> int:
     return found
 
 
-def _tree(root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None) -> Iterator[tuple[int, bool]]:
+def _tree(
+    root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None, kernel: int = 0
+) -> Iterator[tuple[int, bool]]:
     """Stop ``root`` and its descendants, parents first; yield each, and whether it ran.  ``frozen``: by process.
 
-    A descendant that ends meanwhile is left out; its children are descendants of ``root`` no more.
+    A descendant that ends meanwhile is left out, but not ``kernel``; its children become those of ``root``, if that is
+    a root process, and descendants of it no more, if it is the kernel.
     """
-    pending = [root]
+    pending, seen = [root], set[int]()
     while pending:
         pid = pending.pop()
-        if _state(pid, pid) == "Z":
-            continue
-        try:
-            ran = stop(pid, deadline, (frozen or {}).get(pid))
-        except ProcessLookupError:
-            if pid == root:
-                raise
-            continue
-        yield pid, ran
-        pending += procfs.children(pid)
+        if pid not in seen and (pid == kernel or _state(pid, pid) != "Z"):
+            try:
+                ran = stop(pid, deadline, (frozen or {}).get(pid))
+            except ProcessLookupError:
+                if pid in (root, kernel):
+                    raise
+            else:
+                yield pid, ran
+                pending += procfs.children(pid)
+        seen.add(pid)
+        if not pending:
+            pending = [child for child in procfs.children(root) if child not in seen]
 
 
 def _action(injection: Injection, number: int, new: bytes = b"") -> bytes:
@@ -234,26 +239,33 @@ def _unguard(pid: int) -> None:
         _drop_guard(injection)
 
 
-def unguard(root: int, frozen: Callable[[int], FrozenThreads] | None = None, stay_stopped: Container[int] = ()) -> None:
+def unguard(
+    root: int,
+    frozen: Callable[[int], FrozenThreads] | None = None,
+    stay_stopped: Container[int] = (),
+    *,
+    kernel: int = 0,
+) -> None:
     """Remove SIGTRAP's guard from restored processes, and let them run, with all their threads ``frozen`` if given.
 
-    Those in ``stay_stopped`` were stopped before their dump, and stay it.
+    ``root``, ``kernel``: as for `CriuGuard`.  Those in ``stay_stopped`` were stopped before their dump, and stay it.
     """
+    vital = {root, kernel}
     leaders = dict[int, Tracee | None]()
     pids = []
     for pid, _ in _tree(root, time.monotonic() + STOP_TIMEOUT):
         pids.append(pid)
-        with _unless_ended(pid, root):
+        with _unless_ended(pid, vital):
             _unguard(pid)
     for pid in pids:
-        with _unless_ended(pid, root):
+        with _unless_ended(pid, vital):
             if frozen is None:
                 break
             threads = frozen(pid)
             threads.freeze_stopped(time.monotonic() + STOP_TIMEOUT)
             leaders[pid] = threads.leader
     for pid in reversed([pid for pid in pids if pid not in stay_stopped]):  # no parent sees that its children stopped
-        with _unless_ended(pid, root):
+        with _unless_ended(pid, vital):
             resume(pid, leaders.get(pid))
 
 
@@ -315,15 +327,18 @@ def _protection(mapping: MemoryMapping) -> int:
 
 
 class CriuGuard:
-    """Stops the processes of a kernel, ``root``, for a dump, and repairs afterwards what CRIU left.
+    """Stops a tree of processes, from ``root``, for a dump, and repairs afterwards what CRIU left.
 
+    ``kernel``: the process that must live as the root must; by default the root itself.
     ``deadline``: `time.monotonic` by which all threads must have stopped.  ``frozen``: frozen threads, by process, stop
     where they are; those that wait in the CUDA driver's code are frozen again before the process runs on.  Raises
     `OSError`, of which `TimeoutError` is one; everything runs on as before then.
     """
 
-    def __init__(self, root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None) -> None:
-        self._root = root
+    def __init__(
+        self, root: int, deadline: float, frozen: Mapping[int, FrozenThreads] | None = None, *, kernel: int = 0
+    ) -> None:
+        self._vital = {root, kernel}
         self._frozen = dict(frozen or {})
         #: All processes that are stopped.
         self.pids: list[int] = []
@@ -331,11 +346,11 @@ class CriuGuard:
         self._ran: list[int] = []
         self._processes: list[_SavedProcess] = []
         try:
-            for pid, ran in _tree(root, deadline, self._frozen):
+            for pid, ran in _tree(root, deadline, self._frozen, kernel):
                 self.pids.append(pid)
                 if ran:
                     self._ran.append(pid)
-                with _unless_ended(pid, root):
+                with _unless_ended(pid, self._vital):
                     self._processes.append(_inspect(pid))
             self.settle(deadline)
         except BaseException as error:
@@ -353,7 +368,7 @@ class CriuGuard:
         `Injection`.  Raises `OSError`.
         """
         for pid in self.pids:
-            with _unless_ended(pid, self._root):
+            with _unless_ended(pid, self._vital):
                 stop(pid, deadline)
 
     def mapped_anew(self, pid: int) -> None:
@@ -367,7 +382,7 @@ class CriuGuard:
 
     def ended(self) -> list[int]:
         """Return the descendants of the kernel that have been killed since they were stopped."""
-        return [pid for pid in self.pids if pid != self._root and not _lives(pid)]
+        return [pid for pid in self.pids if pid not in self._vital and not _lives(pid)]
 
     def _unguard_all(self) -> str:
         """Remove all guards.  Return why not, if not."""

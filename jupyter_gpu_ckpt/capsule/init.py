@@ -18,19 +18,22 @@ import math
 import os
 import re
 import resource
+import select
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
 from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
+from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
+from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
 from jupyter_gpu_ckpt.process import device_files, inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
@@ -42,6 +45,8 @@ from jupyter_gpu_ckpt.process.watched_files import UnsavableWatch, WatchedFiles
 
 #: Seconds that a capsule without an owner waits for one.
 OWNER_TIMEOUT = 15.0
+#: Seconds in which a kernel that has ended is reaped: its root process must have ended first.
+REAP_TIMEOUT = 1.0
 #: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
 CLEANUP_TIMEOUT = 2.0
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
@@ -55,10 +60,21 @@ _UNSAVABLE: dict[type[OSError], str] = {
 
 
 class RunningProgram:
-    """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump."""
+    """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump.
+
+    ``subreaper``: of a restore that needs one.
+    """
 
     def __init__(
-        self, pid: int, number: int, timeout: float, grace: float, output: str, terminals: str, guard: CriuGuard | None
+        self,
+        pid: int,
+        number: int,
+        timeout: float,
+        grace: float,
+        output: str,
+        terminals: str,
+        guard: CriuGuard | None,
+        subreaper: Subreaper | None,
     ) -> None:
         self.pid, self.number, self.output, self.guard = pid, number, output, guard
         self.began = time.monotonic()
@@ -66,6 +82,7 @@ class RunningProgram:
         self.deadline, self.grace = self.began + timeout, grace
         #: The file of the terminals' contents; empty for a program that has none.
         self.terminals = terminals
+        self.subreaper = subreaper
         self.timed_out = False
 
 
@@ -98,6 +115,8 @@ class Init:
         #: Of the current request: the owner recognizes late answers to earlier ones by it.
         self.number = 0
         self.kernel = 0
+        #: A pidfd of the kernel, until it has ended: it need not be our child.
+        self.kernel_fd = -1
         self.kernel_status: int | None = None
         #: When the kernel ended, by the monotonic clock.
         self.kernel_ended = 0.0
@@ -225,6 +244,8 @@ class Init:
                 return
             was_traced = release_late(pid, status)
             if os.WIFSTOPPED(status):
+                if self.job and self.job.subreaper and self.traces(self.job, self.job.subreaper, pid, status):
+                    continue
                 if not was_traced:
                     # A child of a CRIU that was killed, come to us just before it asked its parent to trace it.
                     os.kill(pid, signal.SIGKILL)
@@ -233,6 +254,53 @@ class Init:
                 self.kernel_ended = time.monotonic()
             elif self.job and pid == self.job.pid:
                 self.finish_job(self.job, os.waitstatus_to_exitcode(status))
+
+    @staticmethod
+    def traces(job: RunningProgram, subreaper: Subreaper, pid: int, status: int) -> bool:
+        """Let the tracing of a restore handle a stop.  A failure ends the restore."""
+        try:
+            return subreaper.stopped(pid, status)
+        except ProcessLookupError:  # killed meanwhile
+            return True
+        except OSError as error:
+            Init.fail(job, f"the root of the processes could not be made a subreaper: {error}")
+            for each in (pid, job.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            return True
+
+    @staticmethod
+    def fail(job: RunningProgram, why: str) -> int:
+        """Write why a program is to be taken for one that failed below its output.  Return the status of such a one."""
+        with contextlib.suppress(OSError), open(job.output, "a") as file:
+            file.write(f"Error: {why}\n")
+        return 1
+
+    def watch_kernel(self) -> None:
+        """Notice the end of the kernel, which may be a child of its root process."""
+        self.kernel_fd = os.pidfd_open(self.kernel)
+        self.selector.register(self.kernel_fd, selectors.EVENT_READ, self.take_over_kernel)
+
+    def take_over_kernel(self) -> None:
+        """Become the parent of a kernel that has ended: end its root process, which may be stopped."""
+        if self.kernel_fd < 0:
+            return  # a request was first
+        self.selector.unregister(self.kernel_fd)
+        os.close(self.kernel_fd)
+        self.kernel_fd = -1
+        with contextlib.suppress(*procfs.GONE):  # reaped already
+            if (root := root_of(self.kernel)) != self.kernel:
+                os.kill(root, signal.SIGKILL)
+
+    def reap_kernel(self) -> None:
+        """Reap the kernel, if it has ended: its owner may have seen that before we have."""
+        self.reap()
+        if self.kernel_fd >= 0 and _is_ready(self.kernel_fd):
+            self.take_over_kernel()
+        deadline = time.monotonic() + REAP_TIMEOUT
+        while self.kernel and self.kernel_fd < 0 and self.kernel_status is None and time.monotonic() < deadline:
+            time.sleep(0.0005)
+            self.reap()
 
     def reap_frozen(self) -> None:
         """Reap frozen threads of children of the kernel that were killed: until then their parents see no end."""
@@ -252,6 +320,8 @@ class Init:
         ended = job.guard.ended() if job.guard is not None else []
         lost = self.undo_preparation() if code != 0 else ""  # before the processes run on
         unrepaired = self.finish_guard(job, code) or lost
+        if code == 0 and job.subreaper is not None and (strays := job.subreaper.strays()):
+            code = self.fail(job, f"processes {strays} have another parent than they had")
         if code == 0 and job.guard is None and job.terminals:
             unrepaired = complete_restore(job.terminals)
         self.stopped = job.guard if code == 0 else None
@@ -312,8 +382,7 @@ class Init:
         guard = job.guard
         why = _failure(lambda: guard.finish(success=code == 0)) if guard is not None else ""
         if why:
-            with contextlib.suppress(OSError), open(job.output, "a") as file:
-                file.write(f"Error: what CRIU left in the kernel could not be repaired: {why}\n")
+            Init.fail(job, f"what CRIU left in the kernel could not be repaired: {why}")
         return why
 
     # -- requests
@@ -357,13 +426,17 @@ class Init:
         except OSError:
             self.drop_owner()
 
-    def spawn(self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int) -> None:
+    def spawn(
+        self, argv: list[str], env: dict[str, str], cwd: str | None, first_pid: int, root_program: str = ""
+    ) -> None:
         if self.kernel:
             raise RuntimeError("this capsule has a kernel already")
         # The kernel's pid and thread ids start high, so that CRIU's own processes take low ones and never the kernel's.
         with open("/proc/sys/kernel/ns_last_pid", "w") as file:
             file.write(str(first_pid - 1))
-        self.kernel = self.fork(argv, env, cwd, [pipe.writer for pipe in self.pipes], capable=False)
+        fds = [pipe.writer for pipe in self.pipes]
+        self.kernel = self.fork(argv, env, cwd, fds, capable=False, root_program=root_program)
+        self.watch_kernel()
         self.answer_kernel()
 
     def run(
@@ -377,11 +450,13 @@ class Init:
         grace: float,
         on_kernel: bool,
         terminals: str,
+        root: int = 0,
+        adopted: Sequence[int] = (),
     ) -> None:
         """Start a program; `finish_job` answers when it has ended."""
         if self.job:
             raise RuntimeError("a program is running already")
-        guard = CriuGuard(self.kernel, time.monotonic() + STOP_TIMEOUT, self.frozen) if on_kernel else None
+        guard = self.guard() if on_kernel else None
         try:
             if guard is not None and terminals:
                 self.take_inherited_files(guard)
@@ -394,7 +469,9 @@ class Init:
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             try:
                 inherited = [pipe.writer for pipe in self.pipes] if inherit_pipes else []
-                pid = self.fork(argv, env, cwd, [log, log, *inherited], capable=True)
+                subreaper = Subreaper(root, adopted) if adopted else None
+                begin = subreaper.trace if subreaper is not None else None
+                pid = self.fork(argv, env, cwd, [log, log, *inherited], capable=True, begin=begin)
             finally:
                 os.close(log)
         except BaseException:
@@ -403,19 +480,25 @@ class Init:
                 guard.finish(success=False)
             raise
         self.imaged = True
-        self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard)
+        self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard, subreaper)
+
+    def guard(self) -> CriuGuard:
+        """Stop the kernel's tree of processes for a dump."""
+        root, deadline = root_of(self.kernel), time.monotonic() + STOP_TIMEOUT
+        return CriuGuard(root, deadline, self.frozen, kernel=self.kernel)
 
     def attach_kernel(self, pid: int, frozen: bool = False) -> None:
         """Make a restored process the capsule's kernel and let its tree run, all its threads ``frozen`` if wanted."""
         os.kill(pid, 0)
         if pid != self.kernel:
             self.kernel = pid
-            unguard(pid, self.frozen_threads if frozen else None, self.stay_stopped)
+            self.watch_kernel()
+            unguard(root_of(pid), self.frozen_threads if frozen else None, self.stay_stopped, kernel=pid)
         self.answer_kernel()
 
     def status(self) -> dict[str, Any]:
         """Report the kernel's pid and exit status (None while it lives), and whether it is being cleaned up."""
-        self.reap()  # the owner may have seen the kernel's end before our own signal arrived
+        self.reap_kernel()
         return {"status": self.kernel_status, "kernel": self.kernel, "cleaning_up": self.is_cleaning_up()}
 
     def end(self) -> dict[str, Any]:
@@ -486,7 +569,8 @@ class Init:
         if not self.kernel:
             raise RuntimeError("this capsule has no kernel")
         stopped = self.stopped is not None
-        found = inventory.inspect(self.kernel, stopped, allow_unconfined, self.own_mounts())
+        root, own = root_of(self.kernel), self.own_mounts()
+        found = inventory.inspect(root, stopped, allow_unconfined, own, kernel=self.kernel)
         for pid in self.stopped.were_stopped() if self.stopped is not None else ():
             found.notes.setdefault(str(pid), {})["stopped"] = True
         for pid, notes in self.preparation.notes().items() if self.preparation is not None else ():
@@ -547,21 +631,48 @@ class Init:
         self.answer({"pid": self.kernel, "pipes": [pipe.inode for pipe in self.pipes]}, pidfd)
         os.close(pidfd)
 
-    def fork(self, argv: list[str], env: dict[str, str], cwd: str | None, fds: list[int], *, capable: bool) -> int:
-        """Start a program as the leader of its own session, with ``fds`` as its descriptors from 1 on and no other."""
-        failure, report = os.pipe2(os.O_CLOEXEC)
-        pid = os.fork()
+    def fork(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        cwd: str | None,
+        fds: list[int],
+        *,
+        capable: bool,
+        root_program: str = "",
+        begin: Callable[[int], object] | None = None,
+    ) -> int:
+        """Start a program as the leader of its own session, with ``fds`` as its descriptors from 1 on and no other.
+
+        ``root_program``: of a process that is to be its parent (`root_process`) in place of this one.  ``begin``:
+        called with the process before it becomes the program; if it raises, the process is killed.
+        """
+        (failure, report), (child, below) = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+        may_begin, begins = os.pipe2(os.O_CLOEXEC)
+        pid = parent = os.fork()
         if pid == 0:
             try:
+                signal.set_wakeup_fd(-1)
+                os.close(begins)
+                os.read(may_begin, 1)  # until it is closed
+                if root_program:
+                    fork_below(root_program, below)
                 self.execute(argv, env, cwd, [os.open("/dev/null", os.O_RDONLY), *fds], report, capable)
             except BaseException as error:
                 os.write(report, f"{type(error).__name__}: {error}".encode())
                 os._exit(127)
-        os.close(report)
-        with open(failure, "rb") as file:
-            text = file.read().decode(errors="replace")
+        for descriptor in (report, below, may_begin):
+            os.close(descriptor)
+        with open(begins, "wb"):
+            text = _failure(lambda: begin(pid)) if begin is not None else ""
+            if text:
+                os.kill(pid, signal.SIGKILL)
+        with open(failure, "rb") as file, open(child, "rb") as number:
+            text = file.read().decode(errors="replace") or text
+            pid = int(number.read() or pid)
         if text:
-            os.waitpid(pid, 0)
+            for ended in dict.fromkeys((parent, pid)):  # the root process first: it ends with its child
+                os.waitpid(ended, 0)
             raise OSError(f"{argv[0]}: {text}")
         return pid
 
@@ -570,7 +681,6 @@ class Init:
     ) -> None:
         """Replace this process, a fresh child, by a program; a failure goes to ``report``."""
         os.setsid()
-        signal.set_wakeup_fd(-1)
         # Signals that are ignored here would stay ignored in the program.  Python and the init ignore some, and so does
         # the process that has started the server: a shell's background job ignores SIGQUIT.
         for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -594,6 +704,13 @@ class Init:
         except OSError as error:
             os.write(moved[-1], f"{type(error).__name__}: {error}".encode())
             os._exit(127)
+
+
+def _is_ready(descriptor: int) -> bool:
+    """Return whether a descriptor can be read.  Not ``select``, which takes none above 1023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def close_inherited(keep: int) -> None:

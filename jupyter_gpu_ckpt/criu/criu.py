@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
+from ..capsule import root_program
 from ..capsule.capsule import GRACE, Capsule, Ran
 from ..errors import (
     CapsuleError,
@@ -42,7 +43,7 @@ from ..errors import (
     UnsupportedSocket,
 )
 from ..process import terminals
-from . import images
+from . import images, tasks
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class Criu:
         timeout: float,
         options: Sequence[str],
         work: Path | None = None,
+        root: int = 0,
+        adopted: Sequence[int] = (),
     ) -> Ran:
         work = work or capsule.directory
         arguments = [
@@ -168,6 +171,8 @@ class Criu:
                 inherit_pipes=verb == "restore",
                 on_kernel=verb == "dump",
                 terminals=directory / terminals.FILE,
+                root=root,
+                adopted=adopted,
             )
             if ran.status != 0:
                 failure = explain(verb, ran, log, output)
@@ -203,7 +208,7 @@ class Criu:
         are stopped where they hold no lock of the C library or the driver; raises `KernelBusy` where that cannot be.
         After failure they run on, and the partial image in ``directory`` is useless.
         """
-        options = ["--tree", str(capsule.inner_pid), "--leave-stopped"]
+        options = ["--tree", str(capsule.tree()), "--leave-stopped"]
         for child in (*children, None) if freeze else ():  # the kernel's own threads last: it has clients to answer
             try:
                 capsule.freeze_threads(FREEZE_TIMEOUT, insist=True, child=child)
@@ -217,6 +222,8 @@ class Criu:
                 raise KernelBusy(message, hint=hint, cause=error.message) from error
         seconds = self._run("dump", capsule, directory, timeout, options, work=work).seconds
         images.clear_device_owners(directory)
+        if (root := capsule.root()) != capsule.host_pid:
+            root_program.save(root, directory)
         return seconds
 
     def restore(
@@ -242,7 +249,12 @@ class Criu:
         options = ["--restore-detached", "--leave-stopped"]
         for fd, inode in enumerate(pipes, start=3):
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
-        ran = self._run("restore", capsule, directory, timeout, options)
+        root, adopted = tasks.adopted(directory)
+        try:
+            root_program.put_back(directory)
+        except OSError as error:
+            raise MissingFile(f"{root_program.path_of(directory)} cannot be written: {error.strerror}.") from error
+        ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted)
         before_running()
         vital, changed = capsule.reapply(notes) if notes else ([], [])
         if vital:

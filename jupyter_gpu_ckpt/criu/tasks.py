@@ -26,10 +26,13 @@ from .images import (
 
 _CORE_MAGIC = 0x55053847
 _IDS_MAGIC = 0x54432030
+_PSTREE_MAGIC = 0x50273030
 # messages core_entry and thread_core_entry
 _CORE_THREAD, _THREAD_DEATH_SIGNAL = 5, 8
 # messages task_kobj_ids_entry and fdinfo_entry
 _IDS_FILES, _FDINFO_FD = 2, 4
+# message pstree_entry
+_PSTREE_PID, _PSTREE_PARENT, _PSTREE_SESSION = 1, 2, 4
 # messages file_entry and unix_sk_entry
 _ENTRY_UNIX, _UNIX_INODE, _UNIX_PEER = 16, 2, 8
 # messages mm_entry and vma_entry; all fields of the latter are varints, the first two the addresses
@@ -75,6 +78,22 @@ def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list
     return lacking
 
 
+def adopted(directory: Path) -> tuple[int, list[int]]:
+    """Return the root of a dump's processes, and its children in sessions that they do not inherit from it.
+
+    Their parents have ended, and CRIU restores them by a helper (`capsule.subreaper`).  Raises `ImageFormat`.
+    """
+    path, root, session, found = directory / "pstree.img", 0, 0, list[int]()
+    for record in records(path, _PSTREE_MAGIC) if path.exists() else ():  # the root is the first
+        fields = fields_of(record)
+        pid, parent, own = (number_of(fields, each) or 0 for each in (_PSTREE_PID, _PSTREE_PARENT, _PSTREE_SESSION))
+        if not root:
+            root, session = pid, own
+        elif parent == root and own not in (pid, session):
+            found.append(pid)
+    return root, found
+
+
 def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the pids of a dump's processes that `inventory.inspect` did not find alive afterwards."""
     saved = {path.stem.partition("-")[2] for path in directory.glob("mm-*.img")}
@@ -95,8 +114,8 @@ def has_external_peer(directory: Path) -> bool:
 def _descriptors(directory: Path, pid: str) -> Iterator[int | None]:
     """Yield the descriptors of a process: its record names the file that lists them, which processes may share."""
     for record in records(directory / f"ids-{pid}.img", _IDS_MAGIC):
-        table = number_of(fields_of(record), _IDS_FILES)
-        for entry in records(directory / f"fdinfo-{table}.img", FDINFO_MAGIC):
+        path = directory / f"fdinfo-{number_of(fields_of(record), _IDS_FILES)}.img"
+        for entry in records(path, FDINFO_MAGIC) if path.exists() else ():  # there is none for no descriptor
             yield number_of(fields_of(entry), _FDINFO_FD)
 
 

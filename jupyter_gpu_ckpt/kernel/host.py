@@ -199,7 +199,7 @@ class KernelHost:
                     stale.unlink()
             inside = back | {"ip": sockets} if sockets else back
             write_atomically(file, json.dumps(inside), durable=False)
-        # 1 turns ipykernel's parent poller off: inside the capsule the parent is always pid 1.
+        # 1 turns ipykernel's parent poller off: the kernel's parent is its root process, which ends with it.
         env = {**launch.env, "JPY_PARENT_PID": "1"}
         notice = env.pop(NOTICE, "") if rewritten is None else ""
         if launch.fast_path and rewritten is not None:  # a wrapper script would preload it in the kernel's place

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors, procfs
+from ..capsule import root_program
 from ..criu import images, tasks
 from ..criu.shared_pages import SharedPages
 from ..cuda.cuda import CudaState
@@ -376,10 +377,11 @@ def publish(attempt: Attempt) -> None:
 def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
     """Return the fingerprint of the dump in ``directory``.  Raises `ImageFormat`, `CudaError`."""
     engine, saved = attempt.kernel.engine, attempt.kernel.saved
-    in_image = f"{attempt.kernel.home.inner_dir}/{shared_memory.DIRECTORY}/"
+    shared, program = f"{attempt.kernel.home.inner_dir}/{shared_memory.DIRECTORY}/", root_program.path_of(directory)
+    files = [each for each in images.regular_files(directory) if not each.path.startswith(shared)]
     pages = sum(path.stat().st_blocks * 512 for path in directory.glob(layout.PAGES))
     return fingerprint(
-        files=(vars(file) for file in images.regular_files(directory) if not file.path.startswith(in_image)),
+        files=(vars(file) for file in files if file.path != program),  # it is in the image, as the shared ones
         ports=map(dataclasses.asdict, images.ports(directory)),
         criu=engine.criu_version,
         hashes=engine.store.hashes,

@@ -123,7 +123,9 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
         return left_tree(pid)
 
     def left_tree(pid: int) -> str:
-        return "it has left the kernel's tree of processes" if writes and pid not in tree else ""
+        if not writes or pid in tree:
+            return ""
+        return "its parent has ended, and the kernel has no root process, which would have become its parent"
 
     return reason
 

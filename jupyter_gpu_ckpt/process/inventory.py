@@ -142,9 +142,12 @@ def own_mounts(now: list[Mount], before: list[Mount], outside: list[Mount]) -> l
     ]
 
 
-def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = ()) -> Found:
+def inspect(
+    root: int, stopped: bool, allow_unconfined: bool = False, own: Sequence[Mount] = (), *, kernel: int = 0
+) -> Found:
     """Inspect process ``root``, a child of the caller, which has the capabilities over it, and its descendants.
 
+    ``kernel``: the one of them that is the kernel, if that is not the root.
     ``stopped``: all threads are in a group stop; also inspect what only a stopped process shows.  ``allow_unconfined``:
     the administrator lets a kernel that is confined by Landlock come back without that.  ``own``: mounts made in the
     capsule since the kernel began (`own_mounts`).  A process or thread that ends meanwhile is left out.  Raises
@@ -153,7 +156,7 @@ def inspect(root: int, stopped: bool, allow_unconfined: bool = False, own: Seque
     found = Found()
     for mount in own:
         found.refuse(f"a file system that it has mounted itself ({mount.point})", "file", "Unmount it (umount).")
-    tree = _Tree(root, list(_tree(root)))
+    tree = _Tree(root, kernel or root, list(_tree(root)))
     mine = _OwnState()
     found.unasked = sorted(mine.forbidden)
     inspected: dict[int, Found] = {}
@@ -242,9 +245,10 @@ def _namespaces(root: str) -> dict[str, str]:
 
 
 class _Tree:
-    """The kernel and its descendants, and what several of them may have open."""
+    """The kernel's tree of processes, from its root process or itself on, and what several of them may have open."""
 
-    def __init__(self, kernel: int, pids: list[int]) -> None:
+    def __init__(self, root: int, kernel: int, pids: list[int]) -> None:
+        self.root = root
         self.kernel = kernel
         self.pids = pids
         #: Eventfds that are semaphores, by their id: the processes that have them open.
@@ -386,15 +390,17 @@ class _Process:
     def relations(self) -> None:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
 
-        It makes a session for its leader, whose children inherit it.  A process group whose leader has ended it makes
-        with a process of its own in its place; in the foreground of a terminal it did not always come back as that.
+        It makes a session for its leader, whose children inherit it, and one of any other process for a child of the
+        root (`subreaper`).  A process group whose leader has ended it makes with a process of its own in its place; in
+        the foreground of a terminal it did not always come back as that.
         """
         stat, group = procfs.stat(self.pid), os.getpgid(self.pid)
-        if self.pid == self.tree.kernel or stat.parent not in self.tree.pids:
+        if self.pid in (self.tree.root, self.tree.kernel) or stat.parent not in self.tree.pids:
             return
         if self.user != tuple(procfs.status(self.tree.kernel).get(name) for name in ("Uid", "Gid")):
             self.found.refuse("a process of another user", hint="End that process.")
-        if os.getsid(self.pid) not in (self.pid, os.getsid(stat.parent)):
+        adopted = stat.parent == self.tree.root != self.tree.kernel
+        if not adopted and os.getsid(self.pid) not in (self.pid, os.getsid(stat.parent)):
             self.found.refuse("a process in a session that is not its parent's", hint="End that process.")
         if group == stat.foreground and group not in self.tree.pids:
             what = "a process in the foreground of a terminal, in a group whose leader has ended"

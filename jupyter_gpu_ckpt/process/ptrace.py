@@ -19,8 +19,11 @@ from jupyter_gpu_ckpt.procfs import MemoryMapping
 
 PTRACE_POKEUSER, PTRACE_CONT, PTRACE_DETACH, PTRACE_SYSCALL = 6, 7, 17, 24
 PTRACE_GETREGSET, PTRACE_SETREGSET, PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4204, 0x4205, 0x4206, 0x4207
+PTRACE_GETEVENTMSG = 0x4201
 PTRACE_GETSIGMASK, PTRACE_SETSIGMASK = 0x420A, 0x420B
 PTRACE_O_TRACESYSGOOD, PTRACE_EVENT_STOP = 1, 128
+#: FORK, VFORK and CLONE: each child is traced from its beginning, as its parent is.
+PTRACE_O_TRACEFORKS, PTRACE_EVENT_FORKS = 0x2 | 0x4 | 0x8, (1, 2, 3)
 
 NT_PRSTATUS, NT_PRFPREG = 1, 2
 NT_X86_XSTATE, NT_X86_SHSTK, NT_ARM_HW_BREAK = 0x202, 0x204, 0x402
@@ -33,6 +36,8 @@ ALL_BUT_SIGTRAP = (1 << 64) - 1 & ~(1 << signal.SIGTRAP - 1)
 #: Seconds that a thread has to reach a stop.
 STOP_TIMEOUT = 5.0
 _REGSET_BYTES = 1 << 14
+#: sizeof(Elf64_Ehdr)
+_ELF_HEADER = 64
 #: Times that a stop is looked for without a pause: most come within 20 us, on another processor.
 _SPINS = 50
 
@@ -106,7 +111,8 @@ _libc.ptrace.restype = ctypes.c_long
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 
 
-def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+def ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> None:
+    """Make a request of ptrace(2).  Raises `OSError`."""
     if _libc.ptrace(request, tid, address, data) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"ptrace({request:#x}): {os.strerror(number)}")
@@ -124,7 +130,7 @@ def release_late(tid: int, status: int) -> bool:
         number = status >> 8  # a ptrace event has more bits, a stop at a system call too
         arrives = number in signal.valid_signals() and number != signal.SIGTRAP
         with contextlib.suppress(ProcessLookupError):  # killed meanwhile
-            _ptrace(PTRACE_DETACH, tid, 0, number if arrives else 0)
+            ptrace(PTRACE_DETACH, tid, 0, number if arrives else 0)
     return True
 
 
@@ -141,7 +147,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
 
     def __init__(self, tid: int, *, running: bool = False) -> None:
         self.tid = tid
-        _ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
+        ptrace(PTRACE_SEIZE, tid, 0, PTRACE_O_TRACESYSGOOD)
         try:
             if running:
                 self._interrupt()
@@ -151,18 +157,25 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
             self.release()
             raise
 
+    @classmethod
+    def attached(cls, tid: int) -> Tracee:
+        """A thread that is traced and stopped already."""
+        tracee = cls.__new__(cls)
+        tracee.tid = tid
+        return tracee
+
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
         """Detach; drop a signal that it stopped for.  A thread that does not stop is left to `release_late`."""
         try:
-            _ptrace(PTRACE_DETACH, self.tid)
+            ptrace(PTRACE_DETACH, self.tid)
         except ProcessLookupError:
             try:  # it is gone; or it runs, and only a stopped thread can be detached
-                _ptrace(PTRACE_INTERRUPT, self.tid)
+                ptrace(PTRACE_INTERRUPT, self.tid)
                 self._wait()
-                _ptrace(PTRACE_DETACH, self.tid)
+                ptrace(PTRACE_DETACH, self.tid)
             except TimeoutError:
                 _unreleased.add(self.tid)
             except OSError:
@@ -170,9 +183,9 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
 
     def _interrupt(self) -> None:
         """Stop the thread; signals that arrive before are delivered."""
-        _ptrace(PTRACE_INTERRUPT, self.tid)
+        ptrace(PTRACE_INTERRUPT, self.tid)
         while (status := self._wait_status()) >> 8 != PTRACE_EVENT_STOP:
-            _ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
+            ptrace(PTRACE_CONT, self.tid, 0, status & 0xFF)
 
     def _wait(self) -> int:
         """Wait for the next stop.  Return its signal; the thread's end is left for the loop that reaps."""
@@ -203,7 +216,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
         buffer = ctypes.create_string_buffer(_REGSET_BYTES)
         vector = _Iovec(ctypes.addressof(buffer), _REGSET_BYTES)
         try:
-            _ptrace(PTRACE_GETREGSET, self.tid, kind, ctypes.addressof(vector))
+            ptrace(PTRACE_GETREGSET, self.tid, kind, ctypes.addressof(vector))
         except ProcessLookupError:
             raise
         except OSError:
@@ -214,7 +227,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
         """Write what `regset` has returned."""
         buffer = ctypes.create_string_buffer(data, len(data))
         vector = _Iovec(ctypes.addressof(buffer), len(data))
-        _ptrace(PTRACE_SETREGSET, self.tid, kind, ctypes.addressof(vector))
+        ptrace(PTRACE_SETREGSET, self.tid, kind, ctypes.addressof(vector))
 
     def words(self) -> list[int]:
         """The general registers, as `Machine` numbers them."""
@@ -226,19 +239,19 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
     def disarm(self) -> None:
         """Remove hardware breakpoints.  (Where `Machine.regsets` has them, they were put back.)"""
         if MACHINE.debug_control is not None:
-            _ptrace(PTRACE_POKEUSER, self.tid, MACHINE.debug_control, 0)
+            ptrace(PTRACE_POKEUSER, self.tid, MACHINE.debug_control, 0)
 
     @property
     def mask(self) -> int:
         """The blocked signals, bit 0 being signal 1."""
         value = ctypes.c_uint64()
-        _ptrace(PTRACE_GETSIGMASK, self.tid, 8, ctypes.addressof(value))
+        ptrace(PTRACE_GETSIGMASK, self.tid, 8, ctypes.addressof(value))
         return value.value
 
     @mask.setter
     def mask(self, mask: int) -> None:
         value = ctypes.c_uint64(mask)
-        _ptrace(PTRACE_SETSIGMASK, self.tid, 8, ctypes.addressof(value))
+        ptrace(PTRACE_SETSIGMASK, self.tid, 8, ctypes.addressof(value))
 
     # -- a system call in its name
 
@@ -272,7 +285,7 @@ class Tracee(contextlib.AbstractContextManager["Tracee"]):
 
     def _to_syscall_stop(self) -> None:
         for _ in range(16):
-            _ptrace(PTRACE_SYSCALL, self.tid)
+            ptrace(PTRACE_SYSCALL, self.tid)
             if self._wait() == SYSCALL_STOP:
                 return
         raise OSError(f"thread {self.tid} reaches no system call")
@@ -300,7 +313,8 @@ def system_call_gate(memory: ProcessMemory, mappings: Iterable[MemoryMapping]) -
     """Find the address of a system call instruction in the vdso, where no code has to be written."""
     for mapping in mappings:
         if mapping.name == "[vdso]":
-            offset = memory.read(mapping.start, mapping.end - mapping.start).find(MACHINE.instruction)
-            if offset >= 0:
-                return mapping.start + offset
+            # Not in its header: a CRIU that was killed leaves code of its own there, if the vdso is the first code.
+            found = memory.read(mapping.start, mapping.end - mapping.start).find(MACHINE.instruction, _ELF_HEADER)
+            if found >= 0:
+                return mapping.start + found
     raise OSError(errno.ENOENT, "there is no system call instruction in the vdso")

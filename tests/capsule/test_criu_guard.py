@@ -267,7 +267,7 @@ def test_a_child_that_is_killed_meanwhile_ends_nothing(criu_binary, capsule, hom
     assert criu_guard._state(third, third) == "S"
     shutil.rmtree(home / "image")
     (home / "image").mkdir(0o700)
-    inner, pipes = capsule.inner_pid, capsule.pipes
+    inner, root, pipes = capsule.inner_pid, capsule.tree(), capsule.pipes
     criu.dump(capsule, home / "image", timeout=60)
     notes = capsule.inspect()["notes"]
     (inner_stopped,) = [pid for pid in notes if "stopped" in notes[pid]]
@@ -277,7 +277,8 @@ def test_a_child_that_is_killed_meanwhile_ends_nothing(criu_binary, capsule, hom
         def killed() -> None:
             living = [pid for pid in again.other_processes() if criu_guard._lives(pid)]
             inside = {procfs.status(pid)["NSpid"].split()[-1]: pid for pid in living}
-            (again.killed,) = (pid for number, pid in inside.items() if number not in (inner_stopped, str(inner)))
+            others = inside.keys() - {inner_stopped, str(inner), str(root)}
+            (again.killed,) = (inside[number] for number in others)
             again.stopped = inside[inner_stopped]
             os.kill(again.killed, signal.SIGKILL)
 

@@ -16,6 +16,7 @@ from family import alone_and_with_family
 from faulty import Subject, under_way
 from harness import alive, notebook, until
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.criu import criu
 from jupyter_gpu_ckpt.errors import CriuKilled, CriuTimeout
 from jupyter_gpu_ckpt.lifecycle.preflight import read_process
@@ -210,8 +211,15 @@ while not os.path.exists('daemon'): time.sleep(0.01)
 """
 
 
-async def test_a_process_that_has_left_the_kernels_tree(subject):
+async def test_a_process_that_has_lost_its_parent(subject):
     await subject.run(DAEMON)
+    await subject.leaves_and_wakes()
+    assert ("sleep", "1000") in map(procfs.arguments, subject.capsule.other_processes())
+
+
+async def test_a_process_that_has_lost_its_parent_and_the_root_process(subject):
+    await subject.run(DAEMON)
+    os.kill(subject.capsule.root(), signal.SIGKILL)
 
     def commands() -> list[str]:
         return [process.command for process in map(read_process, subject.capsule.other_processes()) if process]

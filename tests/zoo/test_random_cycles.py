@@ -31,6 +31,7 @@ from kinds import all_kinds
 from table import DOCUMENT, rows
 
 from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.capsule import root_process
 
 CYCLES = int(os.environ.get("ZOO_CYCLES", "1000"))
 SEED = int(os.environ.get("ZOO_SEED", "20"))
@@ -197,7 +198,10 @@ class Wandering:
     def is_kernel(self, pid: int, inits: list[int]) -> bool:
         """Return whether a process is the kernel itself; of a killed child the kernel rightly misses the state."""
         with contextlib.suppress(OSError):
-            return procfs.stat(pid).parent in inits
+            parent, own = procfs.stat(pid).parent, procfs.arguments(pid)
+            if (above := procfs.arguments(parent))[:1] == (root_process.NAME,):  # its argument is the kernel
+                return procfs.status(pid)["NSpid"].split()[-1] == above[1]
+            return parent in inits and own[:1] != (root_process.NAME,)
         return False
 
     def is_restored(self, pid: int) -> bool:

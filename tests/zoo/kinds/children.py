@@ -22,7 +22,6 @@ from jupyter_gpu_ckpt import procfs
 from . import documented, kind, refused
 from .asking import eventually, place
 
-CODE = "CHILD_PROCESSES"
 ADVICE = "End it."
 
 
@@ -446,7 +445,7 @@ def shared():
     return show, undo
 
 
-@kind("a program that left its parent (a daemon)", refused(CODE, "sleep 1236"), advice=ADVICE)
+@kind("a program that left its parent (a daemon)")
 def daemon():
     shell = subprocess.run(
         ["sh", "-c", "setsid sleep 1236 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
@@ -460,7 +459,7 @@ def daemon():
     return lambda: os.path.exists(f"/proc/{pid}"), undo
 
 
-@kind("a background command of a cell (!sleep &)", refused(CODE, "sleep 1237"), advice=ADVICE)
+@kind("a background command of a cell (!sleep &)")
 def background():
     note = place("background") / "pid"
     os.system(f"sleep 1237 >/dev/null 2>&1 & echo $! > {note}")
@@ -481,7 +480,7 @@ def disguised():
     return lambda: process.poll(), lambda: ended(process)
 
 
-@kind("a daemon that calls itself a resource tracker", refused(CODE, "multiprocessing.resource_tracker"), advice=ADVICE)
+@kind("a daemon that calls itself a resource tracker")
 def disguised_daemon():
     code = "import time; time.sleep(1240)"
     line = f"setsid {sys.executable} -c '{code}' multiprocessing.resource_tracker >/dev/null 2>&1 & echo $!"

@@ -190,21 +190,10 @@ def judge_suspended(
 ) -> list[PreflightFinding]:
     """Return the findings against a dump that did not matter to a suspend; ``report`` is the agent's, of that time.
 
-    ``companions``, ``why_not``: as for `inspect`.  The agent has ended a debugger of ipykernel's that was turned off:
-    an adapter that is left belongs to a program, and would not be in the image.
+    ``companions``, ``why_not``: as for `inspect`.
     """
-    others = _living(companions)
-    adapters = [each for each in others if _DEBUGGER.search(each.command)]
-    found: list[GpuCkptError] = []
-    if adapters:
-        message = (
-            f"A debugger listens in the kernel (debugpy.listen); its adapter, pid {adapters[0].pid}, is not saved."
-        )
-        hint = "Restart the kernel to end the debugger; a suspend, which frees the GPU, is possible meanwhile."
-        found.append(errors.DebuggerAttached(message, hint=hint))
-    if (error := _children([each for each in others if each not in adapters], why_not)) is not None:
-        found.append(error)
-    return [*map(blocking, found), *judge_report(report)]
+    error = _children(_living(companions), why_not)
+    return [*map(blocking, [error] if error is not None else []), *judge_report(report)]
 
 
 def undumpable(pid: int) -> PreflightFinding | None:

@@ -19,9 +19,12 @@ from jupyter_gpu_ckpt.kernel.provisioner import GpuCkptProvisioner
 
 #: In a test's directory, where ``$OUT`` is set: what a kernel of `notebook` writes to its stdout and stderr itself.
 RAW_OUTPUT = "raw-output.log"
-#: Starts a program that leaves the kernel's tree of processes, which prevents a checkpoint; and ends it.
+#: Starts a program that leaves the kernel's tree of processes, which prevents a checkpoint where the kernel has no root
+#: process any more; and ends it.
 DAEMON = """
 import os, subprocess
+if os.getppid() != 1: os.kill(os.getppid(), 9)
+while os.getppid() != 1: pass
 _line = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
 daemon = int(subprocess.run(["sh", "-c", _line], capture_output=True, text=True, check=True).stdout)
 while b"sleep" not in open(f"/proc/{daemon}/cmdline", "rb").read(): pass

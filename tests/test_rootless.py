@@ -201,6 +201,15 @@ def test_connections_and_watched_files_as_an_ordinary_user(place, criu):
 
 
 @root_only
+def test_the_launch_gate_as_an_ordinary_user(place, criu):
+    nobody = Nobody(place, criu)
+    chosen = "waits or seen_soon or not_lock or next_owner"
+    tests = pytest_of("tests/cuda/native/test_launch_gate_lifecycle.py", "-k", chosen)
+    assert " passed" in nobody.run(tests, timeout=HANGS)
+    assert nobody.seen == {(UID,) * 4}
+
+
+@root_only
 def test_what_has_lost_its_parent_as_an_ordinary_user(place, criu):
     """The init traces CRIU, which has more rights than the user, and the process that CRIU restores first."""
     nobody = Nobody(place, criu)

@@ -6,6 +6,9 @@ of the kernel itself, and no other thread may make one meanwhile; so: the driver
 all threads are frozen (`freezer`), the driver unlocks, the allocations are swapped out, the driver locks again, the
 threads run on, and wait at that lock.  The way back is the mirror image.
 
+The library also has a gate that the kernel's calls pass (`launch_gate.h`).  It is closed before the driver locks: the
+calls of a suspended kernel wait there, where they are counted and an interrupt reaches them, and not in the driver.
+
 The driver handles allocations that the library does not serve, and all of them where the library is missing: it makes
 suspending faster, and nothing depends on it.
 """
@@ -28,7 +31,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import procfs
 from ..capsule.capsule import Capsule
@@ -51,8 +54,9 @@ FROZEN = "gpu-ckpt-frozen"
 VARIABLE = "JUPYTER_GPU_CKPT_FAST_SOCKET"
 #: Seconds in which all threads of a kernel must reach a place where they can be frozen.
 FREEZE_SECONDS = 5.0
-#: Seconds for a reply that takes no copying.
+#: Seconds for a reply that takes no copying; and for one that is done without.
 _REPLY_SECONDS = 10.0
+_SHORT_SECONDS = 1.0
 #: Bytes per second that the library reaches at least; if not, it is stuck, or the host is.
 _SLOWEST = 0.5e9
 #: Where setuptools puts the library.
@@ -65,11 +69,15 @@ _UNKNOWN_LOCKS = 3
 _C_LIBRARY = "CS_GNU_LIBC_VERSION"
 #: Bytes of device memory of a large context, which the driver suspends in any case.
 _CONTEXT = 2 << 30
-#: Precedes the library's version and state in its memory (`control.c`).
+#: Precedes what the library publishes in its memory (`published.h`).
 _MARK = b"gpu-ckpt state:\0"
-_PUBLISHED = struct.Struct("=ii")
+_PUBLISHED = struct.Struct("=iiii")
+#: Bits of the launch gate's state: it is closed, and opens by itself.
+_GATE_CLOSED, _GATE_LEASED = 2, 4
 #: Version of the protocol on that socket (`control.c`).
-_VERSION = 1
+_VERSION = 2
+#: Seconds that the launch gate may be leased at the most.
+_LONGEST_LEASE = 86400.0
 #: Bytes of a unix socket's name, with the zero at its end (unix(7)).
 _NAME = 108
 _UNCHANGED = "the kernel's device memory is where it was, on the GPU or in host memory"
@@ -85,6 +93,17 @@ class _State(enum.IntEnum):
     IN_EXTENTS = 2
     #: Readers are dropped from the driver's lock (`rwlock_release.h`): their threads must not run until counted again.
     READERS_DROPPED = 3
+
+
+class _Published(NamedTuple):
+    version: int
+    state: int
+    launch_gate: int
+    touches: int
+
+
+#: Of a kernel without the library.
+_NOTHING = _Published(_VERSION, _State.ON_DEVICE, 0, 0)
 
 
 class _Refused(Exception):
@@ -104,7 +123,8 @@ class Amounts:
     """Number and bytes of the allocations that the library serves; ``swapped_out``: bytes that are in host memory.
 
     ``managed``: number of allocations of managed memory, at least, which the library does not serve.  ``shared``:
-    number of those that it serves and has given other processes a handle of (CUDA IPC).
+    number of those that it serves and has given other processes a handle of (CUDA IPC).  ``touches``: number of calls
+    that found the launch gate closed, since it was closed the last time.
     """
 
     allocations: int = 0
@@ -112,6 +132,7 @@ class Amounts:
     swapped_out: int = 0
     managed: int = 0
     shared: int = 0
+    touches: int = 0
 
 
 class FastPath:
@@ -151,15 +172,65 @@ class FastPath:
         return self._state() in (_State.IN_ANONYMOUS_MEMORY, _State.IN_EXTENTS)
 
     def _state(self) -> _State:
+        return _State(self._published().state)
+
+    def _published(self) -> _Published:
         """Return what the library publishes.  Raises `CudaError` if the process has ended, `ProtocolVersion`."""
         try:
-            version, state = _published(self._capsule.host_pid)
+            published = _published(self._capsule.host_pid)
         except PermissionError:  # threads that cannot be read cannot be frozen, either: nothing was ever swapped out
-            return _State.ON_DEVICE
+            return _NOTHING
         except OSError as error:
             raise CudaError("The kernel's memory cannot be read: its process has ended.") from error
-        _require_version(version)
-        return _State(state)
+        _require_version(published.version)
+        return published
+
+    def touches(self) -> int:
+        """Return how many calls found the launch gate closed, since it was closed the last time.
+
+        Reads the process's memory, without a request to the library.  Raises `CudaError` if the process has ended,
+        `ProtocolVersion`.
+        """
+        return self._published().touches
+
+    def launch_gate_is_closed(self) -> bool:
+        """Return whether calls wait at the launch gate.  As `touches`."""
+        return bool(self._published().launch_gate & _GATE_CLOSED)
+
+    def close_launch_gate(self, lease_s: float = 0.0) -> None:
+        """Have calls of the kernel that use the GPU wait before they enter the driver.
+
+        The gate opens when `swap_in` has succeeded, or after ``lease_s`` seconds if nothing is swapped out then: give
+        them as long as the owner's end could leave the kernel with its memory on the device.  Nothing is done where
+        the library is missing, busy, or another release's: the driver's lock does without the gate.
+        """
+        try:
+            with self._library(_SHORT_SECONDS) as library:
+                if library is not None:
+                    library.request(f"close {round(min(lease_s, _LONGEST_LEASE) * 1000)}")
+        except (_Refused, ProtocolVersion) as error:
+            _log.info("The kernel's calls are left to the CUDA driver's lock: %s", error)
+
+    def open_launch_gate(self) -> None:
+        """Let calls of the kernel go on whose memory is on the device; nothing is done if they do.
+
+        *After failure* (`CudaError`) they wait at the gate; the library is busy, or cannot be reached.
+        """
+        if self._try_to_open(_REPLY_SECONDS):
+            return
+        if self._published().launch_gate & (_GATE_CLOSED | _GATE_LEASED) == _GATE_CLOSED:
+            raise CudaError("The kernel's library for device memory does not let calls go on.", left=_UNCHANGED)
+
+    def _try_to_open(self, timeout_s: float) -> bool:
+        try:
+            with self._library(timeout_s) as library:
+                if library is None:
+                    return not self.launch_gate_is_closed()
+                library.request("open")
+        except _Refused as error:
+            _log.info("The kernel's launch gate is not opened: %s", error)
+            return False
+        return True
 
     def open_extents(self) -> int | None:
         """Open the directory of the extents that are swapped out; the caller closes the descriptor.
@@ -345,9 +416,14 @@ class FastPath:
         if not self.swapped_out():
             if self._state() is _State.READERS_DROPPED:
                 self.amounts(timeout_s)
+            # First, so that nobody is kept at the gate should this owner end.  A library that is busy may need the
+            # unlock, and opens a gate that was leased.
+            opened = self._try_to_open(_SHORT_SECONDS)
             if self._cuda.state(pid) is CudaState.LOCKED:
                 self._cuda.unlock(pid)
             self._continue()
+            if not opened:
+                self.open_launch_gate()
             return
         self._capsule.freeze_threads(FREEZE_SECONDS, insist=True)
         if self._cuda.state(pid) is CudaState.LOCKED:
@@ -400,7 +476,7 @@ class FastPath:
                     connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
                 finally:
                     os.close(directory)
-            except (FileNotFoundError, ConnectionRefusedError):  # no library, or it has not served any allocation
+            except (FileNotFoundError, ConnectionRefusedError):  # no library, or no call of CUDA yet
                 yield None
                 return
             except OSError as error:
@@ -419,11 +495,11 @@ class _Library:
         self._connection = connection
 
     def request(self, verb: str) -> Amounts:
-        """Request ``copy_out``, ``free``, ``swap_in`` or ``status``; return the amounts afterwards."""
+        """Request ``verb`` (`control.c`); return the amounts afterwards."""
         reply = self.exchange(verb)
         try:
             swappable = (reply["allocations"], reply["bytes"], reply["swapped_out"])
-            amounts = Amounts(*swappable, reply.get("managed", 0), reply.get("shared", 0))
+            amounts = Amounts(*swappable, *(reply.get(name, 0) for name in ("managed", "shared", "touches")))
             result = reply["cuda"]
         except KeyError as error:
             raise _NoReply(f"The kernel's library for device memory did not reply to {verb!r}.") from error
@@ -455,8 +531,8 @@ def _mode(name: str, directory: int) -> int:
     return os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
 
 
-def _published(pid: int) -> tuple[int, int]:
-    """Read the version and state of the library in a process, which follow its mark.  Raises `OSError`."""
+def _published(pid: int) -> _Published:
+    """Read what the library in a process publishes, behind its mark.  Raises `OSError`."""
     mappings = procfs.maps(pid)
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for mapping in mappings:
@@ -465,9 +541,8 @@ def _published(pid: int) -> tuple[int, int]:
                 content = os.pread(memory.fileno(), mapping.end - mapping.start, mapping.start)
                 at = content.find(_MARK)
                 if at >= 0:
-                    version, state = _PUBLISHED.unpack_from(content, at + len(_MARK))
-                    return version, state
-    return _VERSION, _State.ON_DEVICE
+                    return _Published(*_PUBLISHED.unpack_from(content, at + len(_MARK)))
+    return _NOTHING
 
 
 def _copy_timeout(amounts: Amounts, directory: Path | None, timeout_s: float) -> float:

@@ -66,6 +66,8 @@ def cuda_resume(attempt: Attempt) -> None:
             kernel.engine.cuda.restore(capsule.host_pid, attempt.gpu_mapping, timeout_s=deadline)
         if state is not CudaState.NONE:
             kernel.fast_path().swap_in(lock_s=kernel.settings.cuda, timeout_s=deadline)
+        else:
+            kernel.fast_path().open_launch_gate()
         capsule.unfreeze_threads(all=True)
         host_memory.end_spill(kernel)
         kernel.saved.cuda = False

@@ -23,6 +23,8 @@ from .preflight import PreflightFinding
 
 #: Times that a running kernel is inspected for state that cannot be saved, and seconds between them.
 _INSPECTIONS, _PAUSE = 3, 0.1
+#: The launch gate stays closed without a suspended process for this many times the seconds of a lock.
+_LOCKS = 2
 #: Seconds to take a process off the GPU that is to be killed, and bytes a second at which the driver does it.
 _OFF_GPU, _DRIVERS_RATE = 5.0, 2.5e9
 
@@ -221,6 +223,8 @@ def cuda_suspend(attempt: Attempt) -> None:
     saved.cuda, kernel.inherited = True, cuda_processes.inherited_files(kernel, using)
     try:
         unlockable = None
+        if pid in using:
+            kernel.fast_path().close_launch_gate(_LOCKS * settings.cuda)
         try:
             locked = cuda_processes.lock(kernel)
         except errors.UnsupportedCuda as error:
@@ -255,6 +259,8 @@ def cuda_suspend(attempt: Attempt) -> None:
                     raise
                 capsule.unfreeze_threads()  # the lock alone does here, too
                 kernel.refusal = refusal
+        if pid in locked:
+            kernel.fast_path().close_launch_gate()  # also where the driver has moved everything
     except GpuCkptError as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of room: so the undo of this step inspects the process and completes the way back.

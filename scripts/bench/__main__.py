@@ -25,6 +25,7 @@ SCRIPTS = (
     "tree.py",
     "image.py",
     "gate.py",
+    "launch_gate.py",
     "policy.py",
     "server.py",
     "remote.py",

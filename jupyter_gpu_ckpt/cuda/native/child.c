@@ -9,6 +9,7 @@
 #include "driver.h"
 #include "host_memory.h"
 #include "ipc.h"
+#include "launch_gate.h"
 
 static atomic_bool inert;
 
@@ -19,6 +20,7 @@ bool is_inert(void) { return atomic_load_explicit(&inert, memory_order_relaxed);
 static void in_child(void)
 {
     atomic_store(&inert, true);
+    launch_gate_in_child();
     control_in_child();
     allocations_in_child();
     capture_in_child();

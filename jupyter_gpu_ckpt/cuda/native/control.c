@@ -1,30 +1,34 @@
 /* One request a line, at most 47 bytes; the reply to each is one line of JSON:
  *
  *   status    report the amounts                       {"version", "allocations", "bytes", "swapped_out",
- *                                                      "managed", "shared"}
+ *                                                      "managed", "shared", "touches"}
  *   copy_out  copy all allocations to host memory      the same, and {"cuda": CUresult, "seconds"}
  *   free      free the device memory of the copied     likewise
- *   swap_in   bring everything back to the device      likewise
+ *   swap_in   bring everything back to the device      likewise; opens the launch gate
+ *   close MILLISECONDS   close the launch gate (`launch_gate.h`): likewise; it opens by itself after so long, if nothing
+ *                        is swapped out then; with 0 not.  Of a closed gate this changes only when it opens
+ *   open      open the launch gate: likewise; refused (CUDA_ERROR_NOT_READY) while allocations are swapped out
  *   export PROCESS NUMBER    (hexadecimal) share an allocation with another process (`ipc.h`): likewise, with a
  *                            descriptor of its memory
  *
- * Whether allocations are swapped out, and whether readers are dropped from the driver's lock (`rwlock_release.h`), is
- * also in `published`, for other processes to read in our memory: a request may find no answer when they have to know
- * whether this process may run.
+ * Whether allocations are swapped out, the state of the launch gate, and how many calls have found it closed since it
+ * was, is also in our memory, for other processes to read (`published.h`).
  *
  * ``version`` is CONTROL_VERSION: to be raised with every change that the other side has to know of.  `status` and the
  * ``version`` in its reply never change.  A client asks for that first, and requests nothing else of another version.
  *
  * ``cuda`` of an unknown request is CUDA_ERROR_INVALID_VALUE.  One connection is served at a time.  A connection that
  * ends between ``copy_out`` and ``free`` discards the copy; a request without the end of its line is ignored.  A client
- * has stopped every other thread of the process, except the driver's own, before it requests more than the status
+ * has stopped every other thread of the process, except the driver's own, before it requests that allocations are moved
  * (`process/freezer.py`).
  */
 #define _GNU_SOURCE
 #include "control.h"
 
+#include <ctype.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -40,12 +44,14 @@
 #include "copies.h"
 #include "host_memory.h"
 #include "ipc.h"
+#include "launch_gate.h"
 #include "managed.h"
+#include "published.h"
 #include "rwlock_release.h"
 #include "swap.h"
 #include "workers.h"
 
-#define CONTROL_VERSION 1
+#define CONTROL_VERSION 2
 #define SOCKET_VARIABLE "JUPYTER_GPU_CKPT_FAST_SOCKET"
 /* In the directory of the socket (`cuda/fastpath.py`). */
 #define EXTENTS "host-memory/gpu-ckpt-extents"
@@ -108,18 +114,32 @@ static double now(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
-/* Found by its mark in the mappings of this library; mark and version have the same offsets in all versions. */
-enum { ON_DEVICE, IN_ANONYMOUS_MEMORY, IN_EXTENTS, READERS_DROPPED };
-static struct {
-    char mark[16];
-    int version;
-    atomic_int state;
-} published __attribute__((used)) = {"gpu-ckpt state:", CONTROL_VERSION, ON_DEVICE};
+/* In one line of the processor's cache: each call that passes the gate reads it. */
+_Alignas(64) struct published gpu_ckpt_published = {
+    .mark = "gpu-ckpt state:", .version = CONTROL_VERSION, .launch_gate = HAS_LAUNCH_GATE ? GATE_UNPREPARED : 0};
 
 static void publish(bool swapped_out)
 {
     int where = host_memory_is_files() ? IN_EXTENTS : IN_ANONYMOUS_MEMORY;
-    atomic_store(&published.state, swapped_out ? where : rwlock_is_released() ? READERS_DROPPED : ON_DEVICE);
+    int state = swapped_out ? where : rwlock_is_released() ? READERS_DROPPED : ON_DEVICE;
+    atomic_store(&gpu_ckpt_published.state, state);
+}
+
+static CUresult perform_at_gate(const char *verb, CUresult unknown)
+{
+    unsigned int milliseconds;
+    int length = 0;
+    if (sscanf(verb, "close %9u%n", &milliseconds, &length) == 1 && isdigit(verb[strlen("close ")]) &&
+        verb[length] == '\0') {
+        launch_gate_close(milliseconds / 1e3);
+        return CUDA_SUCCESS;
+    }
+    if (strcmp(verb, "open") != 0)
+        return unknown;
+    if (swap_amounts().swapped_out != 0)
+        return CUDA_ERROR_NOT_READY;
+    launch_gate_open();
+    return CUDA_SUCCESS;
 }
 
 static CUresult perform(const char *verb, int *descriptor)
@@ -132,7 +152,7 @@ static CUresult perform(const char *verb, int *descriptor)
                              : strcmp(verb, "swap_in") == 0 ? swap_in
                                                             : NULL;
     if (step == NULL)
-        return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+        return strcmp(verb, "status") == 0 ? CUDA_SUCCESS : perform_at_gate(verb, CUDA_ERROR_INVALID_VALUE);
     bool locked = allocations_lock();
     CUresult result = !locked ? CUDA_ERROR_NOT_READY : step != swap_free_device ? copies_dry_run() : CUDA_SUCCESS;
     publish(swap_amounts().swapped_out != 0 || step == swap_free_device);
@@ -144,6 +164,8 @@ static CUresult perform(const char *verb, int *descriptor)
     publish(swapped_out);
     if (locked)
         allocations_unlock();
+    if (step == swap_in && result == CUDA_SUCCESS)
+        launch_gate_open();
     return result;
 }
 
@@ -172,14 +194,23 @@ static void reply(const char *verb)
     int descriptor = -1;
     CUresult result = perform(verb, &descriptor);
     struct amounts amounts = swap_amounts();
-    char line[320];
+    char line[384];
     int length = snprintf(line, sizeof line,
                           "{\"version\": %d, \"cuda\": %d, \"allocations\": %zu, \"bytes\": %zu, \"swapped_out\": %zu, "
-                          "\"managed\": %zu, \"shared\": %zu, \"seconds\": %.6f}\n",
+                          "\"managed\": %zu, \"shared\": %zu, \"touches\": %d, \"seconds\": %.6f}\n",
                           CONTROL_VERSION, result, amounts.allocations, amounts.bytes, amounts.swapped_out,
-                          managed_count(), allocations_shared(), now() - began);
+                          managed_count(), allocations_shared(), atomic_load(&gpu_ckpt_published.touches),
+                          now() - began);
     send_reply(line, (size_t)length, descriptor);
     swap_free_host();
+}
+
+/* Wait until a descriptor can be read, and open the launch gate meanwhile when its time is over. */
+static void wait_readable(int descriptor)
+{
+    struct pollfd wanted = {.fd = descriptor, .events = POLLIN};
+    while (poll(&wanted, 1, launch_gate_remaining()) == 0)
+        launch_gate_expire(swap_amounts().swapped_out != 0);
 }
 
 /* Bytes received and not used yet.  Not a stream: closing it in a child would seek in it. */
@@ -192,6 +223,7 @@ static int next_byte(struct input *input)
 {
     if (input->at == input->count) {
         input->at = 0;
+        wait_readable(atomic_load(&peer));
         do
             input->count = recv(atomic_load(&peer), input->bytes, sizeof input->bytes, 0);
         while (input->count < 0 && errno == EINTR);
@@ -244,6 +276,7 @@ static void *listen_forever(void *argument)
     pthread_setname_np(pthread_self(), "gpu-ckpt-fast");
     publish(false);
     for (;;) {
+        wait_readable(atomic_load(&listener));
         int connection = accept4(atomic_load(&listener), NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0) {
             nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL); /* no descriptors: clients wait in the queue */

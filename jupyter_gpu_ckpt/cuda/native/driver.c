@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "launch_gate.h"
 #include "lookup.h"
 
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
@@ -15,6 +16,7 @@ void driver_in_child(void) { publishing = (pthread_mutex_t)PTHREAD_MUTEX_INITIAL
 
 static struct driver found_driver;
 static bool found_all;
+static void *found_library;
 static _Atomic(const struct driver *) the_driver;
 
 static bool look_up_driver(void *library, struct driver *found)
@@ -44,15 +46,19 @@ const struct driver *any_driver(void)
     /* Not while the mutex is locked: dlsym waits for the loader's lock, whose owner may be waiting for us. */
     struct driver fresh;
     bool all = look_up_driver(library, &fresh);
+    launch_gate_prepare(library);
     pthread_mutex_lock(&publishing);
     if (atomic_load_explicit(&the_driver, memory_order_relaxed) == NULL) {
         found_driver = fresh;
         found_all = all;
+        found_library = library;
         atomic_store_explicit(&the_driver, &found_driver, memory_order_release);
     }
     pthread_mutex_unlock(&publishing);
     return &found_driver;
 }
+
+void *library_of_driver(void) { return found_library; }
 
 const struct driver *driver(void)
 {

@@ -27,6 +27,7 @@ enum {
     CUDA_ERROR_NOT_INITIALIZED = 3,
     CUDA_ERROR_INVALID_CONTEXT = 201,
     CUDA_ERROR_OPERATING_SYSTEM = 304,
+    CUDA_ERROR_NOT_FOUND = 500,
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_NOT_SUPPORTED = 801,
 };
@@ -167,3 +168,6 @@ const struct driver *driver(void);
 
 /* The same; missing functions are NULL. */
 const struct driver *any_driver(void);
+
+/* The library of `any_driver`, which has been found. */
+void *library_of_driver(void);

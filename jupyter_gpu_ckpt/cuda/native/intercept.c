@@ -8,6 +8,7 @@
 #include "capture.h"
 #include "child.h"
 #include "control.h"
+#include "launch_gate.h"
 #include "managed.h"
 #include "serving.h"
 
@@ -79,7 +80,9 @@ CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
     const struct driver *original = any_driver();
     if (original == NULL || original->cuMemAlloc_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    CUresult result;
+    CUresult result = launch_gate_pass();
+    if (result != CUDA_SUCCESS)
+        return result;
     do {
         CUdeviceptr served = address != NULL ? serve(bytes) : 0;
         if (served != 0) {
@@ -114,6 +117,9 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr *address, size_t *pitch, size_t width, s
     const struct driver *original = any_driver();
     if (original == NULL || original->cuMemAllocPitch_v2 == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
+    CUresult result = launch_gate_pass();
+    if (result != CUDA_SUCCESS)
+        return result;
     bool valid = address != NULL && pitch != NULL && width != 0 && height != 0 && width <= SIZE_MAX / 2 / height &&
                  (element == 4 || element == 8 || element == 16);
     size_t alignment = valid && may_serve(width * height) && driver() != NULL ? pitch_alignment(original) : 0;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "driver.h"
+#include "launch_gate.h"
 
 /* The newest CUDA version whose functions have been compared with the signatures in `driver.h`. */
 #define NEWEST_KNOWN 13999
@@ -66,7 +67,7 @@ static void *replace(void *found, const char *name, int version, unsigned long l
             original_of(&stand_ins[at], driver) != NULL)
             meant = &stand_ins[at];
     }
-    return meant != NULL ? meant->own : found;
+    return meant != NULL ? meant->own : launch_gate_has(name) ? launch_gate_function(found) : found;
 }
 
 CUresult cuGetProcAddress(const char *name, void **function, int version, unsigned long long flags)
@@ -104,7 +105,6 @@ typedef void *dlsym_function(void *, const char *);
 /* The next definition of dlsym after this library's: glibc's, or that of another library that stands in for it. */
 FOR_ASSEMBLY dlsym_function *gpu_ckpt_next_dlsym;
 FOR_ASSEMBLY dlsym_function *gpu_ckpt_find_dlsym(void);
-FOR_ASSEMBLY void *gpu_ckpt_stand_in(void *library, const char *name);
 
 static void *find_nothing(void *library, const char *name)
 {
@@ -132,18 +132,45 @@ void *original_dlsym(void *library, const char *name)
     return (next != NULL ? next : gpu_ckpt_find_dlsym())(library, name);
 }
 
+/* Where a lookup goes on if ``function`` is NULL. */
+struct answer {
+    void *function, *library;
+};
+FOR_ASSEMBLY struct answer gpu_ckpt_stand_in(void *library, const char *name);
+
+/* A library that has no function of the driver's that the driver lacks. */
+static void *other_library(void)
+{
+    return any_driver() != NULL ? library_of_driver() : dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD);
+}
+
+/* Of a function that passes the launch gate.  A lookup must not find what only this library has. */
+static struct answer gated(void *library, const char *name)
+{
+    bool by_scope = library == RTLD_DEFAULT || library == RTLD_NEXT;
+    void *found = original_dlsym(by_scope ? RTLD_DEFAULT : library, name);
+    if (launch_gate_is_missing(found))
+        return (struct answer){NULL, other_library()};
+    if (by_scope || found == NULL || any_driver() == NULL || found != original_dlsym(library_of_driver(), name))
+        return (struct answer){NULL, library};
+    return (struct answer){launch_gate_function(found), library};
+}
+
 /* The library's own function if this lookup finds the driver's, else NULL. */
-void *gpu_ckpt_stand_in(void *library, const char *name)
+struct answer gpu_ckpt_stand_in(void *library, const char *name)
 {
     size_t at = 0;
     while (at < COUNT && strcmp(stand_ins[at].name, name) != 0)
         at++;
+    if (at == COUNT && launch_gate_has(name))
+        return gated(library, name);
     if (at == COUNT || library == RTLD_DEFAULT || library == RTLD_NEXT)
-        return NULL;
+        return (struct answer){NULL, library};
     const struct driver *driver = any_driver();
     void *original = driver != NULL ? original_of(&stand_ins[at], driver) : NULL;
     /* This lookup comes last: dlerror(3) speaks of it. */
-    return original != NULL && original_dlsym(library, name) == original ? stand_ins[at].own : NULL;
+    bool is_driver = original != NULL && original_dlsym(library, name) == original;
+    return (struct answer){is_driver ? stand_ins[at].own : NULL, library};
 }
 
 /* void *dlsym(void *library, const char *name) */
@@ -173,6 +200,7 @@ __asm__(".pushsection .text\n"
         "    .cfi_adjust_cfa_offset -8\n"
         "    popq %rdi\n"
         "    .cfi_adjust_cfa_offset -8\n"
+        "    movq %rdx, %rdi\n"
         "    testq %rax, %rax\n"
         "    je 1f\n"
         "    ret\n"

@@ -15,5 +15,5 @@
 #define HAS_DLSYM 0
 #endif
 
-/* `dlsym` as it is without this library; not for RTLD_NEXT or RTLD_DEFAULT. */
+/* `dlsym` as it is without this library; not for RTLD_NEXT, and for RTLD_DEFAULT with the scope of this library. */
 void *original_dlsym(void *library, const char *name);

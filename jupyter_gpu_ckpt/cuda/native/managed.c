@@ -2,6 +2,8 @@
 
 #include <stdatomic.h>
 
+#include "launch_gate.h"
+
 /* More are not counted.  Without a lock: a child may be forked at any moment. */
 #define MOST 1024
 static _Atomic CUdeviceptr known[MOST];
@@ -44,7 +46,9 @@ CUresult cuMemAllocManaged(CUdeviceptr *address, size_t bytes, unsigned int flag
     const struct driver *original = any_driver();
     if (original == NULL || original->cuMemAllocManaged == NULL)
         return CUDA_ERROR_NOT_INITIALIZED;
-    CUresult result = original->cuMemAllocManaged(address, bytes, flags);
+    CUresult result = launch_gate_pass();
+    if (result == CUDA_SUCCESS)
+        result = original->cuMemAllocManaged(address, bytes, flags);
     if (result == CUDA_SUCCESS)
         managed_add(*address);
     return result;

@@ -75,6 +75,7 @@ class FastKernel:
         assert self.fake.state == RUNNING
         assert self.path().amounts().swapped_out == 0
         assert self.held() == self.blocks + CONTEXT
+        assert not self.path().launch_gate_is_closed()
         assert self.gate.serves
         self.program.goes_on()
 

@@ -109,9 +109,10 @@ class Kernel:
         return self.capsule.host_pid
 
     def runs_on(self) -> None:
-        """Unlocked, no thread is stopped, all memory is on the device."""
+        """Unlocked, no thread is stopped or waits at the launch gate, all memory is on the device."""
         assert self.state == RUNNING
         assert self.path.amounts().swapped_out == 0
+        assert not self.path.launch_gate_is_closed()
         self._program.goes_on()
 
     def lock(self) -> None:

@@ -146,6 +146,7 @@ static void *churn(void *argument)
 {
     unsigned random = (unsigned)(uintptr_t)argument;
     struct held held[3] = {0};
+    CUresult (*synchronize)(void) = DRIVER(CUresult, cuCtxSynchronize, void); /* passes the launch gate */
     cudaFree(NULL);
     for (unsigned turn = 0; !atomic_load_explicit(&ending, memory_order_relaxed); turn++) {
         struct held *each = &held[rand_r(&random) % 3];
@@ -154,6 +155,8 @@ static void *churn(void *argument)
         each->memory = NULL;
         size_t bytes = ((size_t)1 << 20) + (size_t)rand_r(&random) % ((size_t)5 << 20);
         if (obtain(each, bytes, rand_r(&random) % 2, SPARSE / 8, turn) != 0)
+            atomic_fetch_add(&wrong, 1);
+        if (turn % 4 == 0 && synchronize() != 0)
             atomic_fetch_add(&wrong, 1);
         for (size_t at = 0; at < 200; at++) {
             void *volatile memory = malloc(16 + (size_t)rand_r(&random) % 3000);
@@ -348,6 +351,7 @@ static void perform(char *line)
         CUcontext popped;
         printf("%d\n", DRIVER(CUresult, cuCtxPopCurrent_v2, CUcontext *)(&popped));
     } else if (strcmp(line, "churn") == 0) {
+        looked_up("cuCtxSynchronize"); /* before there are threads that do */
         for (; thread_count < number; thread_count++)
             pthread_create(&threads[thread_count], NULL, churn, (void *)(uintptr_t)(thread_count + 1));
         puts("ok");
@@ -371,6 +375,9 @@ static void perform(char *line)
         while (thread_count != 0)
             pthread_join(threads[--thread_count], NULL);
         printf("%ld\n", atomic_load(&wrong));
+    } else if (strcmp(line, "synchronize") == 0) {
+        cudaFree(NULL);
+        printf("%d\n", DRIVER(CUresult, cuCtxSynchronize, void)());
     } else if (strcmp(line, "fork") == 0)
         in_child();
     else if (strcmp(line, "forks") == 0)

@@ -89,6 +89,31 @@ def hammer(subject: Subject, threads: int, rounds: int, still) -> None:
     assert {kind: count for kind, count in out.items() if count} == {}
 
 
+def hammer_gate(subject: Subject, threads: int, rounds: int, *, swaps: bool) -> None:
+    """Close and open the launch gate while threads allocate, wait for the GPU, and free; now and then swap, too."""
+    subject.alloc(1, 2 * MIB, density="sparse")
+    assert subject.ask("churn", threads) == "ok"
+    with subject.control() as control:
+        for turn in range(rounds):
+            before = int(subject.ask("rounds"))
+            until(lambda: int(subject.ask("rounds")) > before + threads, "the threads run")  # noqa: B023
+            if turn % 3 == 2:
+                control.must(*["close 0", "close 1000", "open"] * 20)
+                continue
+            control.must("close 0")
+            until(lambda: control.ask("status")["touches"] == threads, "all threads wait at the gate")
+            done = int(subject.ask("rounds"))
+            time.sleep(0.01)
+            assert int(subject.ask("rounds")) == done
+            if swaps:
+                with frozen(subject):
+                    control.must(*VERBS)  # opens it
+            else:
+                control.must("open")
+    assert subject.ask("end") == "0"
+    subject.intact(1)
+
+
 def gives_up(control: Control) -> None:
     """The blocks stay where they are; the copy goes with the next one."""
     control.must("copy_out")
@@ -109,6 +134,21 @@ def test_threads_are_stopped_under_asan(with_asan, doubles):
 def test_threads_rest_under_tsan(with_tsan, doubles):
     with running(with_tsan, doubles, environment=OPTIONS) as subject:
         hammer(subject, 3, 6, resting)
+
+
+def test_the_launch_gate(programs, doubles):
+    with running(programs, doubles, environment={"MALLOC_ARENA_MAX": "1"}) as subject:
+        hammer_gate(subject, 4, 30, swaps=True)
+
+
+def test_the_launch_gate_under_asan(with_asan, doubles):
+    with running(with_asan, doubles, environment=OPTIONS) as subject:
+        hammer_gate(subject, 3, 9, swaps=True)
+
+
+def test_the_launch_gate_under_tsan(with_tsan, doubles):
+    with running(with_tsan, doubles, environment=OPTIONS) as subject:
+        hammer_gate(subject, 3, 9, swaps=False)
 
 
 def test_children_under_asan(with_asan, doubles):

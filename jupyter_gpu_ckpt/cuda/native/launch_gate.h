@@ -1,0 +1,46 @@
+/* A gate that calls which use the GPU pass (`launch_gate_names.h`): launches, copies, waits, events, graphs.
+ *
+ * Open, it costs a call the load of one word and a jump.  Closed, a call waits, before it enters the driver; the first
+ * is seen by the kernel's owner in `published.h`, and a thread that a signal interrupts gets an error.  The gate is
+ * closed before the driver locks, and the driver's lock stays what keeps calls from memory that is not there: some do
+ * not pass the gate, and some have passed it when it is closed.
+ *
+ * The functions of the gate are written for x86-64; elsewhere there is no gate, and every call goes to the driver.
+ */
+#pragma once
+
+#include <stdbool.h>
+
+#include "driver.h"
+#include "lookup.h"
+
+#define HAS_LAUNCH_GATE HAS_DLSYM
+
+/* Learn where the functions are that this library exports; ``library`` is the driver. */
+void launch_gate_prepare(void *library);
+
+/* Whether a function of this name, with or without the endings of a variant, passes the gate. */
+bool launch_gate_has(const char *name);
+
+/* The function to call instead of ``original``, a function of the driver that passes the gate; ``original`` itself
+ * if there are too many. */
+void *launch_gate_function(void *original);
+
+/* Whether a function is one that this library exports and that the driver lacks. */
+bool launch_gate_is_missing(const void *function);
+
+/* Pass the gate: CUDA_SUCCESS, or the error to return instead of calling the driver. */
+CUresult launch_gate_pass(void);
+
+/* Close the gate, for some seconds or, with 0, until it is opened. */
+void launch_gate_close(double seconds);
+void launch_gate_open(void);
+
+/* Milliseconds until the gate opens by itself, for poll(2); -1: never. */
+int launch_gate_remaining(void);
+
+/* Open the gate if its time is over; ``needed``: it stays closed, until it is opened. */
+void launch_gate_expire(bool needed);
+
+/* Open the gate, in a child that was just forked. */
+void launch_gate_in_child(void);

@@ -110,17 +110,17 @@ class _Mapping(NamedTuple):
 
     @property
     def replaceable(self) -> bool:
-        """Whether CRIU can restore its pages from a parent image."""
+        """Return whether CRIU can restore its pages from a parent image."""
         return bool(self.status & _PRIVATE) and not (self.status & ~_ORDINARY or self.flags & _MAP_HUGETLB)
 
     @property
     def reserves(self) -> bool:
-        """Whether it may reserve more addresses than there is host memory."""
+        """Return whether it may reserve more addresses than there is host memory."""
         writable = self.protection & mmap.PROT_WRITE and not self.flags & _MAP_NORESERVE
         return not writable and self.end - self.start > _RESERVED
 
     def inherits(self, other: _Mapping) -> bool:
-        """Whether it is inherited from that mapping of the parent process, as CRIU sees it (``check_cow_vmas``)."""
+        """Return whether it is inherited from that mapping of the parent process, as CRIU sees it (``check_cow_vmas``)."""
         same = _MAP_ANONYMOUS | _MAP_GROWSDOWN
         return (
             (self.start, self.end, self.flags & same) == (other.start, other.end, other.flags & same)

@@ -120,7 +120,7 @@ class _Mapping(NamedTuple):
         return not writable and self.end - self.start > _RESERVED
 
     def inherits(self, other: _Mapping) -> bool:
-        """Return whether it is inherited from that mapping of the parent process, as CRIU sees it (``check_cow_vmas``)."""
+        """Return whether it is inherited from that mapping of the parent process, as ``check_cow_vmas`` has it."""
         same = _MAP_ANONYMOUS | _MAP_GROWSDOWN
         return (
             (self.start, self.end, self.flags & same) == (other.start, other.end, other.flags & same)

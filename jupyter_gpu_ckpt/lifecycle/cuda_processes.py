@@ -46,12 +46,16 @@ def states(kernel: KernelState, cuda: Cuda | None = None) -> dict[int, CudaState
 
 
 def inherited_files(kernel: KernelState, using: Collection[int]) -> dict[int, list[str]]:
-    """Return the device files that processes forked from those ``using`` CUDA have, by host pid; raises `CudaError`."""
-    cuda = kernel.engine.cuda
+    """Return the device files that processes forked from those ``using`` CUDA have, by host pid; raises `CudaError`.
+
+    The driver opens files anew when a process is resumed: those that a child had inherited before are known from the
+    last suspend, and so are those of its own children.
+    """
+    cuda, owners = kernel.engine.cuda, [*using, *kernel.inherited]
 
     def of(pid: int) -> list[str]:
         held = cuda.device_files(pid) if pid not in using else []
-        return held if held and cuda.has_inherited_all(pid, using) else []
+        return held if held and cuda.has_inherited_all(pid, owners) else []
 
     return {pid: held for pid in _all(kernel) if (held := _unless_ended(kernel, pid, of))}
 

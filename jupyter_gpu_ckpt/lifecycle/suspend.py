@@ -116,7 +116,7 @@ def why_not(kernel: KernelState, *, writes: bool, suspended: bool = False) -> Ca
                 known = set(held) <= set(kernel.inherited.get(pid, ()))
                 if not known and not suspended:
                     using[:] = using or cuda_processes.states(kernel)
-                    known = cuda.has_inherited_all(pid, using)
+                    known = cuda.has_inherited_all(pid, [*using, *kernel.inherited])
                 if not known:
                     return "it has open device files of the GPU"
         except errors.CudaError as error:

@@ -44,6 +44,7 @@ class FakeProcess:
 
     ``mps``: it uses its GPUs by the multi-process service.  ``profiled``: a profiler was used in it.  ``nccl``: it
     communicates by NCCL.  ``device_files``: what it has open of a GPU without CUDA state, ``inherited`` or of its own.
+    ``closed``: how often the driver has closed its device files, which a process that inherits them does not notice.
 
     ``busy``: GPU work that does not end, so that a lock times out.  ``unsupported``: memory of a kind the driver cannot
     save, which the driver says only once (``refused_before``).  ``ruined``: its restore failed, after which the driver
@@ -60,6 +61,7 @@ class FakeProcess:
     nccl: bool = False
     device_files: set[str] = field(default_factory=set)
     inherited: bool = False
+    closed: int = 0
     ruined: bool = False
     refused_before: bool = False
     computing: int = 0
@@ -176,6 +178,7 @@ class FakeDriver:
             again, process.refused_before = process.refused_before, True
             raise _refused(real.UNKNOWN if again else real.NOT_SUPPORTED)
         process.state = CHECKPOINTED
+        process.closed += 1
 
     def _cuda_restore(self, pid: int, pairs: list[tuple[str, str]]) -> None:
         process = self._process(pid)
@@ -264,8 +267,10 @@ class FakeCuda(Cuda):
         return sorted(files | ({"/dev/nvidia-uvm"} if process.on_gpu else set()))
 
     def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:
-        process = self.driver.processes[pid]
-        return process.inherited and any(self.driver.processes[owner].on_gpu for owner in owners)
+        process, owners = self.driver.processes[pid], [*owners]
+        living = [self.driver.processes[owner] for owner in owners if owner in self.driver.processes]
+        has_same = any(owner.on_gpu and owner.closed == process.closed for owner in living)
+        return pid in owners or (process.inherited and has_same)
 
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)

@@ -77,7 +77,7 @@ def test_the_calls_of_each_framework_pass_the_gate_and_have_the_same_results(run
     record(touched=touched)
     ours, theirs = json.loads((runtime_base / "output").read_text()), json.loads(plain.stdout)
     assert ours["digests"] == theirs["digests"]
-    assert touched >= 2
+    assert touched >= 1  # Numba's and Triton's programs meet it once while it is closed
 
 
 #: A thread that launches all the time; each launch adds one to all elements.

@@ -221,10 +221,10 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
         assert "it has open device files of the GPU" in error.message
         if first != "checkpoint":
             family.sleeps(State.SUSPENDED)
-            family.lifecycle.resume()
+            family.lifecycle.resume()  # the driver opens other files: what the child has cannot be compared any more
+            family.fails("checkpoint", "CHILD_PROCESSES")
         family.runs_on()
-        if not inherited:
-            return
+        return
     family.lifecycle.checkpoint()
     fake.device_files = set()
     family.lifecycle.wake()
@@ -295,7 +295,12 @@ def forking(criu_binary, tmp_path):
 
 
 def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
+    """Also after suspends: when it resumes a process, the driver opens other files than those that were inherited."""
     assert forking.place in forking.has()
+    for _ in range(2):
+        forking.lifecycle.suspend()
+        forking.lifecycle.resume()
+        assert [each for each in forking.lifecycle.findings() if each.blocks] == []
     forking.lifecycle.suspend()
     assert forking.place in forking.has(), "a suspend does not touch it"
     for _ in range(2):

@@ -47,6 +47,8 @@ _TRAP = 1 << signal.SIGTRAP - 1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
 _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
+#: Seconds in which a released process is back in its stop, which takes a moment unless the machine is overloaded.
+_RETURN_TIMEOUT = 1.0
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
@@ -87,6 +89,18 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
             raise TimeoutError(f"process {pid} does not stop")
         time.sleep(0.0005)
     return True
+
+
+def _return_to_stop(pid: int, deadline: float) -> None:
+    """Wait until a process that a tracer has released is back in the stop that it was in.  Raises `TimeoutError`.
+
+    Linux leads it back by itself.  Another SIGSTOP would stay pending: CRIU drops as many signals as there are SIGSTOPs,
+    and where a timer's signal was among them, a SIGSTOP is left, at which its dump fails.
+    """
+    patience = min(deadline, time.monotonic() + _RETURN_TIMEOUT)
+    while not _all_stopped(pid) and time.monotonic() < patience:
+        time.sleep(0.0005)
+    stop(pid, deadline)  # somebody else has let it run
 
 
 def _all_stopped(pid: int) -> bool:
@@ -354,7 +368,7 @@ class CriuGuard:
         """
         for pid in self.pids:
             with _unless_ended(pid, self._root):
-                stop(pid, deadline)
+                _return_to_stop(pid, deadline)
 
     def mapped_anew(self, pid: int) -> None:
         """Take a process's present mappings for those to be put back."""

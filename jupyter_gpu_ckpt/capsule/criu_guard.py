@@ -94,8 +94,8 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
 def _return_to_stop(pid: int, deadline: float) -> None:
     """Wait until a process that a tracer has released is back in the stop that it was in.  Raises `TimeoutError`.
 
-    Linux leads it back by itself.  Another SIGSTOP would stay pending: CRIU drops as many signals as there are SIGSTOPs,
-    and where a timer's signal was among them, a SIGSTOP is left, at which its dump fails.
+    Linux leads it back by itself.  Another SIGSTOP would stay pending: CRIU drops as many signals as there are
+    SIGSTOPs, and where a timer's signal was among them, a SIGSTOP is left, at which its dump fails.
     """
     patience = min(deadline, time.monotonic() + _RETURN_TIMEOUT)
     while not _all_stopped(pid) and time.monotonic() < patience:

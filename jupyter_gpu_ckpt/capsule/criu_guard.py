@@ -17,6 +17,7 @@ program, which runs until Linux removes the tracer.  Such a thread is recognized
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -27,7 +28,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import syscall_restart
+from jupyter_gpu_ckpt.process import syscall_restart, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
@@ -72,11 +73,24 @@ class _SavedProcess(NamedTuple):
     threads: dict[int, _Thread]
 
 
+class DoesNotStop(TimeoutError):
+    """A process does not stop; ``strerror`` names it, and the reason if that is known."""
+
+
+def _does_not_stop(pid: int) -> DoesNotStop:
+    why = "does not stop"
+    for child in procfs.children(pid):
+        # A parent waits in vfork(2), and in posix_spawn(3), while its child uses its memory.
+        if "kcmp" not in syscalls.forbidden() and syscalls.call("kcmp", pid, child, syscalls.KCMP_VM, 0, 0) == 0:
+            why = f"waits for its child, process {child}, to start its program (vfork)"
+    return DoesNotStop(errno.ETIMEDOUT, f"{procfs.described(pid)} {why}")
+
+
 def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool:
     """Stop ``pid`` and all its threads.  Return False if they were stopped before.
 
     Threads in ``frozen`` are released into the stop: they run not one more instruction of the program.  Raises
-    `TimeoutError`; all run on then.
+    `DoesNotStop`; all run on then.
     """
     if _all_stopped(pid):
         return False
@@ -85,8 +99,9 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
         frozen.release()
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
+            error = _does_not_stop(pid)
             resume(pid)
-            raise TimeoutError(f"process {pid} does not stop")
+            raise error
         time.sleep(0.0005)
     return True
 

@@ -341,6 +341,15 @@ class ProcessEnded(CriuError, code="PROCESS_ENDED"):
         return cls(f"Of the kernel, {names} ended during the checkpoint.", ended=list(pids), **details)
 
 
+class DumpInterrupted(CriuError, code="DUMP_INTERRUPTED"):
+    """A signal interrupted the dump in a process of the kernel, at each of several tries."""
+
+    default_hint = (
+        "Try again. If it repeats, end for the checkpoint what sends signals to that process: a periodic timer "
+        "(setitimer, timer_create), a sampling profiler."
+    )
+
+
 class CriuTimeout(CriuError, code="CRIU_TIMEOUT"):
     """CRIU did not finish before its deadline."""
 

@@ -24,6 +24,8 @@ Pid = int | Literal["self"]
 
 #: include/linux/sched.h
 _PF_EXITING = 0x4
+#: Characters that are shown of a command line.
+_SHOWN = 100
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -146,6 +148,24 @@ def arguments(pid: int) -> tuple[str, ...]:
     """Return the command line; empty for a zombie and for a kernel thread."""
     line = os.fsencode(read(f"/proc/{pid}/cmdline")).decode(errors="replace")
     return tuple(line.rstrip("\0").split("\0")) if line else ()
+
+
+def shown_command(words: tuple[str, ...], name: str) -> str:
+    """Return a command line for people: only last directories; beginning and end, where workers of a pool differ.
+
+    ``name``: of the process, for one without a command line.
+    """
+    shown = [f".../{'/'.join(word.split('/')[-2:])}" if word.count("/") > 2 else word for word in words]
+    shown[:1] = [word.rpartition("/")[2] for word in words[:1]]
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", " ".join(shown)).strip() or name
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+
+
+def described(pid: int) -> str:
+    """Return a process for people: ``process 7 (sleep 60)``.  Never raises."""
+    with contextlib.suppress(OSError):
+        return f"process {pid} ({shown_command(arguments(pid), stat(pid).name)})"
+    return f"process {pid}"
 
 
 def maps(pid: int) -> list[MemoryMapping]:

@@ -34,6 +34,7 @@ from ..errors import (
     CapsuleGone,
     DeletedMapping,
     GpuCkptError,
+    KernelBusy,
     LoopbackTcp,
     NoMemory,
     NoSpace,
@@ -56,12 +57,17 @@ CLEANUP_TIMEOUT = 2.5
 _INSPECTION = 60.0
 #: Bytes of a request that are sent as one packet.
 _PACKET = 1 << 16
-#: Fields of a reply that name state that a dump cannot save (`init`): the class of the error, and its sentence.
-_UNSAVABLE: Mapping[str, tuple[type[GpuCkptError], str]] = {
-    "unsupported_terminal": (UnsupportedTerminal, "The kernel's terminals could not come back: {}."),
-    "unsupported_file": (UnsupportedFile, "The kernel has {}."),
-    "unsavable_connection": (LoopbackTcp, "The kernel has {}."),
-    "deleted_mapping": (DeletedMapping, "The kernel's processes share a deleted file: {}."),
+#: Fields of a reply that name state that a dump cannot save (`init`): the error's class, its sentence, its hint.
+_UNSAVABLE: Mapping[str, tuple[type[GpuCkptError], str, str | None]] = {
+    "unsupported_terminal": (UnsupportedTerminal, "The kernel's terminals could not come back: {}.", None),
+    "unsupported_file": (UnsupportedFile, "The kernel has {}.", None),
+    "unsavable_connection": (LoopbackTcp, "The kernel has {}.", None),
+    "deleted_mapping": (DeletedMapping, "The kernel's processes share a deleted file: {}.", None),
+    "does_not_stop": (
+        KernelBusy,
+        "A process of the kernel cannot be stopped for a checkpoint: {}.",
+        "Try again when it has done what it waits for. A process that a disk or a device does not answer waits, too.",
+    ),
 }
 _INIT = Path(__file__).with_name("run_init.py")
 #: struct ucred: process, user, group (unix(7), SO_PEERCRED).
@@ -366,11 +372,11 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
         `subreaper.Subreaper`.
 
-        Raises, before the program runs, `UnsupportedTerminal` if the terminals have too much unread data,
-        `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a connection among the processes
-        cannot be saved (`connections`), `DeletedMapping` if the kernel is an ordinary user's and shared memory cannot
-        be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the copies of shared memory and of
-        the terminals' data.
+        Raises, before the program runs, `KernelBusy` if a process does not stop, `UnsupportedTerminal` if the terminals
+        have too much unread data, `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a
+        connection among the processes cannot be saved (`connections`), `DeletedMapping` if the kernel is an ordinary
+        user's and shared memory cannot be saved (`shared_memory`), `NoSpace` and `NoMemory` if there is no room for the
+        copies of shared memory and of the terminals' data.
         """
         program = {"argv": list(argv), "env": dict(env), "cwd": str(cwd), "output": str(output)}
         limits = {"timeout": timeout, "grace": grace}
@@ -385,9 +391,9 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             if on_kernel:
                 raise NoSpace("The disk filled up while the image was written.") from error
             raise NoMemory("The kernel's shared memory does not fit into this host's memory.") from error
-        for field, (error_class, sentence) in _UNSAVABLE.items():
+        for field, (error_class, sentence, hint) in _UNSAVABLE.items():
             if field in reply:
-                raise error_class(sentence.format(reply[field]), culprit=reply[field])
+                raise error_class(sentence.format(reply[field]), hint=hint, culprit=reply[field])
         ended = reply.get("ended", [])  # the capsule's init may be of an older release
         return Ran(reply["status"], reply["timed_out"], reply["seconds"], reply["unrepaired"], ended)
 

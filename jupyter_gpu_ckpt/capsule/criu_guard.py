@@ -17,6 +17,7 @@ program, which runs until Linux removes the tracer.  Such a thread is recognized
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -27,7 +28,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import syscall_restart
+from jupyter_gpu_ckpt.process import syscall_restart, syscalls
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
@@ -47,6 +48,8 @@ _TRAP = 1 << signal.SIGTRAP - 1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
 _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
+#: Seconds in which a released process is back in its stop, which takes a moment unless the machine is overloaded.
+_RETURN_TIMEOUT = 1.0
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
@@ -70,11 +73,24 @@ class _SavedProcess(NamedTuple):
     threads: dict[int, _Thread]
 
 
+class DoesNotStop(TimeoutError):
+    """A process does not stop; ``strerror`` names it, and the reason if that is known."""
+
+
+def _does_not_stop(pid: int) -> DoesNotStop:
+    why = "does not stop"
+    for child in procfs.children(pid):
+        # A parent waits in vfork(2), and in posix_spawn(3), while its child uses its memory.
+        if "kcmp" not in syscalls.forbidden() and syscalls.call("kcmp", pid, child, syscalls.KCMP_VM, 0, 0) == 0:
+            why = f"waits for its child, process {child}, to start its program (vfork)"
+    return DoesNotStop(errno.ETIMEDOUT, f"{procfs.described(pid)} {why}")
+
+
 def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool:
     """Stop ``pid`` and all its threads.  Return False if they were stopped before.
 
     Threads in ``frozen`` are released into the stop: they run not one more instruction of the program.  Raises
-    `TimeoutError`; all run on then.
+    `DoesNotStop`; all run on then.
     """
     if _all_stopped(pid):
         return False
@@ -83,10 +99,23 @@ def stop(pid: int, deadline: float, frozen: FrozenThreads | None = None) -> bool
         frozen.release()
     while not _all_stopped(pid):
         if time.monotonic() > deadline:
+            error = _does_not_stop(pid)
             resume(pid)
-            raise TimeoutError(f"process {pid} does not stop")
+            raise error
         time.sleep(0.0005)
     return True
+
+
+def _return_to_stop(pid: int, deadline: float) -> None:
+    """Wait until a process that a tracer has released is back in the stop that it was in.  Raises `TimeoutError`.
+
+    Linux leads it back by itself.  Another SIGSTOP would stay pending: CRIU drops as many signals as there are
+    SIGSTOPs, and where a timer's signal was among them, a SIGSTOP is left, at which its dump fails.
+    """
+    patience = min(deadline, time.monotonic() + _RETURN_TIMEOUT)
+    while not _all_stopped(pid) and time.monotonic() < patience:
+        time.sleep(0.0005)
+    stop(pid, deadline)  # somebody else has let it run
 
 
 def _all_stopped(pid: int) -> bool:
@@ -369,7 +398,7 @@ class CriuGuard:
         """
         for pid in self.pids:
             with _unless_ended(pid, self._vital):
-                stop(pid, deadline)
+                _return_to_stop(pid, deadline)
 
     def mapped_anew(self, pid: int) -> None:
         """Take a process's present mappings for those to be put back."""

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule import namespaces
-from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, unguard
+from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard, DoesNotStop, unguard
 from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
@@ -50,12 +50,13 @@ REAP_TIMEOUT = 1.0
 #: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
 CLEANUP_TIMEOUT = 2.0
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
-#: The field of the reply that names state that a dump cannot save, by the class of its error.
+#: The field of the reply to `Init.run` that names state that a dump cannot save, by the class of its error.
 _UNSAVABLE: dict[type[OSError], str] = {
     UnsavableTerminal: "unsupported_terminal",
     UnsavableWatch: "unsupported_file",
     UnsavableConnection: "unsavable_connection",
     UnsavableSharedMemory: "deleted_mapping",
+    DoesNotStop: "does_not_stop",
 }
 
 
@@ -403,17 +404,20 @@ class Init:
         if not packet:
             self.drop_owner()
             return
+        verb = ""
         try:
             request = {**json.loads(packet), **({"fd": fds[0]} if fds else {})}
             self.number = request.pop("number", 0)
             if (version := request.pop("version", None)) != VERSION:
                 raise RuntimeError(f"the request is of version {version}")
-            reply = self.REQUESTS[request.pop("verb")](self, **request)
+            verb = request.pop("verb")
+            reply = self.REQUESTS[verb](self, **request)
             if reply is not None:
                 self.answer(reply)
-        except tuple(_UNSAVABLE) as error:
-            self.answer({_UNSAVABLE[type(error)]: error.strerror})
         except Exception as error:
+            if verb == "run" and isinstance(error, OSError) and (field := _UNSAVABLE.get(type(error))):
+                self.answer({field: error.strerror})
+                return
             self.answer({"error": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
 
     def answer(self, reply: dict[str, Any], *fds: int) -> None:

@@ -31,6 +31,7 @@ from ..errors import (
     CriuKilled,
     CriuTimeout,
     DeletedMapping,
+    DumpInterrupted,
     KernelBusy,
     MissingFile,
     NoSpace,
@@ -74,7 +75,8 @@ class Restored:
 
 
 #: Lines of CRIU's log that name a cause: pattern (group 1: the culprit), class of the error, sentence for the user.
-# In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c (release 4.2).
+# In CRIU's source: files-reg.c, sk-inet.c, sk-unix.c, proc_parse.c, cr-restore.c, page-xfer.c, image.c,
+# compel's infect.c (release 4.2).
 _CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
     (r"No space left on device()", NoSpace, "The disk filled up while the image was written."),
     (r"Disk quota exceeded()", NoSpace, "The disk quota was used up while the image was written."),
@@ -92,6 +94,7 @@ _CAUSES: tuple[tuple[str, type[CriuError | NoSpace], str], ...] = (
         PipesExhausted,
         "The user's processes hold too many pipes (fs.pipe-user-pages-soft).",
     ),
+    (r"Unexpected (\d+) task interruption", DumpInterrupted, "A signal interrupted the dump in process {0}."),
     (r"Can't fork for (\d+)", PidTaken, "Process id {0} is in use."),
     (
         r"(?:Can't dump half of stream unix connection|External socket is used|name-less external socket)"

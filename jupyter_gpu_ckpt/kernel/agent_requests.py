@@ -102,7 +102,8 @@ class AgentRequests:
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
         inside = preflight.inside_connections(lifecycle.capsule.processes())
-        findings += preflight.judge_report(report, gpus=len(device), inside=inside)
+        unread = preflight.unread_outside(lifecycle.capsule.host_pid, inside)
+        findings += preflight.judge_report(report, gpus=len(device), inside=inside, unread=unread)
         resident = lifecycle.resident()
         estimate = RATES.estimate(resident, sum(device.values()))
         return {

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 _TURNS = threading.BoundedSemaphore(8)
 #: Seconds from one look at how far CRIU is to the next.
 _LOOK = 0.005
-#: Dumps that are tried while a child of the kernel is killed during each.
-_TRIES = 3
+#: Dumps that are tried while a child of the kernel is killed during each, and while a signal interrupts each.
+_TRIES, _TRIES_INTERRUPTED = 3, 5
 
 
 def disconnect(attempt: Attempt) -> None:
@@ -107,6 +107,11 @@ def dump(attempt: Attempt) -> None:
         except errors.ProcessEnded:  # somebody has killed it: what is left can be saved
             if tries == _TRIES:
                 raise
+            tries += 1
+        except errors.DumpInterrupted as error:  # it runs on unchanged
+            if tries == _TRIES_INTERRUPTED:
+                raise
+            _log.warning("Kernel %s: %s The dump is tried again", kernel.home.kernel_id, error.message)
             tries += 1
         except errors.PipesExhausted:  # other processes of this user have them
             if time.monotonic() + pause > over:

@@ -18,18 +18,18 @@ from typing import Any
 
 from .. import errors, procfs
 from ..errors import GpuCkptError
-from ..process import terminals
+from ..process import connections, terminals
 from ..units import counted, size
 
 #: Bytes of an image beside memory: CRIU's tables, the manifest, ghost files.
 MARGIN = 64 << 20
 
-#: Characters that are shown of a command line.
-_SHOWN = 100
 #: The debugger's adapter: debugpy starts it as a process of its own, which is no child of the kernel.
 _DEBUGGER = re.compile(r"debugpy[/.]adapter")
 #: How ``/proc/net/tcp6`` begins an IPv4 address.
 _MAPPED = "0000000000000000FFFF0000"
+#: States of a TCP connection there.
+_ESTABLISHED, _CLOSE_WAIT = "01", "08"
 #: The error for what is not proven to be restored, by its kind.
 _UNPROVEN = {
     "file": errors.UnsupportedFile,
@@ -81,11 +81,8 @@ class Process:
     arguments: tuple[str, ...] = ()
 
     def shown(self) -> str:
-        """The command line for people: only last directories; beginning and end, where workers of a pool differ."""
-        words = [f".../{'/'.join(word.split('/')[-2:])}" if word.count("/") > 2 else word for word in self.arguments]
-        words[:1] = [word.rpartition("/")[2] for word in words[:1]]
-        text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", " ".join(words)).strip() or self.command
-        return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+        """Return the command line for people (`procfs.shown_command`)."""
+        return procfs.shown_command(self.arguments, self.command)
 
 
 def read_process(pid: int) -> Process | None:
@@ -240,11 +237,12 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
 
 
 def judge_report(
-    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, inside: Container[str] = ()
+    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, inside: Container[str] = (), unread: int = 0
 ) -> list[PreflightFinding]:
     """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
 
     ``writes``: an image is to be written; a suspend does not.  ``inside``: the result of `inside_connections`.
+    ``unread``: that of `unread_outside`.
     """
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
@@ -259,26 +257,27 @@ def judge_report(
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
     if outside := [each for each in report.get("sockets") or () if each.get("inode") not in inside]:
-        text = f"{counted(len(outside), 'open connection')} to the outside will come back closed."
+        text = f"{_closed_later(len(outside), unread)}."
         findings.append(PreflightFinding("CONNECTIONS", text))
     return findings
 
 
 def inside_connections(pids: Iterable[int]) -> set[str]:
-    """Return the inodes of TCP sockets that are connected with each other among the processes: they come back."""
+    """Return the inodes of TCP sockets that come back, of these processes.
+
+    They are connected with each other, or their other end was closed and they have its last bytes to read.
+    """
     held: set[str] = set()
     rows: list[list[str]] = []
     for pid in pids:
         with contextlib.suppress(OSError):
             held |= {target for _, target in procfs.links(pid)}
             rows = rows or [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
-    ends = {
-        row[9]: (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED))
-        for row in rows
-        if f"socket:[{row[9]}]" in held
-    }
+    own_rows = [row for row in rows if f"socket:[{row[9]}]" in held]
+    ends = {row[9]: (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED)) for row in own_rows}
     both = set(ends.values())
-    return {inode for inode, (own, peer) in ends.items() if (peer, own) in both and own != peer}
+    inside = {inode for inode, (own, peer) in ends.items() if (peer, own) in both and own != peer}
+    return inside | connections.closed_by_peer(ends.keys() - inside, rows).keys()
 
 
 def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[PreflightFinding]:
@@ -287,14 +286,12 @@ def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[
     They come back closed, and SIGPIPE ends a program that writes to one and has no handler (bash, most C programs).
     """
     connected: dict[str, list[Process]] = {}
-    table: set[str] = set()
+    table: dict[str, int] = {}
     for process in _living(pids):
         if _DEBUGGER.search(process.command):
             continue
         with contextlib.suppress(OSError):
-            if not table:  # of all: they share a network namespace
-                rows = [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, process.pid)]
-                table = {f"socket:[{row[9]}]" for row in rows if row[3] == "01" and row[9] not in inside}
+            table = table or _outside(process.pid, inside)  # of all: they share a network namespace
             for _, target in procfs.links(process.pid):
                 if target in table:
                     connected.setdefault(target, []).append(process)
@@ -303,8 +300,39 @@ def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[
     ends = {process.pid: process for holders in connected.values() for process in holders if _sigpipe_ends(process.pid)}
     names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in list(ends.values())[:3])
     also = f" A write to one then ends {names} (SIGPIPE)." if ends else ""
-    text = f"{counted(len(connected), 'open connection')} to the outside will come back closed.{also}"
+    text = f"{_closed_later(len(connected), sum(table[target] for target in connected))}.{also}"
     return [PreflightFinding("CONNECTIONS", text)]
+
+
+def unread_outside(pid: int, inside: Container[str] = ()) -> int:
+    """Return the unread bytes in TCP connections of a process to the outside, all of them but those ``inside``."""
+    with contextlib.suppress(OSError):
+        table = _outside(pid, inside)
+        return sum(table.get(target, 0) for target in {target for _, target in procfs.links(pid)})
+    return 0
+
+
+def _outside(pid: int, inside: Container[str]) -> dict[str, int]:
+    """Return unread bytes by the link of a socket, of open TCP connections that are not ``inside``.
+
+    An end that the other side has closed counts while it has unread bytes.
+    """
+    rows = [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid) if row[9] not in inside]
+    found = {}
+    for row in rows:
+        unread = int(row[4].rpartition(":")[2], 16)
+        if row[3] == _CLOSE_WAIT:
+            unread = max(0, unread - 1)  # Linux counts the end as a byte
+        if row[3] == _ESTABLISHED or (row[3] == _CLOSE_WAIT and unread):
+            found[f"socket:[{row[9]}]"] = unread
+    return found
+
+
+def _closed_later(count: int, unread: int) -> str:
+    text = f"{counted(count, 'open connection')} to the outside will come back closed"
+    where = "it" if count == 1 else "them"
+    lost = f", and {counted(unread, 'byte')} in {where} that nobody has read yet will be lost"
+    return f"{text}{lost}" if unread else text
 
 
 def _sigpipe_ends(pid: int) -> bool:

@@ -9,6 +9,10 @@ Neither end listens, so they open the connection together: each sends the other 
 connection synchronization").  The first SYN finds nobody who waits for it, and Linux answers with a reset.  That must
 not end the first attempt: until the second end has sent its own, the first drops what comes with an ordinary time to
 live (IP_MINTTL, IPV6_MINHOPCOUNT).
+
+A process may have closed its end, or have ended, while the other end has not read everything: an answer of a web server
+whose process is gone.  Nobody has that end then, so the init takes its part: it connects a socket of its own with the
+restored one, writes what was unread, and closes.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ import os
 import select
 import socket
 import struct
+import sys
 import termios
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.process import sockets, syscalls
@@ -40,9 +45,14 @@ _TIMEOUT = 5.0
 _MOST_UNREAD = 2 << 20
 _MINIMUM_TTL = {socket.AF_INET: (socket.IPPROTO_IP, 21), socket.AF_INET6: (socket.IPPROTO_IPV6, 73)}
 _MAPPED = "::ffff:"
+#: The inode of a socket that no process has open, in ``/proc/net/tcp``; and states that have received an end.
+_NOBODY, _RECEIVED_END = "0", {f"{state:02X}" for state in sockets.TCP_RECEIVED_END}
 _UNSPECIFIED = struct.pack("=H14x", socket.AF_UNSPEC)
 _SO_PEEK_OFF = 42
 _LISTENS = "0A"
+#: States of an end in ``/proc/net/tcp`` that its process has closed: it has sent its end (`sockets.TCP_SENT_END`), or
+#: waits for late packets (TIME_WAIT).
+_CLOSED = {"04", "05", "06", "09", "0B"}
 
 Address = list[Any]
 Change = Callable[[Address], Address]
@@ -72,6 +82,69 @@ def pairs(pids: Iterable[int]) -> list[tuple[Descriptor, Descriptor]]:
     return [(end, found[peer, own]) for (own, peer), end in found.items() if own < peer and (peer, own) in found]
 
 
+class ClosedPeer(NamedTuple):
+    """A socket whose other end nobody has open any more."""
+
+    #: The other end's address as `sockets.Ends` has it; None where Linux does not know it any more.
+    peer: tuple[str, int] | None
+    #: Bytes that the other end still sends.
+    unsent: int
+
+
+def closed_by_peer(inodes: Container[str], rows: Iterable[Sequence[str]]) -> dict[str, ClosedPeer]:
+    """Return those of the sockets ``inodes`` whose other end was closed on this host, by inode.
+
+    ``rows``: of ``/proc/net/tcp`` and ``tcp6``, of the network namespace that the sockets are in.
+    """
+    ends = {(_end(row[1]), _end(row[2])): row for row in rows if row[3] != _LISTENS}
+    found = {}
+    for (own, peer), row in ends.items():
+        if row[9] not in inodes or row[9] == _NOBODY or not _are_local(own, peer):
+            continue
+        other = ends.get((peer, own))
+        if other is None:  # Linux forgets it after a minute
+            if row[3] in _RECEIVED_END:
+                found[row[9]] = ClosedPeer(peer, 0)
+        elif other[9] == _NOBODY and other[3] in _CLOSED:
+            found[row[9]] = ClosedPeer(peer, int(other[4].partition(":")[0], 16))
+    return found
+
+
+def _end(text: str) -> tuple[str, int]:
+    """Return an address and its port from the form of ``/proc/net/tcp``: words in the machine's order of bytes."""
+    host, _, port = text.partition(":")
+    words = [int(host[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(host), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, b"".join(words)).removeprefix(_MAPPED), int(port, 16)
+
+
+def _are_local(own: tuple[str, int], peer: tuple[str, int]) -> bool:
+    return own[0] == peer[0] or own[0] == "::1" or own[0].startswith("127.")
+
+
+def _closed_by_peer(pids: Iterable[int]) -> dict[Descriptor, ClosedPeer]:
+    """Return the sockets of processes that have something to read, and whose other end nobody has open."""
+    rows, holders = _table(), dict[str, Descriptor]()
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            for number, target in procfs.links(pid):
+                if target.startswith("socket:["):
+                    holders.setdefault(target[8:-1], (pid, number))
+    closed = closed_by_peer(holders, rows)
+    found, in_table = {holders[inode]: peer for inode, peer in closed.items()}, {row[9] for row in rows}
+    for inode in holders.keys() - in_table:  # one whose connection is over is in no table
+        with contextlib.suppress(OSError), _socket(holders[inode]) as sock:
+            if sockets.is_over(sock):
+                found[holders[inode]] = ClosedPeer(None, 0)
+    return {descriptor: peer for descriptor, peer in found.items() if peer.unsent or _readable(descriptor)}
+
+
+def _readable(descriptor: Descriptor) -> int:
+    with contextlib.suppress(OSError), _socket(descriptor) as sock:
+        return syscalls.readable_bytes(sock.fileno())
+    return 0
+
+
 @contextlib.contextmanager
 def _socket(descriptor: Sequence[int]) -> Iterator[socket.socket]:
     """The socket at a `Descriptor`, for as long as the body lasts: of hundreds, not all may be open at once."""
@@ -85,10 +158,11 @@ def abort_at_end(pids: Iterable[int]) -> None:
 
     Else one end of each lingers for a minute (TIME_WAIT, tcp(7)), and it cannot be made again meanwhile.
     """
-    for pair in pairs(pids):
-        for descriptor in pair:
-            with contextlib.suppress(OSError), _socket(descriptor) as sock:
-                sockets.abort_at_end(sock)
+    pids = list(pids)
+    ends = [descriptor for pair in pairs(pids) for descriptor in pair]
+    for descriptor in (*ends, *_closed_by_peer(pids)):
+        with contextlib.suppress(OSError), _socket(descriptor) as sock:
+            sockets.abort_at_end(sock)
 
 
 # -- before a dump
@@ -100,42 +174,66 @@ class Drained:
     def __init__(self, sender: Descriptor, data: bytes) -> None:
         self.sender, self.data = sender, data
 
+    def put_back(self) -> None:
+        """Send them again.  Raises `OSError`; the connection is closed then."""
+        with _socket(self.sender) as sock, _keeping_mode(sock):
+            sock.setblocking(False)
+            _send_or_close(sock, self.data)
 
-def save(pids: Sequence[int], path: str) -> list[Drained]:
+
+class DrainedClosed:
+    """A connection whose other end nobody has open, out of which all bytes were read: ``end`` as it was saved."""
+
+    def __init__(self, end: Saved, listeners: list[Descriptor]) -> None:
+        self.end, self.listeners = end, listeners
+        self.sender: Descriptor = end["descriptor"]
+
+    def put_back(self) -> None:
+        """Connect the socket anew with one that sends the bytes and closes.  Raises `OSError`; it is closed then."""
+        with contextlib.ExitStack() as stack:
+            for descriptor in self.listeners:
+                stack.enter_context(_sharing_port(descriptor))
+            _restore_closed(self.end, _listening())
+        with _socket(self.sender) as sock:
+            _set_reuse(sock, self.end["reuse"])
+
+
+def save(pids: Sequence[int], path: str) -> list[Drained | DrainedClosed]:
     """Write the connections among stopped processes to the file ``path``.  Raises `OSError`.
 
     Return what was read out of them: what has not even reached its reader, whose queue is full, is seen by nobody else.
     `put_back` undoes that.  Raises `UnsavableConnection` for a connection that could not come back as it is.
     """
-    connected = pairs(pids)
-    if not connected:
+    connected, closed = pairs(pids), _closed_by_peer(pids)
+    if not connected and not closed:
         return []
     waiting, deadline = [descriptor for pair in connected for descriptor in pair], time.monotonic() + _ARRIVAL_TIMEOUT
     while (waiting := [descriptor for descriptor in waiting if _unsent(descriptor)]) and time.monotonic() < deadline:
         time.sleep(0.01)
     drained: dict[Descriptor, Drained] = {}
+    emptied: list[DrainedClosed] = []
     try:
         for pair in connected:
             for reader, sender in (pair, pair[::-1]):
                 if sender in waiting:
                     _drain(reader, sender, drained)
         ends = [[_save_end(descriptor, drained.get(descriptor)) for descriptor in pair] for pair in connected]
+        listeners = _listeners(pids)
+        ended = [_save_closed(descriptor, peer, listeners, emptied) for descriptor, peer in closed.items()]
         with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            json.dump({"listeners": _listeners(pids), "connections": ends}, file)
+            json.dump({"listeners": listeners, "connections": ends, "closed": ended}, file)
     except BaseException:
-        put_back(list(drained.values()))
+        put_back([*drained.values(), *emptied])
         raise
-    return list(drained.values())
+    return [*drained.values(), *emptied]
 
 
-def put_back(drained: Iterable[Drained]) -> str:
-    """Send again what `save` read.  Return what is lost, in words: rather no connection than one that lacks bytes."""
+def put_back(drained: Iterable[Drained | DrainedClosed]) -> str:
+    """Undo what `save` read.  Return what is lost, in words: rather no connection than one that lacks bytes."""
     lost = []
     for each in drained:
         try:
-            with _socket(each.sender) as sock, _keeping_mode(sock):
-                sock.setblocking(False)
-                _send_or_close(sock, each.data)
+            each.put_back()
         except OSError as error:
             lost.append(f"{_shown(each.sender)} ({error.strerror})")
     return ", ".join(lost)
@@ -145,7 +243,7 @@ def _drain(reader: Descriptor, sender: Descriptor, drained: dict[Descriptor, Dra
     """Read all that is on the way from ``sender`` to ``reader``, and add it to ``drained`` as it comes."""
     with _socket(reader) as sock, _socket(sender) as source, _peeking_from_start(sock):
         if sockets.tcp_state(source) in sockets.TCP_SENT_END:
-            why = "was closed for writing, and its reader leaves bytes unread"
+            why = "that was closed for writing while its reader leaves bytes unread"
             raise UnsavableConnection(errno.EBUSY, f"{_shown(sender)} {why}")
         _require_in_band(sock, reader)
         _require_few(syscalls.readable_bytes(sock.fileno()) + _unsent(sender), reader)
@@ -154,7 +252,7 @@ def _drain(reader: Descriptor, sender: Descriptor, drained: dict[Descriptor, Dra
         while _unsent(sender) or syscalls.readable_bytes(sock.fileno()):
             if time.monotonic() > deadline:
                 raise UnsavableConnection(
-                    errno.ETIMEDOUT, f"{_shown(sender)} has bytes on their way that do not arrive"
+                    errno.ETIMEDOUT, f"{_shown(sender)} with bytes on their way that do not arrive"
                 )
             if _events(sock, select.POLLIN, 0.01):
                 found.data += sock.recv(_MOST_UNREAD, socket.MSG_DONTWAIT)
@@ -165,6 +263,38 @@ def _unsent(descriptor: Descriptor) -> int:
     with _socket(descriptor) as sock:
         (count,) = struct.unpack("=i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
         return int(count)
+
+
+def _save_closed(
+    descriptor: Descriptor, closed: ClosedPeer, listeners: list[Descriptor], emptied: list[DrainedClosed]
+) -> Saved:
+    """Return all that a new socket needs to become one whose other end nobody has.  It is added to ``emptied`` if its
+    bytes had to be read out: the other end still sent some.
+    """
+    with _socket(descriptor) as sock:
+        state = sockets.tcp_state(sock)  # before its bytes: none come after an end
+        end = _save_end(descriptor, None)
+        if closed.peer is not None:
+            end["peer"] = list(sock.getpeername())
+        else:  # any, on this host
+            end["peer"] = _local(end["address"])
+            end |= {"wrote_end": True, "reset": bool(_events(sock, select.POLLERR))}
+        if not closed.unsent or state in sockets.TCP_RECEIVED_END:
+            return end
+        _require_few(len(end["unread"]) + closed.unsent, descriptor)
+        end["unread"] = ""
+        emptied.append(DrainedClosed(end, listeners))
+        deadline = time.monotonic() + _TIMEOUT
+        with _peeking_from_start(sock):
+            while True:
+                if _events(sock, select.POLLIN, 0.01):
+                    data = sock.recv(_MOST_UNREAD, socket.MSG_DONTWAIT)
+                    end["unread"] += data.decode("latin-1")
+                    if not data:
+                        return end
+                if time.monotonic() > deadline:
+                    why = "with bytes on their way that do not arrive"
+                    raise UnsavableConnection(errno.ETIMEDOUT, f"{_shown(descriptor)} {why}")
 
 
 def _listeners(pids: Sequence[int]) -> list[Descriptor]:
@@ -205,7 +335,7 @@ def _unread(sock: socket.socket, descriptor: Descriptor) -> bytes:
     with _peeking_from_start(sock):
         unread = sock.recv(length, socket.MSG_PEEK | socket.MSG_DONTWAIT) if length else b""
     if len(unread) != length:
-        raise UnsavableConnection(errno.EIO, f"{_shown(descriptor)} shows {len(unread)} of {length} unread bytes")
+        raise UnsavableConnection(errno.EIO, f"{_shown(descriptor)} that shows {len(unread)} of {length} unread bytes")
     return unread
 
 
@@ -214,17 +344,17 @@ def _require_in_band(sock: socket.socket, descriptor: Descriptor) -> None:
     with contextlib.suppress(OSError):  # there are none
         found = sock.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT)
     if found:
-        raise UnsavableConnection(errno.ENOTSUP, f"{_shown(descriptor)} has out-of-band data that is not read yet")
+        raise UnsavableConnection(errno.ENOTSUP, f"{_shown(descriptor)} with out-of-band data that is not read yet")
 
 
 def _require_few(length: int, descriptor: Descriptor) -> None:
     if length > _MOST_UNREAD:
-        why = f"has {length} unread bytes; {_MOST_UNREAD} can be saved"
+        why = f"with {length} unread bytes; {_MOST_UNREAD} can be saved"
         raise UnsavableConnection(errno.ENOBUFS, f"{_shown(descriptor)} {why}")
 
 
 def _shown(descriptor: Descriptor) -> str:
-    return f"a TCP connection of process {descriptor[0]} (descriptor {descriptor[1]})"
+    return f"a TCP connection of {procfs.described(descriptor[0])} (descriptor {descriptor[1]})"
 
 
 # -- after a restore
@@ -244,7 +374,7 @@ def restore(path: str) -> str:
     with contextlib.ExitStack() as stack:
         for descriptor in saved["listeners"]:
             stack.enter_context(_sharing_port(descriptor))
-        listening = {int(row[1].rpartition(":")[2], 16) for row in _table() if row[3] == _LISTENS}
+        listening = _listening()
         for pair in saved["connections"]:
             # The first SYN goes to a port on which nobody listens.
             first, second = sorted(pair, key=lambda end: end["address"][1] not in listening)
@@ -254,10 +384,21 @@ def restore(path: str) -> str:
                 whose = f"process {first['descriptor'][0]} with process {second['descriptor'][0]}"
                 lost.append(f"a TCP connection of {whose} ({error.strerror})")
                 _close(pair)
-        for end in (end for pair in saved["connections"] for end in pair):
+        for end in saved["closed"]:
+            try:
+                _restore_closed(end, listening)
+            except OSError as error:
+                lost.append(f"{_shown(end['descriptor'])} ({error.strerror})")
+                _close([end])
+        for end in (end for each in (*saved["connections"], saved["closed"]) for end in each):
             with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
                 _set_reuse(sock, end["reuse"])
     return ", ".join(lost)
+
+
+def _listening() -> set[int]:
+    """The ports on which anybody listens."""
+    return {_end(row[1])[1] for row in _table() if row[3] == _LISTENS}
 
 
 def _close(pair: Sequence[Saved]) -> None:
@@ -291,7 +432,7 @@ def _restore(first: Saved, second: Saved) -> None:
         _keeping_mode(other),
     ):
         for sock in (one, other):  # CRIU has shut it down
-            syscalls.check(syscalls.libc.connect(sock.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)), "connect")
+            _disconnect(sock)
         _join(one, other, _available(one.family, first["address"], other.family, second["address"]))
         for sock, end, peer in ((one, first, other), (other, second, one)):
             _send_or_close(peer, end["unread"].encode("latin-1"))
@@ -301,6 +442,40 @@ def _restore(first: Saved, second: Saved) -> None:
             sockets.reapply(sock, end["options"])
             if end["wrote_end"]:
                 sock.shutdown(socket.SHUT_WR)
+
+
+def _restore_closed(end: Saved, listening: Container[int]) -> None:
+    """Connect a socket with one that sends what was unread and closes, up to `sockets.REUSE`."""
+    with _socket(end["descriptor"]) as sock, socket.socket(sock.family) as peer, _keeping_mode(sock):
+        _disconnect(sock)
+        _set_reuse(sock, [1, 1])
+        ends = [(sock, end["address"]), (peer, end["peer"])]
+        # The first SYN goes to a port on which nobody listens.
+        (one, first), (other, second) = sorted(ends, key=lambda each: each[1][1] not in listening)
+        _join(one, other, _available(one.family, first, other.family, second))
+        sockets.reapply(sock, end["options"])
+        _send_or_close(peer, end["unread"].encode("latin-1"))
+        if end["reads_no_more"]:
+            sock.shutdown(socket.SHUT_RD)
+        if end.get("reset") and _all_arrived(peer):
+            sockets.abort_at_end(peer)
+        else:
+            peer.shutdown(socket.SHUT_WR)
+            if end["wrote_end"]:
+                sock.shutdown(socket.SHUT_WR)
+
+
+def _all_arrived(sock: socket.socket) -> bool:
+    deadline = time.monotonic() + _ARRIVAL_TIMEOUT
+    while fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)) != bytes(4):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _disconnect(sock: socket.socket) -> None:
+    syscalls.check(syscalls.libc.connect(sock.fileno(), _UNSPECIFIED, len(_UNSPECIFIED)), "connect")
 
 
 def _available(family: int, first: Address, other_family: int, second: Address) -> tuple[Address, Address]:
@@ -351,7 +526,11 @@ def _join(one: socket.socket, other: socket.socket, addresses: tuple[Address, Ad
     for sock, address in zip((one, other), addresses, strict=True):
         _set_reuse(sock, [1, 1])
         sock.setblocking(False)
-        sock.bind(tuple(address))
+        try:
+            sock.bind(tuple(address))
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a program's own address stays bound
+                raise
     level, option = _MINIMUM_TTL[socket.AF_INET if _is_4(one) else socket.AF_INET6]
     one.setsockopt(level, option, 255)
     _begin(one, other)

@@ -95,6 +95,9 @@ _SPECULATION = {
 #: File systems of the network, below which Linux mounts others of the same kind when a process enters them.
 _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 
+#: Descriptors that CRIU's code has open at once in a process (``compel/src/lib/infect.c``, ``criu/mem.c``).
+_CRIU_DESCRIPTORS = 3
+_OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
 _O_DIRECT = 0o40000
 _CAP_SYS_ADMIN = 1 << 21
 _DEFAULT_SLACK = 50_000
@@ -161,13 +164,17 @@ def inspect(
     found.unasked = sorted(mine.forbidden)
     inspected: dict[int, Found] = {}
     for pid in tree.pids:
+        if _outlives_leader(pid):
+            what = f"a process whose main thread has ended while others run (pthread_exit), {procfs.described(pid)}"
+            found.refuse(what, hint="End that process, or wait for its end.")
+            continue
         own_state = inspected[pid] = Found()
         try:
             _Process(pid, tree, own_state, mine).inspect(stopped, allow_unconfined)
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
-            _refuse_hidden(pid, own_state, error)
+            _refuse_hidden(pid, own_state, error, is_child=pid != root)
     for pid, own_state in inspected.items():
         # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
         if not procfs.is_ending(pid):
@@ -178,20 +185,38 @@ def inspect(
     return found
 
 
-def _refuse_hidden(pid: int, found: Found, error: PermissionError) -> None:
+def _refuse_hidden(pid: int, found: Found, error: PermissionError, *, is_child: bool) -> None:
     """Refuse a process that the caller may not inspect, or not by the call that raised ``error``."""
     if procfs.is_ending(pid):
         return
-    what = f"a process about which Linux does not answer its server ({error.filename or error.strerror})"
+    named = procfs.described(pid)
+    what = f"a process about which Linux does not answer its server, {named} ({error.filename or error.strerror})"
     hint = "A seccomp filter or a security module of the host forbids it; its administrator can allow it."
     try:
         procfs.descriptors(pid)
     except PermissionError:
-        what = "a process that nobody may look into (PR_SET_DUMPABLE is 0)"
+        what = f"a process that nobody may look into, {named} (PR_SET_DUMPABLE is 0)"
         hint = "prctl(PR_SET_DUMPABLE, 1) in the kernel makes it dumpable again."
+        if is_child:
+            hint = "It hides its secrets, as ssh-agent does. End it, or start it outside of the kernel."
     except procfs.GONE:  # it ended
         return
     found.refuse(what, hint=hint)
+
+
+def _outlives_leader(pid: int) -> bool:
+    """Return whether the first thread of a process has ended, and another one runs."""
+    try:
+        return procfs.stat(pid).state == "Z" and any(not _has_ended(pid, tid) for tid in procfs.threads(pid))
+    except procfs.GONE:
+        return False
+
+
+def _has_ended(pid: int, tid: int) -> bool:
+    try:
+        return procfs.stat(pid, tid).is_ending
+    except procfs.GONE:
+        return True
 
 
 def _tree(root: int) -> Iterator[int]:
@@ -371,6 +396,7 @@ class _Process:
     # -- the process
 
     def process(self) -> None:
+        self.limit()
         tracer = int(procfs.status(self.pid).get("TracerPid", "0"))
         if tracer not in (0, os.getpid()):
             self.found.refuse(f"a process that another one traces (process {tracer})", hint="End its debugger.")
@@ -387,6 +413,19 @@ class _Process:
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])
 
+    def limit(self) -> None:
+        """Refuse a process that may not open the few descriptors that CRIU's code in it needs."""
+        if (found := _OPEN_FILES.search(procfs.read(f"{self.root}/limits"))) is None:  # it is unlimited
+            return
+        limit = int(found[1])
+        used = sum(number < limit for number in self.inventory["descriptors"])
+        if limit - used < _CRIU_DESCRIPTORS:
+            named = procfs.described(self.pid)
+            what = f"a limit of {limit} open files (RLIMIT_NOFILE), {used} of them in use, in {named}"
+            enough = used + _CRIU_DESCRIPTORS
+            hint = f"A checkpoint opens {_CRIU_DESCRIPTORS} more in it: start it with a limit of {enough} or more."
+            self.found.refuse(what, hint=hint)
+
     def relations(self) -> None:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
 
@@ -398,7 +437,8 @@ class _Process:
         if self.pid in (self.tree.root, self.tree.kernel) or stat.parent not in self.tree.pids:
             return
         if self.user != tuple(procfs.status(self.tree.kernel).get(name) for name in ("Uid", "Gid")):
-            self.found.refuse("a process of another user", hint="End that process.")
+            what = f"a process of another user, {procfs.described(self.pid)}"
+            self.found.refuse(what, hint="End that process.")
         adopted = stat.parent == self.tree.root != self.tree.kernel
         if not adopted and os.getsid(self.pid) not in (self.pid, os.getsid(stat.parent)):
             self.found.refuse("a process in a session that is not its parent's", hint="End that process.")

@@ -20,7 +20,7 @@ class Preparation:
 
     def __init__(self, pids: Iterable[int], path: str, files: WatchedFiles) -> None:
         pids = list(pids)
-        self._drained: list[connections.Drained] = []
+        self._drained: list[connections.Drained | connections.DrainedClosed] = []
         self._reopened: dict[int, controlling_terminals.Files] = {}
         self._watches: dict[int, watched_files.Noted] = {}
         self._terminals = Terminals()

@@ -34,6 +34,22 @@ _NOT_FILES = ("/dev/zero", "/memfd:", "/[aio]", "/anon_hugepage", "/SYSV", "/sec
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - read, not written
 #: ``VmFlags`` of a mapping that is the same when it is made anew.
 _PLAIN = frozenset(["rd", "wr", "sh", "mr", "mw", "me", "ms", "sd", "nr", "ac", "dw"])
+#: Other ``VmFlags`` in words; of one without words only that it is a setting.
+_NAMES = {
+    "dd": "left it out of core dumps (madvise, MADV_DONTDUMP)",
+    "dc": "kept it from forked processes (madvise, MADV_DONTFORK)",
+    "wf": "kept it from forked processes (madvise, MADV_WIPEONFORK)",
+    "gu": "guard pages in it (madvise, MADV_GUARD_INSTALL)",
+    "hg": "asked for huge pages in it (madvise, MADV_HUGEPAGE)",
+    "nh": "refused huge pages in it (madvise, MADV_NOHUGEPAGE)",
+    "lf": "locked it in memory (mlock)",
+    "lo": "locked it in memory (mlock)",
+    "mg": "had equal pages in it merged (madvise, MADV_MERGEABLE)",
+    "rr": "said how it reads it (madvise, MADV_RANDOM)",
+    "sl": "sealed it (mseal)",
+    "sr": "said how it reads it (madvise, MADV_SEQUENTIAL)",
+}
+_UNNAMED = "a setting for it that is not proven to come back"
 #: Flags of an open file that a new descriptor of it can be given (open(2)): the access mode, O_LARGEFILE, O_NOFOLLOW
 #: and O_CLOEXEC.
 _FLAGS = os.O_ACCMODE | 0o100000 | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -206,7 +222,7 @@ def _check(file: _File) -> None:
     """Raise `UnsavableSharedMemory` for a use that would not be the same in a new file."""
     for pid, mapping in file.mapped:
         if unusual := _flags(pid, mapping.start) - _PLAIN:
-            raise file.unmovable(f"memory with the flag {min(unusual)!r}")
+            raise file.unmovable(f"{procfs.described(pid)} has {_NAMES.get(min(unusual), _UNNAMED)}")
     any_position = _is_opened_once(file.opened)
     unused = (0, _TORCH_POSITION) if _TORCH.match(file.path) else (0,)
     for pid, number, flags, position in file.opened:

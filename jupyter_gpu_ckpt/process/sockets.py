@@ -241,9 +241,23 @@ def _tcp(sock: socket.socket) -> tuple[int, int]:
     return info[0], struct.unpack_from("=I", info, 24)[0]
 
 
+def _was_connected(sock: socket.socket) -> bool:
+    """Return whether a TCP socket ever received anything (``tcpi_segs_in``): Linux has set options of it then."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 144)
+    return len(info) == 144 and struct.unpack_from("=I", info, 140)[0] > 0
+
+
 def tcp_state(sock: socket.socket) -> int:
     """Return the state of a TCP socket."""
     return _tcp(sock)[0]
+
+
+def is_over(sock: socket.socket) -> bool:
+    """Return whether a TCP connection is closed at both ends, or reset, and has bytes that are not read yet."""
+    family, kind, _ = _kind_of(sock)
+    if family not in _INET or kind != socket.SOCK_STREAM or tcp_state(sock) != _TCP_CLOSE:
+        return False
+    return syscalls.readable_bytes(sock.fileno()) > 0
 
 
 def abort_at_end(sock: socket.socket) -> None:
@@ -277,7 +291,7 @@ def options(sock: socket.socket, *, connected: bool = False) -> dict[str, str]:
     if kind not in _defaults:
         with socket.socket(*kind) as new:
             _defaults[kind] = _read(new)
-    own = _OF_CONNECTION if connected else ()
+    own = _OF_CONNECTION if connected or (is_tcp and _was_connected(sock)) else ()
     return {
         name: value for name, value in _read(sock).items() if value != _defaults[kind].get(name) and name not in own
     }

@@ -126,6 +126,7 @@ def test_the_option_table_is_what_was_measured_to_work():
 # -- the log
 
 LINES = [
+    ("Error (compel/src/lib/infect.c:608): Unexpected 8877 task interruption, aborting", "DUMP_INTERRUPTED", "8877"),
     ("(00.1) Error (criu/page-xfer.c:263): page-xfer: Unable to spice data: No space left on device", "NO_SPACE", ""),
     ("Error (criu/page-xfer.c:1): Unable to spill: Disk quota exceeded", "NO_SPACE", "quota"),
     (

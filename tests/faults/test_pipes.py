@@ -1,8 +1,12 @@
-"""Simultaneous checkpoints of one user's kernels need more pipes than allowed, and none is refused."""
+"""Simultaneous checkpoints of one user's kernels need more pipes than allowed, and none is refused.
+
+Nor is one that a signal interrupts: both are tried again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
 import os
@@ -18,7 +22,7 @@ import pytest
 from gate_double import GateDouble
 from waiting import until
 
-from jupyter_gpu_ckpt.errors import PipesExhausted
+from jupyter_gpu_ckpt.errors import DumpInterrupted, GpuCkptError, PipesExhausted
 from jupyter_gpu_ckpt.kernel.engine import shared_engine
 from jupyter_gpu_ckpt.lifecycle.context import Home
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
@@ -62,10 +66,11 @@ def kernels(directory: Path, count: int, **settings) -> Iterator[list[Lifecycle]
 
 
 class Counted:
-    """CRIU, and how many dumps there were at once; the first ``fails`` of them meet the limit."""
+    """CRIU, and how many dumps there were at once; the first ``fails`` of them raise ``error``: they meet the limit."""
 
-    def __init__(self, real, fails: int = 0) -> None:
+    def __init__(self, real, fails: int = 0, error: GpuCkptError | None = None) -> None:
         self.real, self.fails = real, fails
+        self.error = error or PipesExhausted("The user's processes hold too many pipes.")
         self.now = self.most = 0
         self._lock = threading.Lock()
 
@@ -76,7 +81,7 @@ class Counted:
             failing, self.fails = self.fails > 0, self.fails - 1
         try:
             if failing:
-                raise PipesExhausted("The user's processes hold too many pipes.")
+                raise copy.copy(self.error)
             return self.real.dump(*args, **options)
         finally:
             with self._lock:
@@ -110,6 +115,23 @@ def test_one_that_never_gets_its_pipes_says_so_and_runs_on(criu_binary, tmp_path
             one.checkpoint()
         assert caught.value.left == "the kernel runs on"
         assert "fs.pipe-user-pages-soft" in caught.value.hint
+        assert one.state is State.RUNNING
+
+
+@pytest.mark.parametrize("fails", [4, 5])
+def test_a_dump_that_a_signal_interrupts_is_tried_again(criu_binary, tmp_path, fails):
+    """Signals of timers do not interrupt it (`test_busy_dump`), those of other programs may."""
+    interrupted = DumpInterrupted("A signal interrupted the dump in process 8192.")
+    with kernels(tmp_path, 1) as (one,):
+        one.engine.criu = Counted(one.engine.criu, fails, interrupted)
+        if fails == 4:
+            one.checkpoint()
+            assert one.state is State.CHECKPOINTED
+            return
+        with pytest.raises(DumpInterrupted, match="in process 8192") as caught:
+            one.checkpoint()
+        assert caught.value.left == "the kernel runs on"
+        assert "timer" in caught.value.hint
         assert one.state is State.RUNNING
 
 

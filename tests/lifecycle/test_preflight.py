@@ -237,6 +237,36 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
     assert preflight.judge_connections(pids) == []
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_unread_bytes_of_connections_to_the_outside_are_counted(closes):
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        line = f"exec 3<>/dev/tcp/127.0.0.1/{listener.getsockname()[1]}; echo connected; read"
+        child = stack.enter_context(
+            subprocess.Popen(["bash", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        )
+        stack.callback(child.kill)
+        assert child.stdout.readline() == b"connected\n"
+        listener.settimeout(60)
+        its_end, _ = listener.accept()
+        stack.enter_context(its_end)
+        its_end.sendall(bytes(1234))
+        if closes:
+            its_end.shutdown(socket.SHUT_WR)
+        (finding,) = preflight.judge_connections([child.pid], preflight.inside_connections([child.pid]))
+        expected = "1 open connection to the outside will come back closed, and 1234 bytes in it that nobody has read"
+        assert finding.text.startswith(expected), finding.text
+        assert preflight.unread_outside(child.pid) == 1234
+        report = {"sockets": [{"kind": "tcp", "local": "a", "remote": "b", "inode": "1"}]}
+        (finding,) = judge_report(report, unread=1234)
+        assert finding.text.startswith(expected)
+        if not closes:
+            its_end.shutdown(socket.SHUT_WR)
+        its_end.close()  # nobody has it now: the socket comes back with its bytes
+        inside = preflight.inside_connections([child.pid])
+        assert inside == {os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
+        assert preflight.judge_connections([child.pid], inside) == []
+
+
 @pytest.mark.parametrize("listening", [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
 def test_connections_within_the_kernel_are_not_announced(listening):
     address, family = listening

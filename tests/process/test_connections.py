@@ -111,6 +111,39 @@ KINDS: dict[str, tuple[str, str, str]] = {
         "answer = child('c.send(b\"x\"); answer = c.recv(99, socket.MSG_PEEK)'), a.recv(9)",
         "answer = child('answer = c.recv(99), c.recv(99)')",
     ),
+    "closed by the other end, with bytes unread": (
+        "s, a = pair(child); child('c.send(b\"last words\"); c.close()'); time.sleep(0.1)",
+        "answer = a.recv(99, socket.MSG_PEEK), a.getblocking(), a.getsockname()[0], a.getpeername()[0]",
+        "answer = a.recv(99), a.recv(99)",
+    ),
+    "over IPv6, closed by the other end, with bytes unread": (
+        "s, a = pair(child, address='::1', family=10)\nchild('c.send(b\"last words\"); c.close()'); time.sleep(0.1)",
+        "answer = a.recv(99, socket.MSG_PEEK), a.getsockname()[0], a.getpeername()[0]",
+        "answer = a.recv(99), a.recv(99)",
+    ),
+    "closed by the listener's end, with bytes unread": (
+        "s, a = pair(child); a.send(b'last words'); a.close()",
+        "answer = child('answer = c.recv(99, socket.MSG_PEEK)')",
+        "answer = child('answer = c.recv(99), c.recv(99)')",
+    ),
+    "closed by the other end, which still sends": (
+        "s, a = pair(child)\n"
+        "text = child('text = os.urandom(100) * 20_000; c.setblocking(False); sent = c.send(text); c.close()\\n'\n"
+        "             'answer = hash(text[:sent]), sent')",
+        "answer = text[1] > 1_000_000, a.recv(9, socket.MSG_PEEK) != b''",
+        "data = b''\nwhile part := a.recv(1 << 20): data += part\nanswer = hash(data) == text[0]",
+    ),
+    "reset by the other end, with bytes unread": (
+        "s, a = pair(child); a.send(b'not read'); child('time.sleep(0.1); c.send(b\"last words\"); c.close()')",
+        "answer = a.recv(99, socket.MSG_PEEK)",
+        "answer = [a.recv(99)]\ntry: a.recv(99)\nexcept OSError as error: answer.append(type(error).__name__)",
+    ),
+    "closed by both ends, with bytes unread": (
+        "s, a = pair(child); child('c.send(b\"last words\")'); a.shutdown(1); child('c.recv(9); c.close()')\n"
+        "time.sleep(0.1)",
+        "answer = a.recv(99, socket.MSG_PEEK)",
+        "answer = a.recv(99), a.recv(99)",
+    ),
     "read no more": (
         "s, a = pair(child); a.shutdown(socket.SHUT_RD)",
         "answer = a.recv(9), a.send(b'x'), child('answer = c.recv(9)')",
@@ -190,6 +223,12 @@ LAST = {
     "unread in both directions": (b"for the parent", b"for the child", (4, b"ping", 4, b"pong")),
     "more unread than its reader has room for": True,
     "written to the end": (b"last words", b""),
+    "closed by the other end, with bytes unread": (b"last words", b""),
+    "over IPv6, closed by the other end, with bytes unread": (b"last words", b""),
+    "closed by the listener's end, with bytes unread": (b"last words", b""),
+    "closed by the other end, which still sends": True,
+    "reset by the other end, with bytes unread": [b"last words", "ConnectionResetError"],
+    "closed by both ends, with bytes unread": (b"last words", b""),
 }
 
 
@@ -205,18 +244,40 @@ def asked(subject: Subject, code: str) -> str:
     return subject.tell(f"answer = work('one', {code!r})")
 
 
-@pytest.mark.parametrize("how", ["fails", "is taken back"])
-def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, criu):
-    subject = Subject(capsule)
-    subject.tell(PRELUDE)
-    asked(subject, "s, a = pair(child); text = os.urandom(100) * 10_000; a.setblocking(False); sent = a.send(text)")
-    asked(subject, "child('c.send(b\"back\")')")
+def dump_in_vain(how: str, home: Path, capsule: Capsule, criu: Criu) -> None:
     if how == "fails":
         with pytest.raises(CriuError):
             Criu([shutil.which("false")]).dump(capsule, home / "image", timeout=60)
     else:
         criu.dump(capsule, home / "image", timeout=60)
         capsule.resume_processes()
+
+
+@pytest.mark.parametrize("reader", ["the client", "a client with a port of its own", "the listener's"])
+@pytest.mark.parametrize("how", ["fails", "is taken back"])
+def test_what_a_closed_end_still_sends_is_there_after_a_dump_that(how, reader, home, capsule, criu):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    send = "text = os.urandom(100) * 15_000; c.setblocking(False); sent = c.send(text); c.close(); "
+    if reader != "the listener's":
+        own = "('127.0.0.1', 0)" if "own" in reader else None
+        make = f"s = socket.create_server(('127.0.0.1', 0)); a = socket.create_connection(s.getsockname(), 20, {own})\n"
+        make += f"c = s.accept()[0]; {send} digest = hash(text[:sent])"
+    else:
+        make = f"s, a = pair(child); digest = child({send + 'answer = hash(text[:sent])'!r})"
+    asked(subject, make)
+    dump_in_vain(how, home, capsule, criu)
+    read = "data = b''\nwhile part := a.recv(1 << 20): data += part\nanswer = hash(data) == digest, len(data) > 1 << 20"
+    assert asked(subject, read) == repr((True, True))
+
+
+@pytest.mark.parametrize("how", ["fails", "is taken back"])
+def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, criu):
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    asked(subject, "s, a = pair(child); text = os.urandom(100) * 10_000; a.setblocking(False); sent = a.send(text)")
+    asked(subject, "child('c.send(b\"back\")')")
+    dump_in_vain(how, home, capsule, criu)
     assert asked(subject, "answer = a.getblocking(), a.recv(9)") == repr((False, b"back"))
     assert asked(subject, f"answer = child({READ_ALL}) == hash(text[:sent])") == "True"
 
@@ -227,6 +288,10 @@ def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, cr
         ("a.send(b'x', socket.MSG_OOB)", "out-of-band data that is not read yet"),
         ("a.setblocking(False); a.send(bytes(3 << 20))", "unread bytes; 2097152 can be saved"),
         ("a.setblocking(False); a.send(bytes(1 << 20)); a.shutdown(1)", "was closed for writing"),
+        (
+            "child('c.setblocking(False); c.send(bytes(3 << 20)); c.close()'); b = a; s, a = pair(child, s)",
+            r"process \d+ \(python.*\) \(descriptor \d+\) with \d+ unread bytes; 2097152 can be saved",
+        ),
     ],
 )
 def test_a_connection_that_cannot_be_saved_is_refused_and_lives_on(make, why, home, capsule, criu):

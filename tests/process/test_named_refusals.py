@@ -1,0 +1,96 @@
+"""A refusal because of a child says which child it is, by its command and pid, before a dump is tried."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import sys
+
+import pytest
+from round_trip import Subject
+
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.process import inventory, shared_memory
+
+ROOT = os.geteuid() == 0
+#: Of the subject: it starts a program that prints a line when it is as it is to be.
+CHILD = """
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", {source!r}, "a word of its own"], stdout=-1)
+assert child.stdout.readline() == b"ready\\n"
+answer = child.pid
+"""
+#: The source of each, what it is refused for, and the hint.
+REFUSED = {
+    "its limit of open files": (
+        "import resource, time; resource.setrlimit(resource.RLIMIT_NOFILE, (5, 5)); print('ready', flush=True)\n"
+        "time.sleep(1000)",
+        "a limit of 5 open files (RLIMIT_NOFILE), 3 of them in use, in {named}",
+        "6 or more",
+    ),
+    "a main thread that has ended": (
+        "import ctypes, os, threading, time\n"
+        "def report():\n"
+        "    while open(f'/proc/{os.getpid()}/stat').read().split()[2] != 'Z': time.sleep(0.01)\n"
+        "    print('ready', flush=True); time.sleep(1000)\n"
+        "threading.Thread(target=report).start(); ctypes.CDLL(None).syscall(60, 0)",
+        "a process whose main thread has ended while others run (pthread_exit), process {pid} (python",
+        "End that process",
+    ),
+}
+if ROOT:
+    REFUSED["its user"] = (
+        "import os, time; os.setgid(54321); os.setuid(54321); print('ready', flush=True); time.sleep(1000)",
+        "a process of another user, {named}",
+        "End that process",
+    )
+else:
+    REFUSED["its secrets"] = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); print('ready', flush=True); time.sleep(1000)",
+        "a process that nobody may look into, {named} (PR_SET_DUMPABLE is 0)",
+        "outside of the kernel",
+    )
+
+
+def named(pid: int, source: str) -> str:
+    words = (sys.executable, "-I", "-S", "-c", source, "a word of its own")
+    return f"process {pid} ({procfs.shown_command(words, '')})"
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_child_is_refused_by_its_name(kind, capsule):
+    source, what, hint = REFUSED[kind]
+    subject = Subject(capsule)
+    pid = int(subject.tell(CHILD.format(source=source)))
+    (refusal,) = capsule.inspect()["refusals"]
+    assert refusal["what"].startswith(what.format(pid=pid, named=named(pid, source)))
+    assert hint in refusal["hint"]
+
+
+@pytest.mark.parametrize("spare", [2, 3])
+def test_as_many_open_files_as_a_dump_needs_are_enough(spare, capsule, criu, home):
+    subject = Subject(capsule)
+    limit = 3 + spare
+    source = (
+        f"import resource, time; resource.setrlimit(7, ({limit}, {limit})); print('ready', flush=True)\ntime.sleep(99)"
+    )
+    subject.tell(CHILD.format(source=source))
+    assert bool(capsule.inspect()["refusals"]) == (spare < inventory._CRIU_DESCRIPTORS)
+    if spare == inventory._CRIU_DESCRIPTORS:
+        criu.dump(capsule, home / "image", timeout=60)
+
+
+def test_a_setting_of_shared_memory_is_named_in_words():
+    file = shared_memory._File("/dev/shm/plasma")
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory:
+        memory.madvise(mmap.MADV_DONTDUMP)
+        for mapping in procfs.maps(os.getpid()):
+            if "dd" in shared_memory._flags(os.getpid(), mapping.start) and mapping.name == "/dev/zero (deleted)":
+                file.mapped.append(shared_memory._Mapped(os.getpid(), mapping))
+        with pytest.raises(shared_memory.UnsavableSharedMemory) as caught:
+            shared_memory._check(file)
+    assert caught.value.errno == errno.ENOTSUP
+    pattern = r"/dev/shm/plasma: process \d+ \(.*\) has left it out of core dumps \(madvise, MADV_DONTDUMP\)"
+    assert re.fullmatch(pattern, caught.value.strerror)

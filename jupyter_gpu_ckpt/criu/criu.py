@@ -31,6 +31,7 @@ from ..errors import (
     CriuTimeout,
     DeletedMapping,
     KernelBusy,
+    LockTaken,
     MissingFile,
     NoSpace,
     PidTaken,
@@ -244,9 +245,12 @@ class Criu:
             options += ["--inherit-fd", f"fd[{fd}]:pipe:[{inode}]"]
         ran = self._run("restore", capsule, directory, timeout, options)
         before_running()
-        vital, changed = capsule.reapply(notes) if notes else ([], [])
+        vital, changed, locks = capsule.reapply(notes) if notes else ([], [], [])
         if vital:
             raise CriuError(f"The kernel's state could not be restored: {'; '.join(vital)}.", lacking=vital)
+        if locks:
+            message = f"The kernel cannot lock its files again as it had: {'; '.join(locks)}."
+            raise LockTaken(message, culprit=locks[0], lacking=locks)
         if changed:
             _log.warning("The kernel is restored without these settings: %s", "; ".join(changed))
         if ran.unrepaired:

@@ -48,6 +48,8 @@ _TRAP = 1 << signal.SIGTRAP - 1
 _CONT, _CHLD = 1 << signal.SIGCONT - 1, 1 << signal.SIGCHLD - 1
 _STOP_NOTICES = (os.CLD_STOPPED, os.CLD_CONTINUED, os.CLD_TRAPPED)
 _SIGINFO_BYTES = 128
+#: Seconds for a thread that was traced to be back in the stop.
+_RETURNS = 1.0
 _UNBLOCKABLE = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
 
 
@@ -357,6 +359,10 @@ class CriuGuard:
         """
         for pid in self.pids:
             with _unless_ended(pid, self._root):
+                # A second SIGSTOP would stay pending, and interrupt what CRIU does in the process.
+                returned = min(deadline, time.monotonic() + _RETURNS)
+                while not _all_stopped(pid) and time.monotonic() < returned:
+                    time.sleep(0.0005)
                 stop(pid, deadline)
 
     def mapped_anew(self, pid: int) -> None:

@@ -95,6 +95,8 @@ _SPECULATION = {
 #: File systems of the network, below which Linux mounts others of the same kind when a process enters them.
 _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 
+#: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
+_HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
 _DELETED = " (deleted)"
 #: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
@@ -281,6 +283,8 @@ class _Process:
         if stopped:
             self.mappings()
             self.injected(allow_unconfined)
+        else:  # what is sent to a process that a dump has stopped arrives after the wake
+            self.waiting_signals()
         if self.notes:
             self.found.notes[str(self.pid)] = self.notes
         self.found.inventory[str(self.pid)] = self.inventory
@@ -390,6 +394,19 @@ class _Process:
         words = _optional(f"{self.root}/autogroup").split()
         if words and words[-1] != "0":
             self.notes["autogroup_nice"] = int(words[-1])
+
+    def waiting_signals(self) -> None:
+        """Refuse a process that somebody has stopped and that a signal waits for: CRIU lets it run for a moment."""
+        if procfs.stat(self.pid).state != "T":
+            return
+        for tid in procfs.threads(self.pid):
+            status = procfs.status(self.pid, tid)
+            pending, held = (
+                int(status[one], 16) | int(status[two], 16) for one, two in (("SigPnd", "ShdPnd"), ("SigBlk", "SigIgn"))
+            )
+            if waiting := pending & ~held & ~_HARMLESS_SIGNALS:
+                what = f"a stopped process (process {self.pid}) that signal {waiting.bit_length()} waits for"
+                self.found.refuse(what, hint="Let it continue (SIGCONT), or end it, and try again.")
 
     def relations(self) -> None:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.

@@ -53,6 +53,38 @@ def stopped():
     return lambda: (process.poll(), procfs.stat(process.pid).state), lambda: ended(process)
 
 
+@kind(
+    "a stopped program with signals that wait: one that ends it, and one that it handles",
+    refused("UNPROVEN_STATE", "waits for"),
+    alone="is refused",
+    advice="Let it continue, or end it.",
+)
+def stopped_with_signals():
+    ends = subprocess.Popen(["sleep", "1236"])
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: print('got', flush=True))\n"
+        "print('up', flush=True)\nwhile True: signal.pause()"
+    )
+    handles = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    handles.stdout.readline()
+    for process, number in ((ends, signal.SIGTERM), (handles, signal.SIGUSR1)):
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda pid=process.pid: procfs.stat(pid).state == "T")
+        os.kill(process.pid, number)
+
+    def show():
+        return [(procfs.stat(each.pid).state, procfs.status(each.pid)["ShdPnd"]) for each in (ends, handles)]
+
+    def undo():
+        os.kill(ends.pid, signal.SIGCONT)
+        os.kill(handles.pid, signal.SIGCONT)
+        assert ends.wait() == -signal.SIGTERM
+        assert handles.stdout.readline() == "got\n"
+        ended(handles)
+
+    return show, undo
+
+
 @kind("a program that answers through pipes")
 def answering():
     code = "import sys\nfor number, line in enumerate(sys.stdin): print(number, line.upper(), end='', flush=True)"

@@ -383,6 +383,12 @@ class PortTaken(CriuError, code="PORT_TAKEN"):
     default_hint = "If another process uses the port, end it; closed connections free it after a minute."
 
 
+class LockTaken(CriuError, code="LOCK_TAKEN"):
+    """A POSIX lock that the kernel had on a file cannot be set again: another process has locked the file meanwhile."""
+
+    default_hint = "End the program that has locked the file (`lslocks` shows it), or let it finish, then try again."
+
+
 class SocketTaken(CriuError, code="SOCKET_TAKEN"):
     """The path of a unix socket of the kernel belongs to another process now."""
 

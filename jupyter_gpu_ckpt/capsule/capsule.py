@@ -471,14 +471,15 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             file.seek(0)
             return dict(json.load(file))
 
-    def reapply(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def reapply(self, notes: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
         """Reapply what CRIU forgets to processes that it has restored and that have not run since.
 
         ``notes`` are those of `inspect`.  Returns what could not be reapplied, in words: what the kernel must not run
-        without, and what it may (`reapply.reapply`).  Raises `CapsuleError`.
+        without, what it may (`reapply.reapply`), and the locks that it lost (`file_locks.reapply`).  Raises
+        `CapsuleError`.
         """
         reply, _ = self._request({"verb": "reapply", "notes": dict(notes)}, _INSPECTION)
-        return reply["vital"], reply["failed"]
+        return reply["vital"], reply["failed"], reply["locks"]
 
     def clocks(self) -> Clocks:
         """Return the clocks as the kernel in the capsule reads them."""

@@ -28,7 +28,8 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import syscall_restart, syscalls
+from jupyter_gpu_ckpt.process import file_locks, syscall_restart, syscalls
+from jupyter_gpu_ckpt.process.file_locks import Lock
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.ptrace import ALL_BUT_SIGTRAP, MACHINE, NT_PRSTATUS, STOP_TIMEOUT, Tracee
@@ -71,6 +72,7 @@ class _SavedProcess(NamedTuple):
     #: SIGTRAP's: the guard, or one of the program's own.
     handler: int
     threads: dict[int, _Thread]
+    locks: list[Lock]
 
 
 class DoesNotStop(TimeoutError):
@@ -239,6 +241,7 @@ def _sigtrap(injection: Injection, handler: int | None = None) -> int:
 
 def _inspect(pid: int) -> _SavedProcess:
     """Save the state of a stopped process, and set SIGTRAP's guard."""
+    locks = file_locks.held(pid)
     mappings = procfs.maps(pid)
     entry = next((each.start for each in mappings if each.permissions[2] == "x"), 0)
     threads = {}
@@ -252,7 +255,7 @@ def _inspect(pid: int) -> _SavedProcess:
                     handler = GUARD[handler]
                     _sigtrap(injection, handler)
         entry_bytes = injection.memory.read(entry, _ENTRY_BYTES)
-        return _SavedProcess(pid, mappings, set(procfs.descriptors(pid)), entry, entry_bytes, handler, threads)
+        return _SavedProcess(pid, mappings, set(procfs.descriptors(pid)), entry, entry_bytes, handler, threads, locks)
 
 
 def _drop_guard(injection: Injection) -> None:
@@ -409,6 +412,10 @@ class CriuGuard:
         """Return the processes that somebody else had stopped before."""
         return [pid for pid in self.pids if pid not in self._ran]
 
+    def locks(self) -> dict[int, list[Lock]]:
+        """Return the POSIX locks that the processes had when they were stopped, of those that had some."""
+        return {process.pid: process.locks for process in self._processes if process.locks}
+
     def ended(self) -> list[int]:
         """Return the descendants of the kernel that have been killed since they were stopped."""
         return [pid for pid in self.pids if pid not in self._vital and not _lives(pid)]
@@ -444,9 +451,18 @@ class CriuGuard:
             if _lives(process.pid):
                 raise
 
+    def _put_locks_back(self) -> Iterator[str]:
+        """Set the locks that processes lost when a descriptor was closed in their name.  Yield those that are lost."""
+        for pid, locks in self.locks().items():
+            try:
+                yield from (f"lock on {why}" for why in file_locks.set_again(pid, locks))
+            except OSError as error:
+                if _lives(pid):
+                    yield f"locks of process {pid}: {error}"
+
     def resume(self) -> None:
         """Let all processes run that ran before.  Raises `OSError` after that if something could not be undone."""
-        failures = []
+        failures = list(self._put_locks_back())
         for pid in reversed(self._ran):  # no parent sees that its children stopped
             try:
                 leader = None

@@ -34,7 +34,7 @@ from jupyter_gpu_ckpt.capsule.protocol import PACKET_BYTES, SOCKET, VERSION
 from jupyter_gpu_ckpt.capsule.root_process import fork_below, root_of
 from jupyter_gpu_ckpt.capsule.stdio import Pipe
 from jupyter_gpu_ckpt.capsule.subreaper import Subreaper
-from jupyter_gpu_ckpt.process import device_files, inventory, reapply, shared_memory, syscalls
+from jupyter_gpu_ckpt.process import device_files, file_locks, inventory, reapply, shared_memory, syscalls
 from jupyter_gpu_ckpt.process.connections import UnsavableConnection
 from jupyter_gpu_ckpt.process.freezer import FrozenThreads
 from jupyter_gpu_ckpt.process.preparation import Preparation, complete_restore
@@ -577,6 +577,8 @@ class Init:
         found = inventory.inspect(root, stopped, allow_unconfined, own, kernel=self.kernel)
         for pid in self.stopped.were_stopped() if self.stopped is not None else ():
             found.notes.setdefault(str(pid), {})["stopped"] = True
+        for pid, locks in self.stopped.locks().items() if self.stopped is not None else ():
+            found.notes.setdefault(str(pid), {})["locks"] = locks
         for pid, notes in self.preparation.notes().items() if self.preparation is not None else ():
             found.notes.setdefault(str(pid), {}).update(notes)
         with os.fdopen(os.memfd_create("state"), "wb") as file:  # more than a packet may hold
@@ -586,8 +588,9 @@ class Init:
 
     def reapply(self, notes: dict[str, Any]) -> dict[str, Any]:
         vital, failed = reapply.reapply(notes)
+        locks = file_locks.reapply(notes)  # last: until then descriptors are closed
         self.stay_stopped = {int(pid) for pid, of_process in notes.items() if of_process.get("stopped")}
-        return {"vital": vital, "failed": failed}
+        return {"vital": vital, "failed": failed, "locks": locks}
 
     def clocks(self) -> dict[str, Any]:
         return namespaces.Clocks.now()._asdict()

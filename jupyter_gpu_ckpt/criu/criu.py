@@ -33,6 +33,7 @@ from ..errors import (
     DeletedMapping,
     DumpInterrupted,
     KernelBusy,
+    LockTaken,
     MissingFile,
     NoSpace,
     PidTaken,
@@ -259,9 +260,12 @@ class Criu:
             raise MissingFile(f"{root_program.path_of(directory)} cannot be written: {error.strerror}.") from error
         ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted)
         before_running()
-        vital, changed = capsule.reapply(notes) if notes else ([], [])
+        vital, changed, locks = capsule.reapply(notes) if notes else ([], [], [])
         if vital:
             raise CriuError(f"The kernel's state could not be restored: {'; '.join(vital)}.", lacking=vital)
+        if locks:
+            message = f"The kernel cannot lock its files again as it had: {'; '.join(locks)}."
+            raise LockTaken(message, culprit=locks[0], lacking=locks)
         if changed:
             _log.warning("The kernel is restored without these settings: %s", "; ".join(changed))
         if ran.unrepaired:

@@ -29,7 +29,7 @@ FILES_MAGIC = 0x56303138
 FDINFO_MAGIC = 0x56213732
 _REMAP_MAGIC = 0x59133954
 _TTY_INFO_MAGIC = 0x59453036
-_FILE_LOCKS_MAGIC = 0x54323616
+FILE_LOCKS_MAGIC = 0x54323616
 MM_MAGIC = 0x57492820
 _FILES = "files.img"
 _TTY_INFO = "tty-info.img"
@@ -194,7 +194,7 @@ def _locked(directory: Path) -> set[int | None]:
     path = directory / "filelocks.img"
     if not path.exists():
         return set()
-    descriptors = {number_of(fields_of(lock), _LOCK_FD) for lock in records(path, _FILE_LOCKS_MAGIC)}
+    descriptors = {number_of(fields_of(lock), _LOCK_FD) for lock in records(path, FILE_LOCKS_MAGIC)}
     return {
         number_of(fields, _FDINFO_ID)
         for fields in _descriptors(directory)

@@ -13,6 +13,7 @@ from typing import Any
 
 from .images import (
     FDINFO_MAGIC,
+    FILE_LOCKS_MAGIC,
     FILES_MAGIC,
     MM_MAGIC,
     encode,
@@ -35,6 +36,9 @@ _IDS_FILES, _FDINFO_FD = 2, 4
 _PSTREE_PID, _PSTREE_PARENT, _PSTREE_SESSION = 1, 2, 4
 # messages file_entry and unix_sk_entry
 _ENTRY_UNIX, _UNIX_INODE, _UNIX_PEER = 16, 2, 8
+# message file_lock_entry, and FL_POSIX of include/linux/filelock.h
+_LOCK_FLAGS, _LOCK_TYPE, _LOCK_PID, _LOCK_START, _LOCK_LENGTH = 1, 2, 3, 5, 6
+_FL_POSIX = 1
 # messages mm_entry and vma_entry; all fields of the latter are varints, the first two the addresses
 _MM_MAPPINGS = 14
 _MAPPING = re.compile(rb"\x08([\x80-\xff]*[\x00-\x7f])\x10([\x80-\xff]*[\x00-\x7f])")
@@ -59,6 +63,29 @@ def remove_death_signals(directory: Path) -> dict[int, int]:
                     fields[index] = (number, kind, kept)
                     rewrite(path, _CORE_MAGIC, [b"".join(map(encode, fields))])
     return found
+
+
+def remove_posix_locks(directory: Path, notes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Remove the POSIX locks that are noted (`file_locks.Lock`) from a fresh dump.  Raises `ImageFormat`, `OSError`.
+
+    CRIU would set them, and close descriptors of the same files after that, which ends them; and it would wait for one
+    that another process has.
+    """
+    path = directory / "filelocks.img"
+    if not path.exists():
+        return
+    noted = {
+        (int(pid), type, start, length)
+        for pid, of_process in notes.items()
+        for _, type, start, length in of_process.get("locks", ())
+    }
+    kept = []
+    for record in records(path, FILE_LOCKS_MAGIC):
+        fields = fields_of(record)
+        lock = tuple(number_of(fields, number) for number in (_LOCK_PID, _LOCK_TYPE, _LOCK_START, _LOCK_LENGTH))
+        if number_of(fields, _LOCK_FLAGS) != _FL_POSIX or lock not in noted:
+            kept.append(record)
+    rewrite(path, FILE_LOCKS_MAGIC, kept)
 
 
 def missing(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:

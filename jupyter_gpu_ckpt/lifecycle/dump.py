@@ -265,6 +265,7 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
         message = "The kernel is connected through a unix socket to a process outside, which has not accepted it yet."
         raise errors.UnsupportedSocket(message)
     notes: dict[str, Any] = state["notes"]
+    tasks.remove_posix_locks(directory, notes)
     owners = {str(tid): pid for pid, process in state["inventory"].items() for tid in process["threads"]}
     for tid, signal in tasks.remove_death_signals(directory).items():
         threads = notes.setdefault(owners[str(tid)], {}).setdefault("threads", {})

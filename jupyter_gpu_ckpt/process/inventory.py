@@ -98,7 +98,12 @@ _MOUNTED_BY_LINUX = {"nfs", "nfs4", "cifs", "smb3", "afs", "ceph"}
 #: Descriptors that CRIU's code has open at once in a process (``compel/src/lib/infect.c``, ``criu/mem.c``).
 _CRIU_DESCRIPTORS = 3
 _OPEN_FILES = re.compile(r"^Max open files +(\d+) ", re.M)
+#: SIGTRAP (of a tracer), SIGCHLD and SIGSTOP (of a dump).
+_HARMLESS_SIGNALS = 1 << 4 | 1 << 16 | 1 << 18
 _O_DIRECT = 0o40000
+_DELETED = " (deleted)"
+#: The largest exit status that CRIU restores; in wait(2)'s status, WCOREFLAG, and a signal that CRIU does not raise.
+_LARGEST_STATUS, _DUMPED, _LAST_SIGNAL = 0x7F, 0x80, 64
 _CAP_SYS_ADMIN = 1 << 21
 _DEFAULT_SLACK = 50_000
 _EPOLL_PRIVATE = (1 << 30) | (1 << 31) | (1 << 29) | (1 << 28)
@@ -307,6 +312,8 @@ class _Process:
         if stopped:
             self.mappings()
             self.injected(allow_unconfined)
+        else:  # what is sent to a process that a dump has stopped arrives after the wake
+            self.waiting_signals()
         if self.notes:
             self.found.notes[str(self.pid)] = self.notes
         self.found.inventory[str(self.pid)] = self.inventory
@@ -404,7 +411,12 @@ class _Process:
             self.found.refuse("a control group of its own", hint="Move it back to where its server is.")
         if (label := _optional(f"{self.root}/attr/current")) != self.mine.label:
             self.found.refuse(f"a security label of its own ({label.strip()})", hint="Run it with its server's label.")
+        if (program := os.readlink(f"{self.root}/exe")).startswith("/memfd:") and program.endswith(_DELETED):
+            name = program.removeprefix("/memfd:").removesuffix(_DELETED)
+            hint = "End it, or start the program from a file."
+            self.refuse_file(f"a program that runs from memory (memfd: {name}, process {self.pid})", hint)
         self.relations()
+        self.ended_children()
         if self.mine.semaphore_users.intersection(self.tree.pids):
             self.found.refuse("System V semaphores", hint="Linux may undo what it did to them (SEM_UNDO) when it ends.")
         if (filter_ := _optional(f"{self.root}/coredump_filter")) != self.mine.coredump_filter and filter_:
@@ -425,6 +437,19 @@ class _Process:
             enough = used + _CRIU_DESCRIPTORS
             hint = f"A checkpoint opens {_CRIU_DESCRIPTORS} more in it: start it with a limit of {enough} or more."
             self.found.refuse(what, hint=hint)
+
+    def waiting_signals(self) -> None:
+        """Refuse a process that somebody has stopped and that a signal waits for: CRIU lets it run for a moment."""
+        if procfs.stat(self.pid).state != "T":
+            return
+        for tid in procfs.threads(self.pid):
+            status = procfs.status(self.pid, tid)
+            pending, held = (
+                int(status[one], 16) | int(status[two], 16) for one, two in (("SigPnd", "ShdPnd"), ("SigBlk", "SigIgn"))
+            )
+            if waiting := pending & ~held & ~_HARMLESS_SIGNALS:
+                what = f"a stopped process (process {self.pid}) that signal {waiting.bit_length()} waits for"
+                self.found.refuse(what, hint="Let it continue (SIGCONT), or end it, and try again.")
 
     def relations(self) -> None:
         """Refuse a session that CRIU makes again for no process here, which it says at the restore only.
@@ -740,13 +765,28 @@ class _Process:
                 hint = f"It would come back without it. Run what is to be confined in a process of its own, {others}"
                 self.found.refuse("a confinement by Landlock", hint=hint)
 
-    def ended_children(self, injection: Injection) -> None:
-        """Refuse an ended child that CRIU itself had restored: Linux may hide its exit code from an ordinary user."""
+    def ended_children(self, injection: Injection | None = None) -> None:
+        """Refuse children that nobody has waited for, and of whose end a wake would tell something else.
+
+        CRIU restores 7 bits of an exit status, which makes a failure with the status 128 a success, and not that memory
+        was dumped.  Of a child that CRIU itself had restored, Linux may hide the exit code from an ordinary user; the
+        parent can ask for it, by ``injection``.
+        """
+        hint = "Wait for it (os.waitpid, or the poll method of its Popen) and try again."
         for child in procfs.children(self.pid):
             seen = procfs.stat(child)
-            if seen.state == "Z" and injection.end_of(child) not in (None, seen.exit_code):
-                hint = "Wait for it (os.waitpid, or the poll method of its Popen) and try again."
+            if seen.state != "Z":
+                continue
+            end = injection.end_of(child) if injection is not None else None
+            if end not in (None, seen.exit_code):
                 what = f"an ended child (process {child}) of which Linux does not tell how it ended"
+                self.found.refuse(what, hint=hint)
+            elif seen.exit_code >> 8 > _LARGEST_STATUS:
+                what = f"an ended child (process {child}) with the exit status {seen.exit_code >> 8}"
+                self.found.refuse(what, hint=hint)
+            elif seen.exit_code & _DUMPED or seen.exit_code == _LAST_SIGNAL:
+                dumped = ", and a file of its memory" if seen.exit_code & _DUMPED else ""
+                what = f"an ended child (process {child}) that was ended by signal {seen.exit_code & ~_DUMPED}{dumped}"
                 self.found.refuse(what, hint=hint)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -54,6 +55,26 @@ async def test_an_open_file_that_was_moved_away(subject):
     (subject.directory / "elsewhere").rename(data)
     await subject.wakes()
     assert await subject.run("print(f.read())") == "b'ta'"
+
+
+async def test_a_lock_that_somebody_else_has(subject):
+    """The error names the file; once it is unlocked the kernel wakes, and has its lock again."""
+    path = subject.directory / "locked"
+    path.write_bytes(b"x" * 100)
+    await subject.run(
+        "import fcntl, mmap\n"
+        "f = open('locked', 'r+'); m = mmap.mmap(f.fileno(), 100); fcntl.lockf(f, fcntl.LOCK_EX, 10)"
+    )
+    await subject.provisioner.checkpoint()
+    with path.open("r+") as other:
+        fcntl.lockf(other, fcntl.LOCK_EX, 1, 5)
+        error = await subject.fails(subject.provisioner.restore, "LOCK_TAKEN")
+        assert str(path) in error.message
+        await subject.stays_away(error)
+        fcntl.lockf(other, fcntl.LOCK_UN)
+        await subject.wakes()
+        with pytest.raises(BlockingIOError):
+            fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 5)
 
 
 async def test_a_port_that_somebody_else_took(subject):

@@ -6,6 +6,7 @@ is compared for each by itself.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import os
@@ -737,6 +738,16 @@ def test_a_mount_of_the_kernel_is_distinguished_from_others(line, own):
 
 #: What only a stopped process shows.
 REFUSED_STOPPED: dict[str, tuple[str, str]] = {
+    "exit status": (
+        "pid = os.fork()\nif pid == 0: os._exit(128)\nos.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)",
+        "with the exit status 128",
+    ),
+    "program in memory": (
+        "fd = os.memfd_create('program'); os.write(fd, open('/bin/sleep', 'rb').read())\n"
+        "pid = os.fork()\nif pid == 0: os.execve(fd, ['sleep', '1000'], {})\n"
+        "while 'memfd' not in os.readlink(f'/proc/{pid}/exe'): pass",
+        "a program that runs from memory (memfd: program, process ",
+    ),
     "session keyring": ("call(250, 1, None)", "a session keyring of its own"),
     "process keyring": ("call(248, b'user', b'gpu-ckpt', b'x', 1, -2)", "a keyring of its own"),
     "thread keyring": ("call(248, b'user', b'gpu-ckpt', b'x', 1, -1)", "a keyring of a thread"),
@@ -804,6 +815,38 @@ def test_how_a_child_ended_comes_back_or_is_refused(criu, capsule, home):
     with Capsule.create(home) as third:
         criu.restore(third, image(home), pid=inner, pipes=pipes, timeout=60)
         assert subject.tell(ask) == before
+
+
+#: Signals that end a process by themselves, and can be sent to one.
+ENDING = set(range(1, 65)) - {17, 18, 19, 20, 21, 22, 23, 28, 32, 33}
+
+
+def test_the_ends_of_children_that_are_not_refused_come_back(criu, capsule, home):
+    """Every exit status and signal, of children that nobody has waited for."""
+    subject = Subject(capsule)
+    subject.tell(
+        f"{PRELUDE}resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); children = dict()\n"
+        f"for how in [*range(-64, 0), *range(256)]:\n"
+        f"    if how < 0 and -how not in {ENDING}: continue\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        if how >= 0: os._exit(how)\n"
+        "        if -how not in (9, 19): signal.signal(-how, signal.SIG_DFL)\n"
+        "        os.kill(os.getpid(), -how); signal.pause()\n"
+        "    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT); children[how] = pid"
+    )
+    ask = "answer = {how: list(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)[3:]) for how, pid in children.items()}"
+    before, pids = ast.literal_eval(subject.tell(ask)), ast.literal_eval(subject.tell("answer = children"))
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    refused = " ".join(refusal["what"] for refusal in capsule.inspect()["refusals"])
+    capsule.close()
+    with Capsule.create(home) as second:
+        criu.restore(second, image(home), pid=inner, pipes=pipes, timeout=60)
+        after = ast.literal_eval(subject.tell(ask))
+    changed = [how for how in before if before[how] != after[how]]
+    assert [how for how in before if f"(process {pids[how]})" in refused] == changed
+    assert changed == [-64, *range(128, 256)]
 
 
 def next_of(words: str, capsule: Capsule) -> str:

@@ -186,7 +186,7 @@ async def test_what_this_machine_lacks_is_said_once_in_the_output_of_the_cell_th
     await kernel.run("x = 41")
     await kernel.provisioner.checkpoint()
     kernel.lifecycle.image.manifest.notes["1"] = {}  # something to put back
-    monkeypatch.setattr(Capsule, "reapply", lambda *_: ([], ["CPU affinity [63] of thread 7"]))
+    monkeypatch.setattr(Capsule, "reapply", lambda *_: ([], ["CPU affinity [63] of thread 7"], []))
     said = await kernel.run("x += 1", stream="stderr")
     assert said == "This kernel came back without what it was set to: CPU affinity [63] of thread 7"
     assert await kernel.run("x += 1", stream="stderr") == ""

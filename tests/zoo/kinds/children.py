@@ -52,6 +52,38 @@ def stopped():
     return lambda: (process.poll(), procfs.stat(process.pid).state), lambda: ended(process)
 
 
+@kind(
+    "a stopped program with signals that wait: one that ends it, and one that it handles",
+    refused("UNPROVEN_STATE", "waits for"),
+    alone="is refused",
+    advice="Let it continue, or end it.",
+)
+def stopped_with_signals():
+    ends = subprocess.Popen(["sleep", "1236"])
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: print('got', flush=True))\n"
+        "print('up', flush=True)\nwhile True: signal.pause()"
+    )
+    handles = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    handles.stdout.readline()
+    for process, number in ((ends, signal.SIGTERM), (handles, signal.SIGUSR1)):
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda pid=process.pid: procfs.stat(pid).state == "T")
+        os.kill(process.pid, number)
+
+    def show():
+        return [(procfs.stat(each.pid).state, procfs.status(each.pid)["ShdPnd"]) for each in (ends, handles)]
+
+    def undo():
+        os.kill(ends.pid, signal.SIGCONT)
+        os.kill(handles.pid, signal.SIGCONT)
+        assert ends.wait() == -signal.SIGTERM
+        assert handles.stdout.readline() == "got\n"
+        ended(handles)
+
+    return show, undo
+
+
 @kind("a program that answers through pipes")
 def answering():
     code = "import sys\nfor number, line in enumerate(sys.stdin): print(number, line.upper(), end='', flush=True)"
@@ -192,6 +224,58 @@ def zombie_of_child():
     process = subprocess.Popen(["sh", "-c", "true & exec sleep 1244"])
     eventually(lambda: [procfs.stat(pid).state for pid in procfs.children(process.pid)] == ["Z"])
     return lambda: [procfs.stat(pid).state for pid in procfs.children(process.pid)], lambda: ended(process)
+
+
+@kind(
+    "ended children that were not waited for, by exit status and signal",
+    user=refused("UNPROVEN_STATE", "does not tell how it ended"),
+    alone="is refused for an ordinary user, at its second checkpoint",
+    advice="Wait for them.",
+)
+def zombies():
+    commands = ["exit 0", "exit 1", "exit 127", "kill -9 $$", "kill -15 $$"]
+    pids = [os.posix_spawn("/bin/sh", ["sh", "-c", command], {}) for command in commands]
+
+    def show():
+        ends = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) for pid in pids]
+        return [(end.si_code, end.si_status) for end in ends]
+
+    return show, lambda: [os.waitpid(pid, 0) for pid in pids]
+
+
+@kind(
+    "an ended child that was not waited for, with an exit status of 128 or more",
+    refused("UNPROVEN_STATE", "exit status 137"),
+    alone="is refused",
+    advice="Wait for it.",
+)
+def zombie_of_large_status():
+    process = subprocess.Popen(["sh", "-c", "exit 137"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    return lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT).si_status, process.wait
+
+
+@kind(
+    "a program that runs from memory (memfd, fexecve)",
+    refused("FILE_UNSUPPORTED", "runs from memory"),
+    alone="is refused",
+    advice="End it, or start it from a file.",
+)
+def program_in_memory():
+    fd = os.memfd_create("program")
+    with open("/bin/cat", "rb") as file:
+        os.write(fd, file.read())
+    process = subprocess.Popen(
+        ["cat"], executable=f"/proc/self/fd/{fd}", pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    os.close(fd)
+
+    def show():
+        process.stdin.write(b"word\n")
+        process.stdin.flush()
+        return process.stdout.readline().decode()
+
+    return show, lambda: ended(process)
 
 
 @kind("a program on a terminal of its own (pexpect)")

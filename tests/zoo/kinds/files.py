@@ -17,9 +17,13 @@ import shutil
 import signal
 import sqlite3
 import struct
+import subprocess
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from jupyter_gpu_ckpt import procfs
 
 from . import IMPOSSIBLE, documented, kind, refused
 from .asking import error_of, eventually, fdinfo, flags, libc, place
@@ -290,6 +294,35 @@ def posix_lock():
     return lambda: (fd, locks_of(path))
 
 
+@kind("POSIX locks on a file that is mapped, too, of the notebook and of a child")
+def posix_lock_of_mapped():
+    path = place("lock") / "file"
+    path.write_bytes(b"x" * 100)
+    fd = os.open(path, os.O_RDWR)
+    memory = mmap.mmap(fd, 100)
+    fcntl.lockf(fd, fcntl.LOCK_EX, 10, 20)
+    fcntl.lockf(fd, fcntl.LOCK_SH, 5, 60)
+    code = (
+        "import fcntl, mmap, sys, time; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 100)\n"
+        "fcntl.lockf(f, fcntl.LOCK_EX, 0, 80); print(flush=True); time.sleep(1000)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    child.stdout.readline()
+
+    def undo():
+        child.kill()
+        child.communicate()
+        memory.close()
+        os.close(fd)
+
+    def show():
+        number = next(number for number, name in procfs.links(child.pid) if name == str(path))
+        texts = [procfs.read(f"/proc/{pid}/fdinfo/{of}") for pid, of in (("self", fd), (child.pid, number))]
+        return [[line.split()[2:] for line in text.splitlines() if "POSIX" in line] for text in texts]
+
+    return show, undo
+
+
 @kind("an open file description lock (OFD)")
 def ofd_lock():
     path = place("lock") / "file"
@@ -430,6 +463,25 @@ def sqlite_wal():
     def show():
         rest.extend(row[0] for row in rows)
         return sum(rest), database.execute("pragma journal_mode").fetchone()
+
+    return show, database.close
+
+
+@kind("an SQLite database with a write-ahead log, and a transaction that keeps others from writing")
+def sqlite_wal_writer():
+    path = place("sqlite") / "base"
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("pragma journal_mode = wal")
+    database.execute("create table t (n)")
+    database.execute("begin immediate")
+    database.execute("insert into t values (1)")
+    code = (
+        "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute('begin immediate')"
+    )
+
+    def show():
+        other = subprocess.run([sys.executable, "-c", code, str(path)], stderr=subprocess.PIPE, text=True)
+        return other.stderr.splitlines()[-1:], database.execute("select * from t").fetchall()
 
     return show, database.close
 

@@ -53,6 +53,13 @@ def test_everything_is_idempotent(start: Callable[..., Any]) -> None:
         assert kernel.tcp_sockets() == port and len(history_files(kernel)) == 2
 
 
+@pytest.mark.parametrize(("given", "seen"), [({}, "0"), ({"USE_LIBUV": "1"}, "1")])
+def test_the_store_of_torch_distributed_does_without_io_uring_unless_told_otherwise(
+    start: Callable[..., Any], given: dict[str, str], seen: str
+) -> None:
+    assert start(env=given).run("import os; print(os.environ['USE_LIBUV'])").strip() == seen
+
+
 def test_a_report_changes_nothing(start: Callable[..., Any]) -> None:
     kernel = start()
     before = sorted(kernel.descriptors()), kernel.tcp_sockets()

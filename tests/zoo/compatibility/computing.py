@@ -174,6 +174,17 @@ ROWS = (
         "lightning torch",
     ),
     Row(
+        "distributed",
+        "torch.distributed: a process group (gloo, one rank)",
+        "import socket, torch, torch.distributed as dist\nwith socket.socket() as free:\n    free.bind(('127.0.0.1', 0))\n"
+        "    port = free.getsockname()[1]\n"
+        "dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1)\n"
+        "store, x = dist.distributed_c10d._get_default_store(), torch.ones(8)\nstore.set('k', 'v')\ndist.all_reduce(x)",
+        "dist.all_reduce(x)\nseen = [float(x.sum()), store.get('k').decode()]",
+        "torch",
+        "Destroy the process group before a checkpoint (`dist.destroy_process_group()`).",
+    ),
+    Row(
         "launcher",
         "accelerate: notebook_launcher, two processes that have ended, and once more",
         "import socket, accelerate, torch\n"

@@ -228,8 +228,8 @@ def attach() -> None:
     app: Any = InteractiveShellApp
     init_extensions = app.init_extensions
     ignore_sigterm()
-    # The store of torch.distributed is built on libuv by default, and so on io_uring, which CRIU cannot save.  Its other
-    # backend does without (torch/distributed/rendezvous.py reads this variable).
+    # By default the store of torch.distributed uses libuv, and so io_uring, which CRIU cannot save.  Its other backend
+    # does without (torch/distributed/rendezvous.py reads this variable).
     os.environ.setdefault("USE_LIBUV", "0")
 
     def init_extensions_and_agent(self: Any) -> None:

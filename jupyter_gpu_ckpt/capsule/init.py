@@ -49,6 +49,8 @@ OWNER_TIMEOUT = 15.0
 REAP_TIMEOUT = 1.0
 #: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
 CLEANUP_TIMEOUT = 2.0
+#: File systems that CRIU mounts for a moment, to try what Linux can (its kerndat.c).
+_CRIUS_MOUNT = re.compile(r"/\.criu\.[^/]+$")
 _TRACKER = re.compile(r"\b(resource|semaphore)_tracker\b")
 #: The field of the reply to `Init.run` that names state that a dump cannot save, by the class of its error.
 _UNSAVABLE: dict[type[OSError], str] = {
@@ -317,6 +319,7 @@ class Init:
         if code != 0:
             with contextlib.suppress(ProcessLookupError):  # it has left no children
                 os.killpg(job.pid, signal.SIGKILL)  # one that has stopped itself would stay for good
+            self.unmount_left()
         seconds = time.monotonic() - job.began
         ended = job.guard.ended() if job.guard is not None else []
         lost = self.undo_preparation() if code != 0 else ""  # before the processes run on
@@ -331,6 +334,14 @@ class Init:
             self.selector.register(self.listener, selectors.EVENT_READ, self.connect)
         reply = {"status": code, "timed_out": job.timed_out, "seconds": seconds, "unrepaired": unrepaired}
         self.answer({"number": job.number, **reply, "ended": ended})
+
+    def unmount_left(self) -> None:
+        """Unmount what a killed CRIU has left: it would be taken for a mount of the kernel's own."""
+        for mount in self.own_mounts():
+            if _CRIUS_MOUNT.search(mount.point):
+                with contextlib.suppress(OSError):
+                    syscalls.umount(mount.point)
+                    os.rmdir(mount.point)
 
     def resume_without_owner(self) -> None:
         """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""

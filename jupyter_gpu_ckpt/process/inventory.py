@@ -283,6 +283,10 @@ class _Tree:
         self.pids = pids
         #: Eventfds that are semaphores, by their id: the processes that have them open.
         self.semaphores: dict[str, set[int]] = {}
+        #: By process, ranges of addresses that are larger than this host's memory and count as used (`mappings`).
+        self.large: dict[int, set[tuple[int, int]]] = {}
+        facts = procfs.fields(procfs.read("/proc/meminfo"))
+        self.memory = sum(int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "SwapTotal"))
 
 
 class _Process:
@@ -733,6 +737,8 @@ class _Process:
                     self.found.refuse(_MAPPING_NAMES.get(flag, f"memory with the flag {flag!r} (/proc/PID/smaps)"))
             if "sl" in flags:
                 sealed.append([start, end])
+            if end - start > self.tree.memory and not name and not flags & {"nr", "sh"}:
+                self.reservation(start, end)
             if "lf" in flags:
                 on_fault.append([start, end])
             if has_keys and (key := _PROTECTION_KEY.search(facts)) is not None:
@@ -748,6 +754,20 @@ class _Process:
                 policies.append([start, end, self.numa_policy(words[1])])
         noted = {"sealed": sealed, "locked_on_fault": on_fault, "numa": policies}
         self.notes |= {name: found for name, found in noted.items() if found}
+
+    def reservation(self, start: int, end: int) -> None:
+        """Refuse more addresses than there is memory where a child has inherited them, and they count as used.
+
+        CRIU maps what a child inherits writable for a moment (``premap_private_vma`` in its mem.c), which Linux refuses
+        for so much that was not made with MAP_NORESERVE.
+        """
+        self.tree.large.setdefault(self.pid, set()).add((start, end))
+        if (start, end) in self.tree.large.get(procfs.stat(self.pid).parent, ()):
+            what = (
+                f"{end - start >> 30} GiB of reserved addresses, more than this host has memory, which a child inherits"
+            )
+            hint = "End its forked child processes, or reserve the addresses with MAP_NORESERVE."
+            self.found.refuse(what, hint=hint)
 
     # -- by system calls of the process itself
 

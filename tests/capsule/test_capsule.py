@@ -224,6 +224,17 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: capsule.other_processes() == [], "its child has ended, too", 10)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's CRIU mounts nothing")
+def test_what_a_killed_criu_has_mounted_to_try_linux_is_not_taken_for_the_kernels_own(capsule):
+    sleeper(capsule)
+    code = "d=$(mktemp -d /tmp/.criu.move_mount_set_group.XXXXXX) && mount -t tmpfs none $d && echo $d && kill -9 $$"
+    output = capsule.directory / "out"
+    ran = capsule.run(["sh", "-c", code], cwd=capsule.directory, output=output, timeout=60, env=ENV)
+    assert ran.status == -signal.SIGKILL
+    assert capsule.inspect()["refusals"] == []
+    assert not Path(output.read_text().strip()).exists()
+
+
 def test_init_survives_requests_that_make_no_sense(capsule):
     sleeper(capsule)
     for request in (

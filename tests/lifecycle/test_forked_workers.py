@@ -13,7 +13,7 @@ from harness import Notebook, notebook
 from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.criu import shared_pages
 from jupyter_gpu_ckpt.criu.shared_pages import SharedPages
-from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace, RuntimeDirectory
+from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace, RuntimeDirectory, UnprovenState
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.transfer import archive
 from jupyter_gpu_ckpt.transfer.remote import Remote
@@ -170,6 +170,16 @@ async def test_more_addresses_are_reserved_than_there_is_memory(tmp_path, runtim
         image = await kernel.provisioner.checkpoint()
         assert len(shared_pages.references(image.criu_directory)) == (4 if by == "kernel" else 0)
         await wakes(kernel, "change")
+
+
+async def test_reserved_addresses_that_count_as_used_and_that_workers_inherit_are_refused(
+    tmp_path, runtime_base, criu_binary
+):
+    """CRIU could not restore them."""
+    async with forked(tmp_path, runtime_base, "import mmap\n" + RESERVE.format(flags=0) + WORKERS) as kernel:
+        with pytest.raises(UnprovenState, match="256 GiB of reserved addresses"):
+            await kernel.provisioner.checkpoint()
+        assert await kernel.run("print(1)") == "1"
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "after"])

@@ -26,7 +26,7 @@ def install() -> Path | None:
     with contextlib.suppress(OSError):
         for built in _BUILT.glob("_root*.so"):
             content = built.read_bytes()
-            path = data_directory("native") / f"{hashlib.sha256(content).hexdigest()[:32]}-root"
+            path = data_directory("native") / _name(content)
             _put(path, content)
             return path
     return None
@@ -56,7 +56,12 @@ def _read(directory: Path) -> tuple[Path, bytes] | None:
         name, _, content = (directory / IN_IMAGE).read_bytes().partition(b"\n")
     except FileNotFoundError:
         return None
-    return Path(os.fsdecode(name)), content
+    path = Path(os.fsdecode(name))
+    return (path, content) if path.name == _name(content) else None  # no other file is ever written
+
+
+def _name(content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()[:32]}-root"
 
 
 def _put(path: Path, content: bytes) -> None:

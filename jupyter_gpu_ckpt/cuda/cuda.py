@@ -129,7 +129,8 @@ class Cuda(Facade):
             opened = [number for number, target in procfs.links(pid) if target.startswith(DEVICE_FILES)]
         except OSError as error:
             raise _unreadable(pid, error) from error
-        return all(any(_is_same_file(pid, owner, number) for owner in owners) for number in opened)
+        # A child that has some mapped and none open is not compared.
+        return bool(opened) and all(any(_is_same_file(pid, owner, number) for owner in owners) for number in opened)
 
     def state(self, pid: int) -> CudaState:
         """Return the process's CUDA state.  A process that never loaded the driver costs no call of it."""

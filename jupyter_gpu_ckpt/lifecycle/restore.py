@@ -13,7 +13,7 @@ from pathlib import Path
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
 from ..criu import images, shared_pages
-from ..errors import CapsuleGone, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
+from ..errors import CapsuleGone, CriuError, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
 from ..files.disk import mapped_errors
 from ..image import device_memory, layout, links
 from ..image.chunk_cache import ChunkCache
@@ -163,9 +163,11 @@ def criu_restore(attempt: Attempt) -> None:
                 before_running=lambda: _require_read(attempt),
                 notes=manifest.notes,
             )
-    except BaseException:
+    except BaseException as error:
         capsule.close()
         host_memory.end_spill(kernel)
+        if isinstance(error, CriuError) and attempt.verification is not None:
+            attempt.verification.wait()  # memory that is not what was saved is the cause, if it is damaged
         raise
     else:
         kernel.capsule = capsule

@@ -261,7 +261,7 @@ def cuda_suspend(attempt: Attempt) -> None:
                 kernel.refusal = refusal
         if pid in locked:
             kernel.fast_path().close_launch_gate()  # also where the driver has moved everything
-    except GpuCkptError as error:
+    except (GpuCkptError, OSError) as error:
         # Nobody knows how far the driver came (its helper may have ended after the work was done), and the way back
         # needs proof of room: so the undo of this step inspects the process and completes the way back.
         raise PartlyDone from error

@@ -193,8 +193,11 @@ class DrainedClosed:
         with contextlib.ExitStack() as stack:
             for descriptor in self.listeners:
                 stack.enter_context(_sharing_port(descriptor))
+            stack.callback(self._forget_reuse)
             _restore_closed(self.end, _listening())
-        with _socket(self.sender) as sock:
+
+    def _forget_reuse(self) -> None:
+        with contextlib.suppress(OSError), _socket(self.sender) as sock:
             _set_reuse(sock, self.end["reuse"])
 
 
@@ -413,9 +416,11 @@ def _sharing_port(listener: Descriptor) -> Iterator[None]:
     with _socket(listener) as sock:
         before = [sock.getsockopt(socket.SOL_SOCKET, option) for option in sockets.REUSE]
         _set_reuse(sock, [before[0], 1])
-    yield
-    with _socket(listener) as sock:
-        _set_reuse(sock, before)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError), _socket(listener) as sock:  # its process has ended
+            _set_reuse(sock, before)
 
 
 def _set_reuse(sock: socket.socket, values: Sequence[int]) -> None:

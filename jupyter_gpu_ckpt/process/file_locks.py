@@ -16,6 +16,7 @@ import fcntl
 import os
 import re
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ _TYPES = {"READ": fcntl.F_RDLCK, "WRITE": fcntl.F_WRLCK}
 #: ``struct flock``
 _FLOCK = struct.Struct("=hh4xqqi4x")
 _TAKEN = (errno.EAGAIN, errno.EACCES)
+#: Seconds for others to release the locks of a process.
+_PATIENCE = 2.0
 
 
 class Lock(NamedTuple):
@@ -81,10 +84,14 @@ def reapply(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _set(inside: Injection, locks: Iterable[Lock]) -> Iterator[str]:
+    deadline = time.monotonic() + _PATIENCE
     for lock in locks:
         with inside.on_stack(_FLOCK.pack(lock.type, os.SEEK_SET, lock.start, lock.length, 0)) as address:
-            # Without waiting: whoever has it now may keep it.
-            done = inside.call("fcntl", lock.descriptor, fcntl.F_SETLK, address)
+            # Whoever has it now may keep it; but databases lock for moments only.
+            while (done := inside.call("fcntl", lock.descriptor, fcntl.F_SETLK, address)) < 0 and -done in _TAKEN:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
         if done < 0:
             why = "another process has locked it" if -done in _TAKEN else os.strerror(-done)
             with contextlib.suppress(*procfs.GONE):

@@ -179,7 +179,7 @@ def inspect(
         except procfs.GONE:  # it ended
             pass
         except PermissionError as error:
-            _refuse_hidden(pid, own_state, error, is_child=pid != root)
+            _refuse_hidden(pid, own_state, error, is_child=pid not in (root, tree.kernel))
     for pid, own_state in inspected.items():
         # Of one that ends some may have been read when nothing was left, or when Linux showed something else instead.
         if not procfs.is_ending(pid):

@@ -209,8 +209,10 @@ static void reply(const char *verb)
 static void wait_readable(int descriptor)
 {
     struct pollfd wanted = {.fd = descriptor, .events = POLLIN};
-    while (poll(&wanted, 1, launch_gate_remaining()) == 0)
-        launch_gate_expire(swap_amounts().swapped_out != 0);
+    int ready;
+    while ((ready = poll(&wanted, 1, launch_gate_remaining())) == 0 || (ready < 0 && errno == EINTR))
+        if (ready == 0)
+            launch_gate_expire(swap_amounts().swapped_out != 0);
 }
 
 /* Bytes received and not used yet.  Not a stream: closing it in a child would seek in it. */

@@ -229,14 +229,21 @@ def mount_of(path: str, points: Mapping[str, str]) -> str:
 
 def unbindable(address: str, number: int, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> str:
     """Why a port cannot be bound now; empty when it can."""
+    why = _unbindable(address, number, family, kind)
+    if why != os.strerror(errno.EADDRINUSE) or kind != socket.SOCK_STREAM:
+        return why
+    if _lingers(number):
+        return LINGERS
+    return _unbindable(address, number, family, kind)  # what lingered may have ended in between
+
+
+def _unbindable(address: str, number: int, family: int, kind: int) -> str:
     try:
         with socket.socket(family, kind) as trial:
             if kind == socket.SOCK_STREAM:  # as CRIU and ZMQ do: lingering connections do not matter to them
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind((address, number))
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and kind == socket.SOCK_STREAM and _lingers(number):
-            return LINGERS
         return error.strerror or "it cannot be bound"
     return ""
 

@@ -28,6 +28,7 @@ from jupyter_gpu_ckpt.process import file_facts, sockets, syscalls, watched_file
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
+from jupyter_gpu_ckpt.units import size
 
 Notes = dict[str, Any]
 
@@ -763,9 +764,7 @@ class _Process:
         """
         self.tree.large.setdefault(self.pid, set()).add((start, end))
         if (start, end) in self.tree.large.get(procfs.stat(self.pid).parent, ()):
-            what = (
-                f"{end - start >> 30} GiB of reserved addresses, more than this host has memory, which a child inherits"
-            )
+            what = f"{size(end - start)} of reserved addresses, more than this host has memory, which a child inherits"
             hint = "End its forked child processes, or reserve the addresses with MAP_NORESERVE."
             self.found.refuse(what, hint=hint)
 

@@ -44,7 +44,7 @@ class Subreaper:
         ptrace(PTRACE_SEIZE, criu, 0, PTRACE_O_TRACEFORKS | PTRACE_O_TRACESYSGOOD)
 
     def stopped(self, pid: int, status: int) -> bool:
-        """Handle a stop, of which waitpid(2) has told.  Return whether it was of this tracing.  Raises `OSError`."""
+        """Handle a stop, that waitpid(2) has reported.  Return whether it was of this tracing.  Raises `OSError`."""
         event = status >> 16
         if pid == self._criu and not self._forks:
             self._forks = event in PTRACE_EVENT_FORKS and _forked(pid) == self._root

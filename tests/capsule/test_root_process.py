@@ -127,9 +127,9 @@ class TwoTrips:
             capsule.close()
 
     def _look(self, subject: Subject) -> None:
-        told = {name: (f"eval({{!r}}, place{n})", kind) for n, (name, kind) in enumerate(ORPHANS.items())}
-        self.seen.append({name: subject.tell(f"answer = {do.format(kind[1])}") for name, (do, kind) in told.items()})
-        self.answers.append({name: subject.tell(f"answer = {do.format(kind[2])}") for name, (do, kind) in told.items()})
+        asks = {name: (f"eval({{!r}}, place{n})", kind) for n, (name, kind) in enumerate(ORPHANS.items())}
+        self.seen.append({name: subject.tell(f"answer = {do.format(kind[1])}") for name, (do, kind) in asks.items()})
+        self.answers.append({name: subject.tell(f"answer = {do.format(kind[2])}") for name, (do, kind) in asks.items()})
         self.strangers.append(subject.tell("answer = strangers()"))
         self.parents.append(subject.tell("answer = os.getppid(), os.getpid(), os.getpgrp(), os.getsid(0)"))
 

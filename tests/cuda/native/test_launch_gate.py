@@ -64,8 +64,8 @@ def test_what_the_driver_lacks_is_not_found(tmp_path, programs):
     driver = build(tmp_path, LACKING, "cuMemcpy")
     for words in (("0", LACKING, "cuMemcpy"), ("0", "cuLaunchKernel")):
         assert ways(driver, programs.library, "without", *words) == ways(driver, None, "without", *words)
-    told = ways(driver, programs.library, "without", "1", LACKING, "cuMemcpy").splitlines()
-    assert told == [f"{LACKING} False False False", "False", "cuMemcpy False False False", "False", str(NOT_FOUND)]
+    lines = ways(driver, programs.library, "without", "1", LACKING, "cuMemcpy").splitlines()
+    assert lines == [f"{LACKING} False False False", "False", "cuMemcpy False False False", "False", str(NOT_FOUND)]
 
 
 # -- closed
@@ -313,9 +313,9 @@ def test_a_call_is_all_that_makes_the_library_listen(programs, doubles, runtime_
     variables[SOCKET_VARIABLE] = str(runtime_base / "fast")
     command = [sys.executable, "-c", source]
     exists = f"os.path.exists({str(runtime_base / 'fast')!r})"
-    told = f"{exists}, driver.cuCtxSynchronize(), {exists}\n"
+    lines = f"{exists}, driver.cuCtxSynchronize(), {exists}\n"
     done = subprocess.run(
-        command, env={**os.environ, **variables}, input=told, capture_output=True, text=True, timeout=PATIENCE
+        command, env={**os.environ, **variables}, input=lines, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.stdout.splitlines()[1:], done.stderr) == (["(False, 0, True)"], "")
 

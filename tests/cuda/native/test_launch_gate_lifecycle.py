@@ -78,9 +78,9 @@ def test_the_first_touch_is_seen_soon(fast_kernel):
     kernel.lifecycle.suspend()
     path = kernel.path()
     assert path.touches() == 0
-    told = "(driver := ctypes.CDLL('libcuda.so.1')) and threading.Thread(target=lambda: (runtime.cudaFree(None), "
-    told += "driver.cuCtxSynchronize()), daemon=True).start() or time.monotonic()"
-    began = kernel.program.ask(told)
+    lines = "(driver := ctypes.CDLL('libcuda.so.1')) and threading.Thread(target=lambda: (runtime.cudaFree(None), "
+    lines += "driver.cuCtxSynchronize()), daemon=True).start() or time.monotonic()"
+    began = kernel.program.ask(lines)
     until(lambda: path.touches() > 0, "it is seen", longest=0.01)
     assert time.monotonic() - began < 0.2
     kernel.lifecycle.wake()

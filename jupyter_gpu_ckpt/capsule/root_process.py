@@ -2,7 +2,7 @@
 
 A process whose parent ends gets another one: the nearest ancestor that is a subreaper (prctl(2),
 PR_SET_CHILD_SUBREAPER), else the init of its pid namespace.  CRIU saves one tree of processes.  So that it has all that
-a kernel has started, whoever is still its parent, the tree begins with such a subreaper: not the kernel, whose
+a kernel has started, whichever process is still its parent, the tree begins with such a subreaper: not the kernel, whose
 ``os.wait()`` would find processes that it has not started, and not the capsule's init, which runs CRIU.
 
 The program is `native/root.c`.  Without it (no C compiler when the package was installed, a home in which programs

@@ -1,9 +1,9 @@
 """The root of a kernel's tree of processes: a small program of ours, the kernel's parent.  Used by a capsule's init.
 
 A process whose parent ends gets another one: the nearest ancestor that is a subreaper (prctl(2),
-PR_SET_CHILD_SUBREAPER), else the init of its pid namespace.  CRIU saves one tree of processes.  So that it has all
-that a kernel has started, whichever process is still the parent, the tree begins with a subreaper: not the kernel, whose
-``os.wait()`` would find processes that it has not started, and not the capsule's init, which runs CRIU.
+PR_SET_CHILD_SUBREAPER), else the init of its pid namespace.  CRIU saves one tree of processes.  The tree begins with
+such a subreaper, so that it has all that a kernel has started, under any parent: not with the kernel, whose
+``os.wait()`` would find processes that it has not started, and not with the capsule's init, which runs CRIU.
 
 The program is `native/root.c`.  Without it (no C compiler when the package was installed, a home in which programs
 cannot be run, a user who has killed it) the kernel is a child of the init, and the root of what CRIU saves; what has

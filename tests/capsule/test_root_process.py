@@ -230,7 +230,7 @@ def test_the_kernels_end_is_seen_as_it_was(capsule, subject, status):
     if status < 0:
         os.kill(capsule.host_pid, -status)
     else:
-        Path(subject._request).write_text(f"os._exit({status})")
+        subject.order(f"os._exit({status})")
     assert capsule.wait(20) == status
     assert capsule.poll() == status
     until(lambda: not os.path.exists(f"/proc/{root}"))

@@ -42,12 +42,16 @@ class Subject:
         capsule.spawn(argv, environment, str(capsule.directory))
         assert self.tell("answer = 1") == "1"
 
-    def tell(self, code: str, timeout: float = 30) -> str:
-        """Have ``code`` run; the answer, or the error in words."""
-        self._reply.unlink(missing_ok=True)
+    def order(self, code: str) -> None:
+        """Have ``code`` run, and wait for nothing."""
         part = self._request.with_name("request.part")
         part.write_text(code)
         part.rename(self._request)
+
+    def tell(self, code: str, timeout: float = 30) -> str:
+        """Have ``code`` run; the answer, or the error in words."""
+        self._reply.unlink(missing_ok=True)
+        self.order(code)
         until(self._reply.exists, f"an answer to {code[:200]!r}", timeout)
         return self._reply.read_text()
 

@@ -49,13 +49,14 @@ ROWS = (
     Row(
         "debugger",
         "debugpy, listening for an editor",
-        "import debugpy, json, socket\nat = debugpy.listen(('127.0.0.1', 0))\n"
+        "import debugpy, json, socket, struct\nat = debugpy.listen(('127.0.0.1', 0))\n"
         "def ask(file, command, **arguments):\n    text = json.dumps(dict(seq=1, type='request', command=command, arguments=arguments)).encode()\n"
         "    file.write(b'Content-Length: %d\\r\\n\\r\\n' % len(text) + text)\n    file.flush()\n    while True:\n"
         "        length = int(file.readline().split()[1])\n        file.readline()\n        answer = json.loads(file.read(length))\n"
         "        if answer.get('command') == command: return answer['success']",
         "with socket.create_connection(at, 20) as editor, editor.makefile('rwb') as file:\n"
-        "    editor.settimeout(30)\n    seen = [ask(file, 'initialize', adapterID='x'), ask(file, 'disconnect')]",
+        "    editor.settimeout(30)\n    editor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))  # no TIME_WAIT\n"
+        "    seen = [ask(file, 'initialize', adapterID='x'), ask(file, 'disconnect')]\n    while file.read(1000): pass",
         "debugpy",
         "Turn the debugger off (the bug button) before the kernel is to sleep; restart it after debugpy.listen().",
     ),

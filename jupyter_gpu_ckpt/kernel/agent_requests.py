@@ -101,9 +101,7 @@ class AgentRequests:
             findings = lifecycle.findings()
         except GpuCkptError as error:  # an answer without the GPUs is better than none
             findings.append(preflight.PreflightFinding(error.code, error.message, error))
-        inside = preflight.inside_connections(lifecycle.capsule.processes())
-        unread = preflight.unread_outside(lifecycle.capsule.host_pid, inside)
-        findings += preflight.judge_report(report, gpus=len(device), inside=inside, unread=unread)
+        findings += preflight.judge_report(report, gpus=len(device), tree=lifecycle.capsule.processes())
         resident = lifecycle.resident()
         estimate = RATES.estimate(resident, sum(device.values()))
         return {

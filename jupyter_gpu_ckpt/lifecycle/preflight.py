@@ -217,8 +217,7 @@ def _is_used(adapter: Process) -> bool:
     if (found := re.search(r" --port (\d+)( |$)", adapter.command)) is None:
         return True
     port, connected = f":{int(found[1]):04X}", "01"
-    rows = [*procfs.sockets("tcp", adapter.pid), *procfs.sockets("tcp6", adapter.pid)]
-    return any(row[1].endswith(port) and row[3] == connected for row in rows)
+    return any(row[1].endswith(port) and row[3] == connected for row in _tcp_rows(connections.holders([adapter.pid])))
 
 
 def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
@@ -237,12 +236,12 @@ def judge_requests(cells: int, others: Sequence[str]) -> list[PreflightFinding]:
 
 
 def judge_report(
-    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, inside: Container[str] = (), unread: int = 0
+    report: Mapping[str, Any], *, gpus: int = 0, writes: bool = True, tree: Sequence[int] = ()
 ) -> list[PreflightFinding]:
     """Return the findings from the agent's report, of a kernel that has memory of so many ``gpus``.
 
-    ``writes``: an image is to be written; a suspend does not.  ``inside``: the result of `inside_connections`.
-    ``unread``: that of `unread_outside`.
+    ``writes``: an image is to be written; a suspend does not.  ``tree``: the processes of the kernel's tree,
+    itself first; connections between them come back.
     """
     findings = []
     if gpus > 1 and report.get("jax_preallocates"):
@@ -256,9 +255,11 @@ def judge_report(
     if writes and deleted and os.geteuid() != 0:
         path = deleted[0]["path"]
         findings.append(blocking(errors.DeletedMapping(f"The kernel maps {path}, which was deleted.", culprit=path)))
-    if outside := [each for each in report.get("sockets") or () if each.get("inode") not in inside]:
-        text = f"{_closed_later(len(outside), unread)}."
-        findings.append(PreflightFinding("CONNECTIONS", text))
+    if connected := report.get("sockets"):
+        inside = inside_connections(tree)
+        if outside := [each for each in connected if each.get("inode") not in inside]:
+            unread = sum(_outside(connections.holders(tree[:1]), inside).values())
+            findings.append(PreflightFinding("CONNECTIONS", f"{_closed_later(len(outside), unread)}."))
     return findings
 
 
@@ -267,65 +268,59 @@ def inside_connections(pids: Iterable[int]) -> set[str]:
 
     They are connected with each other, or their other end was closed and they have its last bytes to read.
     """
-    held: set[str] = set()
-    rows: list[list[str]] = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            held |= {target for _, target in procfs.links(pid)}
-            rows = rows or [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
-    own_rows = [row for row in rows if f"socket:[{row[9]}]" in held]
+    held = connections.holders(pids)
+    rows = _tcp_rows(held)
+    own_rows = [row for row in rows if row[9] in held]
     ends = {row[9]: (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED)) for row in own_rows}
     both = set(ends.values())
     inside = {inode for inode, (own, peer) in ends.items() if (peer, own) in both and own != peer}
     return inside | connections.closed_by_peer(ends.keys() - inside, rows).keys()
 
 
-def judge_connections(pids: Iterable[int], inside: Container[str] = ()) -> list[PreflightFinding]:
-    """Return the finding about TCP connections of processes in which no agent is, but for those ``inside`` (inodes).
+def judge_connections(pids: Iterable[int], tree: Iterable[int]) -> list[PreflightFinding]:
+    """Return the finding about TCP connections of processes in which no agent is, but for those within the ``tree``.
 
     They come back closed, and SIGPIPE ends a program that writes to one and has no handler (bash, most C programs).
     """
+    processes = [process for process in _living(pids) if not _DEBUGGER.search(process.command)]
+    held = {process.pid: connections.holders([process.pid]) for process in processes}
+    ends = {inode: end for of_process in held.values() for inode, end in of_process.items()}
+    table = _outside(ends, inside_connections(tree)) if ends else {}
     connected: dict[str, list[Process]] = {}
-    table: dict[str, int] = {}
-    for process in _living(pids):
-        if _DEBUGGER.search(process.command):
-            continue
-        with contextlib.suppress(OSError):
-            table = table or _outside(process.pid, inside)  # of all: they share a network namespace
-            for _, target in procfs.links(process.pid):
-                if target in table:
-                    connected.setdefault(target, []).append(process)
+    for process in processes:
+        for inode in held[process.pid].keys() & table.keys():
+            connected.setdefault(inode, []).append(process)
     if not connected:
         return []
-    ends = {process.pid: process for holders in connected.values() for process in holders if _sigpipe_ends(process.pid)}
-    names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in list(ends.values())[:3])
-    also = f" A write to one then ends {names} (SIGPIPE)." if ends else ""
-    text = f"{_closed_later(len(connected), sum(table[target] for target in connected))}.{also}"
+    fragile = {
+        process.pid: process for of_end in connected.values() for process in of_end if _sigpipe_ends(process.pid)
+    }
+    names = ", ".join(f"{process.shown()} (pid {process.pid})" for process in list(fragile.values())[:3])
+    also = f" A write to one then ends {names} (SIGPIPE)." if fragile else ""
+    text = f"{_closed_later(len(connected), sum(table[inode] for inode in connected))}.{also}"
     return [PreflightFinding("CONNECTIONS", text)]
 
 
-def unread_outside(pid: int, inside: Container[str] = ()) -> int:
-    """Return the unread bytes in TCP connections of a process to the outside, all of them but those ``inside``."""
-    with contextlib.suppress(OSError):
-        table = _outside(pid, inside)
-        return sum(table.get(target, 0) for target in {target for _, target in procfs.links(pid)})
-    return 0
-
-
-def _outside(pid: int, inside: Container[str]) -> dict[str, int]:
-    """Return unread bytes by the link of a socket, of open TCP connections that are not ``inside``.
+def _outside(held: Mapping[str, connections.Descriptor], inside: Container[str]) -> dict[str, int]:
+    """Return unread bytes by the inode of a socket, of open TCP connections ``held`` that are not ``inside``.
 
     An end that the other side has closed counts while it has unread bytes.
     """
-    rows = [row for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid) if row[9] not in inside]
     found = {}
-    for row in rows:
+    for row in _tcp_rows(held):
         unread = int(row[4].rpartition(":")[2], 16)
         if row[3] == _CLOSE_WAIT:
             unread = max(0, unread - 1)  # Linux counts the end as a byte
-        if row[3] == _ESTABLISHED or (row[3] == _CLOSE_WAIT and unread):
-            found[f"socket:[{row[9]}]"] = unread
+        counts = row[3] == _ESTABLISHED or (row[3] == _CLOSE_WAIT and unread)
+        if counts and row[9] in held and row[9] not in inside:
+            found[row[9]] = unread
     return found
+
+
+def _tcp_rows(held: Mapping[str, connections.Descriptor]) -> list[list[str]]:
+    """Return the rows of ``/proc/net/tcp`` and ``tcp6`` where the sockets ``held`` are; none where there are none."""
+    pids = [pid for pid, _ in held.values()][:1]
+    return [row for pid in pids for kind in ("tcp", "tcp6") for row in procfs.sockets(kind, pid)]
 
 
 def _closed_later(count: int, unread: int) -> str:

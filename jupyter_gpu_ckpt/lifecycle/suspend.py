@@ -61,7 +61,7 @@ def findings(kernel: KernelState, *, writes: bool = True) -> list[PreflightFindi
         if not kernel.home.has_agent:
             found.append(preflight.WITHOUT_AGENT)
         without_agent = companions if kernel.home.has_agent else [capsule.host_pid, *companions]
-        found += preflight.judge_connections(without_agent, preflight.inside_connections(capsule.processes()))
+        found += preflight.judge_connections(without_agent, capsule.processes())
         # State of the kernel that is not proven to be restored, as far as it shows while the kernel runs.
         found += preflight.judge_state(_lasting_refusals(kernel))
     own = kernel.engine.gpus.used_by(capsule.host_pid) if device_bytes else {}

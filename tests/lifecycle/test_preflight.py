@@ -228,13 +228,13 @@ def test_a_program_that_sigpipe_would_end_is_named_with_the_connections():
                 stack.callback(child.kill)
                 assert child.stdout.readline() == b"connected\n"
                 pids.append(child.pid)
-            (finding,) = preflight.judge_connections(pids)
+            (finding,) = preflight.judge_connections(pids, pids)
             assert finding.code == "CONNECTIONS"
             assert not finding.blocks
             assert finding.text.startswith("2 open connections to the outside will come back closed. A write to one ")
             assert f"(pid {pids[0]})" in finding.text
             assert f"(pid {pids[1]})" not in finding.text
-    assert preflight.judge_connections(pids) == []
+    assert preflight.judge_connections(pids, pids) == []
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -252,19 +252,17 @@ def test_unread_bytes_of_connections_to_the_outside_are_counted(closes):
         its_end.sendall(bytes(1234))
         if closes:
             its_end.shutdown(socket.SHUT_WR)
-        (finding,) = preflight.judge_connections([child.pid], preflight.inside_connections([child.pid]))
+        (finding,) = preflight.judge_connections([child.pid], [child.pid])
         expected = "1 open connection to the outside will come back closed, and 1234 bytes in it that nobody has read"
         assert finding.text.startswith(expected), finding.text
-        assert preflight.unread_outside(child.pid) == 1234
         report = {"sockets": [{"kind": "tcp", "local": "a", "remote": "b", "inode": "1"}]}
-        (finding,) = judge_report(report, unread=1234)
+        (finding,) = judge_report(report, tree=[child.pid])
         assert finding.text.startswith(expected)
         if not closes:
             its_end.shutdown(socket.SHUT_WR)
         its_end.close()  # nobody has it now: the socket comes back with its bytes
-        inside = preflight.inside_connections([child.pid])
-        assert inside == {os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
-        assert preflight.judge_connections([child.pid], inside) == []
+        assert preflight.inside_connections([child.pid]) == {os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
+        assert preflight.judge_connections([child.pid], [child.pid]) == []
 
 
 @pytest.mark.parametrize("listening", [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
@@ -283,11 +281,11 @@ def test_connections_within_the_kernel_are_not_announced(listening):
         listener.settimeout(60)
         its_end, _ = listener.accept()
         stack.enter_context(its_end)
-        inside = preflight.inside_connections([os.getpid(), child.pid])
+        tree = [child.pid, os.getpid()]
         ends = {str(os.fstat(its_end.fileno()).st_ino), os.readlink(f"/proc/{child.pid}/fd/3")[8:-1]}
-        assert inside == ends
+        assert preflight.inside_connections(tree) == ends
         assert preflight.inside_connections([child.pid]) == set()
-        assert preflight.judge_connections([child.pid], inside) == []
+        assert preflight.judge_connections([child.pid], tree) == []
         report = {"sockets": [{"kind": "tcp", "local": "a", "remote": "b", "inode": inode} for inode in ends]}
-        assert judge_report(report, inside=inside) == []
+        assert judge_report(report, tree=tree) == []
         assert [finding.code for finding in judge_report(report)] == ["CONNECTIONS"]

@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jupyter_gpu_ckpt import procfs
@@ -57,9 +57,9 @@ def held(pid: int) -> list[Lock]:
     return found
 
 
-def set_again(pid: int, locks: Iterable[Lock]) -> list[str]:
+def set_again(pid: int, locks: Sequence[Lock]) -> list[str]:
     """Set the locks that a stopped process does not have any more.  Return which it cannot have, and why, in words."""
-    present = set(held(pid))
+    present = set(held(pid)) if locks else set()
     lost = [lock for lock in locks if lock not in present]
     if not lost:
         return []

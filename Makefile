@@ -41,6 +41,7 @@ test-hub: labextension $(VENV)/ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # Without Node, or where its packages cannot be had, the front end is left out; one that does not build is an error.

@@ -103,6 +103,12 @@ class Store:
                     found.append(self.get(name))
         return found
 
+    def forget(self, kernel_id: str) -> None:
+        """Archive the generations of a kernel that has ended for good, if no image of it is left.  Never raises."""
+        with contextlib.suppress(GpuCkptError, OSError):
+            if not any(image.manifest.kernel_id == kernel_id for image in self.images()):
+                self.generations.close(kernel_id)
+
     def _names(self) -> list[str]:
         """Return the sorted names of directories; without links, which may lead where this user cannot look."""
         if not self.root.is_dir():

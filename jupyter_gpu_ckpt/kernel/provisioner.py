@@ -474,14 +474,14 @@ class GpuCkptProvisioner(LocalProvisioner):
         """Called after the kernel is gone.  A restart drops the image, or the old state would come back."""
         lifecycle = self.lifecycle or self._host.last
         if lifecycle is not None:
-            if lifecycle.kept_image is not None:
+            if (kept := lifecycle.kernel.kept_image) is not None:
                 message = "Kernel %s died as it had just come back; its image is kept as %s, for `jupyter gpu-ckpt rm`"
-                self.log.warning(message, self.kernel_id, lifecycle.kept_image.id)
+                self.log.warning(message, self.kernel_id, kept.id)
             await asyncio.to_thread(self.keep_or_discard_image, lifecycle, restart)
         self.keep_image = False
         if not restart:
             if lifecycle is not None:
-                await asyncio.to_thread(lifecycle.forget)
+                await asyncio.to_thread(lifecycle.engine.store.forget, lifecycle.home.kernel_id)
             await asyncio.to_thread(self._host.end)
         await super().cleanup(restart)
 
@@ -495,7 +495,7 @@ class GpuCkptProvisioner(LocalProvisioner):
             self.log.info("Kernel %s was shut down; its image is kept as %s", self.kernel_id, image.id)
             return
         lifecycle.discard_image()
-        if lifecycle.image is None and lifecycle.kept_image is None:
+        if lifecycle.image is None and lifecycle.kernel.kept_image is None:
             self.log.info("Kernel %s was ended; its image %s is deleted", self.kernel_id, image.id)
         else:
             message = "Kernel %s was ended; its image %s could not be deleted, `jupyter gpu-ckpt rm` does it"

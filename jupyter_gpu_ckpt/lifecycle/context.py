@@ -222,6 +222,12 @@ class KernelState:
             raise CapsuleGone("The kernel has no process.")
         return self.capsule
 
+    def written(self) -> int:
+        """Return the bytes written of the image that is being made; 0 while none is.  From any thread."""
+        if (attempt := self.attempt) is None or (draft := attempt.draft) is None:
+            return 0
+        return draft.size() + attempt.dropped_bytes
+
     def fast_path(self, capsule: Capsule | None = None) -> FastPath:
         """Return the fast path of the kernel in ``capsule``, by default its own."""
         return FastPath(capsule or self.require_capsule(), self.engine.cuda)

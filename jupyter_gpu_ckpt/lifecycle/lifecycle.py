@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capsule.capsule import ANSWER, Capsule
-from ..errors import CapsuleError, CapsuleGone, GpuCkptError, ImageNotFound, KernelLost, StateError
+from ..errors import CapsuleError, CapsuleGone, StateError
 from ..image.store import Image
 from ..trace import Trace
-from . import dump, failures, host_memory, plans, restore, resume, suspend
+from . import dump, endings, failures, host_memory, plans, restore, resume, suspend
 from .context import Attempt, Engine, GateProtocol, Home, KernelState, Reason, Saved
 from .plans import Move, State
 from .preflight import PreflightFinding
@@ -57,11 +57,6 @@ class Lifecycle:
         """The kernel's image."""
         return self.kernel.image
 
-    @property
-    def kept_image(self) -> Image | None:
-        """The image of a kernel that died just after it was restored from it."""
-        return self.kernel.kept_image
-
     def device_bytes(self) -> dict[str, int]:
         """Return the device memory that the kernel has now, in bytes by GPU UUID.  Queries NVML.
 
@@ -72,13 +67,6 @@ class Lifecycle:
     def resident(self) -> int:
         """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
         return host_memory.resident(self.kernel)
-
-    def written(self) -> int:
-        """Return the bytes written of the image that is being made; 0 while none is.  From any thread."""
-        attempt = self.kernel.attempt
-        if attempt is None or (draft := attempt.draft) is None:
-            return 0
-        return draft.size() + attempt.dropped_bytes
 
     def findings(self, *, writes: bool = True) -> list[PreflightFinding]:
         """Return what preflight says of a checkpoint now, or of a suspend, which ``writes`` no image.
@@ -173,7 +161,7 @@ class Lifecycle:
 
         CRIU is cancelled: a dump is undone, a restore keeps its image.  Calls of the CUDA driver are waited for.
         """
-        self._cancel(Reason.DETACH)
+        endings.cancel(self.kernel, Reason.DETACH)
         with self._lock:
             kernel = self.kernel
             kernel.cancellation.reset(Reason.DETACH_SOON, requested=Reason.DETACH)
@@ -187,76 +175,27 @@ class Lifecycle:
 
     def terminate(self) -> None:
         """End the kernel now, also during a verb.  Its image, if there is one, stays until `discard_image`."""
-        self._end_gently()
+        # A verb that has done its steps releases the lock in a moment; one that has not is cancelled.
+        if self._lock.acquire(timeout=0.0 if self.kernel.machine.plan is not None else 1.0):
+            try:
+                endings.end_gently(self.kernel)
+            finally:
+                self._lock.release()
         # Outside the lock: a verb under way then fails in its current step, unwinds, and releases the lock.
-        self._cancel(Reason.END)
+        endings.cancel(self.kernel, Reason.END)
         with self._lock:
-            kernel = self.kernel
-            kernel.cancellation.reset()
-            if kernel.capsule is not None:
-                kernel.capsule.close()
-                kernel.capsule = None
-            host_memory.end_spill(kernel)
-            if self.state not in (State.DEAD, State.STARTING):
-                advance(self.kernel, plans.ProcessEvent.TERMINATED)
-            kernel.exit_status = -signal.SIGKILL if kernel.exit_status is None else kernel.exit_status
-            host_memory.discard_chunks(kernel)
-            with contextlib.suppress(GpuCkptError):  # a gate that failed has no clients that would have to know
-                self.gate.kernel_died()
-
-    def _cancel(self, reason: Reason) -> None:
-        """Have the verb under way stop: request it first, then end what the verb waits for."""
-        self.kernel.cancellation.request(reason)
-        attempt, ends = self.kernel.attempt, reason is Reason.END
-        if ends:
-            with contextlib.suppress(GpuCkptError):  # the kernel is ended all the same
-                self.gate.cancel_prompt()
-        if attempt is not None:
-            for task in (attempt.verification if ends else None, attempt.device_read):
-                if task is not None:
-                    task.cancel()
-        end = Capsule.close if ends else Capsule.cancel_criu
-        for capsule in (attempt.restoring if attempt is not None else None, self.kernel.capsule):
-            if capsule is not None:
-                end(capsule)
-
-    def _end_gently(self) -> None:
-        """End a kernel that no verb is moving and that has no image as a stock kernel ends."""
-        # A verb that has done its steps releases the lock in a moment; one that has not is cancelled after this.
-        if not self._lock.acquire(timeout=0.0 if self.kernel.machine.plan is not None else 1.0):
-            return
-        try:
-            kernel, rests = self.kernel, self.kernel.machine.plan is None and self.kernel.image is None
-            if kernel.capsule is not None and rests and self.state in (State.RUNNING, State.SUSPENDED):
-                if self.state is State.RUNNING and kernel.restored_on_gpu:
-                    suspend.take_off_gpu(kernel)
-                kernel.capsule.end()
-        finally:
-            self._lock.release()
+            endings.terminate(self.kernel)
 
     def discard_image(self) -> None:
         """Delete the kernel's image: its owner wants a fresh kernel."""
         with self._lock:
-            if self.state is not State.CHECKPOINTED and self.kernel.image is not None:
-                try:
-                    restore.remove_image(self.kernel)
-                except ImageNotFound:
-                    self.kernel.image = None
-                except GpuCkptError:  # in use, or not to be written: at least no server restores it by itself
-                    self.kernel.kept_image = restore.retire_image(self.kernel)
+            endings.discard_image(self.kernel)
 
     def retire_image(self) -> None:
         """Keep the image of a kernel that was ended; no server restores it by itself."""
         with self._lock:
             if self.state is not State.CHECKPOINTED:
                 restore.retire_image(self.kernel)
-
-    def forget(self) -> None:
-        """Archive the generations of a kernel that has ended for good, if no image of it is left."""
-        store, kernel_id = self.engine.store, self.home.kernel_id
-        with contextlib.suppress(GpuCkptError, OSError):
-            if not any(image.manifest.kernel_id == kernel_id for image in store.images()):
-                store.generations.close(kernel_id)
 
     def poll(self) -> int | None:
         """Return the exit status of the kernel; None while it runs, sleeps, or is being moved.  Never blocks."""
@@ -271,7 +210,7 @@ class Lifecycle:
             if capsule is not None and kernel.machine.plan is None and (status := capsule.poll()) is not None:
                 if kernel.image is None and capsule.is_cleaning_up():
                     return None  # as long as that takes: else the capsule's end would cut it short
-                self._record_exit(status)
+                endings.record_exit(kernel, status)
                 return status
         finally:
             self._lock.release()
@@ -283,7 +222,7 @@ class Lifecycle:
         with self._lock:
             kernel = self.kernel
             if self.state not in (State.CHECKPOINTED, State.DEAD, State.STARTING):
-                self._notice_death()
+                endings.notice_death(kernel)
             try:
                 steps = advance(self.kernel, verb)
             except StateError as error:
@@ -322,45 +261,11 @@ class Lifecycle:
                 if isinstance(failure, CapsuleGone) and self.kernel.capsule is not None:
                     # The init's connection ends before its processes do; a kernel that dies is not called running.
                     self.kernel.capsule.wait(ANSWER)
-                self._notice_death(quiet=failure is not None)
+                endings.notice_death(self.kernel, quiet=failure is not None)
             if failure is not None:
-                self._serve(attempt.goal)
+                endings.serve(self.kernel, attempt.goal)
             return failure, False
         finally:
             attempt.reservation.close()
             attempt.resources.close()
             self.kernel.attempt = None
-
-    def _serve(self, goal: State) -> None:
-        """Have the gate serve a running kernel, or wake it at the next message, whatever else failed."""
-        if self.state in (State.SUSPENDED, State.CHECKPOINTED) and goal is not State.RUNNING:
-            self.gate.sleep()
-        elif self.state is State.RUNNING:
-            self.discard_image()  # if its wake could not
-            try:
-                self.gate.release()
-            except StateError:  # not connected
-                with contextlib.suppress(GpuCkptError), suspend.answering(self.kernel):
-                    self.gate.open(self.kernel.settings.connect)
-                    self.gate.release()
-
-    def _notice_death(self, quiet: bool = False) -> None:
-        """Record the exit of a process that has ended by itself, and (unless ``quiet``) raise `KernelLost`."""
-        if self.kernel.capsule is not None and (status := self.kernel.capsule.poll()) is not None:
-            self._record_exit(status)
-            if not quiet:
-                raise failures.final_error(self.kernel, KernelLost("The kernel's process ended."))
-
-    def _record_exit(self, status: int) -> None:
-        kernel = self.kernel
-        kernel.exit_status = status
-        if kernel.capsule is not None:
-            if kernel.image is None:
-                kernel.capsule.wait_for_cleanup()
-            kernel.capsule.close()
-            kernel.capsule = None
-        host_memory.end_spill(kernel)
-        kernel.kept_image = restore.retire_image(kernel) or kernel.kept_image
-        host_memory.discard_chunks(kernel)
-        advance(self.kernel, plans.ProcessEvent.EXITED)
-        self.gate.kernel_died()

@@ -352,7 +352,7 @@ class MonitoredKernel:
             return
         step, written = Step(started.step), None
         if step is Step.DUMP and lifecycle is not None:
-            written = await asyncio.to_thread(lifecycle.written)
+            written = await asyncio.to_thread(lifecycle.kernel.written)
             if self.step is not started:
                 return  # it ended during the measurement
         now = time.time()

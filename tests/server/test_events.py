@@ -94,7 +94,7 @@ async def test_the_bytes_that_a_dump_has_written_are_reported(kernel):
 
     def look(event: StepEvent) -> None:
         if event.step in ("preflight", "dump", "publish") and event.kind == "completed":
-            written.append(kernel.lifecycle.written())
+            written.append(kernel.lifecycle.kernel.written())
 
     kernel.provisioner.sinks.append(look)
     image = await kernel.provisioner.checkpoint()

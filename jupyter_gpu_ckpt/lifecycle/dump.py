@@ -69,12 +69,15 @@ def disconnect(attempt: Attempt) -> None:
 
 
 def _note_inherited_files(kernel: KernelState) -> None:
-    """Have the dump take from children the device files that they have inherited of processes with CUDA state."""
-    if kernel.inherited:
-        try:
-            kernel.require_capsule().note_inherited_files(kernel.inherited)
-        except errors.CapsuleError:  # its init is of an older release: such children are refused
-            kernel.inherited = {}
+    """Have the dump take from children the device files that they have inherited of processes with CUDA state.
+
+    Also where there are none: the files that were noted for a dump which was refused then may be a process's own.
+    """
+    cuda_processes.note_new_forks(kernel)
+    try:
+        kernel.require_capsule().note_inherited_files(kernel.inherited)
+    except errors.CapsuleError:  # its init is of an older release: such children are refused
+        kernel.inherited = {}
 
 
 def _require_fit(kernel: KernelState) -> None:

@@ -30,7 +30,7 @@ def criu():
     if not pid:
         os.close(go)
         os.read(ready, 1)
-        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", CRIU])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", CRIU])
     os.close(ready)
     yield pid, lambda: os.close(go)
     for each in (pid, *procfs.children(pid)):

@@ -27,6 +27,7 @@ from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CriuError
+from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
@@ -391,6 +392,24 @@ def test_a_dump_that_fails_leaves_a_forked_child_running(forking, monkeypatch):
     forking.counts_on()
     monkeypatch.undo()
     forking.cycle()
+    forking.counts_on()
+
+
+@pytest.mark.parametrize("fails", [(dump, "_require_proven"), (Draft, "publish")], ids=["at its end", "after it"])
+def test_what_a_dump_that_was_taken_back_has_lost_is_in_its_error(forking, monkeypatch, caplog, fails):
+    def fail(*_: object, **__: object) -> None:
+        raise CriuError("Not proven.")
+
+    def resumed(capsule: Capsule) -> str:
+        assert resume(capsule) == ""
+        return "closed: a TCP connection"
+
+    resume = Capsule.resume_processes
+    monkeypatch.setattr(*fails, fail)
+    monkeypatch.setattr(Capsule, "resume_processes", resumed)
+    assert forking.fails("checkpoint", "CRIU_FAILED").details["unrepaired"] == "closed: a TCP connection"
+    assert "could not be repaired after its dump: closed: a TCP connection" in caplog.text
+    forking.runs_on()
     forking.counts_on()
 
 

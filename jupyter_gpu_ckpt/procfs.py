@@ -26,6 +26,7 @@ Pid = int | Literal["self"]
 _PF_EXITING = 0x4
 #: Characters that are shown of a command line.
 _SHOWN = 100
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -157,7 +158,8 @@ def shown_command(words: tuple[str, ...], name: str) -> str:
     """
     shown = [f".../{'/'.join(word.split('/')[-2:])}" if word.count("/") > 2 else word for word in words]
     shown[:1] = [word.rpartition("/")[2] for word in words[:1]]
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", " ".join(shown)).strip() or name
+    lines = (_CONTROL.sub(" ", line).strip() for line in (" ".join(shown), name))
+    text = next(filter(None, lines), "")
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 

@@ -56,6 +56,13 @@ def test_a_process_by_its_stat_and_status(process):
     assert procfs.stat(process.pid, second).name == seen.name
 
 
+@pytest.mark.parametrize("words", [(), ("",), ("\x1b", "\n")], ids=["none", "empty", "control characters"])
+def test_a_process_without_a_command_line_is_shown_by_its_name_and_that_on_one_line(words):
+    assert procfs.shown_command(words, "worker") == "worker"
+    assert procfs.shown_command(words, "\x1b]0;mine\x07\nwor\x9bker") == "]0;mine wor ker"
+    assert procfs.shown_command(words, "\x1b\n") == ""
+
+
 @pytest.mark.parametrize("name", ["a) R 1 (b", "a b", "a\x0bb", "\udcff"])
 def test_a_name_is_whatever_the_program_says(tmp_path, name):
     (tmp_path / name).symlink_to(shutil.which("sleep") or "")

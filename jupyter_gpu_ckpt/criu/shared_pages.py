@@ -68,6 +68,9 @@ _SAMPLES = 128
 _RECENT = 4
 #: Bytes that a reference must save: a restore opens the pagemaps of all references.
 _WORTH = 256 << 10
+#: References in a row, from a process to its reference, to that one's and so on.  Forks of forks of forks could make a
+#: row as long as there are processes, and CRIU keeps the files of a whole row open for each process that it restores.
+_DEEPEST = 8
 
 
 class _Range(NamedTuple):
@@ -230,10 +233,13 @@ class SharedPages:
 
         From one process down to those that have it as their reference, as long as one of them fits better: they differ
         from it in their own pages only, so these decide.  Processes next to each other are likely to be relatives.
+        No further than `_DEEPEST`: what such a process has of its own is then in the image once more.
         """
         chosen: str | None = None
         with _Files(self._pages) as files:
-            while children := self._children.get(chosen):
+            for _ in range(_DEEPEST):
+                if not (children := self._children.get(chosen)):
+                    break
                 candidates = {*children[:1], *children[-_RECENT:]}
                 gain, best = max((self._gain(files, memory, pid, chosen), pid) for pid in candidates)
                 if gain < _WORTH:

@@ -69,12 +69,15 @@ def disconnect(attempt: Attempt) -> None:
 
 
 def _note_inherited_files(kernel: KernelState) -> None:
-    """Have the dump take from children the device files that they have inherited of processes with CUDA state."""
-    if kernel.inherited:
-        try:
-            kernel.require_capsule().note_inherited_files(kernel.inherited)
-        except errors.CapsuleError:  # its init is of an older release: such children are refused
-            kernel.inherited = {}
+    """Have the dump take from children the device files that they have inherited of processes with CUDA state.
+
+    Also where there are none: the files that were noted for a dump which was refused then may be a process's own.
+    """
+    cuda_processes.note_new_forks(kernel)
+    try:
+        kernel.require_capsule().note_inherited_files(kernel.inherited)
+    except errors.CapsuleError:  # its init is of an older release: such children are refused
+        kernel.inherited = {}
 
 
 def _require_fit(kernel: KernelState) -> None:
@@ -188,7 +191,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         attempt.draft = None
         draft.discard()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
-            capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
+            _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
 
 
@@ -431,4 +434,12 @@ def continue_(attempt: Attempt) -> None:
     draft, attempt.draft = attempt.draft, None
     if draft is not None:
         draft.discard()
-    attempt.kernel.require_capsule().resume_processes()
+    _resume_processes(attempt)
+
+
+def _resume_processes(attempt: Attempt) -> None:
+    """Let the processes run that a dump has left stopped; note what they have lost by it."""
+    attempt.unrepaired = attempt.kernel.require_capsule().resume_processes()
+    if attempt.unrepaired:
+        message = "Kernel %s could not be repaired after its dump: %s"
+        _log.warning(message, attempt.kernel.home.kernel_id, attempt.unrepaired)

@@ -196,7 +196,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
 def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
     """Drop pages that processes share from what CRIU writes in the body, meanwhile; all of them after the body."""
     kernel, ended = attempt.kernel, threading.Event()
-    attempt.dropped_bytes = 0
+    attempt.dropped_bytes = attempt.shared_bytes = 0
     processes = kernel.require_capsule().processes()
     if not processes[1:]:
         yield
@@ -226,7 +226,7 @@ def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
     ended.set()
     with mapped_errors(kernel.engine.store.root):
         task.wait()
-    attempt.dropped_bytes = pages.dropped
+    attempt.dropped_bytes, attempt.shared_bytes = pages.dropped, pages.shared
 
 
 def _parents(pids: Iterable[int]) -> dict[str, str]:
@@ -394,7 +394,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         gpus=[dataclasses.asdict(gpu) for gpu in engine.gpus.list()] if saved.cuda else [],
         cuda=saved.cuda,
         device_bytes=saved.device_bytes,
-        memory=attempt.swapped_bytes + pages + attempt.dropped_bytes,  # as if a restore shared none of them again
+        memory=attempt.swapped_bytes + pages + attempt.dropped_bytes - attempt.shared_bytes,
     )
 
 

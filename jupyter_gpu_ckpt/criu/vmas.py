@@ -96,7 +96,8 @@ def read(directory: Path, pid: str) -> tuple[int | None, list[Vma]]:
 
     Raises `ImageFormat`, and `KeyError`, `ValueError` or `IndexError` for what is not understood.
     """
-    return _parsed(_fields(directory, pid))
+    fields = _fields(directory, pid)
+    return number_of(fields, _MM_PROGRAM), _parsed(fields, {})
 
 
 def _fields(directory: Path, pid: str) -> list[Field]:
@@ -108,15 +109,18 @@ def _file(directory: Path, pid: str) -> Path:
     return directory / f"mm-{pid}.img"
 
 
-def _parsed(fields: list[Field]) -> tuple[int | None, list[Vma]]:
+def _parsed(fields: list[Field], known: dict[bytes, Vma]) -> list[Vma]:
+    """Return the mappings; ``known``: by entry, which relatives have in common."""
     found = []
     for number, _, value in fields:
         if number == _MM_VMAS and isinstance(value, bytes):
-            words = VARINTS.findall(value)
-            vma = dict(zip(words[::2], words[1::2], strict=False))
-            start, end, file, protection, flags, status = (varint(vma[key])[0] for key in _VMA_KEYS)
-            found.append(Vma(start, end, file, protection, flags, status, value))
-    return number_of(fields, _MM_PROGRAM), found
+            if value not in known:
+                words = VARINTS.findall(value)
+                vma = dict(zip(words[::2], words[1::2], strict=False))
+                start, end, file, protection, flags, status = (varint(vma[key])[0] for key in _VMA_KEYS)
+                known[value] = Vma(start, end, file, protection, flags, status, value)
+            found.append(known[value])
+    return found
 
 
 # -- what a restore shares --------------------------------------------------------------------------------------------
@@ -145,15 +149,17 @@ class _RelatedVmas(NamedTuple):
 
 
 def _tree(directory: Path) -> _RelatedVmas:
-    parents = {pid: parent for pid, parent in tasks.parents(directory).items() if _file(directory, pid).exists()}
-    fields = {pid: _fields(directory, pid) for pid in parents}
-    found = {pid: _parsed(each) for pid, each in fields.items()}
-    programs = {pid: program for pid, (program, _) in found.items()}
+    above = {pid: parent for pid, parent in tasks.parents(directory).items() if _file(directory, pid).exists()}
+    fields = {pid: _fields(directory, pid) for pid in above}
+    programs = {pid: number_of(each, _MM_PROGRAM) for pid, each in fields.items()}
+    parents = {pid: parent for pid, parent in above.items() if parent in above and programs[pid] == programs[parent]}
+    known: dict[bytes, Vma] = {}
+    found = {pid: _parsed(fields[pid], known) for pid in above if pid in {*parents, *parents.values()}}
     return _RelatedVmas(
         fields,
-        {pid: [one for one in each if one.status != _GUARD] for pid, (_, each) in found.items()},
-        {pid: [one for one in each if one.status == _GUARD] for pid, (_, each) in found.items()},
-        {pid: parent for pid, parent in parents.items() if parent in found and programs[pid] == programs[parent]},
+        {pid: [one for one in each if one.status != _GUARD] for pid, each in found.items()},
+        {pid: [one for one in each if one.status == _GUARD] for pid, each in found.items()},
+        parents,
     )
 
 
@@ -165,7 +171,7 @@ def aligned(directory: Path) -> Aligned:
     try:
         tree = _tree(directory)
         parts = split(tree.mappings, tree.parents)
-        after = marked(parts, tree.parents)
+        after = marked(parts, tree.parents, _reserved(tree.mappings, tree.parents))
         changed = [pid for pid, each in after.items() if each != tree.mappings[pid]]
         records = {pid: _record(tree.fields[pid], [*after[pid], *tree.guards[pid]]) for pid in changed}
     except _UNKNOWN as error:
@@ -184,7 +190,8 @@ def inherited(directory: Path) -> dict[str, tuple[str, list[tuple[int, int]]]]:
     """Return by pid what a restore lets a process inherit: its parent's pid, and start and end of mappings, sorted."""
     try:
         tree = _tree(directory)
-        after = marked(split(tree.mappings, tree.parents), tree.parents)
+        parts = split(tree.mappings, tree.parents)
+        after = marked(parts, tree.parents, _reserved(tree.mappings, tree.parents))
     except _UNKNOWN:
         return {}
     return {
@@ -221,7 +228,8 @@ def walk(child: list[Vma], parent: list[Vma]) -> list[Vma]:
 def split(mappings: Mappings, parents: Mapping[str, str]) -> Mappings:
     """Split anonymous mappings where those of a process and of its parent process begin to differ."""
     found = {pid: list(each) for pid, each in mappings.items()}
-    fixed = _with_reservations(mappings, parents)
+    reserved = _reserved(mappings, parents)  # of a process with others CRIU must not map everything, see `_RESERVED`
+    fixed = {pid for pid in found if any(one.reserves and one.start not in reserved[pid] for one in found[pid])}
     changed = True
     while changed:  # a cut in one process is one in its relatives
         changed = False
@@ -236,23 +244,27 @@ def split(mappings: Mappings, parents: Mapping[str, str]) -> Mappings:
     return found
 
 
-def _with_reservations(mappings: Mappings, parents: Mapping[str, str]) -> set[str]:
-    """Return the processes that reserve addresses which CRIU does not map beforehand: it is not to, see `_RESERVED`."""
-    mapped: dict[str, set[int]] = {pid: set() for pid in mappings}
+def _reserved(mappings: Mappings, parents: Mapping[str, str]) -> dict[str, set[int]]:
+    """Return where each process reserves addresses which CRIU maps beforehand in any case: they are inherited."""
+    found: dict[str, set[int]] = {pid: set() for pid in mappings}
+    reserving = {pid for pid, each in mappings.items() if any(one.reserves for one in each)}
     for pid, parent in parents.items():
-        starts = {one.start for one in walk(mappings[pid], mappings[parent])}
-        mapped[pid] |= starts
-        mapped[parent] |= starts
-    return {pid for pid, each in mappings.items() if any(one.reserves and one.start not in mapped[pid] for one in each)}
+        if {pid, parent} <= reserving:
+            starts = {one.start for one in walk(mappings[pid], mappings[parent]) if one.reserves}
+            found[pid] |= starts
+            found[parent] |= starts
+    return found
 
 
 def _cuts(one: list[Vma], other: list[Vma]) -> list[int]:
     """Return where mappings that overlap begin and end, sorted, if CRIU could share what both have."""
     found, at = set(), 0
-    ends = [each.end for each in other]
-    for mine in one:
+    same = set(map(id, one)) & set(map(id, other))  # nearly all, and the same objects
+    others = [each for each in other if id(each) not in same]
+    ends = [each.end for each in others]
+    for mine in (each for each in one if id(each) not in same):
         at = bisect.bisect_right(ends, mine.start, at)
-        for theirs in itertools.islice(other, at, None):
+        for theirs in itertools.islice(others, at, None):
             if theirs.start >= mine.end:
                 break
             if _splits(mine) and _splits(theirs) and (mine.start, mine.end) != (theirs.start, theirs.end):
@@ -282,15 +294,20 @@ def _moved(one: Vma, start: int, end: int) -> Vma:
     return one._replace(start=start, end=end, entry=entry)
 
 
-def marked(mappings: Mappings, parents: Mapping[str, str]) -> Mappings:
-    """Add marks to parents' mappings, where CRIU would pass over a mapping that a process inherits."""
+def marked(mappings: Mappings, parents: Mapping[str, str], reserved: Mapping[str, set[int]]) -> Mappings:
+    """Add marks to parents' mappings, where CRIU would pass over a mapping that a process inherits.
+
+    ``reserved``: where they have reserved addresses that are inherited without a mark; others are not to be.
+    """
     found = {pid: list(each) for pid, each in mappings.items()}
     for pid in _children_first(parents):
         parent = found[parents[pid]]
         starts = {one.start: one for one in parent}
         for before, one in itertools.pairwise(found[pid]):
             other = starts.get(one.start)
-            if before.start in starts or other is None or not one.inherits(other) or one.reserves:
+            if before.start in starts or other is None or not one.inherits(other):
+                continue
+            if one.reserves and one.start not in reserved[pid]:
                 continue
             at = bisect.bisect_left(parent, before.start, key=lambda each: each.start)
             if not parent[at].grows_down:  # CRIU looks at the mapping before a stack

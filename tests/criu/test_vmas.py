@@ -179,6 +179,14 @@ def test_reserved_addresses_are_not_mapped_because_of_this(tree, tmp_path):
     assert tree.shared(11) == [(0, 1)]
 
 
+def test_reserved_addresses_that_are_inherited_still_are(tree, tmp_path):
+    tree.add(10, 1, area(0, 1), area(30, 80), area(1000, 9000, 0x4022))
+    tree.add(11, 10, area(0, 1), area(30, 90), area(1000, 9000, 0x4022))
+    assert tree.shared(11) == [(0, 1), (1000, 9000)]
+    tree.restored(tmp_path)
+    assert tree.shared(11) == [(0, 1), (30, 80), (1000, 9000)]
+
+
 def test_processes_of_different_programs_share_nothing(tree):
     tree.add(10, 1, area(0, 1), area(30, 90))
     tree.add(11, 10, area(0, 1), area(20, 21), area(30, 80), program=2)

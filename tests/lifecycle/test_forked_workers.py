@@ -297,6 +297,19 @@ async def test_from_the_cold_tier(tmp_path, runtime_base, criu_binary):
         await wakes(kernel)
 
 
+async def test_a_quota_and_a_disk_with_space_for_shared_pages_once(tmp_path, runtime_base, criu_binary, monkeypatch):
+    async with forked(tmp_path, runtime_base, image_quota=260 * MB) as kernel:
+        resident = kernel.lifecycle.resident()
+        assert resident > 400 * MB
+        monkeypatch.setattr(Store, "free", lambda _: resident)  # and not what an image has beside memory
+        await kernel.provisioner.checkpoint()
+        await wakes(kernel)
+        monkeypatch.setattr(Store, "free", lambda _: 200 * MB)
+        with pytest.raises(NoSpace):
+            await kernel.provisioner.checkpoint()
+        assert kernel.state == "running"
+
+
 @pytest.mark.parametrize("name", [shared_pages.FILE, "pagemap-*.img", "pages-1.img"])
 async def test_a_damaged_part_is_noticed(forks, name):
     image = await forks.provisioner.checkpoint()

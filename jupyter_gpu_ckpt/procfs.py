@@ -182,6 +182,14 @@ def maps(pid: int) -> list[MemoryMapping]:
     return found
 
 
+def proportional_bytes(pid: Pid) -> int:
+    """Return the bytes of memory, with each page divided by the number of processes that have it (PSS).
+
+    Linux goes through all pages for that: 0.25 s for 10 GiB (measured beside other work).  0 for a zombie.
+    """
+    return int(fields(read(f"/proc/{pid}/smaps_rollup")).get("Pss", "0 kB").split()[0]) * 1024
+
+
 def threads(pid: int) -> list[int]:
     """Return the ids of the threads, sorted."""
     return sorted(map(int, os.listdir(f"/proc/{pid}/task")))

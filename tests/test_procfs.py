@@ -84,6 +84,19 @@ def test_mappings(process):
     assert any(each.name.startswith("/") for each in found) and any(each.name == "" for each in found)
 
 
+def test_memory_that_processes_share_counts_once(tmp_path):
+    code = "import os, mmap; held = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+    code += "for at in range(0, 64 << 20, 4096): held[at] = 1\n"
+    code += "pid = os.fork()\nprint(pid or 'forked', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        child = int(next(line for line in parent.stdout if line.strip().isdigit()))
+        found = [procfs.proportional_bytes(pid) for pid in (parent.pid, child)]
+        assert all(32 << 20 <= each < 50 << 20 for each in found), found
+        parent.kill()
+        os.kill(child, 9)
+    assert procfs.proportional_bytes("self") > 1 << 20
+
+
 def test_descriptors_and_what_they_are_open_on(tmp_path):
     near, far = socket.socketpair()
     with near, far, open(tmp_path / "a b", "w") as file:

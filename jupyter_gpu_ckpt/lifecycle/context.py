@@ -268,6 +268,8 @@ class Attempt:
     swapped_bytes: int = 0
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
     dropped_bytes: int = 0
+    #: Bytes of pages that several processes have, and share again after a restore, but for the first of each.
+    shared_bytes: int = 0
     #: What of the processes is not as it was before a dump that was taken back, in words.
     unrepaired: str = ""
 

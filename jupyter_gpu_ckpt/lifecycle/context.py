@@ -246,6 +246,8 @@ class Attempt:
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None
+    #: Whether the verb has failed a moment ago.
+    again: bool = False
     #: Whether the steps that are run now are undo steps.
     unwinding: bool = False
     #: The step that is run now.

@@ -216,9 +216,12 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
 
 @contextlib.contextmanager
 def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages."""
+    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages.
+
+    A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
+    """
     references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
-    aligned = vmas.aligned(directory)
+    aligned = vmas.Aligned({}, frozenset()) if attempt.again else vmas.aligned(directory)
     if not (attempt.changed_files or references or aligned.records):
         yield directory
         return

@@ -11,7 +11,7 @@ import pytest
 from harness import Notebook, notebook
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.criu import shared_pages
+from jupyter_gpu_ckpt.criu import shared_pages, vmas
 from jupyter_gpu_ckpt.criu.shared_pages import SharedPages
 from jupyter_gpu_ckpt.errors import ImageDamaged, NoSpace, RuntimeDirectory, UnprovenState
 from jupyter_gpu_ckpt.image.store import Store
@@ -90,6 +90,23 @@ async def test_an_image_is_as_large_as_what_the_tree_has_of_its_own(forks):
         await wakes(forks, command)
         assert unique(forks) <= 1.2 * memory, "they share it again"
         assert 0.7 * memory <= image.manifest.fingerprint["memory"] <= 1.2 * memory, "of this a wake makes sure"
+
+
+async def test_tables_that_criu_does_not_take_are_left_out_of_the_second_attempt(forks, monkeypatch):
+    damaged = []
+
+    def damage(view, records):
+        for path in view.glob("mm-*.img"):
+            path.unlink()  # a link to the image's
+            path.write_bytes(b"")
+            damaged.append(path)
+
+    await forks.provisioner.checkpoint()
+    with monkeypatch.context() as patch:
+        patch.setattr(vmas, "replace", damage)
+        patch.setattr(vmas, "aligned", lambda directory: vmas.Aligned({"1": b""}, frozenset()))
+        await wakes(forks)
+    assert damaged, "the first attempt failed"
 
 
 #: 20 MB at each hundred of addresses.  Next to them the kernel or the worker then has something of its own, which Linux

@@ -351,6 +351,7 @@ class Init:
 
     def save_shared_memory(self, pids: list[int], target: str) -> None:
         """Give names to the deleted files that stopped processes share, and copy these files to ``target``."""
+        shared_memory.own_pages(pids)
         with self.mounting():
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)

@@ -361,6 +361,7 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         terminals: Path | None = None,
         root: int = 0,
         adopted: Sequence[int] = (),
+        restores: int = 0,
     ) -> Ran:
         """Run a program inside, with CRIU's capabilities, to its end; at ``timeout`` seconds it is killed.
 
@@ -370,7 +371,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         succeeds.  Else it runs on, and its threads that wait in the CUDA driver's code are frozen again.
         ``terminals``: file of the data in the kernel's terminals, if there is any; a dump writes it, and after another
         program (a restore) has succeeded it is put into the terminals.  ``root``, ``adopted``: of a restore, for
-        `subreaper.Subreaper`.
+        `subreaper.Subreaper`.  ``restores``: the inner pid of the kernel that it makes; if that is killed and the
+        program goes on, it is killed, too.
 
         Raises, before the program runs, `KernelBusy` if a process does not stop, `UnsupportedTerminal` if the terminals
         have too much unread data, `UnsupportedFile` if an inotify instance has unread events, `LoopbackTcp` if a
@@ -383,7 +385,8 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
         kernel = {"inherit_pipes": inherit_pipes, "on_kernel": on_kernel, "terminals": str(terminals or "")}
         try:
             adopts = {"root": root, "adopted": list(adopted)} if adopted else {}
-            request = {"verb": "run", **program, **limits, **kernel, **adopts}
+            makes = {"restores": restores} if restores else {}
+            request = {"verb": "run", **program, **limits, **kernel, **adopts, **makes}
             reply, _ = self._request(request, timeout + grace + ANSWER)
         except CapsuleError as error:
             if error.details.get("errno") not in (errno.ENOSPC, errno.EDQUOT):

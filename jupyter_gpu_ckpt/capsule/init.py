@@ -47,6 +47,8 @@ from jupyter_gpu_ckpt.process.watched_files import UnsavableWatch, WatchedFiles
 OWNER_TIMEOUT = 15.0
 #: Seconds in which a kernel that has ended is reaped: its root process must have ended first.
 REAP_TIMEOUT = 1.0
+#: Seconds for CRIU to notice that the kernel it restores was killed.
+KILLED_TIMEOUT = 2.0
 #: Seconds that resource trackers may clean up behind a kernel that has ended; its other children get half of it.
 CLEANUP_TIMEOUT = 2.0
 #: File systems that CRIU mounts for a moment, to try what Linux can (its kerndat.c).
@@ -65,7 +67,7 @@ _UNSAVABLE: dict[type[OSError], str] = {
 class RunningProgram:
     """A program that runs for the owner: CRIU.  ``number``: of its request; ``guard``: of a dump.
 
-    ``subreaper``: of a restore that needs one.
+    ``subreaper``: of a restore that needs one.  ``restores``: the kernel that a restore makes; 0 for another program.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RunningProgram:
         terminals: str,
         guard: CriuGuard | None,
         subreaper: Subreaper | None,
+        restores: int,
     ) -> None:
         self.pid, self.number, self.output, self.guard = pid, number, output, guard
         self.began = time.monotonic()
@@ -87,6 +90,9 @@ class RunningProgram:
         self.terminals = terminals
         self.subreaper = subreaper
         self.timed_out = False
+        self.restores = restores
+        #: Since when the kernel that is being restored has ended, by the monotonic clock; infinite: it has not.
+        self.ended_at = math.inf
 
 
 def _failure(work: Callable[[], object]) -> str:
@@ -162,6 +168,8 @@ class Init:
             self.reap()
             if self.job and time.monotonic() >= self.job.deadline:
                 self.expire(self.job)
+            if self.job and self.job.restores:
+                self.give_up_killed(self.job)
             abandoned = self.owner is None and time.monotonic() >= self.deadline
             if abandoned and (not self.may_outlive or self.kernel_status is not None) and not self.must_stay():
                 return 0
@@ -210,6 +218,23 @@ class Init:
             if grace:
                 resource.prlimit(job.pid, resource.RLIMIT_FSIZE, (0, 0))
             else:
+                os.killpg(job.pid, signal.SIGKILL)
+
+    @staticmethod
+    def give_up_killed(job: RunningProgram) -> None:
+        """End a restore whose kernel was killed meanwhile: CRIU may wait for it until the deadline.
+
+        It does so in wait4(2) for a process that it traces, which Linux does not report while it has threads, and in
+        futex(2) for one to reach the next stage of the restore (``attach_to_tasks`` in its cr-restore.c).
+        """
+        ended = False
+        with contextlib.suppress(*procfs.GONE):  # not made yet, or reaped by CRIU, which knows it then
+            ended = procfs.stat(job.restores).has_ended
+        job.ended_at = min(job.ended_at, time.monotonic()) if ended else math.inf
+        if time.monotonic() - job.ended_at > KILLED_TIMEOUT:
+            Init.fail(job, f"process {job.restores} was killed while it was restored")
+            job.ended_at = math.inf
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
 
     def connect(self) -> None:
@@ -468,6 +493,7 @@ class Init:
         terminals: str,
         root: int = 0,
         adopted: Sequence[int] = (),
+        restores: int = 0,
     ) -> None:
         """Start a program; `finish_job` answers when it has ended."""
         if self.job:
@@ -500,7 +526,7 @@ class Init:
                     raise OSError(f"{error}; {lost}") from error
             raise
         self.imaged = True
-        self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard, subreaper)
+        self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard, subreaper, restores)
 
     def guard(self) -> CriuGuard:
         """Stop the kernel's tree of processes for a dump."""

@@ -137,6 +137,7 @@ class Criu:
         work: Path | None = None,
         root: int = 0,
         adopted: Sequence[int] = (),
+        restores: int = 0,
     ) -> Ran:
         work = work or capsule.directory
         arguments = [
@@ -177,6 +178,7 @@ class Criu:
                 terminals=directory / terminals.FILE,
                 root=root,
                 adopted=adopted,
+                restores=restores,
             )
             if ran.status != 0:
                 failure = explain(verb, ran, log, output)
@@ -258,7 +260,7 @@ class Criu:
             root_program.put_back(directory)
         except OSError as error:
             raise MissingFile(f"{root_program.path_of(directory)} cannot be written: {error.strerror}.") from error
-        ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted)
+        ran = self._run("restore", capsule, directory, timeout, options, root=root, adopted=adopted, restores=pid)
         before_running()
         vital, changed, locks = capsule.reapply(notes) if notes else ([], [], [])
         if vital:

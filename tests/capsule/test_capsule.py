@@ -224,6 +224,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     until(lambda: capsule.other_processes() == [], "its child has ended, too", 10)
 
 
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_restore_whose_kernel_was_killed_ends_soon(capsule, reaped):
+    """CRIU would wait for it: one that goes on without its kernel is killed, one that has noticed it is not."""
+    code = f"""
+import os, time
+open("/proc/sys/kernel/ns_last_pid", "w").write("8999")
+pid = os.fork()
+if pid == 0:
+    os._exit(1)
+assert pid == 9000
+if {reaped}:
+    os.waitpid(pid, 0)
+time.sleep(4 if {reaped} else 99)
+"""
+    output, began = capsule.directory / "out", time.monotonic()
+    argv = [sys.executable, "-c", code]
+    ran = capsule.run(argv, cwd=capsule.directory, output=output, timeout=60, env=ENV, restores=9000)
+    assert ran.status == (0 if reaped else -signal.SIGKILL)
+    assert not ran.timed_out
+    assert time.monotonic() - began < 20
+    assert ("process 9000 was killed while it was restored" in output.read_text()) is not reaped
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's CRIU mounts nothing")
 def test_what_a_killed_criu_has_mounted_to_try_linux_is_not_taken_for_the_kernels_own(capsule):
     sleeper(capsule)

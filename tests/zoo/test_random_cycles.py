@@ -252,8 +252,11 @@ class Wandering:
         self.shown = answer["shown"]
         assert self.shown, answer
 
-    def brought_to(self, state: str) -> str:
-        """Without any fault: to that state.  The code of the refusal, where a combination is refused."""
+    def brought_to(self, state: str, may_be_lost: bool = False) -> str:
+        """Without any fault: to that state.  The code of the refusal, where a combination is refused, or of its loss.
+
+        ``may_be_lost``: the kernel was killed, and there is no image.
+        """
         wake = "resume" if self.owner.state == "suspended" else "restore"
         verb = {"running": wake, "checkpointed": "checkpoint", "suspended": "suspend"}[state]
         deadline = time.monotonic() + PORTS
@@ -263,6 +266,8 @@ class Wandering:
                 break
             time.sleep(0.5)
         if answer["state"] == "running" and answer.get("error") in self.refusals:
+            return answer["error"]
+        if may_be_lost and answer["state"] == "dead" and answer.get("error") in LOSS:
             return answer["error"]
         assert answer["state"] == state, answer
         return ""
@@ -312,7 +317,8 @@ class Wandering:
             answer = self.owner.first
         state = answer["state"]
         if state in ("checkpointed", "suspended"):
-            self.brought_to("running")
+            # Of a kernel that is killed just as it is suspended the answer may still be that it is.
+            self.brought_to("running", killed and state == "suspended" and victim in ("kernel", "init"))
         shown = self.owner.ask("show", *self.shown)
         if victim in ("kernel", "init") and killed and (shown.get("error") in LOSS or shown["state"] == "dead"):
             self.owner.end()

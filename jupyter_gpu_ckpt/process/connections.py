@@ -371,9 +371,13 @@ def restore(path: str) -> str:
     """
     try:
         with open(path) as file:
-            saved = json.load(file)
+            # An older release saved no connections that one end had closed.
+            saved = {"closed": [], **json.load(file)}
+        _require_form(saved)
     except FileNotFoundError:
         return ""
+    except (OSError, TypeError, ValueError) as error:
+        return f"all TCP connections among its processes ({FILE} cannot be read: {error})"
     lost = []
     with contextlib.ExitStack() as stack:
         for descriptor in saved["listeners"]:
@@ -398,6 +402,20 @@ def restore(path: str) -> str:
             with contextlib.suppress(OSError), _socket(end["descriptor"]) as sock:
                 _set_reuse(sock, end["reuse"])
     return ", ".join(lost)
+
+
+def _require_form(saved: Saved) -> None:
+    """Raise `ValueError` unless ``saved`` has what `save` writes: then nothing is done by half."""
+    wanted = {"listeners", "connections", "closed"}
+    if not saved.keys() >= wanted or not all(isinstance(saved[name], list) for name in wanted):
+        raise ValueError("it lacks a list")
+    fields = {"descriptor", "address", "unread", "wrote_end", "reads_no_more", "reuse", "options"}
+    pairs_and_ends = [*saved["connections"], *([end] for end in saved["closed"])]
+    for end in (end for each in pairs_and_ends for end in each):
+        if not isinstance(end, dict) or not end.keys() >= fields:
+            raise ValueError("an end of a connection lacks a field")
+    if not all(len(pair) == 2 for pair in saved["connections"]) or not all("peer" in end for end in saved["closed"]):
+        raise ValueError("an end of a connection is missing")
 
 
 def _listening() -> set[int]:

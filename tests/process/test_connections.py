@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,43 @@ def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, cr
     dump_in_vain(how, home, capsule, criu)
     assert asked(subject, "answer = a.getblocking(), a.recv(9)") == repr((False, b"back"))
     assert asked(subject, f"answer = child({READ_ALL}) == hash(text[:sent])") == "True"
+
+
+def come_back(home: Path, capsule: Capsule, criu: Criu, change: Callable[[Path], object]) -> tuple[str, list[str]]:
+    """Dump and restore two ends of a connection; ``change`` the file of connections in between.
+
+    Return what the first end reads, and what was lost.
+    """
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    asked(subject, "s, a = pair(child); child('c.send(b\"word\")')")
+    inner, pipes = capsule.inner_pid, capsule.pipes
+    criu.dump(capsule, image(home), timeout=60)
+    connections.abort_at_end(capsule.processes())
+    capsule.close()
+    change(image(home) / connections.FILE)
+    with Capsule.create(home) as again:
+        restored = criu.restore(again, image(home), pid=inner, pipes=pipes, timeout=60)
+        return asked(subject, "answer = a.recv(9)"), restored.changed
+
+
+def test_an_image_of_a_release_that_saved_no_closed_ends(home, capsule, criu):
+    def make_older(path: Path) -> None:
+        saved = json.loads(path.read_text())
+        assert saved.pop("closed") == []
+        path.write_text(json.dumps(saved))
+
+    assert come_back(home, capsule, criu, make_older) == (repr(b"word"), [])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "7", "[]", "{}", '{"listeners": 1, "connections": []}', '{"listeners": [], "connections": [[{}, {}]]}'],
+)
+def test_a_kernel_whose_connections_cannot_be_read_comes_back_without_them(home, capsule, criu, content):
+    answer, (lost,) = come_back(home, capsule, criu, lambda path: path.write_text(content))
+    assert lost.startswith(f"closed: all TCP connections among its processes ({connections.FILE} cannot be read: ")
+    assert answer == repr(b"")
 
 
 def test_what_cannot_be_put_back_is_reported(home, capsule, criu):

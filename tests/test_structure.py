@@ -12,6 +12,7 @@ from pathlib import Path
 from jupyter_gpu_ckpt.gate.gate import Gate
 from jupyter_gpu_ckpt.gate.router import Router
 from jupyter_gpu_ckpt.lifecycle.context import GateProtocol
+from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.steps import STEPS
 
 TESTS = Path(__file__).resolve().parent
@@ -82,6 +83,10 @@ def test_the_lifecycle_is_one_class_without_mixins_and_steps_are_functions_of_an
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base) for base in node.bases}
                 assert bases <= {"Protocol", "NamedTuple", "Exception", "enum.Enum", "enum.IntEnum"}, where
+    driver = {
+        name for name, value in vars(Lifecycle).items() if inspect.isfunction(value) or isinstance(value, property)
+    }
+    assert len(driver) <= 18, "what does not drive is a function of a `KernelState`"
     for function in STEPS.values():
         assert list(inspect.signature(function).parameters) == ["attempt"]
 

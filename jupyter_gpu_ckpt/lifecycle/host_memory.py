@@ -14,8 +14,11 @@ from .preflight import MARGIN, available_memory, read_process
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
-    """Return the device memory that the kernel and its children have now, in bytes by GPU UUID.  Raises `CudaError`."""
-    using = cuda_processes.candidates(kernel)
+    """Return the device memory that the kernel and its children have now, in bytes by GPU UUID.  Queries NVML.
+
+    Raises `CudaError` where the driver or NVML does not answer.
+    """
+    using = cuda_processes.candidates(kernel) if kernel.capsule is not None else ()
     return kernel.engine.gpus.used_by(*using) if using else {}
 
 

@@ -30,7 +30,7 @@ from jupyter_gpu_ckpt.errors import CudaUnavailable, GpuCkptError, ImageError
 from jupyter_gpu_ckpt.image.store import Store
 from jupyter_gpu_ckpt.kernel import engine
 from jupyter_gpu_ckpt.kernel.orphans import find_orphans
-from jupyter_gpu_ckpt.lifecycle import plans
+from jupyter_gpu_ckpt.lifecycle import host_memory, plans
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_helper import FakeHelper
 from jupyter_gpu_ckpt.testing.fake_host import FakeHost, allocation_cell, install
@@ -202,7 +202,7 @@ async def on_gpu(tmp_path_factory, criu_binary):
 def on_the_gpu(subject: Subject, host: FakeHost) -> int:
     """Bytes that are taken there."""
     if subject.kernel.lifecycle.capsule is not None:
-        subject.kernel.lifecycle.device_bytes()  # the fake learns of a process as it is asked for it
+        host_memory.device_bytes(subject.kernel.lifecycle.kernel)  # the fake learns of a process as it is asked for it
     host.call("nvml.gpus", timeout_s=20)  # and of its end
     return host.gpus[GPU] - host.free(GPU)
 

@@ -27,7 +27,7 @@ from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CriuError
-from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump
+from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump, host_memory, suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.testing.fake_cuda import CHECKPOINTED, LOCKED, OPERATING_SYSTEM, RUNNING, FakeCuda, FakeProcess
@@ -108,14 +108,14 @@ def family(criu_binary, tmp_path):
 
 def test_the_kernel_and_its_children_leave_the_gpus_together_and_come_back(family):
     free = {uuid: family.driver.free(uuid) for uuid in (A, B)}
-    assert family.lifecycle.device_bytes() == {A: 80 * MIB, B: 30 * MIB}
-    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    assert host_memory.device_bytes(family.lifecycle.kernel) == {A: 80 * MIB, B: 30 * MIB}
+    assert [each for each in suspend.findings(family.lifecycle.kernel, writes=False) if each.blocks] == []
     for _ in range(2):
         family.lifecycle.suspend()
         family.sleeps(State.SUSPENDED)
         family.in_state(CHECKPOINTED, CHECKPOINTED, CHECKPOINTED)
         assert (family.driver.free(A), family.driver.free(B)) == (100 * MIB, 100 * MIB)
-        assert family.lifecycle.device_bytes() == {}
+        assert host_memory.device_bytes(family.lifecycle.kernel) == {}
         family.lifecycle.resume()
         family.runs_on()
         assert free == {uuid: family.driver.free(uuid) for uuid in (A, B)}
@@ -208,11 +208,11 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
     fake = family.fakes[COMMANDS[2]]
     fake.device_files, fake.inherited = {"/dev/nvidiactl", "/dev/nvidia0"}, inherited
     expected = set() if inherited else {"CHILD_PROCESSES"}
-    assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
-    assert [each for each in family.lifecycle.findings(writes=False) if each.blocks] == []
+    assert {finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks} == expected
+    assert [each for each in suspend.findings(family.lifecycle.kernel, writes=False) if each.blocks] == []
     if first != "checkpoint":
         family.lifecycle.suspend()
-        assert {finding.code for finding in family.lifecycle.findings() if finding.blocks} == expected
+        assert {finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks} == expected
     if first == "suspend by an owner that is gone":
         family.lifecycle.kernel.inherited = {}
     if not inherited or "gone" in first:
@@ -300,7 +300,7 @@ def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
     for _ in range(2):
         forking.lifecycle.suspend()
         forking.lifecycle.resume()
-        assert [each for each in forking.lifecycle.findings() if each.blocks] == []
+        assert [each for each in suspend.findings(forking.lifecycle.kernel) if each.blocks] == []
     forking.lifecycle.suspend()
     assert forking.place in forking.has(), "a suspend does not touch it"
     for _ in range(2):
@@ -362,7 +362,7 @@ def test_a_child_that_ends_during_preflight_and_is_not_waited_for_prevents_nothi
     os.kill(family.pid, signal.SIGSTOP)  # else it would be waited for
     monkeypatch.setattr(family.driver, "call", kills)
     try:
-        assert [finding.code for finding in family.lifecycle.findings() if finding.blocks] == []
+        assert [finding.code for finding in suspend.findings(family.lifecycle.kernel) if finding.blocks] == []
     finally:
         os.kill(family.pid, signal.SIGCONT)
 
@@ -417,7 +417,9 @@ def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(f
 
 def test_processes_that_communicate_by_nccl_are_refused_before_they_are_disturbed(family):
     family.fakes[COMMANDS[2]].nccl = family.fakes[COMMANDS[0]].nccl = True
-    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "one is a fork without CUDA"
+    assert [each.code for each in suspend.findings(family.lifecycle.kernel) if each.blocks] == [], (
+        "one is a fork without CUDA"
+    )
     family.fakes[COMMANDS[1]].nccl = True
     for verb in ("suspend", "checkpoint"):
         assert family.fails(verb, "NCCL_PEERS").details["pids"] == family.children
@@ -432,7 +434,9 @@ def test_device_memory_that_the_kernel_shares_with_its_children_is_refused(famil
     family.runs_on()
     for command in COMMANDS[:2]:
         family.kill(command)
-    assert [each.code for each in family.lifecycle.findings() if each.blocks] == [], "nobody is left to share it with"
+    assert [each.code for each in suspend.findings(family.lifecycle.kernel) if each.blocks] == [], (
+        "nobody is left to share it with"
+    )
 
 
 @pytest.mark.parametrize("away", ["suspend", "checkpoint"])

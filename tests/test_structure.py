@@ -48,14 +48,21 @@ def _definitions(path: Path) -> Iterator[tuple[str, ast.AST, str | None]]:
     """Module, classes and functions of a file: where each is, its node and its docstring."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}", node, ast.get_docstring(node)
+            yield f"{path.relative_to(TESTS.parent)}:{getattr(node, 'lineno', 1)}", node, ast.get_docstring(node)
+
+
+def _scripts() -> Iterator[Path]:
+    """The programs in Python of scripts/, of which some have no suffix."""
+    for path in (TESTS.parent / "scripts").rglob("*"):
+        if path.is_file() and (path.suffix == ".py" or re.match(rb"#!.*python", path.read_bytes())):
+            yield path
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun_phrase():
     """None begins with a relative clause without a head, or with a pronoun."""
     clauses = "who|what|it|that|whether|which|whose|how|where|when|everything|everybody|nobody|nothing|as|if|\\w+ever"
     found = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in [*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py"), *_scripts()]:
         for where, _, text in _definitions(path):
             if text and re.match(rf"({clauses})\b", text, re.IGNORECASE):
                 found[where] = text.splitlines()[0]
@@ -110,7 +117,7 @@ def test_the_ground_imports_nothing_above_it():
 
 
 def _graph() -> dict[str, set[str]]:
-    """Which modules of the package each of them imports, in functions and for types as well."""
+    """Return the imports of each module of the package, in functions and for types as well."""
     modules = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""Nothing that others chose writes to a terminal: names of files, arguments of processes, errors about them."""
+"""Texts that others chose write nothing to a terminal: names of files, arguments of processes, errors about them."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def written(place: Path) -> int:
 
 
 def forget(directory: Path) -> None:
-    """What is read of it next comes from the disk."""
+    """Drop the directory's files from the page cache: the next read comes from the disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def versions(seconds: float) -> str:
-    """When and with what."""
+    """Date and versions of this run."""
     names = ("jupyter_gpu_ckpt", "simpy", "matplotlib")
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     today = datetime.date.today().isoformat()
@@ -69,7 +69,7 @@ def versions(seconds: float) -> str:
 
 
 def activity() -> str:
-    """What the generator makes, against what was published."""
+    """The generator's activity, against published figures."""
     made = [person for seed in study.SEEDS for person in people(1000, 2, seed)]
     sessions = [session for person in made for session in person.sessions]
     cells = [cell for session in sessions for cell in session.cells]
@@ -89,7 +89,7 @@ def activity() -> str:
 
 
 def costs() -> str:
-    """What moves take."""
+    """The durations of moves."""
     one = measured()
     rows = [
         "| a kernel | takes |",
@@ -187,7 +187,7 @@ def sweep_table(what: str, sweep: plots.Sweep) -> str:
 
 
 def sizing(results: dict[str, list[Result]], figures: dict[str, Figures]) -> str:
-    """What the two arrangements need for each GPU."""
+    """The needs of the two arrangements for each GPU."""
     rows = ["| for each GPU | a GPU for each server | shared hosts |", "|---|---|---|"]
     names = (study.AWAY, study.HOSTS_AWAY)
     runs = [results[name] for name in names]

@@ -144,7 +144,7 @@ def killing(subject: Subject, pids, step: str, edge: str) -> list[int]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("verb", "step", "edge"), POINTS)
 async def test_the_helper_killed_at_any_step(shared, verb, step, edge):
-    """It is started anew by the next call.  With device memory: below, test_lifecycle_fake_cuda.py and tests/gpu."""
+    """The next call starts the helper anew.  With device memory: below, test_lifecycle_fake_cuda.py and tests/gpu."""
     cuda = shared.kernel.lifecycle.engine.cuda
 
     def pids() -> list[int]:
@@ -266,7 +266,7 @@ KERNEL_POINTS = [point for point in POINTS if point[0] == "checkpoint"]
 @alone_and_with_family("subject")
 @pytest.mark.parametrize(("verb", "step", "edge"), KERNEL_POINTS)
 async def test_the_kernel_killed_at_any_step(subject, verb, step, edge):
-    """Who kills the kernel kills the agent in it.  Published or lost: nothing in between, and never silent."""
+    """The agent in the kernel dies with it.  Published or lost: nothing in between, and never silent."""
     pid = subject.capsule.host_pid
     killing(subject, lambda: [pid] if subject.kernel.lifecycle.capsule else [], step, edge)
     try:

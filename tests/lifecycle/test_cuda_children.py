@@ -327,7 +327,7 @@ def test_a_dump_that_fails_leaves_a_forked_child_running(forking, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", ["suspend", "checkpoint"])
 def test_a_child_is_killed_in_the_middle(family, monkeypatch, verb, op, when):
-    """That is no failure: the others go on without it."""
+    """The end of a child is no failure: the others go on without it."""
     call, killed = family.driver.call, []
 
     def kills(asked: str, *, lane: int | None = None, **args):
@@ -380,7 +380,7 @@ def test_a_suspended_child_that_is_killed_is_gone_and_the_rest_comes_back(family
 
 @pytest.mark.parametrize("nccl", [False, True])
 def test_a_driver_that_does_not_answer_for_one_process_while_another_is_locked(family, monkeypatch, nccl):
-    """As of two NCCL ranks: the lock of the second ends only when the first is unlocked, and nobody may wait for it."""
+    """Two NCCL ranks are such processes: the lock of the second ends only when the first is unlocked."""
     shared, call, over = FakeHelper(family.driver), family.driver.call, threading.Event()
     hangs = family.pids()[COMMANDS[1]]
 

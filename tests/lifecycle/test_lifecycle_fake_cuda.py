@@ -109,7 +109,7 @@ class Rig:
             pass
 
     def sleeps(self, state: State) -> None:
-        """It is away, unharmed, and the next message wakes it."""
+        """Assert that the kernel is away, unharmed, and that the next message wakes it."""
         assert self.lifecycle.state is state
         assert not self.gate.serves
         assert not self.fake.ruined
@@ -584,7 +584,7 @@ def test_a_gate_that_cannot_be_reconnected_at_once_is_tried_again(rig):
 
 
 def test_no_plan_calls_the_drivers_restore_outside_a_reservation(rig, hog, monkeypatch):
-    """Whatever happens: the driver is asked to restore only while the GPU's lock is held."""
+    """The driver is asked to restore only while the GPU's lock is held, in all cases."""
     locked = []
 
     def restore(pid: int, pairs: list[tuple[str, str]]) -> None:

@@ -345,7 +345,7 @@ def test_a_copy_that_a_wake_could_not_remove_goes_later(store, remote):
 
 @pytest.mark.parametrize("theirs", ["pieces", "an image", "an image that is being pulled"])
 def test_what_another_host_has_there_by_now_stays(store, remote, broken_off, tmp_path, monkeypatch, theirs):
-    """It may be all there is of the kernel."""
+    """The image there may be all there is of the kernel."""
     if theirs == "pieces":  # of a copy, which its own cold tier sends there
         elsewhere, other = Store(tmp_path / "elsewhere", store.keys), Remote(f"file://{tmp_path}/other")
         other.push(broken_off)

@@ -1,4 +1,4 @@
-"""What was sent is compared by its hash with what lies there, whatever kind of place that is."""
+"""Files that were sent are compared by hash with those that lie there, in any kind of directory."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_without_a_file_system_in_memory_criu_has_it_all(fast_kernel, monkeypatc
 
 
 def test_a_mount_that_fails_where_the_runtime_directory_is_in_memory(fast_kernel, monkeypatch):
-    """What lies there is a tmpfs, too: the host's, and nothing that ends with the capsule."""
+    """The directory is a tmpfs, too: the host's, and nothing that ends with the capsule."""
     place = Path(tempfile.mkdtemp(prefix="gc-", dir="/dev/shm"))
 
     def refused(_) -> int:

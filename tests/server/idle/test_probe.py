@@ -1,4 +1,4 @@
-"""What the idle policy sees of kernels and GPUs; the driver and NVML are the fakes of the contract suite."""
+"""The idle policy's view of kernels and GPUs; the driver and NVML are the fakes of the contract suite."""
 
 from __future__ import annotations
 

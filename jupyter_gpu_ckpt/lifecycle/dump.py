@@ -325,7 +325,8 @@ def write_ahead(kernel: KernelState) -> None:
     store, kernel_id = kernel.engine.store, kernel.home.kernel_id
     if kernel.refusal is not None:  # there will be no image
         return
-    if not kernel.settings.write_ahead or not kernel.saved.cuda or store.vault.encrypts or kernel.spill_directory:
+    wanted = kernel.settings.write_ahead and kernel.saved.cuda and not kernel.spill_directory
+    if not wanted or not store.may_write_plain():
         return
 
     def permitted(bytes: int, fresh: int) -> bool:

@@ -51,7 +51,7 @@ def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int
 def may_spill(kernel: KernelState, bytes: int) -> bool:
     """Return whether the disk has space for so many bytes of allocations, and may have them unencrypted."""
     store = kernel.engine.store
-    return not store.vault.encrypts and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
+    return store.may_write_plain() and store.free() + chunk_cache.evictable_bytes(store.root) >= bytes + MARGIN
 
 
 def require_memory(bytes: int) -> None:

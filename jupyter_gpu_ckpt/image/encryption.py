@@ -177,7 +177,7 @@ class PlainDirectory:
                 hint = "Remove it, or have them elsewhere (GpuCkptProvisioner.memory_dir)."
                 raise StoreShared(message, hint=hint, directory=str(parent))
             self._lock.acquire()
-            # Whatever is there was left by a process that has ended: we have its lock.
+            # A directory that is there was left by a process that has ended: we have its lock.
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir(mode=0o700)
             self.path.chmod(0o700)
@@ -186,7 +186,7 @@ class PlainDirectory:
         except OSError as error:
             if self._lock.is_locked:
                 self.close()
-            raise NoMemory(f"There is no room in memory for plain files: {error.strerror}.") from error
+            raise NoMemory(f"There is no space in host memory for plain files: {error.strerror}.") from error
 
     def close(self) -> None:
         """Remove the files.  Idempotent, never raises."""

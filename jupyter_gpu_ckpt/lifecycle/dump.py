@@ -256,7 +256,7 @@ def _require_proven(state: Mapping[str, Any], directory: Path) -> dict[str, Any]
     if unasked := state.get("unasked"):  # the capsule's init may be of an older release
         _log.warning("This host forbids %s: state that they report was not inspected.", ", ".join(unasked))
     if ended := tasks.uninspected(directory, state["inventory"]):
-        # What CRIU does not save of it is not known, so the image would not restore what was.
+        # Its settings that CRIU does not save are not known, so the image would not restore them.
         raise errors.ProcessEnded.during_dump(ended)
     if missing := tasks.missing(directory, state["inventory"]):
         more = f" and {len(missing) - 1} more" if missing[1:] else ""

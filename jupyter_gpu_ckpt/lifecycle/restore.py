@@ -110,7 +110,7 @@ def _mismatches(attempt: Attempt, image: Image, accept: bool) -> list[Mismatch]:
         cancelled=lambda: cancellation.reason >= Reason.DETACH,
     )
     cancellation.check()
-    # Room on the GPU is the next step's, which has the lock that makes the answer last.
+    # Free memory on the GPU is the next step's, which has the lock that makes the answer last.
     return [mismatch for mismatch in found if mismatch.field != "device_memory"]
 
 

@@ -89,7 +89,7 @@ async def _drain_kernel(kernel_id: str, provisioner: GpuCkptProvisioner, store: 
         if not image.archived:  # that was verified before it was archived
             await asyncio.to_thread(store.check, image)
         if provisioner.state is not State.CHECKPOINTED:
-            raise StateError("The kernel came back meanwhile.", hint="Somebody uses it; try again later.")
+            raise StateError("The kernel came back meanwhile.", hint="Its user works with it; try again later.")
     except Exception as failure:
         error = GpuCkptError.from_exception(failure)
         return DrainResult(kernel_id, code=error.code, hint=error.hint)

@@ -180,7 +180,7 @@ class Remote:
             for name in wrong:
                 self.storage.delete(image.id, name)
         if wrong:
-            raise RemoteFailed(f"What was sent did not arrive: {len(wrong)} parts differ.", parts=wrong[:20])
+            raise RemoteFailed(f"The image did not arrive as it was sent: {len(wrong)} parts differ.", parts=wrong[:20])
         return total
 
     def complete(self, image: Image, token: str = "") -> None:
@@ -254,7 +254,7 @@ class Remote:
             wrong = self._receive(directory, manifest, progress)
         try:
             if wrong:
-                message = f"What arrived is damaged: {', '.join(wrong[:3])}."
+                message = f"The image arrived damaged: {', '.join(wrong[:3])}."
                 raise ImageDamaged(message, image=id, files=wrong[:100])
             verify.require_tree(directory, manifest)
         except ImageDamaged:

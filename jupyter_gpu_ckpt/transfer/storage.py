@@ -39,7 +39,7 @@ class Storage:
                     options.setdefault("encryption_algs", "^aes128-gcm@openssh.com,aes256-gcm@openssh.com")
                 self.fs, self.root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
             except (ImportError, ValueError) as error:
-                raise RemoteUnsupported(f"What {protocol}: URLs need is not installed.") from error
+                raise RemoteUnsupported(f"The package for {protocol}: URLs is not installed.") from error
         self.local = protocol in ("file", "local")
         self._is_object_store = not self.local and not hasattr(self.fs, "client")
 
@@ -129,4 +129,4 @@ def mapped_errors() -> Iterator[None]:
         raise
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise RemoteFailed(f"The place of the images failed: {reason}.", kind=type(error).__name__) from error
+        raise RemoteFailed(f"The storage of the images failed: {reason}.", kind=type(error).__name__) from error

@@ -114,7 +114,7 @@ def summary(figures: dict[str, Figures]) -> str:
         f"{culled.lost:,.0f} kernels a week lose their variables, which {culled.lost_hours:,.0f} GPU-hours had made.",
         f"- Checkpointed and culled after 5 minutes, {away.idle:,.0f} are held idle ({kept.idle - away.idle:,.0f} "
         f"given back against no culling, {culled.idle - away.idle:,.0f} against culling), {away.turned_away:.1%} get "
-        f"none, and nothing is lost. Who needs a GPU waits {seconds(away.wait_p50)} in the median, "
+        f"none, and nothing is lost. Users who need a GPU wait {seconds(away.wait_p50)} in the median, "
         f"{seconds(away.wait_p99)} at the 99th percentile; {away.cells_at_once:.0%} of the cells need not wait at all.",
         f"- On shared hosts with the defaults, {hosts_away.idle:,.0f} are held idle, {hosts_away.turned_away:.1%} get "
         f"none, and a wake takes {seconds(hosts_away.wait_p50)}, {seconds(hosts_away.wait_p99)} at the 99th "

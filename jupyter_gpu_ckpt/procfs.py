@@ -26,6 +26,7 @@ Pid = int | Literal["self"]
 _PF_EXITING = 0x4
 #: Characters that are shown of a command line.
 _SHOWN = 100
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -157,7 +158,8 @@ def shown_command(words: tuple[str, ...], name: str) -> str:
     """
     shown = [f".../{'/'.join(word.split('/')[-2:])}" if word.count("/") > 2 else word for word in words]
     shown[:1] = [word.rpartition("/")[2] for word in words[:1]]
-    text = re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", " ".join(shown)).strip() or name
+    lines = (_CONTROL.sub(" ", line).strip() for line in (" ".join(shown), name))
+    text = next(filter(None, lines), "")
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
@@ -178,6 +180,14 @@ def maps(pid: int) -> list[MemoryMapping]:
         addresses = int(start, 16), int(end, 16)
         found.append(MemoryMapping(*addresses, words[1], name, int(words[4]), words[3], int(words[2], 16)))
     return found
+
+
+def proportional_bytes(pid: Pid) -> int:
+    """Return the bytes of memory, with each page divided by the number of processes that have it (PSS).
+
+    Linux goes through all pages for that: 0.25 s for 10 GiB (measured beside other work).  0 for a zombie.
+    """
+    return int(fields(read(f"/proc/{pid}/smaps_rollup")).get("Pss", "0 kB").split()[0]) * 1024
 
 
 def threads(pid: int) -> list[int]:

@@ -56,6 +56,13 @@ def test_a_process_by_its_stat_and_status(process):
     assert procfs.stat(process.pid, second).name == seen.name
 
 
+@pytest.mark.parametrize("words", [(), ("",), ("\x1b", "\n")], ids=["none", "empty", "control characters"])
+def test_a_process_without_a_command_line_is_shown_by_its_name_and_that_on_one_line(words):
+    assert procfs.shown_command(words, "worker") == "worker"
+    assert procfs.shown_command(words, "\x1b]0;mine\x07\nwor\x9bker") == "]0;mine wor ker"
+    assert procfs.shown_command(words, "\x1b\n") == ""
+
+
 @pytest.mark.parametrize("name", ["a) R 1 (b", "a b", "a\x0bb", "\udcff"])
 def test_a_name_is_whatever_the_program_says(tmp_path, name):
     (tmp_path / name).symlink_to(shutil.which("sleep") or "")
@@ -75,6 +82,19 @@ def test_mappings(process):
     (vdso,) = (each for each in found if each.name == "[vdso]")
     assert vdso.permissions == "r-xp" and vdso.contains(vdso.start) and not vdso.contains(vdso.end)
     assert any(each.name.startswith("/") for each in found) and any(each.name == "" for each in found)
+
+
+def test_memory_that_processes_share_counts_once(tmp_path):
+    code = "import os, mmap; held = mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
+    code += "for at in range(0, 64 << 20, 4096): held[at] = 1\n"
+    code += "pid = os.fork()\nprint(pid or 'forked', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        child = int(next(line for line in parent.stdout if line.strip().isdigit()))
+        found = [procfs.proportional_bytes(pid) for pid in (parent.pid, child)]
+        assert all(32 << 20 <= each < 50 << 20 for each in found), found
+        parent.kill()
+        os.kill(child, 9)
+    assert procfs.proportional_bytes("self") > 1 << 20
 
 
 def test_descriptors_and_what_they_are_open_on(tmp_path):

@@ -403,9 +403,13 @@ class Capsule(contextlib.AbstractContextManager["Capsule"]):
             with contextlib.suppress(OSError):  # closed meanwhile
                 _send(connection, json.dumps({"verb": "cancel_criu", "version": VERSION}).encode())
 
-    def resume_processes(self) -> None:
-        """Let the processes that a dump left stopped run; those that were stopped before it stay stopped."""
-        self._request({"verb": "resume_processes"})
+    def resume_processes(self) -> str:
+        """Let the processes that a dump left stopped run; those that were stopped before it stay stopped.
+
+        Return what is not as it was before the dump, in words.
+        """
+        reply, _ = self._request({"verb": "resume_processes"})
+        return str(reply.get("unrepaired", ""))  # the capsule's init may be of an older release
 
     def freeze_threads(self, timeout: float, *, insist: bool = False, child: int | None = None) -> None:
         """Freeze all threads of the kernel but the CUDA driver's and its library's.

@@ -344,13 +344,14 @@ class Init:
                     os.rmdir(mount.point)
 
     def resume_without_owner(self) -> None:
-        """Undo a dump's stop for an owner that is gone.  A failure is written to our stderr: our end would be worse."""
-        if why := _failure(self.resume_processes):
+        """Undo a dump's stop for an owner that is gone.  What is lost by it is written to our stderr."""
+        if why := self.resume_processes()["unrepaired"]:
             with contextlib.suppress(OSError):
                 print(f"gpu-ckpt-init: {why}", file=sys.stderr, flush=True)
 
     def save_shared_memory(self, pids: list[int], target: str) -> None:
         """Give names to the deleted files that stopped processes share, and copy these files to ``target``."""
+        shared_memory.own_pages(pids)
         with self.mounting():
             self.shared_memory.give_names(pids)
         self.shared_memory.save(pids, target)
@@ -479,6 +480,8 @@ class Init:
                     self.save_shared_memory(guard.pids, os.path.dirname(terminals))
                     guard.settle(time.monotonic() + STOP_TIMEOUT)
                 self.preparation = Preparation(guard.pids, terminals, self.watched_files)
+                if self.preparation.has_injected:
+                    guard.settle(time.monotonic() + STOP_TIMEOUT)
             elif terminals:
                 self.load_shared_memory(os.path.dirname(terminals))
             log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -489,10 +492,12 @@ class Init:
                 pid = self.fork(argv, env, cwd, [log, log, *inherited], capable=True, begin=begin)
             finally:
                 os.close(log)
-        except BaseException:
+        except BaseException as error:
             if guard is not None:
-                self.undo_preparation()
+                lost = self.undo_preparation()
                 guard.finish(success=False)
+                if lost:
+                    raise OSError(f"{error}; {lost}") from error
             raise
         self.imaged = True
         self.job = RunningProgram(pid, self.number, timeout, grace, output, terminals, guard, subreaper)
@@ -529,11 +534,15 @@ class Init:
             self.expire(self.job)
 
     def resume_processes(self) -> dict[str, Any]:
+        """Let the processes that a dump has left stopped run.
+
+        Report what is not as it was before, and a failure: that must not end the kernel, as our end would.
+        """
         stopped, self.stopped = self.stopped, None
-        if stopped is not None:
-            self.undo_preparation()
-            stopped.resume()
-        return {}
+        if stopped is None:
+            return {"unrepaired": ""}
+        lost = self.undo_preparation(), _failure(stopped.resume)
+        return {"unrepaired": "; ".join(filter(None, lost))}
 
     def frozen_threads(self, pid: int) -> FrozenThreads:
         """The frozen threads of a process, of which there may be none yet."""

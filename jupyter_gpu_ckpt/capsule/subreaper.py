@@ -36,6 +36,8 @@ class Subreaper:
     def __init__(self, root: int, children: Sequence[int]) -> None:
         self._root, self._children = root, children
         self._criu = 0
+        #: Processes that CRIU has forked before the root, and does not wait for: their first stop may be seen late.
+        self._helpers: set[int] = set()
         self._forks = self._is_made = False
 
     def trace(self, criu: int) -> None:
@@ -47,12 +49,15 @@ class Subreaper:
         """Handle a stop, that waitpid(2) has reported.  Return whether it was of this tracing.  Raises `OSError`."""
         event = status >> 16
         if pid == self._criu and not self._forks:
-            self._forks = event in PTRACE_EVENT_FORKS and _forked(pid) == self._root
+            if event in PTRACE_EVENT_FORKS:
+                self._helpers.add(child := _forked(pid))
+                self._forks = child == self._root
             arrives = 0 if event else os.WSTOPSIG(status)
             ptrace(PTRACE_DETACH if self._forks else PTRACE_CONT, pid, 0, arrives)
             return True
-        if event != PTRACE_EVENT_STOP or (self._forks and self._is_made):
+        if event != PTRACE_EVENT_STOP or (self._forks and self._is_made and pid not in self._helpers):
             return False
+        self._helpers.discard(pid)
         if pid == self._root:
             self._make(pid)
             self._is_made = True

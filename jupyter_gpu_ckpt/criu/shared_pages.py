@@ -11,7 +11,8 @@ what is written twice is soon removed again, mostly before the disk has it.  Byt
 frames, which only root can see.  Whatever is not understood stays as CRIU wrote it.
 
 On a restore CRIU forks each process with the memory of its parent process and writes the pages that differ
-(``restore_priv_vma_content`` in its mem.c), so that pages are shared again wherever in the image they are.
+(``restore_priv_vma_content`` in its mem.c), so that pages are shared again wherever in the image they are: those of
+mappings that both have (`vmas`).
 
 In CRIU's source: images/pagemap.proto, pagemap.c, mem.c, include/image.h (release 4.2).
 """
@@ -25,14 +26,15 @@ import logging
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from ..errors import ImageFormat
 from ..files.atomic import write_atomically
-from .images import MM_MAGIC, VARINTS, Field, encode, fields_of, number_of, records, rewrite, varint
+from .images import Field, encode, fields_of, number_of, records, rewrite
+from .vmas import inherited, read
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +47,6 @@ PAGEMAP_MAGIC = 0x56084025
 _HEAD_NUMBER = 1
 _ADDRESS, _FLAGS, _PAGES = 1, 4, 5
 _IN_PARENT, _LAZY, _PRESENT = 1, 2, 4
-# messages mm_entry and vma_entry, all fields of which are varints: start, end, shmid, prot, flags, status
-_MM_PROGRAM, _MM_VMAS = 12, 14
-_VMA_KEYS = tuple(bytes([number << 3]) for number in (1, 2, 4, 5, 6, 7))
-#: Kinds of memory that CRIU restores from parent images: private, anonymous or a file's; the stack and heap are marked.
-_PRIVATE = 1 << 6 | 1 << 9
-_ORDINARY = _PRIVATE | 1 << 0 | 1 << 1 | 1 << 5
-_MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB, _MAP_NORESERVE = 0x20, 0x100, 0x40000, 0x4000
-
-#: Bytes of the largest mapping in a process with a reference that may be a mere reservation of addresses: not writable,
-#: or not backed.  For a moment CRIU maps all private memory of such a process a second time, and writable
-#: (``premap_private_vma``), which Linux refuses for more than there is host memory.  What a process has inherited from
-#: its parent process is mapped like that anyhow.
-_RESERVED = 2 << 30
 
 _PAGE = mmap.PAGESIZE
 #: Bytes that are compared at a time.
@@ -68,6 +57,9 @@ _SAMPLES = 128
 _RECENT = 4
 #: Bytes that a reference must save: a restore opens the pagemaps of all references.
 _WORTH = 256 << 10
+#: References in a row, from a process to its reference, to that one's and so on.  Forks of forks of forks could make a
+#: row as long as there are processes, and CRIU keeps the files of a whole row open for each process that it restores.
+_DEEPEST = 8
 
 
 class _Range(NamedTuple):
@@ -98,38 +90,6 @@ class _Ranges:
             yield one.part(max(start, one.start), min(end, one.end))
 
 
-class _Mapping(NamedTuple):
-    """A mapping of a process; ``file``: the number of the file that is mapped."""
-
-    start: int
-    end: int
-    file: int
-    protection: int
-    flags: int
-    status: int
-
-    @property
-    def replaceable(self) -> bool:
-        """Return whether CRIU can restore its pages from a parent image."""
-        return bool(self.status & _PRIVATE) and not (self.status & ~_ORDINARY or self.flags & _MAP_HUGETLB)
-
-    @property
-    def reserves(self) -> bool:
-        """Return whether it may reserve more addresses than there is host memory."""
-        writable = self.protection & mmap.PROT_WRITE and not self.flags & _MAP_NORESERVE
-        return not writable and self.end - self.start > _RESERVED
-
-    def inherits(self, other: _Mapping) -> bool:
-        """Return whether it is inherited from that mapping of the parent process, as ``check_cow_vmas`` has it."""
-        same = _MAP_ANONYMOUS | _MAP_GROWSDOWN
-        return (
-            (self.start, self.end, self.flags & same) == (other.start, other.end, other.flags & same)
-            and self.replaceable
-            and other.replaceable
-            and (bool(self.flags & _MAP_ANONYMOUS) or self.file == other.file)
-        )
-
-
 class SharedPages:
     """Drops pages that another process has, too, from a dump in ``directory`` while CRIU writes it.
 
@@ -150,6 +110,8 @@ class SharedPages:
         self._own, self._other = bytearray(_BLOCK), bytearray(_BLOCK)
         #: Bytes dropped so far.
         self.dropped = 0
+        #: Bytes of all processes that they share again after a restore, but for the first of each; after `finish`.
+        self.shared = 0
 
     def advance(self, check: Callable[[], object]) -> None:
         """Rewrite each process whose pages are complete, as those of the next one are begun."""
@@ -162,6 +124,20 @@ class SharedPages:
             self._rewrite_next(check)
         if self._references:
             write_atomically(self._directory / FILE, json.dumps(self._references), durable=False)
+        self.shared = self._shared_again()
+
+    def _shared_again(self) -> int:
+        """Return the bytes that processes inherit on a restore: at the same place in the image as their parent's."""
+        found = 0
+        for pid, (parent, areas) in inherited(self._directory).items():
+            if pid not in self._memory or parent not in self._memory:
+                continue
+            above = self._memory[parent]
+            for own in (one for area in areas for one in self._memory[pid].within(*area)):
+                for other in above.within(own.start, own.end):
+                    if own.part(other.start, other.end) == other:
+                        found += other.end - other.start
+        return found
 
     def _pages(self, number: int) -> Path:
         return self._directory / f"pages-{number}.img"
@@ -230,10 +206,13 @@ class SharedPages:
 
         From one process down to those that have it as their reference, as long as one of them fits better: they differ
         from it in their own pages only, so these decide.  Processes next to each other are likely to be relatives.
+        No further than `_DEEPEST`: what such a process has of its own is then in the image once more.
         """
         chosen: str | None = None
         with _Files(self._pages) as files:
-            while children := self._children.get(chosen):
+            for _ in range(_DEEPEST):
+                if not (children := self._children.get(chosen)):
+                    break
                 candidates = {*children[:1], *children[-_RECENT:]}
                 gain, best = max((self._gain(files, memory, pid, chosen), pid) for pid in candidates)
                 if gain < _WORTH:
@@ -290,24 +269,13 @@ class SharedPages:
 
     def _replaceable(self, pid: str) -> list[_Range]:
         """Return the memory of a process that CRIU can restore from a parent image; none if it is to have none."""
-        program, mappings = self._mappings(pid)
+        program, mappings = read(self._directory, pid)
         if reserving := [one for one in mappings if one.reserves]:
             parent = self._parents.get(pid)
-            parent_program, others = self._mappings(parent) if parent is not None else (None, [])
+            parent_program, others = read(self._directory, parent) if parent is not None else (None, [])
             if program != parent_program or not all(any(one.inherits(other) for other in others) for one in reserving):
                 return []
         return sorted(_Range(one.start, one.end) for one in mappings if one.replaceable)
-
-    def _mappings(self, pid: str) -> tuple[int | None, list[_Mapping]]:
-        """Return the number of the file of a process's program, and its mappings."""
-        (record,) = records(self._directory / f"mm-{pid}.img", MM_MAGIC)
-        fields, found = fields_of(record), []
-        for number, _, value in fields:
-            if number == _MM_VMAS and isinstance(value, bytes):
-                words = VARINTS.findall(value)
-                vma = dict(zip(words[::2], words[1::2], strict=False))
-                found.append(_Mapping(*(varint(vma[key])[0] for key in _VMA_KEYS)))
-        return number_of(fields, _MM_PROGRAM), found
 
     def _shared(
         self, files: _Files, own: _Range, replaceable: _Ranges, other: _Ranges, check: Callable[[], object]
@@ -411,13 +379,14 @@ def references(directory: Path) -> dict[str, str]:
     return {pid: str(reference) for pid, reference in found.items()}
 
 
-def add_parents(directory: Path, view: Path, references: Mapping[str, str]) -> None:
+def add_parents(directory: Path, view: Path, references: Mapping[str, str], whole: Iterable[str] = ()) -> None:
     """Add what CRIU takes for parent images to the ``view`` of the dump in ``directory``.  Raises `OSError`.
 
     Level by level: a process has there the pagemap of its reference, below that one's, and so on; and all pages.
+    Processes that are restored as a ``whole`` (`vmas.Aligned`) and have no reference get one that nothing is in.
     """
-    level, pagemaps = view, dict(references)
-    for _ in references:  # no more levels than that: references of an image that is damaged could go in a circle
+    level, pagemaps = view, {pid: pid for pid in whole} | dict(references)
+    for _ in pagemaps:  # no more levels than that: references of an image that is damaged could go in a circle
         level = level / _PARENT
         level.mkdir(mode=0o700)
         for path in directory.glob("pages-*.img"):

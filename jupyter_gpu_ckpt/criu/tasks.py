@@ -121,6 +121,12 @@ def adopted(directory: Path) -> tuple[int, list[int]]:
     return root, found
 
 
+def parents(directory: Path) -> dict[str, str]:
+    """Return the parents of a dump's processes, by pid; "0" is the root's.  Raises `ImageFormat`."""
+    fields = map(fields_of, records(directory / "pstree.img", _PSTREE_MAGIC))
+    return {str(number_of(each, _PSTREE_PID)): str(number_of(each, _PSTREE_PARENT) or 0) for each in fields}
+
+
 def uninspected(directory: Path, inventory: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the pids of a dump's processes that `inventory.inspect` did not find alive afterwards."""
     saved = {path.stem.partition("-")[2] for path in directory.glob("mm-*.img")}

@@ -248,6 +248,8 @@ class Attempt:
     gpu_map: Mapping[str, str] | None = None
     #: For this restore, instead of the setting.
     accept_changed_files: bool | None = None
+    #: Whether the verb has failed a moment ago.
+    again: bool = False
     #: Whether the steps that are run now are undo steps.
     unwinding: bool = False
     #: The step that is run now.
@@ -270,6 +272,10 @@ class Attempt:
     swapped_bytes: int = 0
     #: Bytes of pages that CRIU has written and that were dropped, as another process has them, too.
     dropped_bytes: int = 0
+    #: Bytes of pages that several processes have, and share again after a restore, but for the first of each.
+    shared_bytes: int = 0
+    #: What of the processes is not as it was before a dump that was taken back, in words.
+    unrepaired: str = ""
 
     # of a restore
     lease: Lease | None = None

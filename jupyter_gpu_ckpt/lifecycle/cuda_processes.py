@@ -6,6 +6,7 @@ children, the functions here move by the driver alone.  A child may end at any m
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,27 @@ def inherited_files(kernel: KernelState, using: Collection[int]) -> dict[int, li
         return held if held and cuda.has_inherited_all(pid, owners) else []
 
     return {pid: held for pid in _all(kernel) if (held := _unless_ended(kernel, pid, of))}
+
+
+def note_new_forks(kernel: KernelState) -> None:
+    """Add processes that were forked since the suspend to ``kernel.inherited``.  Raises `CudaError`.
+
+    Only those all of whose device files are inherited: of a process that is noted there, which may have opened others
+    of its own since, or of one whose CUDA state the driver has only locked.
+    """
+    cuda, noted, others = kernel.engine.cuda, kernel.inherited, kernel.require_capsule().other_processes()
+    if not kernel.saved.cuda and not noted:
+        return
+    held = {pid: _unless_ended(kernel, pid, cuda.device_files) for pid in others if pid not in noted}
+    new = {pid: files for pid, files in held.items() if files}
+    if not new:
+        return
+    using, known = states(kernel), {file for files in noted.values() for file in files}
+    for pid, files in new.items():
+        owners = [*using, *(noted if known.issuperset(files) else ())]
+        inherits = functools.partial(cuda.has_inherited_all, owners=owners)
+        if pid not in using and _unless_ended(kernel, pid, inherits):
+            noted[pid] = files
 
 
 def shared(kernel: KernelState) -> list[errors.UnsupportedCuda]:

@@ -69,12 +69,15 @@ def disconnect(attempt: Attempt) -> None:
 
 
 def _note_inherited_files(kernel: KernelState) -> None:
-    """Have the dump take from children the device files that they have inherited of processes with CUDA state."""
-    if kernel.inherited:
-        try:
-            kernel.require_capsule().note_inherited_files(kernel.inherited)
-        except errors.CapsuleError:  # its init is of an older release: such children are refused
-            kernel.inherited = {}
+    """Have the dump take from children the device files that they have inherited of processes with CUDA state.
+
+    Also where there are none: the files that were noted for a dump which was refused then may be a process's own.
+    """
+    cuda_processes.note_new_forks(kernel)
+    try:
+        kernel.require_capsule().note_inherited_files(kernel.inherited)
+    except errors.CapsuleError:  # its init is of an older release: such children are refused
+        kernel.inherited = {}
 
 
 def _require_fit(kernel: KernelState) -> None:
@@ -92,11 +95,11 @@ def dump(attempt: Attempt) -> None:
     _suspend_warm(kernel)
     bytes = host_memory.resident(kernel)  # device memory is host memory by now
     attempt.clocks = kernel.require_capsule().clocks()
-    _make_space(kernel, bytes + preflight.MARGIN)
+    needed = _needed(kernel, bytes)
     over, pause, evicted, tries = time.monotonic() + kernel.settings.pipes, 0.1, False, 1
     while True:
         try:
-            attempt.traced.bytes = _write_image(attempt, bytes)
+            attempt.traced.bytes = _write_image(attempt, bytes, needed)
             return
         except errors.NoSpace:  # checkpoints side by side saw the same space
             if evicted or not chunk_cache.evictable_bytes(root):
@@ -136,6 +139,18 @@ def _suspend_warm(kernel: KernelState) -> None:
         driver_checkpoint(kernel, deadline)
 
 
+def _needed(kernel: KernelState, bytes: int) -> int:
+    """Make space for an image, and return the bytes that it needs at most, of ``bytes`` of resident memory."""
+    store = kernel.engine.store
+    needed = written = bytes + preflight.MARGIN
+    if store.free() < needed or store.over_quota(kernel.home.kernel_id, needed + host_memory.spilled_bytes(kernel)):
+        unique, lead = host_memory.unique(kernel)
+        needed = unique + preflight.MARGIN
+        written = min(written, needed + lead)
+    _make_space(kernel, written)
+    return needed + host_memory.spilled_bytes(kernel)
+
+
 def _make_space(kernel: KernelState, needed: int) -> None:
     """Discard cached chunks where an image needs the space: of other kernels first, then this one's."""
     store, own = kernel.engine.store, 0
@@ -159,10 +174,12 @@ def _turn_to_dump(kernel: KernelState) -> Iterator[None]:
         _TURNS.release()
 
 
-def _write_image(attempt: Attempt, bytes: int) -> int:
-    """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run."""
+def _write_image(attempt: Attempt, bytes: int, needed: int) -> int:
+    """Write the draft but for its manifest and return its bytes.  After failure it is removed and the processes run.
+
+    ``bytes``: resident; ``needed``: what the image may need.
+    """
     kernel, capsule = attempt.kernel, attempt.kernel.require_capsule()
-    needed = bytes + preflight.MARGIN + host_memory.spilled_bytes(kernel)
     attempt.draft = draft = kernel.engine.store.begin(kernel.home.kernel_id, needed)  # `Lifecycle.written` counts it
     try:
         with (
@@ -188,7 +205,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
         attempt.draft = None
         draft.discard()
         with contextlib.suppress(errors.CapsuleError, errors.CapsuleGone):  # it ended
-            capsule.resume_processes()  # CRIU may have succeeded, and its answer come too late
+            _resume_processes(attempt)  # CRIU may have succeeded, and its answer come too late
         raise
 
 
@@ -196,7 +213,7 @@ def _write_image(attempt: Attempt, bytes: int) -> int:
 def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
     """Drop pages that processes share from what CRIU writes in the body, meanwhile; all of them after the body."""
     kernel, ended = attempt.kernel, threading.Event()
-    attempt.dropped_bytes = 0
+    attempt.dropped_bytes = attempt.shared_bytes = 0
     processes = kernel.require_capsule().processes()
     if not processes[1:]:
         yield
@@ -226,7 +243,7 @@ def _shared_pages_dropped(attempt: Attempt, draft: Draft) -> Iterator[None]:
     ended.set()
     with mapped_errors(kernel.engine.store.root):
         task.wait()
-    attempt.dropped_bytes = pages.dropped
+    attempt.dropped_bytes, attempt.shared_bytes = pages.dropped, pages.shared
 
 
 def _parents(pids: Iterable[int]) -> dict[str, str]:
@@ -395,7 +412,7 @@ def _fingerprint(attempt: Attempt, directory: Path) -> dict[str, Any]:
         gpus=[dataclasses.asdict(gpu) for gpu in engine.gpus.list()] if saved.cuda else [],
         cuda=saved.cuda,
         device_bytes=saved.device_bytes,
-        memory=attempt.swapped_bytes + pages + attempt.dropped_bytes,  # as if a restore shared none of them again
+        memory=attempt.swapped_bytes + pages + attempt.dropped_bytes - attempt.shared_bytes,
     )
 
 
@@ -432,4 +449,12 @@ def continue_(attempt: Attempt) -> None:
     draft, attempt.draft = attempt.draft, None
     if draft is not None:
         draft.discard()
-    attempt.kernel.require_capsule().resume_processes()
+    _resume_processes(attempt)
+
+
+def _resume_processes(attempt: Attempt) -> None:
+    """Let the processes run that a dump has left stopped; note what they have lost by it."""
+    attempt.unrepaired = attempt.kernel.require_capsule().resume_processes()
+    if attempt.unrepaired:
+        message = "Kernel %s could not be repaired after its dump: %s"
+        _log.warning(message, attempt.kernel.home.kernel_id, attempt.unrepaired)

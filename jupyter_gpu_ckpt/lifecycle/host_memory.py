@@ -10,7 +10,7 @@ from ..image import chunk_cache, spill
 from ..units import size
 from . import cuda_processes
 from .context import KernelState
-from .preflight import MARGIN, available_memory, read_process
+from .preflight import MARGIN, Process, available_memory, lead_bytes, read_process, unique_bytes
 
 
 def device_bytes(kernel: KernelState) -> dict[str, int]:
@@ -24,9 +24,20 @@ def device_bytes(kernel: KernelState) -> dict[str, int]:
 
 def resident(kernel: KernelState) -> int:
     """Return the bytes of host memory of the kernel's processes and of its swapped-out allocations."""
-    capsule = kernel.require_capsule()
-    processes = [process for pid in capsule.processes() if (process := read_process(pid))]
-    return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in processes)
+    return kernel.fast_path().host_memory_bytes() + sum(process.rss for process in _processes(kernel))
+
+
+def unique(kernel: KernelState) -> tuple[int, int]:
+    """Return `resident` with pages that processes share counted once, and by how much a dump may exceed that.
+
+    It takes long: see `preflight.unique_bytes`.
+    """
+    processes = _processes(kernel)
+    return kernel.fast_path().host_memory_bytes() + unique_bytes(processes), lead_bytes(processes)
+
+
+def _processes(kernel: KernelState) -> list[Process]:
+    return [process for pid in kernel.require_capsule().processes() if (process := read_process(pid))]
 
 
 def choose_directory(kernel: KernelState, capsule: Capsule, bytes: int, all: int) -> Path | None:

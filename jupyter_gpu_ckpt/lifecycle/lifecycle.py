@@ -201,7 +201,7 @@ class Lifecycle:
                 kernel.chunks.stop(outdated=goal is State.RUNNING)
             failure, again = self._attempt(Attempt(kernel, goal, **options), steps, retry=True)
             if again:
-                failure, _ = self._attempt(Attempt(kernel, goal, **options), advance(self.kernel, verb))
+                failure, _ = self._attempt(Attempt(kernel, goal, again=True, **options), advance(self.kernel, verb))
             if kernel.chunks is not None:
                 kernel.chunks.in_use = False
             if self.state is State.SUSPENDED and steps:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..capsule.capsule import Capsule
 from ..capsule.namespaces import Clocks
-from ..criu import images, shared_pages
+from ..criu import images, shared_pages, vmas
 from ..errors import CapsuleGone, CriuError, ImageArchived, KeyUnusable, NoMemory, RuntimeDirectory
 from ..files.disk import mapped_errors
 from ..image import device_memory, layout, links
@@ -216,16 +216,21 @@ def _device_memory_read(attempt: Attempt, capsule: Capsule, files: Readable) -> 
 
 @contextlib.contextmanager
 def _criu_directory(attempt: Attempt, directory: Path) -> Iterator[Path]:
-    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages."""
+    """Yield CRIU's files, or a view of them where changed files are accepted or processes share pages.
+
+    A wake that failed is tried again with CRIU's own tables of mappings: processes rather share less than never wake.
+    """
     references, runtime_dir = shared_pages.references(directory), attempt.kernel.home.runtime_dir
-    if not attempt.changed_files and not references:
+    aligned = vmas.Aligned({}, frozenset()) if attempt.again else vmas.aligned(directory)
+    if not (attempt.changed_files or references or aligned.records):
         yield directory
         return
     with contextlib.ExitStack() as stack:
         try:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="view-", dir=runtime_dir))
             view = images.view(directory, Path(temporary) / layout.CRIU, attempt.changed_files)
-            shared_pages.add_parents(directory, view, references)
+            shared_pages.add_parents(directory, view, references, aligned.whole)
+            vmas.replace(view, aligned.records)
         except OSError as error:
             raise RuntimeDirectory(f"{runtime_dir} cannot be written: {error.strerror}.") from error
         yield view

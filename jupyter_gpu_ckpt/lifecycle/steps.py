@@ -72,6 +72,8 @@ def drive(attempt: Attempt, steps: Steps) -> tuple[Step | None, Exception | None
         steps = advance(kernel, plans.StepFailed(steps[0], getattr(error, "code", type(error).__name__), done=done))
     # No resting state has a reservation; the step that was to end it may have failed before it could.
     attempt.reservation.close()
+    if attempt.unrepaired and isinstance(failure, errors.GpuCkptError):
+        failure.details.setdefault("unrepaired", attempt.unrepaired)
     return failed_at, failure
 
 

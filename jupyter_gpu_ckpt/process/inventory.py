@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.process import file_facts, sockets, syscalls, watched_files
+from jupyter_gpu_ckpt.process import file_facts, shared_memory, sockets, syscalls, watched_files
 from jupyter_gpu_ckpt.process.injection import Injection
 from jupyter_gpu_ckpt.process.reapply import readable_policy, timer_time
 from jupyter_gpu_ckpt.procfs import Mount
@@ -685,10 +685,30 @@ class _Process:
 
     def mapping_names(self) -> None:
         """Refuse mappings of an unproven kind, by their names in ``/proc/PID/maps``."""
+        memfds = set[tuple[str, int]]()
         for mapping in procfs.maps(self.pid):
             self.mapping_name(mapping.name)
             if mapping.name == "/dev/zero (deleted)" and os.geteuid() != 0:
                 self.shared_memory(mapping.end)
+            elif mapping.name.startswith(shared_memory.MEMFD) and mapping.permissions[3] == "s":
+                memfds.add((mapping.device, mapping.inode))
+        if memfds and os.geteuid() != 0 and "pidfd_getfd" not in self.mine.forbidden:
+            self.memfds(memfds)
+
+    def memfds(self, mapped: set[tuple[str, int]]) -> None:
+        """Refuse memfds, ``mapped`` by device and inode, that cannot be given a name as `shared_memory` does."""
+        with syscalls.pidfd_of(self.pid) as pidfd:
+            for number, name in procfs.links(self.pid):
+                sealed = False
+                if name.startswith(shared_memory.MEMFD):
+                    with contextlib.suppress(OSError), syscalls.borrowed(pidfd, number) as descriptor:  # or closed
+                        is_mapped = shared_memory.key_of(os.fstat(descriptor)) in mapped
+                        sealed = is_mapped and shared_memory.may_be_sealed(descriptor)
+                if sealed:
+                    shown = name.removeprefix(shared_memory.MEMFD).removesuffix(_DELETED)
+                    what = f"a mapped memfd that is sealed, or can be ({shown}, descriptor {number})"
+                    hint = "Close the descriptor, or make the memfd without MFD_ALLOW_SEALING."
+                    self.refuse_file(what, hint)
 
     def shared_memory(self, end: int) -> None:
         """Refuse shared memory that mremap(2) has enlarged: an ordinary user's CRIU cannot read beyond its old end."""

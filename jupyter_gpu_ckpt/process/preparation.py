@@ -34,6 +34,11 @@ class Preparation:
             self.undo()
             raise
 
+    @property
+    def has_injected(self) -> bool:
+        """Return whether system calls were made in processes (`injection`): only to open /dev/tty by another name."""
+        return bool(self._reopened)
+
     def notes(self) -> dict[int, dict[str, Any]]:
         """Return the notes that `reapply` needs, by process."""
         found: dict[int, dict[str, Any]] = {}

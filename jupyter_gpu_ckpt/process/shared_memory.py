@@ -6,12 +6,19 @@ a name, in a file system in memory that is the capsule's own, and every process 
 place.  The named files are copied into the image, and back before CRIU restores the processes.
 
 Stopping the processes ends their waits (futex(2) knows a lock by its file); they begin anew, in the new file.
+
+Memory without a file (a memfd, MAP_ANONYMOUS) an ordinary user's CRIU saves by itself, but not all of it as it is: it
+reads the memory of the first process, from the first mapping on, as many bytes as are mapped anywhere, whatever is
+there, and takes a mapped memfd and its descriptors for two things (``dump_one_shmem`` in its shmem.c,
+``vma_get_mapfile_user`` in its proc_parse.c, release 4.2).  What would not come back as it was is given a name, too.
+Of a private mapping of a memfd it saves the pages that the process has written only, so all of them are written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import re
@@ -29,8 +36,11 @@ DIRECTORY = "shared-memory"
 IN_IMAGE = "shared-memory-"
 
 _DELETED = " (deleted)"
-#: Linux shows them as deleted files, but CRIU saves them by itself, or they are refused by their kind.
-_NOT_FILES = ("/dev/zero", "/memfd:", "/[aio]", "/anon_hugepage", "/SYSV", "/secretmem")
+#: Linux shows them as deleted files, but they are refused by their kind.
+_NOT_FILES = ("/[aio]", "/anon_hugepage", "/SYSV", "/secretmem")
+#: Memory without a file; Linux shows it as deleted files.
+_ANONYMOUS, MEMFD = "/dev/zero", "/memfd:"
+_GET_SEALS, _SEAL_SEAL, _SEAL_WRITE = 1034, 0x1, 0x8
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - read, not written
 #: ``VmFlags`` of a mapping that is the same when it is made anew.
 _PLAIN = frozenset(["rd", "wr", "sh", "mr", "mw", "me", "ms", "sd", "nr", "ac", "dw"])
@@ -89,6 +99,11 @@ class _File:
     def pids(self) -> set[int]:
         return {use.pid for use in self.mapped} | {use.pid for use in self.opened}
 
+    @property
+    def is_memory(self) -> bool:
+        """Return whether the shared memory never was a file."""
+        return self.path == _ANONYMOUS or self.path.startswith(MEMFD)
+
     def unmovable(self, why: str) -> UnsavableSharedMemory:
         return UnsavableSharedMemory(errno.ENOTSUP, f"{self.path}: {why}")
 
@@ -118,6 +133,8 @@ class SharedMemory:
             return
         names = _living_names(pids)
         for key, file in files.items():
+            if file.is_memory and _criu_saves(file):
+                continue
             _check(file)
             if key in names:
                 _use(file, names[key])
@@ -172,7 +189,8 @@ def _copy_file(source: str, target: str) -> None:
 
 def _is_deleted(name: str) -> bool:
     """Return whether Linux shows the name of a deleted file; an existing one may end the same."""
-    known = not name.startswith(_NOT_FILES) and (name.startswith(_SHARED_MEMORY) or not name.startswith("/dev/"))
+    in_dev = name.startswith((_SHARED_MEMORY, _ANONYMOUS + _DELETED)) or not name.startswith("/dev/")
+    known = not name.startswith(_NOT_FILES) and in_dev
     return name.startswith("/") and name.endswith(_DELETED) and known and not os.path.lexists(name)
 
 
@@ -185,7 +203,7 @@ def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
     with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                found[_key(entry.stat(follow_symlinks=False))] = entry.path
+                found[key_of(entry.stat(follow_symlinks=False))] = entry.path
     for pid in pids:
         with contextlib.suppress(*procfs.GONE):
             mapped = (each for each in procfs.maps(pid) if each.inode and each.permissions[3] == "s")
@@ -193,7 +211,7 @@ def _living_names(pids: list[int]) -> dict[tuple[str, int], str]:
     return found
 
 
-def _key(facts: os.stat_result) -> tuple[str, int]:
+def key_of(facts: os.stat_result) -> tuple[str, int]:
     """Device and inode as proc_pid_maps(5) shows them."""
     return f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}", facts.st_ino
 
@@ -211,15 +229,86 @@ def _deleted_files(pids: list[int]) -> dict[tuple[str, int], _File]:
     for pid in pids if found else ():
         with contextlib.suppress(*procfs.GONE):
             for number, name in procfs.links(pid):
-                key = _key(os.stat(f"/proc/{pid}/fd/{number}")) if _is_deleted(name) else ("", 0)
+                key = key_of(os.stat(f"/proc/{pid}/fd/{number}")) if _is_deleted(name) else ("", 0)
                 if key in found:
                     facts = procfs.fdinfo(pid, number)
                     found[key].opened.append(_Opened(pid, number, int(facts["flags"], 8), int(facts["pos"])))
     return found
 
 
+def own_pages(pids: Iterable[int]) -> None:
+    """Have stopped processes own the pages of their private mappings of memfds, as if they had written each of them.
+
+    Raises `UnsavableSharedMemory`, `OSError`.
+    """
+    for pid in pids:
+        with contextlib.suppress(*procfs.GONE):
+            mappings = [each for each in procfs.maps(pid) if each.name.startswith(MEMFD) and each.permissions[3] == "p"]
+            if not mappings:
+                continue
+            if sum(each.end - each.start for each in mappings) > _available_memory() / 2:
+                what = f"{procfs.described(pid)} maps privately: there is too little memory to copy it"
+                raise UnsavableSharedMemory(errno.ENOTSUP, f"{mappings[0].name.removesuffix(_DELETED)}, which {what}")
+            with Injection.into(pid) as injection:
+                for mapping in mappings:
+                    at = mapping.start
+                    for data in _read(injection.memory, mapping.start, mapping.end - mapping.start):
+                        if data.strip(b"\0"):
+                            injection.memory.write(at, data)
+                        at += len(data)
+
+
+def _criu_saves(file: _File) -> bool:
+    """Return whether CRIU saves memory without a file as it is: see the head of this module."""
+    size = max(mapping.offset + mapping.end - mapping.start for _, mapping in file.mapped)
+    if file.opened:
+        with _borrowed(file.opened[0]) as descriptor:
+            if not _seals(descriptor) & _SEAL_WRITE or os.fstat(descriptor).st_size > size:
+                return False
+    return all(_is_mapped_whole(file, pid, size) for pid in {use.pid for use in file.mapped})
+
+
+def _is_mapped_whole(file: _File, pid: int, size: int) -> bool:
+    """Return whether a process has all bytes up to ``size`` from its first mapping on, and none is behind the end."""
+    mapped = sorted(mapping for use, mapping in file.mapped if use == pid)
+    start = at = mapped[0].start
+    for mapping in mapped:
+        if mapping.start != at or mapping.offset != at - start:
+            break
+        at = mapping.end
+    if at - start < size:
+        return False
+    try:
+        with ProcessMemory(pid) as memory:
+            return bool(memory.read(start + size - 1, 1))
+    except procfs.GONE:  # it was killed
+        return True
+    except OSError:
+        return False
+
+
+def may_be_sealed(descriptor: int) -> bool:
+    """Return whether a memfd has seals, or may get some, and so cannot be given a name; not if it cannot change."""
+    seals = _seals(descriptor)
+    return seals != _SEAL_SEAL and not seals & _SEAL_WRITE
+
+
+def _seals(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, _GET_SEALS)
+
+
+@contextlib.contextmanager
+def _borrowed(use: _Opened) -> Iterator[int]:
+    with syscalls.pidfd_of(use.pid) as pidfd, syscalls.borrowed(pidfd, use.number) as descriptor:
+        yield descriptor
+
+
 def _check(file: _File) -> None:
     """Raise `UnsavableSharedMemory` for a use that would not be the same in a new file."""
+    for use in file.opened if file.is_memory else ():
+        with _borrowed(use) as descriptor:
+            if _seals(descriptor) != _SEAL_SEAL:
+                raise file.unmovable("it is sealed, or can be (memfd_create, MFD_ALLOW_SEALING)")
     for pid, mapping in file.mapped:
         if unusual := _flags(pid, mapping.start) - _PLAIN:
             raise file.unmovable(f"{procfs.described(pid)} has {_NAMES.get(min(unusual), _UNNAMED)}")
@@ -262,7 +351,9 @@ def _copy(file: _File, path: str) -> None:
         size = max(offset + length for offset, length in mapped)
         source = f"/proc/{file.opened[0].pid}/fd/{file.opened[0].number}" if file.opened else ""
         size = os.stat(source).st_size if source else size
-        if size > _available_memory() / 2 or (size > _LARGE and not file.path.startswith(_SHARED_MEMORY)):
+        if size > _available_memory() / 2 or (
+            size > _LARGE and not file.is_memory and not file.path.startswith(_SHARED_MEMORY)
+        ):
             raise file.unmovable("it is too large to be copied into memory")
         if source:
             with contextlib.suppress(PermissionError), open(source, "rb") as content:

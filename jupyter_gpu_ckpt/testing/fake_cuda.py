@@ -268,9 +268,13 @@ class FakeCuda(Cuda):
 
     def has_inherited_all(self, pid: int, owners: Iterable[int]) -> bool:
         process, owners = self.driver.processes[pid], [*owners]
+
+        def has_same(owner: FakeProcess) -> bool:
+            also_inherited = owner.inherited and owner.device_files >= process.device_files
+            return owner.closed == process.closed and (owner.on_gpu or also_inherited)
+
         living = [self.driver.processes[owner] for owner in owners if owner in self.driver.processes]
-        has_same = any(owner.on_gpu and owner.closed == process.closed for owner in living)
-        return pid in owners or (process.inherited and has_same)
+        return pid in owners or (process.inherited and any(map(has_same, living)))
 
     def _read(self, pid: int, name: str) -> str:
         real.check_pid(pid)

@@ -17,13 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import until
 
 from jupyter_gpu_ckpt import procfs
-from jupyter_gpu_ckpt.capsule import criu_guard
+from jupyter_gpu_ckpt.capsule import criu_guard, init
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
+from jupyter_gpu_ckpt.capsule.criu_guard import CriuGuard
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuKilled, KernelBusy
 from jupyter_gpu_ckpt.process.ptrace import Tracee, release_late
@@ -380,3 +382,37 @@ def test_a_thread_that_stops_too_late_is_let_go_then(process, monkeypatch):
     until(lambda: "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text())
     until(lambda: criu_guard._state(pid, pid) == "S")
     assert not release_late(pid, status)
+
+
+def test_all_are_back_in_their_stop_when_criu_begins(monkeypatch, tmp_path):
+    """Changes for a dump are made by a tracer, which lets a process go on to its stop a moment later."""
+
+    class Prepared:
+        has_injected = True
+
+        def __init__(self, pids: list[int], *_: object) -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def fork(*_: object, **__: object) -> int:
+        seen.append(procfs.stat(process.pid).state)
+        return 0
+
+    seen: list[str] = []
+    monkeypatch.setattr(init, "Preparation", Prepared)
+    monkeypatch.setattr(criu_guard, "_RETURN_TIMEOUT", 0.05)
+    process = subprocess.Popen(["sleep", "1000"])
+    under_test = SimpleNamespace(
+        job=None, rootless=False, pipes=[], watched_files=None, inherited_files={}, number=1, fork=fork
+    )
+    under_test.guard = lambda: CriuGuard(process.pid, time.monotonic() + 60)
+    under_test.take_inherited_files = lambda guard: init.Init.take_inherited_files(under_test, guard)
+    output = str(tmp_path / "output")
+    try:
+        init.Init.run(under_test, ["criu"], {}, "/", 60, output, False, 0, True, str(tmp_path / "terminals"))
+        assert seen == ["T"]
+        under_test.job.guard.finish(success=False)
+        assert procfs.stat(process.pid).state != "T"
+    finally:
+        process.kill()
+        process.wait()

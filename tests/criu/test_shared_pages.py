@@ -231,6 +231,23 @@ def test_forks_of_forks_share_with_their_own_parents(dump, view):
         assert read(directory, pid) == wanted
 
 
+def test_a_row_of_forks_of_forks_does_not_become_a_row_of_references(dump, view):
+    """CRIU opens the files of a whole row for each process that it restores."""
+    pages: Pages = {}
+    for pid in range(10, 30):
+        pages = pages | memory(100, seed=pid, base=BASE + (1 << 24) * pid)
+        dump.add(pid, pages)
+    dropped(dump)
+    found, depths = shared_pages.references(dump.directory), {"10": 0}
+    for pid in map(str, range(11, 30)):
+        depths[pid] = depths[found[pid]] + 1
+    assert max(depths.values()) == 8
+    assert dump.size() < dump.whole() / 2, "what the first eight have, none has twice"
+    directory = view()
+    for pid, wanted in dump.written.items():
+        assert read(directory, pid) == wanted
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_tree_is_read_as_it_was_written(dump, view, seed):
     source = random.Random(seed)

@@ -27,6 +27,7 @@ from jupyter_gpu_ckpt.cuda.checkpoint_api import DriverRefused
 from jupyter_gpu_ckpt.cuda.cuda import INVALID_VALUE
 from jupyter_gpu_ckpt.cuda.fastpath import Amounts, FastPath
 from jupyter_gpu_ckpt.errors import CriuError
+from jupyter_gpu_ckpt.image.draft import Draft
 from jupyter_gpu_ckpt.lifecycle import cuda_processes, dump, host_memory, suspend
 from jupyter_gpu_ckpt.lifecycle.lifecycle import Lifecycle
 from jupyter_gpu_ckpt.lifecycle.plans import State
@@ -232,9 +233,10 @@ def test_device_files_that_a_child_has_inherited_are_taken_from_it(family, first
     family.cycle()
 
 
-#: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on.
+#: A kernel that has a file mapped and open, as a user of CUDA has device files, and a forked child that counts on, and
+#: so does what that forks at a SIGUSR1.
 FORKS = """
-import mmap, os, sys, time
+import mmap, os, signal, sys, time
 place, count = sys.argv[1:]
 with open(place, "wb") as file: file.truncate(8192)
 fd = os.open(place, os.O_RDWR)
@@ -243,6 +245,11 @@ if os.fork():
     memory.close()
     while True: time.sleep(1000)
 n = 0
+def fork(*_):
+    global count
+    if not os.fork():
+        count += "-of-fork"
+signal.signal(signal.SIGUSR1, fork)
 while True:
     n += 1
     with open(count, "w") as file: file.write(str(n))
@@ -257,32 +264,53 @@ class Forking(Rig):
         self.place, self.count = str(directory / "nvidia0"), directory / "count"
         super().__init__(criu_binary, directory, base, [sys.executable, "-c", FORKS, self.place, str(self.count)])
         until(lambda: self.counted() > 0, "the child counts")
-        self.child = FakeProcess(cuda=False, device_files={self.place}, inherited=True)
-        self.driver.add(self.child, self.child_pid)
+        #: The child, and what it has forked.
+        self.workers = [self._worker()]
+        self.driver.add(self.workers[0], self.child_pid)
+
+    def _worker(self) -> FakeProcess:
+        return FakeProcess(cuda=False, device_files={self.place}, inherited=True)
 
     @property
     def child_pid(self) -> int:
-        (pid,) = self.lifecycle.capsule.other_processes()
-        return pid
+        return self.worker_pids()[0]
 
-    def counted(self) -> int:
-        return int(self.count.read_text() or 0) if self.count.exists() else 0
+    def worker_pids(self) -> list[int]:
+        """The child's pid and those of its own children, which have higher ones in the capsule."""
+        assert self.lifecycle.capsule is not None
+        pids = self.lifecycle.capsule.other_processes()
+        return sorted(pids, key=lambda pid: int(procfs.status(pid)["NSpid"].split()[-1]))
+
+    def fork(self) -> None:
+        """Have the child fork."""
+        os.kill(self.child_pid, signal.SIGUSR1)
+        until(lambda: self.counted("-of-fork") > 0, "its fork counts")
+        self.workers.append(self._worker())
+        self.driver.add(self.workers[1], self.worker_pids()[1])
+
+    def counted(self, of: str = "") -> int:
+        path = self.count.with_name(self.count.name + of)
+        return int(path.read_text() or 0) if path.exists() else 0
 
     def has(self) -> set[str]:
-        names = {name for _, name in procfs.links(self.child_pid)}
-        return names | {mapping.name for mapping in procfs.maps(self.child_pid)}
+        """Return the workers' open and mapped files."""
+        pids = self.worker_pids()
+        names = {name for pid in pids for _, name in procfs.links(pid)}
+        return names | {mapping.name for pid in pids for mapping in procfs.maps(pid)}
 
     def _follow(self, event: StepEvent) -> None:
         super()._follow(event)
         if (event.kind, event.step) == ("completed", "criu_restore"):
-            self.child.device_files = set()
-            self.driver.add(self.child, self.child_pid)
+            for worker, pid in zip(self.workers, self.worker_pids(), strict=True):
+                worker.device_files = set()
+                self.driver.add(worker, pid)
 
     def counts_on(self) -> None:
-        before = self.counted()
-        until(lambda: self.counted() > before, "the child counts on")
-        assert "t" not in states(self.child_pid) | states(self.pid)
-        assert "T" not in states(self.child_pid) | states(self.pid)
+        for of in ("", "-of-fork")[: len(self.workers)]:
+            before = self.counted(of)
+            until(lambda of=of, before=before: self.counted(of) > before, "the worker counts on")
+        found = set().union(*(states(pid) for pid in (self.pid, *self.worker_pids())))
+        assert not found & {"t", "T"}
 
 
 @pytest.fixture
@@ -310,6 +338,50 @@ def test_a_forked_child_goes_on_without_what_it_has_inherited(forking):
         forking.counts_on()
 
 
+@pytest.mark.parametrize("of", ["a worker", "a worker that has opened its own", "nobody"])
+def test_a_worker_that_forks_while_the_kernel_is_suspended(forking, of):
+    """Its child has inherited the same files, of a process that is noted since the suspend."""
+    forking.lifecycle.suspend()
+    forking.fork()
+    _, new = forking.workers
+    if of == "a worker that has opened its own":
+        for worker in forking.workers:
+            worker.device_files |= {"/dev/nvidia-uvm"}
+    elif of == "nobody":
+        new.inherited = False
+    if of != "a worker":
+        error = forking.fails("checkpoint", "CHILD_PROCESSES")
+        assert [str(pid) in error.message for pid in forking.worker_pids()] == [new.inherited, True]
+        forking.sleeps(State.SUSPENDED)
+        forking.lifecycle.resume()
+        forking.runs_on()
+        forking.counts_on()
+        return
+    assert [each for each in suspend.findings(forking.lifecycle.kernel) if each.blocks] == []
+    for _ in range(2):
+        forking.lifecycle.checkpoint()
+        forking.lifecycle.wake()
+        assert forking.place not in forking.has()
+        forking.counts_on()
+
+
+def test_files_noted_for_a_dump_that_was_refused_are_not_taken_at_the_next(forking, monkeypatch):
+    """By then they may be a process's own."""
+
+    def refuses(*_: object) -> None:
+        raise CriuError("Not fit.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dump, "_require_fit", refuses)
+        forking.fails("checkpoint", "CRIU_FAILED")
+    forking.workers[0].device_files = set()
+    forking.lifecycle.kernel.inherited = {}
+    forking.lifecycle.checkpoint()
+    forking.lifecycle.wake()
+    assert forking.place in forking.has()
+    forking.counts_on()
+
+
 def test_a_dump_that_fails_leaves_a_forked_child_running(forking, monkeypatch):
     def fails(*_: object) -> None:
         raise CriuError("Not proven.")
@@ -320,6 +392,24 @@ def test_a_dump_that_fails_leaves_a_forked_child_running(forking, monkeypatch):
     forking.counts_on()
     monkeypatch.undo()
     forking.cycle()
+    forking.counts_on()
+
+
+@pytest.mark.parametrize("fails", [(dump, "_require_proven"), (Draft, "publish")], ids=["at its end", "after it"])
+def test_what_a_dump_that_was_taken_back_has_lost_is_in_its_error(forking, monkeypatch, caplog, fails):
+    def fail(*_: object, **__: object) -> None:
+        raise CriuError("Not proven.")
+
+    def resumed(capsule: Capsule) -> str:
+        assert resume(capsule) == ""
+        return "closed: a TCP connection"
+
+    resume = Capsule.resume_processes
+    monkeypatch.setattr(*fails, fail)
+    monkeypatch.setattr(Capsule, "resume_processes", resumed)
+    assert forking.fails("checkpoint", "CRIU_FAILED").details["unrepaired"] == "closed: a TCP connection"
+    assert "could not be repaired after its dump: closed: a TCP connection" in caplog.text
+    forking.runs_on()
     forking.counts_on()
 
 

@@ -134,6 +134,48 @@ def test_the_disk_must_take_the_memory_of_process_and_gpu(monkeypatch):
     assert finding.error.details["free"] == 7
 
 
+@pytest.fixture
+def forked():
+    """The pids of a process with 200 MB and of four that it has forked."""
+    code = """
+import os
+held = os.urandom(200_000_000)
+pids = [os.getpid()]
+while len(pids) < 5:
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        os.read(0, 1)
+        os._exit(0)
+print(*pids, flush=True)
+os.read(0, 1)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield [int(word) for word in process.stdout.readline().split()]
+        process.stdin.close()
+
+
+def test_pages_that_forked_processes_share_need_space_once(forked):
+    kernel, *workers = forked
+    tree = {"kernel_pid": kernel, "companions": workers}
+    assert codes(**tree, disk_free=700_000_000 + MARGIN) == []
+    (finding,) = inspect(**tree, device_bytes={}, disk_free=400_000_000)
+    assert isinstance(finding.error, NoSpace)
+    assert 600_000_000 < finding.error.details["needed"] < 700_000_000 + MARGIN, "of three, while CRIU writes the next"
+    assert codes(kernel_pid=kernel, disk_free=200_000_000) == ["NO_SPACE"]
+
+
+def test_pages_that_forked_processes_share_count_once_for_a_quota(forked):
+    kernel, *workers = forked
+    asked = []
+
+    def over_quota(needed):
+        asked.append(needed)
+        return QuotaExceeded("No.") if needed > 300_000_000 + MARGIN else None
+
+    assert codes(kernel_pid=kernel, companions=workers, over_quota=over_quota) == []
+    assert [each > 1_000_000_000 for each in asked] == [True, False]
+
+
 def test_a_quota_is_checked_for_what_an_image_may_need_and_not_for_a_suspend():
     asked = []
 

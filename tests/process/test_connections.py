@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import shutil
+import signal
 import socket
 import tempfile
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 import waiting
 from round_trip import Subject, image
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.capsule.capsule import Capsule
 from jupyter_gpu_ckpt.criu.criu import Criu
 from jupyter_gpu_ckpt.errors import CriuError, LoopbackTcp
@@ -280,6 +284,21 @@ def test_what_was_read_out_for_a_dump_is_put_back_when_it(how, home, capsule, cr
     dump_in_vain(how, home, capsule, criu)
     assert asked(subject, "answer = a.getblocking(), a.recv(9)") == repr((False, b"back"))
     assert asked(subject, f"answer = child({READ_ALL}) == hash(text[:sent])") == "True"
+
+
+def test_what_cannot_be_put_back_is_reported(home, capsule, criu):
+    """The process that had sent it was killed while all were stopped."""
+    subject = Subject(capsule)
+    subject.tell(PRELUDE)
+    asked(subject, "s, a = pair(child); child('c.setblocking(False); c.send(bytes(1_000_000))')")
+    criu.dump(capsule, home / "image", timeout=60)
+    (sender,) = capsule.other_processes()
+    os.kill(sender, signal.SIGKILL)
+    waiting.until(lambda: procfs.stat(sender).has_ended, "it has ended")
+    lost = capsule.resume_processes()
+    assert re.fullmatch(r"closed: a TCP connection of process \d+.* \(descriptor \d+\) \(.+\)", lost), lost
+    assert asked(subject, "answer = 1") == "1"
+    assert capsule.resume_processes() == ""
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,9 @@ def device(name: str, how: str = "os.O_RDWR") -> tuple[str, str]:
 
 FILE = "fd = os.open('FILE', os.O_RDWR | os.O_CREAT); os.write(fd, b'hello')"
 
+#: A memfd of 16 pages, each with another letter.
+MEMFD = "fd = os.memfd_create('x'); [os.pwrite(fd, bytes([65 + n]) * 4096, n * 4096) for n in range(16)]"
+
 #: What each kind is: how it is made, and how it is read.  ``FILE`` is a path of its own.
 KINDS: dict[str, tuple[str, str]] = {
     # -- threads
@@ -291,8 +294,45 @@ KINDS: dict[str, tuple[str, str]] = {
         "    assert select.select([fd], [], [], 9)[0]",
     ),
     "memfd": (
-        "fd = os.memfd_create('x', 3); os.write(fd, b'hello'); fcntl.fcntl(fd, 1033, 6); at = memory(4096, 1, 1, fd)",
-        "answer = os.pread(fd, 9, 0), fcntl.fcntl(fd, 1034), ctypes.string_at(at, 5)",
+        "fd = os.memfd_create('x', 3); os.write(fd, b'hello'); fcntl.fcntl(fd, 1033, 6)",
+        "answer = os.pread(fd, 9, 0), fcntl.fcntl(fd, 1034)",
+    ),
+    "mapped memfd": (
+        f"{MEMFD}; at = memory(1 << 16, 3, 1, fd)",
+        "n = os.pread(fd, 1, 0)[0] % 200 + 1; ctypes.memset(at, n, 1)\n"
+        "answer = os.pread(fd, 1, 0)[0] - n, ctypes.string_at(at + 4096, 2), os.pread(fd, 2, 8192)",
+    ),
+    "mapped memfd that has been closed": (
+        f"{MEMFD}; at = memory(1 << 16, 3, 1, fd); os.close(fd)",
+        "answer = ctypes.string_at(at + 4096, 2)",
+    ),
+    "memfd mapped beyond its end": (
+        f"{MEMFD}; os.ftruncate(fd, 100); at = memory(1 << 16, 3, 1, fd); os.close(fd)",
+        "answer = ctypes.string_at(at, 101)",
+    ),
+    "windows of a memfd": (
+        f"{MEMFD}; at = memory(8192, 3, 1, fd); libc.mmap(at + 4096, 4096, 0, 0x11, fd, 9 * 4096)",
+        "libc.mprotect(ctypes.c_void_p(at + 4096), ctypes.c_size_t(4096), 1)\n"
+        "answer = ctypes.string_at(at, 1), ctypes.string_at(at + 4096, 1), os.pread(fd, 1, 5 * 4096)\n"
+        "libc.mprotect(ctypes.c_void_p(at + 4096), ctypes.c_size_t(4096), 0)",
+    ),
+    "windows of a memfd that has been closed": (
+        f"{MEMFD}; at = memory(8192, 3, 1, fd); libc.mmap(at, 4096, 1, 0x11, fd, 9 * 4096); os.close(fd)",
+        "answer = ctypes.string_at(at, 1), ctypes.string_at(at + 4096, 1)",
+    ),
+    "private mapping of a memfd": (
+        f"{MEMFD}; at = memory(1 << 16, 1, 2, fd); other = memory(1 << 16, 3, 2, fd); ctypes.memset(other, 7, 1)",
+        "answer = ctypes.string_at(at + 3 * 4096, 2), ctypes.string_at(other, 2), os.pread(fd, 2, 0)",
+    ),
+    "shared memory whose beginning is gone": (
+        "at = memory(flags=0x21); ctypes.memset(at + 40960, 65, 9)\n"
+        "libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(8192))",
+        "answer = ctypes.string_at(at + 40960, 10)",
+    ),
+    "shared memory whose middle is gone": (
+        "at = memory(flags=0x21); ctypes.memset(at, 66, 9); ctypes.memset(at + 40960, 65, 9)\n"
+        "libc.munmap(ctypes.c_void_p(at + 8192), ctypes.c_size_t(8192))",
+        "answer = ctypes.string_at(at, 10), ctypes.string_at(at + 40960, 10)",
     ),
     "pidfd": ("fd = os.pidfd_open(os.getpid())", "answer = re.findall(r'^(?:NS)?[Pp]id:.*', info(fd), re.M)"),
     "network namespace": ("fd = os.open('/proc/self/ns/net', 0)", "answer = os.readlink(f'/proc/self/fd/{fd}')"),
@@ -630,6 +670,10 @@ else:
     REFUSED["enlarged shared memory"] = (
         "at = mmap.mmap(-1, 4096); at.resize(1 << 16)",
         "shared memory that was enlarged beyond its end",
+    )
+    REFUSED["memfd that can be sealed"] = (
+        "fd = os.memfd_create('x', 3); os.ftruncate(fd, 4096); at = memory(4096, 3, 1, fd)",
+        "a mapped memfd that is sealed, or can be (x, descriptor ",
     )
     REFUSED["deleted path"] = (
         "s = socket.socket(socket.AF_UNIX); s.bind('deleted'); s.listen(3); os.unlink('deleted')",

@@ -19,7 +19,7 @@ from ...kernel.provisioner import GpuCkptProvisioner
 from ...lifecycle import cuda_processes, host_memory
 from ...lifecycle.lifecycle import Lifecycle
 from ...lifecycle.plans import State
-from .activity import Activity
+from .activity import Activity, SocketTables
 from .policy import KernelSnapshot
 
 #: Seconds of NVML's samples to request at first.
@@ -42,6 +42,7 @@ class KernelProbe:
         found: list[KernelSnapshot] = []
         holders: dict[str, list[int]] = {}
         gpus: Gpus | None = None
+        tables = SocketTables()
         for kernel_id, provisioner in provisioners.items():
             lifecycle, gate = provisioner.lifecycle, provisioner.gate
             if lifecycle is None or gate is None:
@@ -56,7 +57,7 @@ class KernelProbe:
                 self._log.debug("Kernel %s cannot be inspected: %s", kernel_id, error.code)
                 snapshot, pids = replace(snapshot, working=True), []
             else:
-                snapshot = replace(snapshot, computing=self._worked(snapshot, lifecycle, gate))
+                snapshot = replace(snapshot, computing=self._worked(snapshot, lifecycle, gate, tables))
             found.append(snapshot)
             if snapshot.on_gpu:
                 holders[kernel_id], gpus = pids, lifecycle.engine.gpus
@@ -69,7 +70,7 @@ class KernelProbe:
         """Discount the CPU time that a verb has cost the kernel: it is not the kernel's own work."""
         self._activity.forget(kernel_id)
 
-    def _worked(self, snapshot: KernelSnapshot, lifecycle: Lifecycle, gate: Gate) -> bool:
+    def _worked(self, snapshot: KernelSnapshot, lifecycle: Lifecycle, gate: Gate, tables: SocketTables) -> bool:
         """Return whether the kernel's processes worked since the last snapshot, with a cell or without."""
         capsule, home = lifecycle.capsule, lifecycle.home
         if snapshot.state is not self._states.get(snapshot.kernel_id):
@@ -78,7 +79,8 @@ class KernelProbe:
             return False
         own = filter(None, (home.runtime_dir, home.known_as, home.sockets and home.sockets.parent))
         pids = {capsule.host_pid, *capsule.other_processes()}
-        return self._activity.worked(snapshot.kernel_id, pids, now=time.monotonic(), queries=gate.queries, own=own)
+        now, queries = time.monotonic(), gate.queries
+        return self._activity.worked(snapshot.kernel_id, pids, now=now, queries=queries, own=own, tables=tables)
 
     def _computing(self, gpus: Gpus, holders: Mapping[str, list[int]]) -> set[str]:
         """Return which of the kernels with device memory used a GPU since the last call; all if NVML fails."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpu_ckpt.server.idle.activity import WINDOW, Activity
+from jupyter_gpu_ckpt import procfs
+from jupyter_gpu_ckpt.server.idle.activity import WINDOW, Activity, SocketTables
 
 #: Does on each line of its input what that says.
 PROGRAM = """
@@ -162,6 +163,44 @@ class TestConnections:
                     client.connect(path)
                     subject.do("kept.append(kept[0].accept())")
                     assert subject.worked(own=excluded) is expected
+
+
+@pytest.fixture
+def read(monkeypatch) -> list[str]:
+    """The tables of sockets that were read."""
+    found: list[str] = []
+
+    def sockets(table, pid="self", original=procfs.sockets):
+        found.append(table)
+        return original(table, pid)
+
+    monkeypatch.setattr(procfs, "sockets", sockets)
+    return found
+
+
+def test_a_round_over_many_kernels_reads_each_table_once(subject, read):
+    """With 200 kernels it would take seconds otherwise."""
+    port = TestConnections().port(subject)
+    for expected in (False, True):
+        tables = SocketTables()
+        found = [
+            subject.activity.worked(str(kernel), [subject.process.pid], now=subject.now, queries=0, tables=tables)
+            for kernel in range(50)
+        ]
+        assert found == [expected] * 50
+        assert sorted(read) == ["tcp", "tcp6", "unix"]
+        read.clear()
+        subject.now += 0.1
+        client = socket.create_connection(("127.0.0.1", port))
+    client.close()
+
+
+def test_tcp_is_not_read_for_processes_that_have_no_socket_but_unix_ones(subject, read):
+    subject.worked()
+    assert read == []
+    subject.do("kept += socket.socketpair()")
+    subject.worked()
+    assert read == ["unix"]
 
 
 def test_a_process_that_is_gone_or_foreign_is_sampled_without_harm():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from types import SimpleNamespace
 
 import pytest
 
+from jupyter_gpu_ckpt import procfs
 from jupyter_gpu_ckpt.lifecycle import host_memory
 from jupyter_gpu_ckpt.lifecycle.plans import State
 from jupyter_gpu_ckpt.server.idle.policy import KernelSnapshot
-from jupyter_gpu_ckpt.server.idle.probe import computing, inspect
+from jupyter_gpu_ckpt.server.idle.probe import KernelProbe, computing, inspect
 from jupyter_gpu_ckpt.testing.fake_cuda import LOCKED, FakeCuda, FakeDriver, FakeGpus
 
 GIB = 2**30
@@ -76,3 +79,26 @@ class TestCloser:
         driver.calls.clear()
         look, pids = self.look(driver, monkeypatch, State.RESUMING, LOCKED)
         assert (look.on_gpu, pids, driver.calls) == (False, [], [])
+
+
+def test_the_tables_of_sockets_are_read_once_for_all_kernels(monkeypatch):
+    read = []
+
+    def sockets(table, pid="self", original=procfs.sockets):
+        read.append(table)
+        return original(table, pid)
+
+    monkeypatch.setattr(procfs, "sockets", sockets)
+    capsule = SimpleNamespace(host_pid=os.getpid(), processes=lambda: [os.getpid()], other_processes=list)
+    home = SimpleNamespace(kernel_name="python3", runtime_dir=None, known_as=None, sockets=None)
+    monkeypatch.setattr(host_memory, "resident", lambda kernel: 0)
+    lifecycle = SimpleNamespace(capsule=capsule, home=home, state=State.SUSPENDED, kernel=None)
+    gate = SimpleNamespace(last_activity=0.0, queries=0)
+    requests = SimpleNamespace(protection=lambda: None)
+    provisioner = SimpleNamespace(lifecycle=lifecycle, gate=gate, agent_requests=requests)
+    probe = KernelProbe(logging.getLogger(__name__))
+    with socket.create_server(("127.0.0.1", 0)):
+        for _ in range(2):
+            assert len(probe.snapshots({str(number): provisioner for number in range(20)})) == 20
+            assert sorted(read) == ["tcp", "tcp6", "unix"]
+            read.clear()
